@@ -25,7 +25,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from inflight.commands.watch import collect_rarely
+from inflight.commands.shared import collect_garbage_rarely
 from inflight.observe.trace import events
 from inflight.observe.trace.files import NUM_PARTS, PART_BYTES, STEPS, EventFollower
 from inflight.observe.watch import views
@@ -194,7 +194,7 @@ def measure_page(browser: Any, directory: Path, num_steps: int) -> dict[str, flo
 
 def measure_parts(directory: Path) -> dict[str, float]:
     """Return the processor time of folding the files, of the page's questions, and of the report."""
-    collect_rarely()
+    collect_garbage_rarely()
     run, follower = RunModel(directory), EventFollower(directory)
     times = [time.process_time()]
 

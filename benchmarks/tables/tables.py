@@ -50,7 +50,7 @@ def transitions_table() -> str:
 def tested_table() -> str:
     """Return one row for each certificate."""
     lines = [
-        "| engine | release | dtype | sentences that hold | not declared | expected failures | kit took | date |",
+        "| engine | release | dtype | requirements that hold | unsupported | expected failures | kit took | date |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for certificate in certificates():
@@ -85,7 +85,7 @@ def certified_table() -> str:
             certificate,
         )
     lines = [
-        "| engine or trainer | release | sentences of the contract that hold | not declared |",
+        "| engine or trainer | release | requirements of the contract that hold | unsupported |",
         "|---|---|---|---|",
     ]
     for name, (release, certificate) in rows.items():
@@ -105,11 +105,11 @@ def shared_by_ranks(certificate: dict[str, Any]) -> str:
 
 def exceptions_table() -> str:
     """Return what was skipped or failed as expected, with its reason."""
-    lines = ["| engine | id | sentence | why it is not held to it |", "|---|---|---|---|"]
+    lines = ["| engine | id | requirement | why it is not held to it |", "|---|---|---|---|"]
     for certificate in certificates():
         name = f"{certificate['implementation']} {certificate['implementation_version']}"
         lines += [
-            f"| {name} | {verdict['id']} | {verdict['sentence']} | {_one_line(verdict['message'])} |"
+            f"| {name} | {verdict['id']} | {verdict['requirement']} | {_one_line(verdict['message'])} |"
             for verdict in certificate["verdicts"]
             if verdict["outcome"] != "passed"
         ]
@@ -170,7 +170,7 @@ def learning_table() -> str:
 def trainers_table() -> str:
     """Return one row for each certificate of a worker."""
     lines = [
-        "| trainer | ranks | shared by ranks | sentences that hold | of several ranks, skipped | kit took | date |",
+        "| trainer | ranks | shared by ranks | requirements that hold | of several ranks, skipped | kit took | date |",
         "|---|---|---|---|---|---|---|",
     ]
     found = _certificates("worker")
@@ -333,27 +333,35 @@ def preset_learning_table() -> str:
     return "\n".join(lines)
 
 
-def house_table() -> str:
-    """Return the size of the source and what passes through it, checkout by checkout."""
-    rows = kept("house")["rows"]
+def structure_table() -> str:
+    """Return the size of the source and what passes through it, before and after its packages were redrawn."""
+    rows = kept("structure")["rows"]
+
+    def count(name: str) -> Callable[[dict[str, Any]], object]:
+        return lambda row: len(row[name])
+
     figures: tuple[tuple[str, Callable[[dict[str, Any]], object]], ...] = (
         ("lines under src", lambda row: f"{row['lines']:,}"),
-        ("modules over 400 lines", lambda row: row["modules_over_400_lines"]),
+        ("modules", lambda row: row["modules"]),
+        ("packages and modules at the top of `inflight`", lambda row: row["top"]),
+        ("packages that import each other", count("mutual")),
+        ("modules over 400 lines", count("over_400")),
+        ("modules over 450 lines", count("over_450")),
         (
             "attributes of the largest class",
             lambda row: f"{row['largest_class_attributes']} (`{row['largest_class'].split(': ')[1]}`)",
         ),
-        ("files that a publish passes through", lambda row: len(row["publish_files"])),
-        ("files that a logprob passes through", lambda row: len(row["logprob_files"])),
+        ("classes with more than 18 attributes", count("classes_over_18")),
+        ("files that a publish passes through", count("publish_files")),
+        ("files that a logprob passes through", count("logprob_files")),
+        ("files that `servers.max_concurrent` passes through", count("max_concurrent_files")),
         (
             "seconds of `make test`",
             lambda row: "not measured" if row["test_seconds"] is None else f"{row['test_seconds']:,.0f}",
         ),
     )
-    lines = ["| | " + " | ".join(row["label"] for row in rows) + " |", "|---|" + "---|" * len(rows)]
-    return "\n".join(
-        [*lines, *(f"| {what} | " + " | ".join(str(of(row)) for row in rows) + " |" for what, of in figures)]
-    )
+    lines = [f"| | before ({rows['commit']}) | after |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {what} | {of(rows['before'])} | {of(rows['after'])} |" for what, of in figures)])
 
 
 def beside_table() -> str:
@@ -433,7 +441,7 @@ TABLES = {
     "exceptions": exceptions_table,
     "parity": parity_table,
     "publish": publish_table,
-    "house": house_table,
+    "structure": structure_table,
     "beside": beside_table,
     "watch": watch_table,
 }

@@ -2,7 +2,7 @@
 
     InflightError
     ├── ConfigError                  nothing was started, nothing was written
-    ├── UnsupportedError             the capability is not declared; nothing changed
+    ├── UnsupportedError             the capability is not supported; nothing changed
     ├── InvalidRequestError          this request was refused; the endpoint goes on as it was
     ├── EndpointError                (carries the endpoint's URL)
     │   ├── UnauthorizedError        the token was refused; nothing changed
@@ -50,7 +50,7 @@ class ConfigError(InflightError):
 
 
 class UnsupportedError(InflightError):
-    """The capability is not declared by this implementation; nothing changed."""
+    """The capability is not supported by this implementation; nothing changed."""
 
     code = "unsupported"
 

@@ -1,4 +1,4 @@
-"""The settings of a worker, checked. Knows nothing of torch."""
+"""The settings of a worker, checked."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
+from inflight.base.toml import Section, check_settings
 from inflight.errors import ConfigError
 from inflight.model.lora_settings import LoraSettings
 
@@ -40,10 +41,9 @@ class RankLayout:
         return rank // (self.tensor * self.context) % self.data_size
 
 
-class WorkerConfig(BaseModel):
+class WorkerConfig(Section):
     """Settings of one FSDP worker; the same on every rank."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
     LABEL: ClassVar[str] = "FSDP"
 
     model_path: Path
@@ -157,13 +157,4 @@ class WorkerConfig(BaseModel):
 
 def parse_config(config: Config | Mapping[str, object], kind: type[Config]) -> Config:
     """Return checked settings. Raises `ConfigError` that names every wrong key."""
-    if isinstance(config, kind):
-        return config
-    try:
-        return kind.model_validate(dict(config))
-    except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']} (got {e['input']!r:.80})" for e in error.errors()
-        )
-        known = ", ".join(kind.model_fields)
-        raise ConfigError(f"{kind.LABEL} worker: {problems}. Known keys: {known}") from error
+    return check_settings(kind, config, f"{kind.LABEL} worker") if isinstance(config, Mapping) else config

@@ -9,7 +9,7 @@ from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
 
 def verdict(id: str, outcome: CheckOutcome, level: str = "tokens", **fields: Any) -> Verdict:
     return Verdict(
-        **{"id": id, "level": level, "sentence": f"{id} holds", "outcome": outcome, "seconds": 0.25, **fields}
+        **{"id": id, "level": level, "requirement": f"{id} holds", "outcome": outcome, "seconds": 0.25, **fields}
     )
 
 
@@ -39,7 +39,7 @@ FAILED = verdict(
     look_at="the sampler's temperature",
 )
 HUNG = verdict("U-01", CheckOutcome.HUNG, "updates", message="no answer in 20 s", stacks="--- rank 0\nFile <stdin>")
-SKIPPED = verdict("U-02", CheckOutcome.SKIPPED, "updates", message="abort is not declared", seconds=0.0)
+SKIPPED = verdict("U-02", CheckOutcome.SKIPPED, "updates", message="abort is not supported", seconds=0.0)
 EXPECTED = verdict("U-03", CheckOutcome.EXPECTED_FAILURE, "updates", message="lease lost", expected="issue 31")
 SURPRISE = verdict("U-04", CheckOutcome.UNEXPECTED_PASS, "updates", message="it passed", expected="issue 32")
 EVERYTHING = certificate(PASSED, FAILED, HUNG, SKIPPED, EXPECTED, SURPRISE)

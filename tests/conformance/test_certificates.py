@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from inflight.base.json_files import check_writable
 from inflight.conformance.checks import Check
 from inflight.conformance.report.files import (
     REPORTS,
     badge_json,
     certificate_json,
-    check_writable,
     read_certificate,
     write_reports,
     write_whole,
@@ -49,7 +49,7 @@ VERDICTS = st.builds(
     Verdict,
     id=TEXT,
     level=TEXT,
-    sentence=TEXT,
+    requirement=TEXT,
     outcome=st.sampled_from(CheckOutcome),
     seconds=st.floats(0, 1e6),
     message=TEXT,
@@ -118,11 +118,11 @@ def test_a_certificate_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         (b"", "EOF"),
-        (b"{}", "kit_version: Field required"),
+        (b"{}", "key 'kit_version' is missing"),
         (b"\xff\xfe", "is not a certificate"),
         (b"[" * 100_000, "is not a certificate"),
         (certificate_json(EVERYTHING).replace('"hung"', '"maybe"').encode(), r"verdicts\.2\.outcome"),
-        (certificate_json(EVERYTHING).replace('"kind"', '"king"').encode(), "kind: Field required"),
+        (certificate_json(EVERYTHING).replace('"kind"', '"king"').encode(), "key 'kind' is missing"),
     ],
 )
 def test_what_is_no_certificate_is_refused_with_the_file(tmp_path: Path, text: bytes, complaint: str) -> None:
@@ -323,7 +323,7 @@ def test_verdicts_are_printed_as_they_come(is_terminal: bool) -> None:
     with progress(console, checks) as on_verdict:
         on_verdict(PASSED)
         assert "E-01" in text.getvalue()
-        on_verdict(verdict("E-02", CheckOutcome.SKIPPED, message="not declared: " + "x" * 200))
+        on_verdict(verdict("E-02", CheckOutcome.SKIPPED, message="not supported: " + "x" * 200))
     lines = text.getvalue().splitlines()
     if is_terminal:
         assert "2 of 2" in text.getvalue() and "x" * 60 not in text.getvalue()

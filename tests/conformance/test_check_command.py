@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inflight.cli import main
-from inflight.commands.check import add_parser, target_of
+from inflight.commands.check import add_arguments, target_of
 from inflight.conformance.report.files import certificate_json
 from inflight.conformance.targets import EndpointTarget, TransportTarget, WorkerTarget
 from inflight.errors import ConfigError
@@ -36,8 +36,8 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    return parser.parse_args(["check", *words])
+    add_arguments(parser)
+    return parser.parse_args(words)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -1,4 +1,4 @@
-"""Endpoints that declare less than the embedded one and keep to it pass the kit, with what is undeclared skipped."""
+"""Endpoints that support less than the embedded one and keep to it pass the kit, with what is unsupported skipped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.errors import UnsupportedError
 from inflight.wire import Capabilities, ChatCompletion, ChatCompletionRequest, InFlightPolicy, WeightUpdate
-from tests.conformance.mutants.patches import declaring, drawing
+from tests.conformance.mutants.patches import drawing, with_capabilities
 from tests.conformance.mutants.sampling import reporting_unscaled
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -48,11 +48,11 @@ class ModestEndpoint:
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
         if update.in_flight is not InFlightPolicy.KEEP:
-            raise UnsupportedError(f"{update.in_flight} is not declared")
+            raise UnsupportedError(f"{update.in_flight} is not supported")
         await self._endpoint.request_weight_update(update)
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        raise UnsupportedError("chat is not declared")
+        raise UnsupportedError("chat is not supported")
 
 
 def modest(model: Path) -> InferenceEndpoint:
@@ -64,7 +64,7 @@ def one_at_a_time(model: Path) -> InferenceEndpoint:
 
 
 def raw_logprobs(model: Path) -> InferenceEndpoint:
-    return declaring(logprob_kind="raw")(drawing(reporting_unscaled)(load_endpoint(model)))
+    return with_capabilities(logprob_kind="raw")(drawing(reporting_unscaled)(load_endpoint(model)))
 
 
 @pytest.mark.parametrize(

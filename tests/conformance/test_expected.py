@@ -28,9 +28,9 @@ def test_a_file_gives_a_reason_per_check(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (b'E-01 "no equals sign"', "not TOML"),
-        (b'E-01 = "once"\nE-01 = "twice"', "not TOML"),
-        (b'E-01 = "\xff"', "not TOML"),
+        (b'E-01 "no equals sign"', "is not valid TOML"),
+        (b'E-01 = "once"\nE-01 = "twice"', "is not valid TOML"),
+        (b'E-01 = "\xff"', "is not valid TOML"),
         (b'E-99 = "no such check"', r"key 'E-99'.* E-01 to E-03"),
         (b'E-01 = ""', r"key 'E-01'.*empty"),
         (b'E-01 = "  \\n "', r"key 'E-01'.*empty"),

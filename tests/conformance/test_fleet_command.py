@@ -42,7 +42,7 @@ def test_schedules_of_faults_hold_over_servers_of_the_embedded_engine(tmp_path: 
     assert any("kill" in site or "restart" in site for site in figures["struck"])
     assert figures["engine"] == "inflight.engines.embedded"
     assert "3 schedules" in answer.stdout
-    assert "fleet: 3 of 3, seed 3 over http" in answer.stderr
+    assert "inflight: 3 of 3, seed 3 over http" in answer.stderr
 
 
 @pytest.mark.exhaustive
@@ -62,7 +62,7 @@ def test_servers_that_name_the_version_before_are_found_and_how_to_see_it_again_
         (["--serve", "server {port}"], "must hold {model} and {port}"),
         (["--serve", "server {model} {port}", "--servers", "0"], "--servers must be at least 1, not 0"),
         (["--serve", "server {model} {port}", "--schedules", "0"], "--schedules must be at least 1, not 0"),
-        (["--serve", "server {model} {port}", "--seed", "-1"], "--seed must not be negative"),
+        (["--serve", "server {model} {port}", "--seed", "-1"], "--seed must be at least 0, not -1"),
         (["--serve", "server {model} {port}", "--deadline-scale", "nan"], "--deadline-scale must be a number above 0"),
         (["--serve", "server {model} {port}", "--json", "absent/f.json"], "its directory does not exist"),
         (["--serve", "absent-program {model} {port}"], "'absent-program' cannot be started"),

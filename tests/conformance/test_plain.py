@@ -42,12 +42,12 @@ def test_the_endpoint_of_the_docs(endpoint, check):
     assert (verdict.outcome is CheckOutcome.EXPECTED_FAILURE) == (check.id in expected)
     if verdict.outcome is CheckOutcome.SKIPPED:
         reasons = (
-            "not declared",
+            "not supported",
             "version binding is admission",
             "speaks HTTP",
             "kit started",
             "one sequence",
-            "is declared",
+            "is supported",
             "no apply can be made to fail",
         )
         assert any(reason in verdict.message for reason in reasons), verdict.message
@@ -74,7 +74,7 @@ def test_the_engine_with_a_thread_of_the_docs(threaded, check):
     verdict = threaded.run(check)
     verdict.raise_unless_good()
     if verdict.outcome is CheckOutcome.SKIPPED:
-        reasons = ("not declared", "speaks HTTP", "kit started", "is declared")
+        reasons = ("not supported", "speaks HTTP", "kit started", "is supported")
         assert any(reason in verdict.message for reason in reasons), verdict.message
 
 
@@ -90,4 +90,4 @@ def test_the_worker_of_the_docs(worker, check):
     verdict = worker.run(check)
     verdict.raise_unless_good()
     if verdict.outcome is CheckOutcome.SKIPPED:
-        assert re.search("several ranks|no LoRA|replays_routing is not declared|no mixture", verdict.message)
+        assert re.search("several ranks|no LoRA|replays_routing is not supported|no mixture", verdict.message)

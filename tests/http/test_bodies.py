@@ -189,16 +189,16 @@ def test_a_long_wrong_body_is_refused_in_few_words(
     model_dir: Path, route: Route, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most_listed = 0
-    explain = bodies.problems_of
+    explain = bodies.describe_problems
 
-    def counting(error: pydantic.ValidationError) -> str:
+    def counting(error: pydantic.ValidationError, kind: type[pydantic.BaseModel]) -> str:
         nonlocal most_listed
-        text = explain(error)
+        text = explain(error, kind)
         if "keys in it are" not in text:
             most_listed = max(most_listed, error.error_count())
         return text
 
-    monkeypatch.setattr(bodies, "problems_of", counting)
+    monkeypatch.setattr(bodies, "describe_problems", counting)
 
     async def run() -> None:
         async with application(model_dir) as app:
@@ -216,7 +216,7 @@ def test_a_long_wrong_body_is_refused_in_few_words(
 def test_an_element_that_is_wrong_is_named_once() -> None:
     with pytest.raises(ValueError, match="prompt_token_ids") as refused:
         asyncio.run(bodies.message_of(GenerateRequest, b'{"request_id":"r","prompt_token_ids":[-1,-2]}'))
-    assert str(refused.value) == "prompt_token_ids.0: Input should be greater than or equal to 0 (got '-1')"
+    assert str(refused.value) == "prompt_token_ids.0: Input should be greater than or equal to 0 (got -1)"
 
 
 def test_what_may_be_one_of_several_types_is_explained_in_one_sentence_without_names_of_types() -> None:
@@ -231,9 +231,9 @@ def test_what_may_be_one_of_several_types_is_explained_in_one_sentence_without_n
             return data
 
     for content, words in (
-        (b'{"stop":5}', "stop: Input should be a valid string, or a valid array (got '5')"),
-        (b'{"n":2}', "body: n is not supported: leave it out (got \"{'n': 2}\")"),
-        (b'{"str":1}', "str: Extra inputs are not permitted (got '1')"),
+        (b'{"stop":5}', "stop: Input should be a valid string, or a valid array (got 5)"),
+        (b'{"n":2}', "n is not supported: leave it out"),
+        (b'{"str":1}', "unknown key 'str'; known: stop"),
     ):
         with pytest.raises(ValueError, match=r".") as refused:
             asyncio.run(bodies.message_of(Body, content))

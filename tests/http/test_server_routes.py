@@ -106,7 +106,7 @@ def test_a_control_route_takes_its_token(client: httpx.Client, route: Route) -> 
         client.post("/restore_memory", headers=headers)  # for the other tests
         return
     error = error_of(client.request(route.method, route.path, content=b"{}", headers=headers), 400)
-    assert ": Field required" in error.message
+    assert " is missing" in error.message
 
 
 @pytest.mark.parametrize("route", OPEN_ROUTES, ids=lambda route: route.path)
@@ -139,20 +139,20 @@ GENERATE_BODY = {"request_id": "r", "prompt_token_ids": [1, 2], "sampling": {"ma
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"nonsense": 1}, ("nonsense", "Extra inputs", "'1'")),
-        ({"prompt_token_ids": []}, ("prompt_token_ids", "at least 1", "'[]'")),
-        ({"prompt_token_ids": [1, -5]}, ("prompt_token_ids.1", "'-5'")),
+        ({"nonsense": 1}, ("unknown key 'nonsense'", "known: request_id")),
+        ({"prompt_token_ids": []}, ("prompt_token_ids", "at least 1", "(got [])")),
+        ({"prompt_token_ids": [1, -5]}, ("prompt_token_ids.1", "(got -5)")),
         ({"prompt_token_ids": "text"}, ("prompt_token_ids", "'text'")),
         ({"prompt_token_ids": [1, 1.5]}, ("prompt_token_ids.1", "1.5")),
         ({"request_id": ""}, ("request_id", "at least 1")),
-        ({"sampling": {"temperature": -1}}, ("sampling.temperature", "'-1'")),
+        ({"sampling": {"temperature": -1}}, ("sampling.temperature", "(got -1)")),
         ({"sampling": {"temperature": "NaN"}}, ("sampling.temperature",)),
-        ({"sampling": {"top_p": 0}}, ("sampling.top_p", "'0'")),
-        ({"sampling": {"min_p": 1}}, ("sampling.min_p", "'1'")),
-        ({"sampling": {"max_tokens": 0}}, ("sampling.max_tokens", "'0'")),
-        ({"sampling": {"n": 2000}}, ("sampling.n", "1024", "'2000'")),
+        ({"sampling": {"top_p": 0}}, ("sampling.top_p", "(got 0)")),
+        ({"sampling": {"min_p": 1}}, ("sampling.min_p", "(got 1)")),
+        ({"sampling": {"max_tokens": 0}}, ("sampling.max_tokens", "(got 0)")),
+        ({"sampling": {"n": 2000}}, ("sampling.n", "1024", "(got 2000)")),
         ({"sampling": {"stop": [""]}}, ("sampling.stop.0", "at least 1")),
-        ({"sampling": {"topk": 5}}, ("sampling.topk", "Extra inputs")),
+        ({"sampling": {"topk": 5}}, ("unknown key 'sampling.topk'", "did you mean sampling.top_k?")),
         ({"sampling": {"max_tokens": 5000}}, ("max_tokens=5000", "1024")),
         pytest.param({"prompt_token_ids": [1] * 1024}, ("1024 tokens",), id="long-prompt"),
         ({"prompt_token_ids": [258]}, ("258",)),

@@ -238,7 +238,7 @@ def test_a_relative_path_of_the_model_starts_from_where_the_run_was(tmp_path: Pa
         (("--to", "{run}"), "is the directory of a run or a record: choose another with --to"),
         (("--to", "{run}/record"), "is the directory of a run or a record: choose another with --to"),
         (("--to", "{run}/file"), "cannot be made: Not a directory; choose another with --to"),
-        (("--json", "{run}/nowhere/x.json"), "is in no directory: make"),
+        (("--json", "{run}/nowhere/x.json"), "cannot be written: its directory does not exist"),
     ],
 )
 def test_what_cannot_be_written_is_told_before_anything_is_trained(

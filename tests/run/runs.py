@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaigns import places
+from tests.gates import SOON_S
 from tests.zygote import python
 
 CONFIG = """
@@ -93,8 +94,11 @@ class RunProcess:
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, self.output()
+        while True:
+            has_ended = self.process.poll() is not None  # before the condition: a run may meet it and end at once
+            if condition():
+                return
+            assert not has_ended, self.output()
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.05)
 
@@ -154,7 +158,8 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def ends_within(pid: int, timeout_s: float) -> bool:
+def ends_within(pid: int, timeout_s: float = SOON_S) -> bool:
+    """Return whether a process ends, as soon as it does."""
     deadline = time.monotonic() + timeout_s
     while is_alive(pid):
         if time.monotonic() > deadline:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
+from typing import Any
 
 from inflight.rollouts.staleness import TrajectoryLag
 from inflight.types import TaskItem
+from tests.gates import Gate
 
 
 class CountLetters:
@@ -21,11 +24,13 @@ class CountLetters:
         hang_from: int | None = None,
         prompt_tokens: int = 8,
         overlong_every: int = 0,
+        gate: str | None = None,
     ) -> None:
         self._fail_from = fail_from
         self._hang_from = hang_from
         self._prompt_tokens = prompt_tokens
         self._overlong_every = overlong_every
+        self._gate = gate
 
     def item(self, index: int) -> TaskItem:
         is_overlong = self._overlong_every and index % self._overlong_every == self._overlong_every - 1
@@ -35,11 +40,11 @@ class CountLetters:
         if self._fail_from is not None and item.index >= self._fail_from:
             raise ZeroDivisionError("the reward function of the test fails on purpose")
         if self._hang_from is not None and item.index >= self._hang_from:
-            time.sleep(3600)
+            Gate(Path(self._gate)).pass_through(item.index) if self._gate else time.sleep(3600)
         return completion.count("e") / max(1, len(completion))
 
 
-def count_letters(**params: int) -> CountLetters:
+def count_letters(**params: Any) -> CountLetters:
     return CountLetters(**params)
 
 

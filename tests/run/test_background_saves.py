@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.gates import StepGate
 from tests.run.runs import ROOT, RunProcess
 
 pytestmark = pytest.mark.timeout(300)
@@ -134,15 +135,14 @@ def test_an_interrupt_waits_for_the_save_and_keeps_every_step(
 
 
 def test_a_save_that_fails_in_the_background_ends_the_run_with_the_cause(
-    start_run: Callable[..., RunProcess],
+    start_run: Callable[..., RunProcess], tmp_path: Path
 ) -> None:
-    run = start_run(*SAVES, "--run.num_steps", "100000")
-    wait_for_checkpoint(run)
+    gate = StepGate(tmp_path / "steps", 3)
+    run = start_run(*SAVES, "--run.num_steps", "100000", *gate.settings)
+    run.wait_until(lambda: latest(run) == 2)
     before = latest(run)
-    for version in range(before + 1, before + 20):
-        path = run.directory / "checkpoints" / f"version-{version:06d}"
-        if not path.exists():
-            path.write_text("in the way")
+    (run.directory / "checkpoints" / "version-000004").write_text("in the way")
+    gate.open()
     assert run.wait() == 1
     assert "is not a checkpoint of a worker" in run.output()
     assert "Traceback" not in run.output()

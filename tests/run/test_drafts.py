@@ -19,6 +19,7 @@ from inflight.run.config import RunConfig
 from inflight.run.sampling.drafts import FinishedGroups
 from inflight.types import Group, Rollout
 from inflight.wire import Completion, DraftHistory, GenerateRequest, PromptHistory, SamplingParams
+from tests.gates import SOON_S
 from tests.servers import TOKEN, ServerProcess
 
 PROMPT = tuple(range(40, 52))
@@ -55,12 +56,12 @@ def test_a_server_drafts_from_the_groups_that_a_run_has_finished(
         ).completions
         assert metrics_of(server)["inflight_verifications_total"] == 0
         groups.finished(group_of(first))
-        for i in range(50):
-            request = GenerateRequest(request_id=f"b{i}", prompt_token_ids=PROMPT, sampling=SAMPLING)
-            again = (await endpoint.generate(request)).completions
-            if accepted := metrics_of(server)["inflight_accepted_tokens_total"]:
-                break
-            await asyncio.sleep(0.1)
+        accepted = 0.0
+        async with asyncio.timeout(SOON_S):
+            while accepted <= 50:  # the groups may arrive while one of these is sampled
+                request = GenerateRequest(request_id=f"b{accepted}", prompt_token_ids=PROMPT, sampling=SAMPLING)
+                again = (await endpoint.generate(request)).completions
+                accepted = metrics_of(server)["inflight_accepted_tokens_total"]
         assert not sending.done()
         sending.cancel()
         await endpoint.aclose()

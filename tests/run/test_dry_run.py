@@ -39,19 +39,27 @@ def dry_run(
 ) -> Callable[..., tuple[int, str, str]]:
     monkeypatch.chdir(tmp_path)
 
-    def run(example: str, *arguments: str, model: str = "Qwen2.5-7B") -> tuple[int, str, str]:
+    def run(
+        example: str, *arguments: str, model: str = "Qwen2.5-7B", json_file: Path | None = None
+    ) -> tuple[int, str, str]:
         path = ROOT / "examples" / f"{example}.toml"
-        status = main(["train", str(path), "--dry-run", "--model.path", str(models[model]), *arguments])
+        into = [] if json_file is None else ["--json", str(json_file)]
+        status = main(["train", str(path), "--dry-run", "--model.path", str(models[model]), *arguments, *into])
         assert list(tmp_path.iterdir()) == []  # nothing was written
         return status, *capsys.readouterr()
 
     return run
 
 
-def test_the_split_layout_fits_eight_gpus(dry_run: Callable[..., tuple[int, str, str]]) -> None:
-    status, printed, _ = dry_run("gpus-split", "--devices", "8x80GiB", "--json")
+@pytest.fixture
+def json_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("json") / "dry-run.json"
+
+
+def test_the_split_layout_fits_eight_gpus(dry_run: Callable[..., tuple[int, str, str]], json_file: Path) -> None:
+    status, _, _ = dry_run("gpus-split", "--devices", "8x80GiB", json_file=json_file)
     assert status == 0
-    plan = json.loads(printed)
+    plan = json.loads(json_file.read_text())
     placed = {it["name"]: it["devices"] for it in plan["processes"] if it["devices"]}
     assert placed == {f"trainer-{i}": [i] for i in range(4)} | {f"server-{i}-vllm": [4 + i] for i in range(4)}
     size_bytes = plan["update"]["size_bytes"]
@@ -63,10 +71,10 @@ def test_the_split_layout_fits_eight_gpus(dry_run: Callable[..., tuple[int, str,
     assert staged["size_bytes"] == size_bytes
 
 
-def test_the_colocated_layout_shares_every_gpu(dry_run: Callable[..., tuple[int, str, str]]) -> None:
-    status, printed, _ = dry_run("gpus-colocated", "--devices", "8x80GiB", "--json")
+def test_the_colocated_layout_shares_every_gpu(dry_run: Callable[..., tuple[int, str, str]], json_file: Path) -> None:
+    status, _, _ = dry_run("gpus-colocated", "--devices", "8x80GiB", json_file=json_file)
     assert status == 0
-    uses = json.loads(printed)["devices"]
+    uses = json.loads(json_file.read_text())["devices"]
     assert [use["processes"] for use in uses] == [[f"trainer-{i}", f"server-{i}-vllm"] for i in range(8)]
     assert all(use["needed_bytes"] < use["memory_bytes"] for use in uses)
 
@@ -76,17 +84,17 @@ def test_a_colocated_layout_that_needs_the_engine_to_give_up_its_memory_is_refus
 ) -> None:
     arguments = '["--gpu-memory-utilization", "0.9"]'
     status, printed, said = dry_run("gpus-colocated", "--devices", "8x80GiB", "--servers.engine_arguments", arguments)
-    assert (status, printed) == (2, "")
+    assert (status, printed) == (1, "")
     assert re.search(r"GPU 0 needs \d+\.\d GiB but has 80\.0 GiB, \d+\.\d GiB too little", said)
     assert "set run.mode = 'conventional' and servers.release_memory = true, so that they take turns" in said
 
 
 def test_servers_that_release_their_memory_need_it_only_while_they_sample(
-    dry_run: Callable[..., tuple[int, str, str]],
+    dry_run: Callable[..., tuple[int, str, str]], json_file: Path
 ) -> None:
-    status, printed, _ = dry_run("gpus-turns", "--devices", "8x80GiB", "--json")
+    status, _, _ = dry_run("gpus-turns", "--devices", "8x80GiB", json_file=json_file)
     assert status == 0
-    plan = json.loads(printed)
+    plan = json.loads(json_file.read_text())
     memory = {it["name"]: it["memory"] for it in plan["processes"]}
     terms = [*memory["trainer-0"], *memory["server-0-vllm"]]
     always = ["parameters", "optimizer states", "context", "context"]
@@ -98,10 +106,10 @@ def test_servers_that_release_their_memory_need_it_only_while_they_sample(
     assert needed["training"] < needed["sampling"] < 80 * GIB < sum(term["size_bytes"] for term in terms)
     assert {(use["phase"], use["needed_bytes"]) for use in plan["devices"]} == {("sampling", needed["sampling"])}
     status, _, said = dry_run("gpus-turns", "--devices", "8x80GiB", "--servers.release_memory", "false")
-    assert status == 2
+    assert status == 1
     assert "GPU 0 needs" in said
     status, _, said = dry_run("gpus-turns", "--devices", "8x48GiB")
-    assert status == 2
+    assert status == 1
     assert "while sampling but has 48.0 GiB" in said
     assert "so that they take turns" not in said
 
@@ -118,7 +126,7 @@ def test_memory_is_not_released_where_it_is_needed_or_cannot_be(
     dry_run: Callable[..., tuple[int, str, str]], overrides: list[str], expected: str
 ) -> None:
     status, printed, said = dry_run("gpus-turns", "--devices", "8x80GiB", *overrides)
-    assert (status, printed) == (2, "")
+    assert (status, printed) == (1, "")
     assert expected in said
 
 
@@ -129,11 +137,11 @@ def test_two_nodes_need_an_address_that_the_other_one_reaches(dry_run: Callable[
     for url in ("http://203.0.113.2:8000", "http://203.0.113.2:8001"):
         assert f"{url} cannot take part now" in printed  # there is no such machine here
     status, _, said = dry_run("gpus-two-nodes", *here, "--servers.address", "127.0.0.1", model="Qwen2.5-14B")
-    assert status == 2
+    assert status == 1
     assert "http://203.0.113.2:8000 is on another machine" in said
     assert "set servers.address" in said
     status, _, said = dry_run("gpus-two-nodes", *here, "--servers.transport", "shm", model="Qwen2.5-14B")
-    assert status == 2
+    assert status == 1
     assert "choose 'gloo', 'nccl', 'http' or 'file'" in said
 
 
@@ -159,12 +167,12 @@ def test_what_does_not_fit_is_refused_with_how_much_is_missing_and_what_to_chang
     dry_run: Callable[..., tuple[int, str, str]],
 ) -> None:
     status, printed, said = dry_run("gpus-split", "--devices", "8x80GiB", model="Llama-70B")
-    assert (status, printed) == (2, "")
+    assert (status, printed) == (1, "")
     assert "the vllm servers fill 0.75 of each GPU, 60.0 GiB, but weights (131.4 GiB)" in said
     assert "raise the engine's tensor-parallel size" in said
     more = ("--servers.count", "1", "--servers.engine_arguments", '["-tp", "4", "--max-model-len", "8192"]')
     status, _, said = dry_run("gpus-split", "--devices", "8x80GiB", *more, model="Llama-70B")
-    assert status == 2
+    assert status == 1
     # Parameters, gradients and two moments in float32 take 16 bytes each, of a quarter of the 70.6 B parameters.
     assert "GPU 0 needs" in said
     assert "optimizer states 131.4 GiB" in said
@@ -173,7 +181,7 @@ def test_what_does_not_fit_is_refused_with_how_much_is_missing_and_what_to_chang
 
 def test_too_few_gpus_are_counted(dry_run: Callable[..., tuple[int, str, str]]) -> None:
     status, _, said = dry_run("gpus-split", "--devices", "7x80GiB")
-    assert status == 2
+    assert status == 1
     assert "the run needs 8 GPUs (4 for trainer ranks, 1 for server-0-vllm" in said
     assert "but sees 7" in said
 
@@ -207,7 +215,7 @@ def test_a_running_server_is_asked_whether_it_can_take_part(
     assert f"{shared_server.url} answers, and runs up to" in printed
 
 
-@pytest.mark.parametrize("arguments", [("--json",), ("--devices", "8x80GiB")])
+@pytest.mark.parametrize("arguments", [("--json", "FILE"), ("--devices", "8x80GiB")])
 def test_options_of_the_dry_run_do_not_start_a_run(capsys: pytest.CaptureFixture[str], arguments: Any) -> None:
     assert main(["train", str(ROOT / "examples" / "quickstart.toml"), *arguments]) == 1
     assert "--json and --devices apply only to --dry-run" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from inflight.run.sampling.completions import Completions
 from inflight.run.servers.checks import check_servers, declared
 from inflight.types import Group
 from inflight.wire import Capabilities, SamplingParams, WeightVersion
+from tests.gates import StepGate, reserved_port
 from tests.models import make_model
 from tests.run.runs import CONFIG, ROOT, RunProcess, ends_within
 from tests.selection import first_of_each
@@ -75,13 +76,15 @@ def started_again(server: ServerProcess, start: Start, model: Path) -> ServerPro
 
 def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_run: Callable[..., RunProcess]) -> None:
     fleet = '[{ engine = "local" }, { engine = "local", count = 2, max_concurrent = 8 }]'
-    run = start_run("--servers.fleet", fleet, "--run.num_steps", "4")
-    assert run.wait() == 0, run.output()
+    run = start_run("--servers.fleet", fleet, "--run.num_steps", "100000")
+    run.wait_for_steps(1)
+    run.wait_until(lambda: len({group["endpoint"] for group in run.events("group")}) == 3)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
     pids = run.servers()
     assert len(pids) == 3
-    assert len(run.rows()[-1]["publish"]["paused_s"]) == 3
-    assert len({group["endpoint"] for group in run.events("group")}) == 3
-    assert all(ends_within(pid, 1.0) for pid in pids)
+    assert len(run.rows()[0]["publish"]["paused_s"]) == 3
+    assert all(map(ends_within, pids))
     members = json.loads((run.directory / "config.json").read_text())["servers"]["fleet"]
     assert [(member["engine"], member["count"]) for member in members] == [("local", 1), ("local", 2)]
 
@@ -207,15 +210,23 @@ def test_servers_that_pull_go_to_the_newest_version_by_themselves(
         "--servers.directory",
         str(tmp_path / "weights"),
     )
-    run = start_run(*words, "--servers.count", "2", "--run.num_steps", "8")
-    assert run.wait() == 0, run.output()
-    served = [version for event in run.events("versions") for version in event["servers"].values()]
-    assert max(served) > 0
+    gate = StepGate(tmp_path / "steps", 3)
+    run = start_run(*words, "--servers.count", "2", "--run.num_steps", "100000", *gate.settings)
+
+    def all_serve(version: int) -> None:
+        run.wait_for_events("versions", lambda event: [*event["servers"].values()] == [version] * 2)
+
+    all_serve(3)
+    gate.allow(5)
+    all_serve(5)
+    gate.open()
+    run.wait_for_events("group", lambda event: event["newest"] > 0)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
     last = run.rows()[-1]
     assert len(last["serving"]) == 2
-    assert last["publish"]["version"] == 8
+    assert last["publish"]["version"] == last["version"] > 5
     assert last["publish"]["sent_bytes"] == last["publish"]["size_bytes"]
-    assert any(group["newest"] > 0 for group in run.events("group"))
 
 
 @pytest.mark.parametrize("what", ["dtype", "vocabulary"])
@@ -239,7 +250,7 @@ def test_a_server_that_serves_another_kind_of_model_is_named_with_what_to_change
 def test_a_server_replaced_on_its_port_gets_work_again_only_once_it_has_the_present_weights(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:
-    steady, fickle = start_server(model_dir), start_server(model_dir)
+    steady, fickle = start_server(model_dir), start_server(model_dir, "--port", str(reserved_port()))
     run = start_run("--servers.urls", json.dumps([steady.url, fickle.url]), "--run.num_steps", "100000")
     run.wait_for_steps(2)
     replaced(run, fickle, start_server, model_dir)
@@ -260,7 +271,7 @@ def test_servers_join_leave_die_and_come_back_as_a_file_lists_them(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path, tmp_path: Path
 ) -> None:
     listed = tmp_path / "servers.txt"
-    first, second = start_server(model_dir), start_server(model_dir)
+    first, second = start_server(model_dir), start_server(model_dir, "--port", str(reserved_port()))
     listed.write_text(f"# the fleet\n{first.url}\n\n{second.url}  # same host\n")
     run = start_run("--servers.urls_file", str(listed), "--run.num_steps", "100000", "--servers.transport", "http")
     run.wait_for_steps(2)
@@ -277,11 +288,13 @@ def test_servers_join_leave_die_and_come_back_as_a_file_lists_them(
     assert second.url in back["serving"]
 
     listed.write_text(f"{second.url}\n{third.url}\n")
-    run.wait_for_events("fleet", lambda event: first.url in event["left"])
-    num_groups = len(run.events("group"))
-    run.wait_until(lambda: len(run.events("group")) >= num_groups + 16)
-    # What it had sampled before it left may be scored after that.
-    assert first.url not in {group["endpoint"] for group in run.events("group")[num_groups + 8 :]}
+    (left, *_) = run.wait_for_events("fleet", lambda event: first.url in event["left"])
+
+    def asked_since() -> list[str]:  # what it was asked before it left may be answered after that
+        return [request["endpoint"] for request in run.events("request") if request["start_s"] > left["end_s"]]
+
+    run.wait_until(lambda: len(asked_since()) >= 16)
+    assert first.url not in asked_since()
 
     run.interrupt()
     assert run.wait() == 130, run.output()
@@ -294,7 +307,7 @@ def test_servers_join_leave_die_and_come_back_as_a_file_lists_them(
 def test_a_run_whose_only_attached_server_comes_back_goes_on(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:
-    server = start_server(model_dir)
+    server = start_server(model_dir, "--port", str(reserved_port()))
     run = start_run("--servers.urls", json.dumps([server.url]), "--run.num_steps", "100000")
     run.wait_for_steps(2)
     replaced(run, server, start_server, model_dir)
@@ -310,7 +323,7 @@ def test_a_run_whose_attached_servers_stay_away_ends_with_how_each_was_lost(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:
     server = start_server(model_dir)
-    limits = ("--run.num_steps", "100000", "--run.start_timeout_s", "3")
+    limits = ("--run.num_steps", "100000", "--run.start_timeout_s", "15")
     run = start_run("--servers.urls", json.dumps([server.url]), *limits)
     run.wait_for_steps(1)
     server.kill()
@@ -332,7 +345,7 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
 ) -> None:
     """It knows of no group: the publish is refused, the group formed anew, and the publish done again."""
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
-    steady, fickle = start_server(model_dir), start_server(model_dir)
+    steady, fickle = start_server(model_dir), start_server(model_dir, "--port", str(reserved_port()))
     urls = [steady.url, fickle.url]
 
     async def conversation() -> tuple[Served, ...]:
@@ -391,7 +404,7 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
     config_file: Path, start_server: Start, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
-    server = start_server(model_dir)
+    server = start_server(model_dir, "--port", str(reserved_port()))
 
     async def conversation() -> tuple[Served, ...]:
         config = load_config(config_file, ["--servers.urls", json.dumps([server.url]), "--train.num_ranks", "2"])
@@ -414,7 +427,7 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
 
 
 def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_stopped(
-    start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
+    start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path, tmp_path: Path
 ) -> None:
     """The servers hold a later version than the checkpoint when the new trainer comes.
 
@@ -422,9 +435,10 @@ def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_sto
     """
     server = start_server(model_dir)
     words = ("--servers.urls", json.dumps([server.url]), "--run.num_steps", "100000")
-    words += ("--run.checkpoint_every_steps", "40")
-    old = start_run(*words)
-    old.wait_for_steps(55)  # the last checkpoint is that of step 40, fifteen steps before
+    words += ("--run.checkpoint_every_steps", "4")
+    old_gate, new_gate = StepGate(tmp_path / "old-steps", 7), StepGate(tmp_path / "new-steps", 5)
+    old = start_run(*words, *old_gate.settings)
+    old.wait_until(lambda: version_of(server).version == 7)  # the last checkpoint is that of step 4
     asleep = [pid for name, pid in old.processes().items() if name == "controller" or name.startswith("trainer")]
     for pid in asleep:
         os.kill(pid, signal.SIGSTOP)
@@ -432,17 +446,18 @@ def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_sto
         before = version_of(server)
         elsewhere = old.directory.with_name("copy")
         shutil.copytree(old.directory, elsewhere)
-        new = start_run(*words, "--resume", "--run.directory", str(elsewhere))
+        new = start_run(*words, *new_gate.settings, "--resume", "--run.directory", str(elsewhere))
         new.directory = elsewhere
-        new.wait_until(lambda: (now := version_of(server)).incarnation == 2 and now.version < before.version)
+        new.wait_until(lambda: (now := version_of(server)).incarnation == 2 and now.version == 5)
         assert version_of(server).run_id == before.run_id
-        new.wait_for_steps(len(new.rows()) + 1)
     finally:
         for pid in asleep:
             os.kill(pid, signal.SIGCONT)
-    assert old.wait(60) == 1, old.output()
+    old_gate.open()
+    assert old.wait() == 1, old.output()
     assert "incarnation 2 has taken over. Stop this trainer" in old.output()
     assert "Traceback" not in old.output()
+    new_gate.open()
     new.wait_for_steps(len(new.rows()) + 2)
     new.interrupt()
     assert new.wait() == 130, new.output()

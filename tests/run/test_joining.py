@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,11 @@ import pytest
 from inflight.errors import ConfigError
 from inflight.http.joining import RENEW_S
 from inflight.run.servers.joining import JoinDesk
+from tests.gates import reserved_port
 from tests.run.runs import RunProcess
 from tests.servers import TOKEN, ServerProcess
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("forks")]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -44,7 +38,7 @@ def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProc
 def test_servers_join_a_run_and_leave_it_with_notice_and_without(
     start_run: Callable[..., RunProcess], start_server: Callable[..., ServerProcess], model_dir: Path
 ) -> None:
-    at = f"127.0.0.1:{free_port()}"
+    at = f"127.0.0.1:{reserved_port()}"
     run = start_run("--servers.join", at, "--run.num_steps", "100000", "--servers.max_concurrent", "16")
     run.wait_for_output(f"servers may join at http://{at}")
     joining = ("--join", f"http://{at}", "--dtype", "float32", "--threads", "1")
@@ -100,7 +94,7 @@ def test_who_joins_is_listed_and_told_the_run() -> None:
     [
         (b'{"url": "http://10.0.0.7:8000"}', "wrong", 401, "the token is missing or wrong"),
         (b'{"url": "10.0.0.7"}', "right", 400, "is not an endpoint"),
-        (b'{"url": 7}', "right", 400, "validation error"),
+        (b'{"url": 7}', "right", 400, "url: Input should be a valid string (got 7)"),
         (b" " * 5000, "right", 413, "larger than 4096 bytes"),
     ],
 )

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from inflight.rollouts.composers import COMPOSERS
 from inflight.rollouts.schedulers import SCHEDULERS
 from inflight.rollouts.staleness import STALENESS
+from tests.gates import StartGate, StepGate
 from tests.models import make_model
 from tests.run.runs import GROUP_SIZE, ROOT, RunProcess, ends_within
 from tests.run.tasks import TEACHING_ITEMS
@@ -46,13 +47,15 @@ def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProc
 
 
 def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(
-    start_run: Callable[..., RunProcess],
+    start_run: Callable[..., RunProcess], tmp_path: Path
 ) -> None:
-    run = start_run("--run.trackers", "tensorboard", "--run.metrics_port", "0")
+    gate = StepGate(tmp_path / "steps", 1)
+    run = start_run("--run.trackers", "tensorboard", "--run.metrics_port", "0", *gate.settings)
     run.wait_for_output("metrics for Prometheus at")
     (url,) = re.findall(r"metrics for Prometheus at (\S+)", run.output())
     run.wait_for_steps(1)
-    assert re.search(r"^inflight_run_steps_total [1-9]", httpx.get(url).text, re.MULTILINE)
+    assert re.search(r"^inflight_run_steps_total 1(\.0)?$", httpx.get(url).text, re.MULTILINE)
+    gate.open()
     assert run.wait() == 0, run.output()
     rows, summary = run.rows(), run.summary()
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -78,7 +81,7 @@ def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(
         assert (run.directory / "plots" / f"{name}.png").stat().st_size > 5000
     assert list((run.directory / "tensorboard").iterdir())
     assert json.loads((run.directory / "config.json").read_text())["run"]["num_steps"] == 6
-    assert all(ends_within(pid, 1.0) for pid in run.servers())
+    assert all(map(ends_within, run.servers()))
     checkpoint = run.directory / "checkpoints" / "version-000006"
     assert load_file(checkpoint / "model.safetensors")
 
@@ -122,16 +125,19 @@ def test_a_server_that_finds_no_memory_to_restore_is_left_out_until_it_does(
             server.wait_until_ready()
         urls = json.dumps([server.url for server in servers])
         run = start_run(
-            *RELEASING, "--run.num_steps", "8", "--servers.urls", urls, environment={"INFLIGHT_TOKEN": TOKEN}
+            *RELEASING, "--run.num_steps", "100000", "--servers.urls", urls, environment={"INFLIGHT_TOKEN": TOKEN}
         )
-        assert run.wait() == 0, run.output()
+        (back,) = run.wait_for_events("fleet", lambda event: servers[0].url in event["restored"])
+        for server in servers:
+            run.wait_for_events(
+                "request",
+                lambda event, url=server.url: event["endpoint"] == url and event["start_s"] > back["end_s"],
+            )
+        run.interrupt()
+        assert run.wait() == 130, run.output()
         assert f"{servers[0].url} did not restore its memory and is left out: the memory could not be" in run.output()
         assert [event["servers"] for event in run.events("restored")][1] == [servers[1].url]
-        (left_out, back) = run.events("fleet")
-        assert (left_out["removed"], back["restored"]) == ([servers[0].url], [servers[0].url])
-        assert {event["endpoint"] for event in run.events("group") if event["start_s"] > back["end_s"]} == {
-            server.url for server in servers
-        }
+        assert [event["removed"] for event in run.events("fleet")] == [[servers[0].url], []]
         for server in servers:  # they go on after the run, with their memory
             assert httpx.get(f"{server.url}/weight_version").json()["state"] == "ready"
     finally:
@@ -160,12 +166,12 @@ def test_a_run_cannot_tell_that_its_trainer_is_torchtitan(start_run: Callable[..
     assert (run.directory / "checkpoints").is_dir()
 
 
-def test_an_option_that_the_worker_does_not_know_ends_the_run_with_those_it_knows(
+def test_an_option_that_the_worker_does_not_know_ends_the_run_with_the_nearest_one(
     start_run: Callable[..., RunProcess],
 ) -> None:
     run = start_run("--train.trainer_options", "{ shards = 1 }")
     assert run.wait() == 1, run.output()
-    assert "shards: Extra inputs are not permitted (got 1)" in run.output()
+    assert "FSDP worker: unknown key 'shards'; did you mean shard_size?" in run.output()
     assert "shard_size" in run.output()
 
 
@@ -205,7 +211,7 @@ def test_interrupt_while_waiting_for_data_keeps_the_steps_since_the_last_checkpo
     run.interrupt()
     assert run.wait(60) == 130, run.output()
     pointer = json.loads((run.directory / "checkpoints" / "latest.json").read_text())
-    assert pointer["version"] == run.rows()[-1]["version"] == steps
+    assert pointer["version"] == run.rows()[-1]["version"] >= steps
 
 
 def test_a_new_run_never_overwrites_an_old_one(start_run: Callable[..., RunProcess]) -> None:
@@ -216,22 +222,31 @@ def test_a_new_run_never_overwrites_an_old_one(start_run: Callable[..., RunProce
     assert "already holds a run" in again.output()
 
 
-def test_killed_server_is_left_out_started_again_and_given_work_again(start_run: Callable[..., RunProcess]) -> None:
-    run = start_run("--servers.count", "2", "--run.num_steps", "100000", "--servers.publish_deadline_s", "20")
+def test_killed_server_is_left_out_started_again_and_given_work_again(
+    start_run: Callable[..., RunProcess], tmp_path: Path
+) -> None:
+    start = StartGate(tmp_path / "python", "serve")
+    settings = ("--servers.count", "2", "--run.num_steps", "100000", "--servers.publish_deadline_s", "20")
+    run = start_run(*settings, environment=start.environment)
     run.wait_for_steps(3)
     victim, survivor = run.servers()
     url = run.server_urls()[0]
+    start.close()
     os.kill(victim, signal.SIGKILL)
     run.wait_for_output("was killed by signal 9")
+    start.wait_for_somebody()
+    run.wait_for_steps(len(run.rows()) + 3)  # the run goes on without it
+    num_steps = len(run.rows())
+    start.open()
     (back,) = run.wait_for_events("fleet", lambda event: url in event["restored"])
     run.wait_for_events("group", lambda event: event["endpoint"] == url and event["oldest"] >= back["version"])
-    assert back["version"] > 3  # the run went on without it
+    assert back["version"] >= num_steps
     again, _ = run.servers()
     assert again != victim
     run.interrupt()
     assert run.wait() == 130, run.output()
     assert "server-0 was restarted" in run.output()
-    assert all(ends_within(pid, 1.0) for pid in (again, survivor))
+    assert all(map(ends_within, (again, survivor)))
 
 
 @pytest.mark.exhaustive
@@ -271,7 +286,7 @@ def test_killed_trainer_rank_ends_the_run_and_its_servers(start_run: Callable[..
     os.kill(trainer, signal.SIGKILL)
     assert run.wait(60) == 1
     assert "trainer-0 was killed by signal 9" in run.output()
-    assert all(ends_within(pid, 5.0) for pid in run.servers())
+    assert all(map(ends_within, run.servers()))
 
 
 @pytest.mark.parametrize("transport", first_of_each(["shm", "http"], lambda _: "any"))
@@ -283,6 +298,7 @@ def test_weights_that_a_killed_trainer_rank_has_stored_are_removed_with_the_run(
     )
     run.wait_for_steps(2)
     trainer = run.processes()["trainer-0"]
+    os.kill(trainer, signal.SIGSTOP)  # it opens and closes files all the time
     opened = [os.readlink(link) for link in Path(f"/proc/{trainer}/fd").iterdir() if link.is_symlink()]
     (stored,) = {Path(path).parent for path in opened if "/inflight-weights-" in path and path.endswith("/lock")}
     assert stored.exists()
@@ -297,7 +313,7 @@ def test_killed_run_takes_its_servers_and_trainers_with_it(start_run: Callable[.
     processes = run.processes()
     run.kill()
     assert set(processes) == {"controller", "server-0", "trainer-0"}
-    assert all(ends_within(pid, 20.0) for pid in processes.values())
+    assert all(map(ends_within, processes.values()))
 
 
 def test_reward_that_raises_ends_the_run_with_the_item_and_the_cause(start_run: Callable[..., RunProcess]) -> None:
@@ -369,7 +385,7 @@ def test_a_completion_that_no_micro_batch_holds_is_refused_before_anything_is_st
 def test_a_task_without_signal_is_told_within_a_few_dozen_groups_and_counted_at_the_end(
     start_run: Callable[..., RunProcess],
 ) -> None:
-    run = start_run("--task.name", "tests.run.tasks:always_zero", "--run.step_timeout_s", "14")
+    run = start_run("--task.name", "tests.run.tasks:always_zero", "--run.step_timeout_s", "30")
     run.wait_for_output("the last 24 groups were dropped; dropped: 24 equal rewards")
     assert "have the reward 0, which teaches nothing" in run.output()
     assert run.wait(90) == 1
@@ -586,7 +602,7 @@ def killed_and_resumed(
 def test_a_window_of_which_groups_are_dropped_does_not_hold_the_run_back(start_run: Callable[..., RunProcess]) -> None:
     run = start_run(
         *("--rollouts.staleness", "windowed_fifo", "--rollouts.max_lag", "1", "--run.num_steps", "10"),
-        *("--task.name", "tests.run.tasks:teaches_half_the_time", "--run.step_timeout_s", "30"),
+        *("--task.name", "tests.run.tasks:teaches_half_the_time", "--run.step_timeout_s", "120"),
     )
     assert run.wait() == 0, run.output()
     assert run.summary()["ledger"]["dropped"]["equal rewards"] > 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from inflight.errors import ConfigError
 from inflight.rollouts.scaling import ScaleRule
 from inflight.run.config import load_config
+from tests.gates import reserved_port
 from tests.run.runs import CONFIG, RunProcess
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -95,21 +95,22 @@ def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProc
 
 @pytest.mark.timeout(400)
 def test_a_run_starts_a_server_and_lets_it_go_and_its_items_add_up(start_run: Callable[..., RunProcess]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        at = f"127.0.0.1:{probe.getsockname()[1]}"
+    at = f"127.0.0.1:{reserved_port()}"
     # Four slots are too few for a step; with the other server's 512, most stand free.
     scale = "{ most = 1, window_s = 2, wait_share = 0.05, free_share = 0.6, server = { max_concurrent = 512 } }"
     settings = ("--servers.join", at, "--servers.count", "1", "--servers.max_concurrent", "4", "--servers.scale", scale)
     run = start_run(*settings, "--run.num_steps", "100000", "--rollouts.max_lag", "1")
     run.wait_for_output("extra-1 is started")
-    run.wait_for_events("scale", lambda event: event["change"] == "grow")
-    (grown,) = run.events("scale")
+    (grown, *_) = run.wait_for_events("scale", lambda event: event["change"] == "grow")
     (extra,) = grown["servers"]
-    run.wait_for_events("group", lambda event: event["endpoint"] == extra)
     run.wait_for_output("extra-1 at " + extra + " leaves")
     run.wait_for_output(f"{extra} is no longer listed: it hands on what it has sampled and leaves")
     run.wait_for_events("scale", lambda event: event["change"] == "shrink")
+
+    def extras() -> set[str]:  # one after another: the fleet grows and shrinks as long as the run goes on
+        return {url for event in run.events("scale") if event["change"] == "grow" for url in event["servers"]}
+
+    run.wait_until(lambda: extras() & {group["endpoint"] for group in run.events("group")})
     run.wait_for_steps(len(run.rows()) + 1)
     run.interrupt()
     assert run.wait() == 130, run.output()

@@ -7,12 +7,14 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.errors import TaskError
 from inflight.run.sampling.scoring import ScoringPool
+from tests.gates import Gate
 
 ROOT = Path(__file__).parents[2]
 COMPLETIONS = [tuple(b"eeee"), tuple(b"none at all, but some"), ()]
@@ -25,7 +27,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def pool(tmp_path: Path, **params: int) -> AsyncIterator[ScoringPool]:
+async def pool(tmp_path: Path, **params: Any) -> AsyncIterator[ScoringPool]:
     byte_tokenizer().save_pretrained(tmp_path)
     made = ScoringPool(1, "tests.run.tasks:count_letters", params, 0, tmp_path, start_timeout_s=120)
     try:
@@ -49,12 +51,14 @@ def test_a_process_scores_as_the_run_does_and_goes_on_after_an_exception(tmp_pat
 @pytest.mark.exhaustive
 def test_a_process_that_hangs_or_is_killed_is_replaced(tmp_path: Path) -> None:
     async def score() -> None:
-        async with pool(tmp_path, hang_from=2) as rewards:
+        gate = Gate(tmp_path / "gate").close()
+        async with pool(tmp_path, hang_from=2, gate=str(gate.path)) as rewards:
             with pytest.raises(TimeoutError):
                 await rewards.rewards(2, COMPLETIONS, 0.5)
+            gate.close()  # nobody has come to it since
             assert await rewards.rewards(0, COMPLETIONS, 60) == REWARDS
             hanging = asyncio.ensure_future(rewards.rewards(3, COMPLETIONS, 60))
-            await asyncio.sleep(0.5)
+            await asyncio.to_thread(gate.wait_for_somebody)
             (process,) = rewards._all
             process.child.kill()
             with pytest.raises(TaskError, match="ended with status -9 while item 3 was scored"):

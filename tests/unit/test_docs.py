@@ -41,7 +41,7 @@ def test_commands_in_the_docs_are_understood(page: Path) -> None:
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line)
             if words[:2] == ["inflight", "train"]:
-                flags = ("--resume", "--dry-run", "--json", "--devices", "8x80GiB")
+                flags = ("--resume", "--dry-run", "--json", "dry-run.json", "--devices", "8x80GiB")
                 overrides = [word for word in words[3:] if word not in flags]
                 load_config(ROOT / words[2], overrides)
             elif words[:1] == ["make"]:

@@ -359,7 +359,7 @@ def test_a_configuration_is_not_written_over_a_list_of_servers(tmp_path: Path) -
     ("text", "said"),
     [
         ("[search]\nlag = [1]\n", "search.lag"),
-        ("[search]\ngroup_size = []\n", "search.group_size: Tuple should have at least 1 item"),
+        ("[search]\ngroup_size = []\n", "search.group_size: List should have at least 1 item"),
         ("[publish]\ntotal_s = inf\n", "publish.total_s: Input should be a finite number"),
         ("[generation]\ntoken_s = [[2, 0.1], [1, 0.2]]\n", "ascending"),
         ("[search]\nmax_lag = [1]\n", "no section generation"),

@@ -74,7 +74,7 @@ def test_a_spec_chooses_among_what_is_installed_and_is_read_as_its_transport_say
         "pigeon": "the pigeon transport is not installed here; installed: file, gloo, http, ipc, nccl, shm, tcp",
         "examples.own_transport:TCP": "transport: String should match pattern",
         "tcp": "port: Input should be less than or equal to 65535",
-        "nccl": "group_name: Field required",
+        "nccl": "key 'group_name' is missing",
     }
     headers = {"authorization": f"Bearer {TOKEN}"}
     for transport, words in refused.items():

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from anyio.from_thread import start_blocking_portal
 
+from inflight.base.text_tables import align_columns
 from inflight.bench import limits
 from inflight.bench.server import BenchServer, make_model, serving
 from inflight.errors import ConfigError, InflightError
@@ -187,7 +188,7 @@ def table(results: Sequence[TransportResult]) -> str:
         }
         for result in results
     ]
-    return aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)])
+    return align_columns([tuple(rows[0]), *(tuple(row.values()) for row in rows)])
 
 
 def _ms(spread: Spread) -> str:
@@ -258,9 +259,3 @@ async def _requests(server: BenchServer, num_requests: int) -> AsyncIterator[Non
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await endpoint.aclose()
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of texts as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

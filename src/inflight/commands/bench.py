@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from inflight.base.json_files import check_writable, write_json
+from inflight.commands.shared import add_json_argument, parse_size_bytes, print_progress, require_at_least
 from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``bench`` to the commands of ``inflight``."""
-    bench = commands.add_parser("bench", help="measure this machine and compare it with its own limits")
-    subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     weights = subjects.add_parser(
         "weights",
         help="publish a model over each transport and print where the time goes",
@@ -38,8 +35,7 @@ def add_parser(commands: Any) -> None:
     weights.add_argument(
         "--directory", type=Path, help="where to put the model and files (default: the temporary directory)"
     )
-    weights.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-    weights.set_defaults(call=_weights)
+    add_json_argument(weights)
     engine = subjects.add_parser(
         "engine",
         help="measure token times of a running server, by how many completions run, for inflight plan",
@@ -50,10 +46,14 @@ def add_parser(commands: Any) -> None:
     engine.add_argument("--tokens", type=int, default=128, help="of a long completion (default: %(default)s)")
     engine.add_argument("--prompt-tokens", type=int, default=32, help="default: %(default)s")
     engine.add_argument("--rounds", type=int, default=3, help="of long and short ones (default: %(default)s)")
-    engine.set_defaults(call=_engine)
 
 
-def _engine(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Measure the subject and print the figures."""
+    return _measure_weights(arguments) if arguments.subject == "weights" else _measure_engine(arguments)
+
+
+def _measure_engine(arguments: argparse.Namespace) -> int:
     from inflight.bench.engine import as_plan, measure
     from inflight.http.kinds import connect_endpoint
 
@@ -61,8 +61,9 @@ def _engine(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         batches = sorted({int(number) for number in arguments.batches.split(",")})
     except ValueError as error:
         raise ConfigError(f"--batches must be numbers such as 1,8,64, not {arguments.batches!r}") from error
-    if min(batches) < 1 or arguments.rounds < 1 or arguments.prompt_tokens < 1:
-        raise ConfigError("--batches, --rounds and --prompt-tokens must be at least 1")
+    if min(batches) < 1:
+        raise ConfigError(f"--batches must be numbers of at least 1, not {arguments.batches!r}")
+    require_at_least(arguments, rounds=1, prompt_tokens=1)
     endpoint = connect_endpoint(arguments.url, token=read_token(None))
 
     async def measured() -> str:
@@ -73,7 +74,7 @@ def _engine(arguments: argparse.Namespace, _: Sequence[str]) -> int:
                 num_tokens=arguments.tokens,
                 num_prompt_tokens=arguments.prompt_tokens,
                 num_rounds=arguments.rounds,
-                tell=lambda text: print(f"bench: {text}", file=sys.stderr, flush=True),
+                tell=print_progress,
             )
         finally:
             await endpoint.aclose()
@@ -84,15 +85,15 @@ def _engine(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
-def _weights(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def _measure_weights(arguments: argparse.Namespace) -> int:
     from inflight.bench.weights import DEFAULT_TRANSPORTS, measure, table
 
     names = arguments.transports
     transports = DEFAULT_TRANSPORTS if names is None else tuple(names.split(","))
-    if arguments.rounds < 1:
-        raise ConfigError(f"--rounds must be at least 1, not {arguments.rounds}")
+    require_at_least(arguments, rounds=1)
+    check_writable({"json": arguments.json})
     results = []
-    for size_bytes in [bytes_of(text) for text in arguments.sizes.split(",")]:
+    for size_bytes in [parse_size_bytes(text) for text in arguments.sizes.split(",")]:
         measured = measure(
             size_bytes,
             transports,
@@ -102,20 +103,9 @@ def _weights(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             dtype=arguments.dtype,
             num_threads=arguments.threads,
             directory=arguments.directory,
-            tell=lambda text: print(f"bench: {text}", file=sys.stderr, flush=True),
+            tell=print_progress,
         )
         print(table(measured), flush=True)
         results += measured
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([result.as_json() for result in results], indent=2) + "\n")
+    write_json(arguments.json, [result.as_json() for result in results])
     return 0
-
-
-def bytes_of(text: str) -> int:
-    """Return the bytes in a size such as 64MB or 1GB, in powers of ten. Raises `ConfigError` for any other text."""
-    units = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
-    number, unit = text.strip()[:-2], text.strip()[-2:].lower()
-    try:
-        return int(float(number) * units[unit])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"{text!r} is not a size; write a size such as 64MB or 1GB") from error

@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from inflight.base.extensions import check_reference
+from inflight.base.json_files import check_writable
 from inflight.base.transport_registry import find_transport
-from inflight.commands.check_fleet import add_parser as add_fleet
-from inflight.commands.check_fleet import run_fleet
-from inflight.commands.parity import add_parser as add_parity
-from inflight.commands.parity import run_parity
+from inflight.commands import check_fleet, check_parity
+from inflight.commands.shared import add_deadline_scale, require_positive
 from inflight.conformance.arguments import add_endpoint_arguments, endpoint_of, worker_factory
 from inflight.conformance.checks import Check, select
 from inflight.conformance.compare import compare, comparison_text
 from inflight.conformance.expected import load_expected
-from inflight.conformance.report.files import REPORTS, check_writable, read_certificate, write_reports
+from inflight.conformance.report.files import REPORTS, read_certificate, write_reports
 from inflight.conformance.targets import Target, TransportTarget, WorkerTarget
 from inflight.engines.factories import keyword_arguments
 from inflight.errors import ConfigError
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``check`` to the commands of ``inflight``; ``commands`` is what ``add_subparsers`` returned."""
-    check = commands.add_parser(
-        "check",
-        help="check an endpoint, a worker, a transport or a fleet against the contract",
-        description="Check an implementation against the contract. Exit status: 0 it conforms, 1 it does not.",
-    )
-    check.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = "Check an implementation against the contract. Exit status: 0 it conforms, 1 it does not."
+    parser.add_argument(
         "--compare",
         nargs=2,
         type=Path,
         metavar=("OLD.json", "NEW.json"),
         help="show what changed between two certificates instead; exit status 1 if a check regressed",
     )
-    check.set_defaults(call=run)
-    kinds = check.add_subparsers(dest="kind", metavar="KIND")
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND")
     shared = _shared_arguments()
 
     endpoint = kinds.add_parser("endpoint", parents=[shared], help="an inference server, or an engine in a process")
@@ -67,12 +59,14 @@ def add_parser(commands: Any) -> None:
         "target", nargs="?", metavar="TARGET", help="an installed transport such as gloo, or module:attribute"
     )
 
-    add_fleet(kinds)
-    add_parity(kinds)
+    check_fleet.add_arguments(kinds.add_parser("fleet", help="servers under faults, while trainers publish to them"))
+    check_parity.add_arguments(
+        kinds.add_parser("parity", help="how far an engine's logprobs are from a trainer's, and why")
+    )
 
 
-def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    """Run ``inflight check``; returns the exit status."""
+def run(arguments: argparse.Namespace) -> int:
+    """Check the target, list the checks or compare two certificates."""
     if arguments.compare:
         if arguments.kind:
             raise ConfigError(f"--compare runs no checks: leave out {arguments.kind!r}")
@@ -80,7 +74,8 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if not arguments.kind:
         raise ConfigError("say what to check: inflight check endpoint, worker, transport, fleet or parity")
     if arguments.kind in ("fleet", "parity"):
-        return run_fleet(arguments) if arguments.kind == "fleet" else run_parity(arguments)
+        require_positive(arguments, "deadline_scale")
+        return check_fleet.run(arguments) if arguments.kind == "fleet" else check_parity.run(arguments)
     return _list(arguments) if arguments.list else _check(arguments)
 
 
@@ -121,13 +116,7 @@ def _shared_arguments() -> argparse.ArgumentParser:
     shared.add_argument(
         "--expected-failures", type=Path, metavar="FILE", help='TOML with a line per check, as in E-12 = "reason"'
     )
-    shared.add_argument(
-        "--deadline-scale",
-        type=float,
-        default=1.0,
-        metavar="FLOAT",
-        help="multiply every deadline by this, for slow machines",
-    )
+    add_deadline_scale(shared)
     for report in REPORTS:
         shared.add_argument(f"--{report.name}", type=Path, metavar="FILE", help=f"write {report.what}")
     return shared
@@ -144,9 +133,8 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     target = target_of(arguments)
+    require_positive(arguments, "deadline_scale")
     scale = arguments.deadline_scale
-    if not (math.isfinite(scale) and scale > 0):
-        raise ConfigError(f"--deadline-scale must be a number above 0, not {scale}")
     files = {report.name: file for report in REPORTS if (file := getattr(arguments, report.name)) is not None}
     check_writable(files)
     known = _load_checks(arguments.kind)

@@ -3,49 +3,50 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.base.json_files import check_writable, write_json
+from inflight.commands.shared import add_json_argument, print_progress
 from inflight.errors import ConfigError
 
 _LINE_EVERY_S = 10.0
 """How often progress is told where the output is no terminal."""
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``plan`` to the commands of ``inflight``."""
-    plan = commands.add_parser(
-        "plan",
-        help="simulate configurations of a run with its own policies, and print those that no other beats",
-        description="Costs come from PLAN.toml, from runs that were made (--from), or from both: what the plan leaves "
-        "out is measured.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "Costs come from PLAN.toml, from runs that were made (--from), or from both: what the plan leaves out is "
+        "measured."
     )
-    plan.add_argument("plan", type=Path, nargs="?", metavar="PLAN.toml")
-    plan.add_argument(
+    parser.add_argument("plan", type=Path, nargs="?", metavar="PLAN.toml")
+    parser.add_argument(
         "--from", type=Path, action="append", default=[], dest="runs", metavar="RUN_DIR",
         help="measure costs from the events of this run; several are measured together, and the first is the base",
     )  # fmt: skip
-    plan.add_argument(
+    parser.add_argument(
         "--measure", type=Path, metavar="RUN.toml",
         help="make a short run of each configuration on this machine, instead of simulating it",
     )  # fmt: skip
-    plan.add_argument(
+    parser.add_argument(
         "--limit", type=float, default=600.0, metavar="SECONDS", help="of one run of --measure (default: %(default)g)"
     )
-    plan.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens per second against token age")
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write every configuration and its figures")
-    plan.add_argument("--all", action="store_true", help="print every configuration, not only those that none beats")
-    plan.add_argument("--apply", type=Path, metavar="RUN.toml", help="write a copy of this file with the chosen one")
-    plan.add_argument("--choose", type=int, default=1, metavar="NUMBER", help="of the table (default: 1, the fastest)")
-    plan.add_argument("--output", type=Path, metavar="FILE", help="the copy (default: RUN.planned.toml)")
-    plan.set_defaults(call=_plan)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens per second against token age")
+    add_json_argument(parser, "every configuration and its figures")
+    parser.add_argument("--all", action="store_true", help="print every configuration, not only those that none beats")
+    parser.add_argument("--apply", type=Path, metavar="RUN.toml", help="write a copy of this file with the chosen one")
+    parser.add_argument(
+        "--choose", type=int, default=1, metavar="NUMBER", help="of the table (default: 1, the fastest)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the copy (default: RUN.planned.toml)")
 
 
-def _plan(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate or measure the configurations and print a table of them."""
     from inflight.planning.calibration import calibrate
     from inflight.planning.candidates import candidate_of
     from inflight.planning.plan import Plan, load_plan
@@ -54,16 +55,16 @@ def _plan(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
     if arguments.plan is None and not arguments.runs and arguments.measure is None:
         raise ConfigError("inflight plan needs PLAN.toml, --from RUN_DIR, or --measure RUN.toml")
+    check_writable({"json": arguments.json, "plot": arguments.plot})
     plan = Plan() if arguments.plan is None else load_plan(arguments.plan)
     if arguments.measure is not None:
         found, costs = _measured(arguments, plan), None
     else:
         measured = calibrate(arguments.runs) if arguments.runs else None
         if measured is not None and measured.is_of_one_load and plan.generation is None:
-            print(
-                "inflight: endpoints had about one load in what --from measured, so token times at other loads are a "
-                "guess: give --from another run too, such as one of the other mode and another scheduler",
-                file=sys.stderr,
+            print_progress(
+                "endpoints had about one load in what --from measured, so token times at other loads are a guess: give "
+                "--from another run too, such as one of the other mode and another scheduler"
             )
         costs = costs_of(plan, measured)
         wanted = [*candidates(plan, candidate_of(arguments.runs[0]) if arguments.runs else None)]
@@ -74,8 +75,7 @@ def _plan(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     print(table(shown, [best.index(it) + 1 if it in best else 0 for it in shown]))
     if costs is not None:
         _print_parts(costs, best, found, plan.search.num_steps)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([as_json(it) for it in found], indent=2) + "\n")
+    write_json(arguments.json, [as_json(it) for it in found])
     if arguments.plot is not None:
         draw(found, best, arguments.plot)
         print(f"\nplot: {arguments.plot}")
@@ -108,7 +108,7 @@ def _telling(num: int) -> Callable[[int], None]:
         nonlocal told_at
         if not sys.stderr.isatty() and time.monotonic() - told_at > _LINE_EVERY_S:
             told_at = time.monotonic()
-            print(f"inflight: {done} of {num} configurations", file=sys.stderr, flush=True)
+            print_progress(f"{done} of {num} configurations")
         if sys.stderr.isatty():
             text = f"{done} of {num} configurations" if done < num else " " * 40
             print(f"\r{text}\r", end="", file=sys.stderr, flush=True)

@@ -6,45 +6,43 @@ import argparse
 import asyncio
 import contextlib
 import secrets
-import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.commands.shared import event_of_signals, print_line, require_positive
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``proxy`` to the commands of ``inflight``."""
-    proxy = commands.add_parser(
-        "proxy",
-        help="record episodes of agents that only know an OpenAI URL",
-        epilog="POST /episodes opens an episode and returns its URL, POST /episodes/KEY/finish returns its rollouts.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.epilog = (
+        "POST /episodes opens an episode and returns its URL, POST /episodes/KEY/finish returns its rollouts."
     )
-    proxy.add_argument("urls", nargs="+", metavar="URL", help="servers that sample, such as http://127.0.0.1:8000")
-    proxy.add_argument("--model", type=Path, required=True, metavar="MODEL_DIR", help="directory with the tokenizer")
-    proxy.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    proxy.add_argument("--port", type=int, default=8100, help="port to listen on, 0 for any free one (default: 8100)")
-    proxy.add_argument(
+    parser.add_argument("urls", nargs="+", metavar="URL", help="servers that sample, such as http://127.0.0.1:8000")
+    parser.add_argument("--model", type=Path, required=True, metavar="MODEL_DIR", help="directory with the tokenizer")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
+    parser.add_argument("--port", type=int, default=8100, help="port to listen on, 0 for any free one (default: 8100)")
+    parser.add_argument(
         "--token-file", type=Path, help=f"file with the token of /episodes (default: ${TOKEN_VARIABLE}, or a new one)"
     )
-    proxy.add_argument("--temperature", type=float, default=1.0, help="of every turn (default: %(default)g)")
-    proxy.add_argument("--max-tokens", type=int, default=None, help="of every turn (default: what the context holds)")
-    proxy.add_argument("--max-episodes", type=int, default=1024, help="episodes open at once (default: %(default)s)")
-    proxy.add_argument(
+    parser.add_argument("--temperature", type=float, default=1.0, help="of every turn (default: %(default)g)")
+    parser.add_argument("--max-tokens", type=int, default=None, help="of every turn (default: what the context holds)")
+    parser.add_argument("--max-episodes", type=int, default=1024, help="episodes open at once (default: %(default)s)")
+    parser.add_argument(
         "--idle-timeout",
         type=float,
         default=600.0,
         metavar="SECONDS",
         help="close an episode that nobody has used for this long (default: %(default)g)",
     )
-    proxy.set_defaults(call=_proxy)
 
 
-def _proxy(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Serve episodes until a signal."""
     from inflight.environments.proxy.episode_service import EpisodeService
     from inflight.environments.transcripts import ChatTemplate
     from inflight.http.kinds import connect_endpoint
@@ -53,14 +51,7 @@ def _proxy(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.model.images import load_image_processor
     from inflight.wire import SamplingParams
 
-    for name, value in (
-        ("--temperature", arguments.temperature),
-        ("--max-episodes", arguments.max_episodes),
-        ("--idle-timeout", arguments.idle_timeout),
-        ("--max-tokens", 1 if arguments.max_tokens is None else arguments.max_tokens),
-    ):
-        if not value > 0:
-            raise ConfigError(f"{name} must be above 0, not {value:g}")
+    require_positive(arguments, "temperature", "max_episodes", "idle_timeout", "max_tokens")
     given_token = read_token(arguments.token_file)
     token = given_token or secrets.token_urlsafe(24)
     tokenizer = load_tokenizer(arguments.model)
@@ -77,7 +68,7 @@ def _proxy(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     endpoints = [connect_endpoint(url) for url in arguments.urls]
     with bind(arguments.host, arguments.port) as listener:
         if given_token is None:
-            _say(f"token {token} (set {TOKEN_VARIABLE} to choose it)")
+            print_line(f"token {token} (set {TOKEN_VARIABLE} to choose it)")
         asyncio.run(_serve(service, endpoints, listener))
     return 0
 
@@ -86,21 +77,15 @@ async def _serve(service: Any, endpoints: Sequence[InferenceEndpoint], listener:
     """Serve until SIGINT or SIGTERM."""
     from inflight.http.listening import InLoopServer
 
-    stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    stopping = event_of_signals()
     async with contextlib.AsyncExitStack() as stack:
         for endpoint in endpoints:
             stack.push_async_callback(endpoint.aclose)
         await service.attach(endpoints)
-        expiring = asyncio.ensure_future(service.expire())
-        stack.callback(expiring.cancel)
-        server = InLoopServer(service.app(_say), listener)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        stack.callback(tasks.create_task(service.expire()).cancel)
+        server = InLoopServer(service.app(print_line), listener)
         stack.push_async_callback(server.aclose)
         url = await server.started()
-        _say(f"serving episodes at {url}, on {', '.join(endpoint.name for endpoint in endpoints)}")
+        print_line(f"serving episodes at {url}, on {', '.join(endpoint.name for endpoint in endpoints)}")
         await stopping.wait()
-
-
-def _say(line: str) -> None:
-    print(f"inflight: {line}", flush=True)

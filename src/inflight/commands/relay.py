@@ -5,51 +5,47 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from inflight.errors import ConfigError
+from inflight.commands.shared import event_of_signals, print_line, require_positive
+from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``relay`` to the commands of ``inflight``."""
-    relay = commands.add_parser(
-        "relay",
-        help="keep the newest stored weights of a run on this host too, for the servers here",
-        epilog="Servers follow a relay as they follow a trainer: --follow DIR on this host, --follow URL elsewhere.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.epilog = (
+        "Servers follow a relay as they follow a trainer: --follow DIR on this host, --follow URL elsewhere."
     )
-    relay.add_argument("source", metavar="DIR_OR_URL", help="where the trainer, or another relay, stores versions")
-    relay.add_argument("--run", required=True, metavar="RUN_ID", help="run_id that the trainer stores under")
-    relay.add_argument(
+    parser.add_argument("source", metavar="DIR_OR_URL", help="where the trainer, or another relay, stores versions")
+    parser.add_argument("--run", required=True, metavar="RUN_ID", help="run_id that the trainer stores under")
+    parser.add_argument(
         "--token-file",
         type=Path,
         help=f"file with the token for a URL, which readers of this relay need too (default: ${TOKEN_VARIABLE})",
     )
-    relay.add_argument("--directory", type=Path, help="where versions are kept (default: in memory of this host)")
-    relay.add_argument("--host", metavar="ADDRESS", help="serve them over HTTP at this address too")
-    relay.add_argument("--port", type=int, default=0, help="with --host: port to listen on (default: any free one)")
-    relay.add_argument(
+    parser.add_argument("--directory", type=Path, help="where versions are kept (default: in memory of this host)")
+    parser.add_argument("--host", metavar="ADDRESS", help="serve them over HTTP at this address too")
+    parser.add_argument("--port", type=int, default=0, help="with --host: port to listen on (default: any free one)")
+    parser.add_argument(
         "--deadline",
         type=float,
         default=600.0,
         metavar="SECONDS",
         help="how long one version may take to come (default: %(default)g)",
     )
-    relay.set_defaults(call=_relay)
 
 
-def _relay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Keep versions until a signal."""
     from inflight.weights.receive.following import store_spec
     from inflight.weights.receive.relaying import relay
     from inflight.weights.transports.file_server import FileServer
 
     if arguments.port and arguments.host is None:
         raise ConfigError("--port needs --host, the address to serve at")
-    if not arguments.deadline > 0:
-        raise ConfigError(f"--deadline must be above 0, not {arguments.deadline:g}")
+    require_positive(arguments, "deadline")
     token = read_token(arguments.token_file)
     if arguments.host is not None and token is None:
         raise ConfigError(f"--host needs a token that readers show: set {TOKEN_VARIABLE}, or give --token-file")
@@ -57,32 +53,29 @@ def _relay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if arguments.directory is not None and Path(arguments.source).absolute() == arguments.directory.absolute():
         raise ConfigError(f"--directory {str(arguments.directory)!r} is the source itself")
 
-    async def main() -> int:
-        stopped = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async def main() -> None:
+        stopped = event_of_signals()
         with _directory(arguments.directory) as directory, contextlib.ExitStack() as serving:
-            _say(f"keeping run {arguments.run!r} of {arguments.source} in {directory}")
+            print_line(f"keeping run {arguments.run!r} of {arguments.source} in {directory}")
             if arguments.host is not None:
                 server = FileServer(directory, arguments.host, arguments.port, token)
                 serving.callback(server.stop)
-                _say(f"serving it at {server.url}")
-            relaying = asyncio.ensure_future(relay(spec, directory, deadline_s=arguments.deadline, note=_say))
-            waiting = asyncio.ensure_future(stopped.wait())
-            await asyncio.wait({relaying, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-            if relaying.done():
-                relaying.result()
-            relaying.cancel()
-            await asyncio.gather(relaying, return_exceptions=True)
-        return 0
+                print_line(f"serving it at {server.url}")
+            async with asyncio.TaskGroup() as tasks:
+                relaying = tasks.create_task(relay(spec, directory, deadline_s=arguments.deadline, note=print_line))
+                await stopped.wait()
+                relaying.cancel()
 
-    return asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except* InflightError as errors:
+        raise errors.exceptions[0] from None
+    return 0
 
 
 @contextlib.contextmanager
 def _directory(given: Path | None) -> Iterator[Path]:
-    """Yield the directory that is given, or one in this host's memory, which goes with this process."""
+    """Yield the given directory, or a new one in this host's memory, which is removed at the end."""
     from inflight.weights.receive.states import transfer_failed
     from inflight.weights.transports.private_directory import PrivateDirectory, memory_directory
 
@@ -97,7 +90,3 @@ def _directory(given: Path | None) -> Iterator[Path]:
         yield home.path
     finally:
         home.remove()
-
-
-def _say(line: str) -> None:
-    print(f"inflight: {line}", flush=True)

@@ -1,4 +1,4 @@
-"""What a check is: one sentence of the contract, and a plain function that puts it to the test.
+"""What a check is: one requirement of the contract, and a plain function that puts it to the test.
 
 Modules write checks with the decorator `check`::
 
@@ -9,8 +9,8 @@ Modules write checks with the decorator `check`::
     async def nothing_sampled(subject: EndpointSubject, policy: InFlightPolicy) -> None:
         "Under {policy}, no token is sampled from the moment request_weight_update returns until the pause ends."
 
-The function notes on the subject what it measured, and returns. It calls `require` or `fail` if the sentence does not
-hold, and `skip` if the sentence does not apply to the subject. This module knows no subject.
+The function notes on the subject what it measured, and returns. It calls `require` or `fail` if the requirement does
+not hold, and `skip` if the requirement does not apply to the subject.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CheckFailed(Exception):  # noqa: N818 - an outcome, not an error
-    """The sentence does not hold; the message says what was seen instead."""
+    """The requirement does not hold; the message says what was seen instead."""
 
 
 class CheckSkipped(Exception):  # noqa: N818 - an outcome, not an error
-    """The subject does not declare what the check needs, or the kit was not given it."""
+    """The subject does not support what the check needs, or the kit was not given it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One sentence of docs/contract.md and the function that tests it."""
+    """One requirement of docs/contract.md and the function that tests it."""
 
     id: str
     """``E-`` endpoints, ``U-`` updates, ``W-`` workers, ``T-`` transports, and a number."""
     level: str
-    sentence: str
+    requirement: str
     look_at: str
-    """Where an implementer looks first if the sentence does not hold."""
+    """Where an implementer looks first if the requirement does not hold."""
     function: Callable[[Any], Any]
     """Takes the subject; a coroutine function for endpoints, a plain one elsewhere."""
     deadline_s: float = 20.0
@@ -73,16 +73,16 @@ def check(
     """Make the function below a check. Several of these above one function make several checks of it.
 
     ``needs`` are words with spaces between them. The check calls the function with the subject and ``parameters``. The
-    first paragraph of the docstring is the sentence, in which ``{name}`` stands for a parameter. ``LEVEL`` of the
+    first paragraph of the docstring is the requirement, in which ``{name}`` stands for a parameter. ``LEVEL`` of the
     function's module is the level.
     """
 
     def added(function: Function) -> Function:
-        sentence = " ".join((function.__doc__ or "").split("\n\n")[0].split())
+        requirement = " ".join((function.__doc__ or "").split("\n\n")[0].split())
         record = Check(
             id=id,
             level=function.__globals__["LEVEL"],
-            sentence=sentence.format(**parameters) if parameters else sentence,
+            requirement=requirement.format(**parameters) if parameters else requirement,
             look_at=look_at or vars(function)["look_at"],
             function=update_wrapper(partial(function, **parameters), function),
             deadline_s=deadline_s,
@@ -113,7 +113,7 @@ def checks_in(*modules: ModuleType) -> tuple[Check, ...]:
 
 
 def fail(message: str) -> NoReturn:
-    """Fail the check: the sentence does not hold."""
+    """Fail the check: the requirement does not hold."""
     raise CheckFailed(message)
 
 
@@ -124,7 +124,7 @@ def require(holds: object, message: str) -> None:
 
 
 def skip(reason: str) -> NoReturn:
-    """Skip the check: its sentence does not apply to this subject."""
+    """Skip the check: its requirement does not apply to this subject."""
     raise CheckSkipped(reason)
 
 

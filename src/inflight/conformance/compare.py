@@ -33,7 +33,7 @@ class Change(WireModel):
 
     kind: ChangeKind
     id: str
-    sentence: str
+    requirement: str
     before: CheckOutcome | None
     """None: not among the old verdicts."""
     after: CheckOutcome | None
@@ -115,7 +115,7 @@ def _change(before: Verdict | None, after: Verdict | None) -> Change | None:
     return Change(
         kind=kind,
         id=newest.id,
-        sentence=newest.sentence,
+        requirement=newest.requirement,
         before=outcome_before,
         after=outcome_after,
         message=after.message if after else "",
@@ -160,7 +160,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _change_text(change: Change) -> str:
     outcomes = f"{change.before or 'not checked'} -> {change.after or 'not checked'}"
     message = f" ({change.message.partition(chr(10))[0]})" if change.message else ""
-    return f"{change.id}  {outcomes}: {change.sentence}{message}"
+    return f"{change.id}  {outcomes}: {change.requirement}{message}"
 
 
 def _side(text: str | None) -> str:

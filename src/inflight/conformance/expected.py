@@ -10,10 +10,10 @@ An expected failure does not fail a run. A listed check that passes does, so tha
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from inflight.base.toml import read_toml
 from inflight.conformance.checks import Check
 from inflight.conformance.verdicts import CheckOutcome, Verdict
 from inflight.errors import ConfigError
@@ -27,14 +27,9 @@ def load_expected(path: Path, checks: Iterable[Check]) -> Mapping[str, str]:
     ``checks`` are all checks of the kind. Raises `ConfigError` that names the file and the key.
     """
     known = [check.id for check in checks]
-    try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"expected failures {str(path)!r} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"expected failures {str(path)!r} are not TOML: {error}; {_FORM}") from error
+    entries = read_toml(path, "file of expected failures")
     for key, reason in entries.items():
-        where = f"expected failures {str(path)!r}, key {key!r}"
+        where = f"file of expected failures {str(path)!r}, key {key!r}"
         if key not in known:
             raise ConfigError(f"{where}: no such check here, ids run from {known[0]} to {known[-1]}; take it out")
         if not isinstance(reason, str):

@@ -112,7 +112,7 @@ def verdict_of(
     return Verdict(
         id=check.id,
         level=check.level,
-        sentence=check.sentence,
+        requirement=check.requirement,
         outcome=outcome,
         seconds=round(seconds, 3),
         message=message,

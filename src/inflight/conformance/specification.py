@@ -1,4 +1,4 @@
-"""The numbered sentences of docs/contract.md as tables, between ``<!-- checks: LEVEL -->`` and ``<!-- end -->``.
+"""The numbered requirements of docs/contract.md as tables, between ``<!-- checks: LEVEL -->`` and ``<!-- end -->``.
 
 There is a table for every level of endpoints, and one each for workers and transports.
 """
@@ -23,6 +23,6 @@ def filled_in(page: str) -> str:
 
 
 def table(checks: Iterable[Check]) -> str:
-    """Return the sentences of some checks as a Markdown table."""
-    rows = [f"| {check.id} | {check.sentence} |\n" for check in checks]
+    """Return the requirements of some checks as a Markdown table."""
+    rows = [f"| {check.id} | {check.requirement} |\n" for check in checks]
     return "| id | what must be true |\n|---|---|\n" + "".join(rows)

@@ -46,7 +46,7 @@ class EndpointTarget(_Target):
     worker: str | None = None
     """Worker to compare logprobs with, as ``module:factory``; None: transformers' forward."""
     tolerance: float | None = None
-    """Largest difference between equal logprobs; None: by the dtype that the endpoint declares."""
+    """Largest difference between equal logprobs; None: by the dtype that the endpoint reports."""
 
     @property
     def label(self) -> str:

@@ -22,7 +22,7 @@ class CheckOutcome(StrEnum):
     HUNG = "hung"
     """It did not end before its deadline; the verdict carries the stacks."""
     SKIPPED = "skipped"
-    """The subject does not declare what the check needs, or the kit was not given it."""
+    """The subject does not support what the check needs, or the kit was not given it."""
     EXPECTED_FAILURE = "expected failure"
     """It failed or hung, and a file of expected failures says why."""
     UNEXPECTED_PASS = "unexpected pass"
@@ -38,11 +38,11 @@ class Verdict(WireModel):
 
     id: str
     level: str
-    sentence: str
+    requirement: str
     outcome: CheckOutcome
     seconds: float = Field(ge=0)
     message: str = ""
-    """What was seen instead of what the sentence says, or why the check was skipped; empty if it passed."""
+    """What was seen instead of what the requirement says, or why the check was skipped; empty if it passed."""
     evidence: dict[str, Any] = Field(default_factory=dict)
     """What was measured, by name; numbers, strings, and lists and dictionaries of them."""
     look_at: str = ""
@@ -55,7 +55,7 @@ class Verdict(WireModel):
     def raise_unless_good(self) -> None:
         """Raise ``AssertionError`` with everything that is known unless the outcome is good."""
         if self.outcome in BAD_OUTCOMES:
-            lines = [f"{self.id} {self.outcome}: {self.sentence}", self.message, f"evidence: {self.evidence}"]
+            lines = [f"{self.id} {self.outcome}: {self.requirement}", self.message, f"evidence: {self.evidence}"]
             raise AssertionError("\n".join([*lines, f"look at: {self.look_at}", self.stacks]).rstrip())
 
 
@@ -77,7 +77,7 @@ class Certificate(WireModel):
     sources: str = ""
     """Digest of the checked sources, see `inflight.conformance.sources`; empty if they are unknown."""
     capabilities: dict[str, Any] = Field(default_factory=dict)
-    """What an endpoint declared; empty for others."""
+    """What an endpoint reported; empty for others."""
     started_at: str
     """ISO 8601, UTC."""
     seconds: float = Field(ge=0)

@@ -99,7 +99,7 @@ class InferenceEndpoint(Protocol):
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         """Return a completion in the OpenAI format, with token ids, logprobs and version spans.
 
-        Raises `UnsupportedError` if chat is not declared.
+        Raises `UnsupportedError` if chat is not supported.
         """
 
     @abstractmethod
@@ -116,7 +116,7 @@ class InferenceEndpoint(Protocol):
 
 @runtime_checkable
 class StreamingEndpoint(InferenceEndpoint, Protocol):
-    """An endpoint that declares ``streaming``."""
+    """An endpoint that supports ``streaming``."""
 
     @abstractmethod
     def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
@@ -124,12 +124,12 @@ class StreamingEndpoint(InferenceEndpoint, Protocol):
 
     @abstractmethod
     def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """Yield text as it is sampled, in the OpenAI format. Raises `UnsupportedError` if chat is not declared."""
+        """Yield text as it is sampled, in the OpenAI format. Raises `UnsupportedError` if chat is not supported."""
 
 
 @runtime_checkable
 class AbortingEndpoint(InferenceEndpoint, Protocol):
-    """An endpoint that declares ``partial_rollouts``."""
+    """An endpoint that supports ``partial_rollouts``."""
 
     @abstractmethod
     async def abort_requests(self, requests: AbortRequests) -> None:
@@ -143,7 +143,7 @@ class AbortingEndpoint(InferenceEndpoint, Protocol):
 
 @runtime_checkable
 class ReleasingEndpoint(InferenceEndpoint, Protocol):
-    """An endpoint that declares ``releases_memory``. Both calls may be repeated, and then change nothing."""
+    """An endpoint that supports ``releases_memory``. Both calls may be repeated, and then change nothing."""
 
     @abstractmethod
     async def release_memory(self) -> WeightVersion:
@@ -164,11 +164,11 @@ class ReleasingEndpoint(InferenceEndpoint, Protocol):
 
 @runtime_checkable
 class DraftingEndpoint(InferenceEndpoint, Protocol):
-    """An endpoint that declares ``drafts``."""
+    """An endpoint that supports ``drafts``."""
 
     @abstractmethod
     async def record_history(self, history: DraftHistory) -> None:
         """Remember finished completions; later requests with one of these prompts take their drafts from them.
 
-        Replaces what was remembered of those prompts. Raises `UnsupportedError` if drafts are not declared.
+        Replaces what was remembered of those prompts. Raises `UnsupportedError` if drafts are not supported.
         """

@@ -70,7 +70,7 @@ class LoraSource(WeightSource, Protocol):
 
 @runtime_checkable
 class MergingLoraSource(LoraSource, Protocol):
-    """A source of a LoRA that can also merge it, for endpoints that declare partial updates but no LoRA."""
+    """A source of a LoRA that can also merge it, for endpoints that support partial updates but no LoRA."""
 
     @abstractmethod
     def merged(self, bucket_bytes: int) -> PartialWeightSource:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import pydantic
 
+from inflight.base.validation import describe_problems
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.http.bodies import problems_of
 from inflight.wire import (
     ChatAnswer,
     ChatChoice,
@@ -51,7 +51,7 @@ def generate_request_of(
             stream=request.stream,
         )
     except pydantic.ValidationError as error:
-        raise InvalidRequestError(problems_of(error)) from error
+        raise InvalidRequestError(describe_problems(error)) from error
 
 
 def before_stop(text: str, stop: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ import math
 import torch
 from pydantic import ValidationError
 
+from inflight.base.validation import describe_problems
 from inflight.errors import InvalidRequestError
 from inflight.losses.gates import Gate, PpoClip, Score
 from inflight.losses.metrics import LossOutput, mean_metrics, pull_metrics
@@ -63,9 +64,7 @@ def _gate(kind: type[PpoClip] | type[Score], **bounds: float) -> Gate:
     try:
         return kind.model_validate(bounds)
     except ValidationError as error:
-        raise InvalidRequestError(
-            f"{bounds} are not valid bounds for {kind.__name__}: {error.errors()[0]['msg']}"
-        ) from error
+        raise InvalidRequestError(f"{kind.__name__}: {describe_problems(error)}") from error
 
 
 def _summed(

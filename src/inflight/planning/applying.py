@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from inflight.base.toml import read_toml
 from inflight.errors import ConfigError
 from inflight.planning.candidates import Candidate
 
@@ -38,15 +38,12 @@ def apply(candidate: Candidate, source: Path, target: Path) -> dict[str, Any]:
     Raises `ConfigError` if ``source`` is not a run's file, starts its servers from a list of a mixed fleet, or
     ``target`` exists.
     """
-    try:
-        text = source.read_text()
-        values = tomllib.loads(text)
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"configuration {str(source)!r} cannot be read: {error}") from error
+    values = read_toml(source, "configuration")
     servers = values.get("servers", {})
     if any(servers.get(key) for key in ("fleet", "urls", "urls_file", "join")):
         raise ConfigError(f"{source} lists its servers itself: a plan sets servers.count, and cannot be applied to it")
     settings = settings_of(candidate, values)
+    text = source.read_text(encoding="utf-8")
     for key, value in settings.items():
         section, _, name = key.partition(".")
         text = _with(text, section, name, value)

@@ -6,11 +6,11 @@ import json
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.base.toml import read_toml
 from inflight.errors import ConfigError
 from inflight.observe.trace.files import read_events, read_steps
 from inflight.planning.applying import settings_of
@@ -46,7 +46,7 @@ def measure(
 
     Nothing else should use the machine. Raises `ConfigError` if one fails or takes longer than ``limit_s``.
     """
-    values = tomllib.loads(source.read_text())
+    values = read_toml(source, "configuration")
     num_steps, found = plan.search.num_steps, []
     with tempfile.TemporaryDirectory(prefix="inflight-measure-") as parent:
         for number, candidate in enumerate(wanted):

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
-import pydantic
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from inflight.base.toml import Section, load_settings
 from inflight.errors import ConfigError
 from inflight.planning.costs import TokenTime
 from inflight.planning.groups import Prompted
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, refuses unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class HardwareSection(Section):
@@ -137,14 +130,4 @@ class Plan(Section):
 
 def load_plan(path: Path) -> Plan:
     """Return the plan in a TOML file. Raises `ConfigError`, which names the key and the value."""
-    try:
-        values: dict[str, Any] = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"plan {str(path)!r} cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"plan {str(path)!r} is not valid TOML: {error}") from error
-    try:
-        return Plan.model_validate(values)
-    except pydantic.ValidationError as error:
-        problems = [f"{'.'.join(map(str, it['loc']))}: {it['msg']} (got {it['input']!r})" for it in error.errors()]
-        raise ConfigError(f"plan {str(path)!r}: {'; '.join(problems)}") from error
+    return load_settings(Plan, path, "plan")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from inflight.bench.weights import aligned
+from inflight.base.text_tables import align_columns
 from inflight.replay.differences import ROUNDING, StepDifference
 from inflight.replay.sampling import Resampled
 from inflight.replay.training import Replayed
@@ -124,7 +124,7 @@ def _table(steps: Sequence[StepDifference]) -> str:
                     str(len(step.unequal)),
                 )
             )
-    return aligned(rows)
+    return align_columns(rows)
 
 
 def _of_weights(replayed: Replayed) -> list[str]:
@@ -164,7 +164,7 @@ def described_sampling(found: Sequence[Resampled], tolerance: float, decode: Cal
             rows.append(
                 (str(it.item), str(it.number), str(it.parts_at), str(it.num_tokens), recorded, first, now, second)
             )
-        lines += ["", aligned(rows)]
+        lines += ["", align_columns(rows)]
     return "\n".join(lines)
 
 

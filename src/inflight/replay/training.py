@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pydantic
-
+from inflight.base.toml import check_settings
 from inflight.errors import ConfigError
 from inflight.model.checkpoints import check_weights, load_config
 from inflight.model.images import load_image_processor
@@ -98,12 +97,7 @@ def replay_config(
         "train": train,
         "model": {**recorded["model"], **({} if model is None else {"path": str(model)})},
     }
-    try:
-        return RunConfig.model_validate(values)
-    except pydantic.ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise ConfigError(f"the configuration in the record is not valid here: {where}: {problem['msg']}") from error
+    return check_settings(RunConfig, values, "the configuration in the record is not valid here")
 
 
 _KEPT = {"num_steps", "seed", "start_timeout_s", "step_timeout_s", "save_timeout_s"}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
 
+from inflight.base.toml import Section, load_settings
 from inflight.base.transport_registry import find_transport
 from inflight.errors import ConfigError
 from inflight.http.kinds import load_engine_kind
@@ -20,12 +18,6 @@ from inflight.rollouts import AdvantageEstimator, Credit
 from inflight.rollouts.critic import Target
 from inflight.weights.encode.bucket_bytes import Rounding
 from inflight.wire import InFlightPolicy, TransportName
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, refuses unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _listed(value: object) -> object:
@@ -51,7 +43,7 @@ class RunSection(Section):
     """What starts servers and trainers: ``local``, children on this machine; ``ray``, processes on the hosts of a Ray
     cluster; ``outside``, a job that ``inflight launch`` emits; another entry point in the group
     ``inflight.launchers``, or ``module:attribute``."""
-    launcher_options: dict[str, Any] = {}
+    launcher_options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the launcher, such as ``{ address = "10.0.0.1:6379" }`` for ``ray``."""
     restarts: int = Field(default=0, ge=0)
     """How often all trainer ranks are started again from the last checkpoint, when one is lost and no checkpoint was
@@ -76,7 +68,7 @@ class RunSection(Section):
     trackers: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
     """Where people watch the run besides its directory: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, another
     entry point in the group ``inflight.trackers``, or ``module:attribute``. A text with commas is a list."""
-    tracker_options: dict[str, dict[str, Any]] = {}
+    tracker_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options by tracker, such as ``{ wandb = { project = "letters", mode = "offline" } }``."""
 
 
@@ -93,7 +85,7 @@ class TaskSection(Section):
     ``module:factory``."""
 
     name: str
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default_factory=dict)
     reward_timeout_s: float = Field(default=60.0, gt=0)
     """Longest that the rewards of one group may take."""
     reward_processes: int = Field(default=0, ge=0)
@@ -334,7 +326,7 @@ class TrainSection(Section):
     trainer: str = "fsdp"
     """``fsdp``, ``torchtitan``, ``deepspeed``, another entry point in the group ``inflight.workers``, or
     ``module:function``."""
-    trainer_options: dict[str, Any] = {}
+    trainer_options: dict[str, Any] = Field(default_factory=dict)
     """Further settings of the workers, such as ``{ cpu_offload = true }``: see `inflight_fsdp.WorkerConfig`."""
     lora: LoraSettings | None = None
     """Train and publish a LoRA instead of the model's weights, with a trainer that can: ``fsdp``."""
@@ -412,10 +404,10 @@ class RolloutsSection(Section):
     """Largest lag, in versions, of a trained token."""
     scheduler: str = "least_loaded"
     """Constructed with ``sampling.group_size``, ``run.seed`` and ``scheduler_params``."""
-    scheduler_params: dict[str, Any] = {}
+    scheduler_params: dict[str, Any] = Field(default_factory=dict)
     staleness: str = "max_lag"
     """Constructed with ``max_lag`` and ``staleness_params``."""
-    staleness_params: dict[str, Any] = {}
+    staleness_params: dict[str, Any] = Field(default_factory=dict)
     min_ess: float | None = Field(default=None, gt=0, le=1)
     """Least effective sample size of a step, as a share of its tokens. None: any."""
     on_low_ess: Literal["wait", "stop"] = "wait"
@@ -428,7 +420,7 @@ class RolloutsSection(Section):
     """What the critic of ``credit = "critic"`` learns from: ``monte_carlo`` returns, or ``td``."""
     composer: str = "token_budget"
     """Constructed with the tokens of a step over all workers, and ``composer_params``."""
-    composer_params: dict[str, Any] = {}
+    composer_params: dict[str, Any] = Field(default_factory=dict)
 
 
 class RunConfig(Section):
@@ -488,67 +480,5 @@ class RunConfig(Section):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration in a TOML file, with overrides such as ``["--train.learning_rate", "1e-4"]``.
-
-    Raises `ConfigError`, which names the key and the value, and for an unknown key the nearest known one. Relative
-    paths start from the current directory.
-    """
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"configuration {str(path)!r} cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"configuration {str(path)!r} is not valid TOML: {error}") from error
-    for key, value in _pairs(overrides):
-        _set(values, key, value)
-    try:
-        return RunConfig.model_validate(values)
-    except pydantic.ValidationError as error:
-        raise ConfigError("; ".join(_explain(problem) for problem in error.errors(include_url=False))) from error
-
-
-def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    words = iter(overrides)
-    for flag in words:
-        if not flag.startswith("--"):
-            raise ConfigError(f"{flag!r} is not an override; write --section.field value")
-        key, has_value, value = flag[2:].partition("=")
-        found = value if has_value else next(words, None)
-        if found is None:
-            raise ConfigError(f"override {flag} has no value")
-        yield key, found
-
-
-def _set(values: dict[str, Any], key: str, text: str) -> None:
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *sections, name = key.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"override --{key}: {section!r} is a value, not a section")
-    values[name] = value
-
-
-def _explain(problem: Any) -> str:
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    if problem["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.0)
-        prefix = "".join(f"{part}." for part in location[:-1])
-        return f"unknown key {key!r}; did you mean {prefix}{nearest[0]}?"
-    if problem["type"] == "missing":
-        return f"key {key!r} is missing"
-    return f"{key}: {problem['msg']} (got {problem['input']!r})" if key else str(problem["msg"])
-
-
-def _known_keys(sections: Sequence[str]) -> list[str]:
-    model: Any = RunConfig
-    for section in sections:
-        if not section.isdigit():  # not the index of a table in a list
-            annotation = model.model_fields[section].annotation
-            model = next(iter(get_args(annotation)), annotation)
-    return list(model.model_fields)
+    """Return the configuration in a TOML file, with overrides: see `load_settings`."""
+    return load_settings(RunConfig, path, "configuration", overrides)

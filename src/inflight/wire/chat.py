@@ -24,7 +24,7 @@ class ImageAddress(WireModel):
 
 
 class ImagePart(WireModel):
-    """An image in a message; only where `Capabilities.images` is declared."""
+    """An image in a message; only where `Capabilities.images` is supported."""
 
     type: Literal["image_url"]
     image_url: ImageAddress

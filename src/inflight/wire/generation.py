@@ -123,11 +123,11 @@ class GenerateRequest(WireModel):
     request_id: RequestId
     prompt_token_ids: Items[TokenId] = Field(min_length=1)
     images: Items[PromptImage] = Field(default=(), max_length=MAX_IMAGES, exclude_if=is_empty)
-    """Only where `Capabilities.images` is declared."""
+    """Only where `Capabilities.images` is supported."""
     sampling: SamplingParams = SamplingParams()
     stream: bool = False
     routed_experts: bool = Field(default=False, exclude_if=is_empty)
-    """Whether completions say which experts computed them. Only where `Capabilities.routed_experts` is declared, and
+    """Whether completions say which experts computed them. Only where `Capabilities.routed_experts` is supported, and
     not in a stream."""
     num_continued: Natural = 0
     """How many of the last prompt tokens are the earlier part of a completion, which this request continues. Only what
@@ -241,7 +241,7 @@ class Completion(WireModel):
     version_spans: Items[VersionSpan]
     finish_reason: FinishReason
     draft_counts: DraftCounts | None = None
-    """None unless the endpoint declares them; of an aborted completion they may be missing anyway."""
+    """None unless the endpoint supports them; of an aborted completion they may be missing anyway."""
     routed_experts: RoutedExperts | None = Field(default=None, exclude_if=is_empty)
     """None unless the request asked for them; of an aborted completion they may be missing anyway."""
 

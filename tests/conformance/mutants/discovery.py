@@ -1,4 +1,4 @@
-"""Faults in what is declared."""
+"""Faults in what is reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.wire import GenerateRequest, GenerateResponse, InFlightPolicy, TransportSpec, WeightVersion
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import declaring
+from tests.conformance.mutants.patches import with_capabilities
 
 
 def declares_what_is_free(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -25,23 +25,23 @@ def declares_what_is_free(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 
 def wider_vocabulary(endpoint: LocalEndpoint) -> LocalEndpoint:
-    return declaring(vocab_size=endpoint._engine.vocab_size + 6)(endpoint)
+    return with_capabilities(vocab_size=endpoint._engine.vocab_size + 6)(endpoint)
 
 
 def narrower_vocabulary(endpoint: LocalEndpoint) -> LocalEndpoint:
-    return declaring(vocab_size=endpoint._engine.vocab_size - 2)(endpoint)
+    return with_capabilities(vocab_size=endpoint._engine.vocab_size - 2)(endpoint)
 
 
 def longer_context(endpoint: LocalEndpoint) -> LocalEndpoint:
-    return declaring(max_model_len=endpoint._engine.max_model_len + 1)(endpoint)
+    return with_capabilities(max_model_len=endpoint._engine.max_model_len + 1)(endpoint)
 
 
 def shorter_context(endpoint: LocalEndpoint) -> LocalEndpoint:
-    return declaring(max_model_len=endpoint._engine.max_model_len - 1)(endpoint)
+    return with_capabilities(max_model_len=endpoint._engine.max_model_len - 1)(endpoint)
 
 
 def acknowledging(transport: str) -> Callable[[LocalEndpoint], LocalEndpoint]:
-    """Gloo is declared, and a group over another transport is not refused."""
+    """Gloo is supported, and a group over another transport is not refused."""
 
     def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
         faulty: Any = endpoint
@@ -49,17 +49,17 @@ def acknowledging(transport: str) -> Callable[[LocalEndpoint], LocalEndpoint]:
 
         async def acknowledge(spec: TransportSpec) -> None:
             if spec.transport not in ("gloo", transport):
-                raise UnsupportedError(f"{spec.transport} is not declared")
+                raise UnsupportedError(f"{spec.transport} is not supported")
             if spec.transport == "gloo":
                 await join(spec)
 
         faulty.init_process_group = acknowledge
-        return declaring(transports=("gloo",))(endpoint)
+        return with_capabilities(transports=("gloo",))(endpoint)
 
     return infect
 
 
-def declares_chat_in_vain(endpoint: LocalEndpoint) -> LocalEndpoint:
+def refuses_supported_chat(endpoint: LocalEndpoint) -> LocalEndpoint:
     async def faulty(request: Any) -> Any:
         raise UnsupportedError("no chat here")
 
@@ -117,31 +117,35 @@ MUTANTS = (
         "max_concurrent_sequences is what is free at present.",
         declares_what_is_free,
     ),
-    Mutant("vocabulary too wide", "E-02", "The padded size of the vocabulary is declared.", wider_vocabulary),
+    Mutant("vocabulary too wide", "E-02", "The padded size of the vocabulary is reported.", wider_vocabulary),
     Mutant("vocabulary too narrow", "E-02", "Added tokens are not counted in vocab_size.", narrower_vocabulary),
     Mutant("context too long", "E-03", "max_model_len counts a token that does not fit.", longer_context),
     Mutant("context too short", "E-03", "One token more than max_model_len is served.", shorter_context),
     Mutant(
-        "undeclared policies accepted",
+        "unsupported policies accepted",
         "E-04",
-        "Only keep is declared, and updates under the other policies are accepted.",
-        declaring(in_flight_policies=(InFlightPolicy.KEEP,)),
+        "Only keep is supported, and updates under the other policies are accepted.",
+        with_capabilities(in_flight_policies=(InFlightPolicy.KEEP,)),
     ),
     Mutant(
-        "undeclared transport accepted",
+        "unsupported transport accepted",
         "E-05",
-        "A group over nccl is acknowledged by an engine that declares gloo.",
+        "A group over nccl is acknowledged by an engine that supports gloo.",
         acknowledging("nccl"),
     ),
     Mutant(
-        "undeclared device memory accepted",
+        "unsupported device memory accepted",
         "E-05",
-        "A group over ipc is acknowledged by an engine that declares gloo.",
+        "A group over ipc is acknowledged by an engine that supports gloo.",
         acknowledging("ipc"),
     ),
-    Mutant("undeclared chat answered", "E-06", "Chat is not declared, and is answered.", declaring(chat=False)),
-    Mutant("undeclared stream", "E-06", "Streaming is not declared, and is done.", declaring(streaming=False)),
-    Mutant("declared chat refused", "E-06", "Chat is declared, and is refused.", declares_chat_in_vain),
+    Mutant(
+        "unsupported chat answered", "E-06", "Chat is not supported, and is answered.", with_capabilities(chat=False)
+    ),
+    Mutant(
+        "unsupported stream", "E-06", "Streaming is not supported, and is done.", with_capabilities(streaming=False)
+    ),
+    Mutant("supported chat refused", "E-06", "Chat is supported, and is refused.", refuses_supported_chat),
     Mutant(
         "requests counted as sequences",
         "E-07",
@@ -156,15 +160,15 @@ MUTANTS = (
     ),
     Mutant("refuses when full", "E-08", "A request for which there is no room now is refused.", refuses_when_full),
     Mutant(
-        "runs more than declared",
+        "runs more than reported",
         "E-08",
-        "Fewer concurrent sequences are declared than run.",
-        declaring(max_concurrent_sequences=16),
+        "Fewer concurrent sequences are reported than run.",
+        with_capabilities(max_concurrent_sequences=16),
     ),
     Mutant(
-        "undeclared updates accepted",
+        "unsupported updates accepted",
         "E-09",
-        "Staging, encodings and partial updates are not declared, and are done.",
-        declaring(staging=False, encodings=(), partial_updates=False),
+        "Staging, encodings and partial updates are not supported, and are done.",
+        with_capabilities(staging=False, encodings=(), partial_updates=False),
     ),
 )

@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant("images in another order", "E-75", "The last image fills the first placeholders.", in_another_order),
     Mutant(
-        "undeclared images ignored",
+        "unsupported images ignored",
         "E-72",
         "Without a vision tower, a prompt with images is sampled as text.",
         ignoring_undeclared,

@@ -20,6 +20,6 @@ class Mutant:
     infect: Callable[[LocalEndpoint], InferenceEndpoint]
     """Puts the fault into a healthy endpoint and returns it, or a faulty endpoint around it."""
     over_ipc: bool = False
-    """Whether the endpoint declares ``ipc``, which shares the host's memory then."""
+    """Whether the endpoint supports ``ipc``, which shares the host's memory then."""
     over_http: bool = False
     """Whether it shows only in a server that runs in a process of its own."""

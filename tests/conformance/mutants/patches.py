@@ -18,7 +18,7 @@ from inflight.wire import Completion, GenerateRequest, GenerateResponse, Samplin
 Drawn = tuple[list[int], list[float]]
 
 
-def declaring(**changes: Any) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def with_capabilities(**changes: Any) -> Callable[[LocalEndpoint], LocalEndpoint]:
     """Other capabilities, and the same behaviour."""
 
     def infect(endpoint: LocalEndpoint) -> LocalEndpoint:

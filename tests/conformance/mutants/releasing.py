@@ -7,7 +7,7 @@ from typing import Any
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import declaring
+from tests.conformance.mutants.patches import with_capabilities
 
 
 def ends_requests(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -66,10 +66,10 @@ def comes_back_with_the_checkpoint(endpoint: LocalEndpoint) -> LocalEndpoint:
 MUTANTS = (
     Mutant("release ends requests", "E-64", "A release ends the requests that run.", ends_requests),
     Mutant(
-        "undeclared release",
+        "unsupported release",
         "E-64",
-        "Memory is released by an endpoint that does not declare it.",
-        declaring(releases_memory=False),
+        "Memory is released by an endpoint that does not support it.",
+        with_capabilities(releases_memory=False),
     ),
     Mutant("samples while released", "E-65", "Requests are sampled while memory is released.", samples_while_released),
     Mutant("restores for an update", "E-65", "An update takes the memory back by itself.", restores_for_an_update),

@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     Mutant("experts without the prompt", "E-80", "Rows begin at the first sampled token.", without_the_prompt),
     Mutant(
-        "undeclared experts ignored",
+        "unsupported experts ignored",
         "E-81",
         "Without a mixture of experts, a request for experts is answered without.",
         ignoring_undeclared,

@@ -19,7 +19,7 @@ from inflight.wire import (
     GenerateResponse,
 )
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import answering, declaring, drawing, sampling_with, taking, without_last
+from tests.conformance.mutants.patches import answering, drawing, sampling_with, taking, with_capabilities, without_last
 
 
 def retokenised(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -118,7 +118,7 @@ def loses_places(endpoint: LocalEndpoint) -> LocalEndpoint:
             raise
 
     endpoint.generate = faulty
-    return declaring(max_concurrent_sequences=engine.max_concurrent)(endpoint)
+    return with_capabilities(max_concurrent_sequences=engine.max_concurrent)(endpoint)
 
 
 def stream_outlives_its_reader(endpoint: LocalEndpoint) -> LocalEndpoint:

@@ -70,7 +70,7 @@ class PlainEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         return GenerateResponse(request_id=request.request_id, completions=completions)
 
     async def chat_completion(self, request):
-        raise UnsupportedError("chat is not declared")
+        raise UnsupportedError("chat is not supported")
 
     async def num_running(self):
         return self.running

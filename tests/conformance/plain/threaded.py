@@ -196,7 +196,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         return self.declared
 
     async def chat_completion(self, request):
-        raise UnsupportedError("chat is not declared")
+        raise UnsupportedError("chat is not supported")
 
     async def receiver(self):
         return self.updates

@@ -1,4 +1,4 @@
-"""Level discovery: whether what an endpoint declares is complete and true, and whether it refuses everything else."""
+"""Level discovery: whether what an endpoint reports is complete and true, and whether it refuses everything else."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _GROUPS = ("gloo", "nccl")
 _NUM_REQUESTS = 40
 """Requests sent at once to fill an endpoint, with several completions each."""
 _MOST_COMPLETIONS = 16
-"""Of each of them. An endpoint that declares room for more than both allow is not filled."""
+"""Of each of them. An endpoint that has room for more than both allow is not filled."""
 _SOON_S = 5.0
 
 
 @check("E-01", look_at="whether capabilities() returns constants, not the present state")
 async def constant_capabilities(subject: EndpointSubject) -> None:
-    """The declared capabilities are of this protocol version, name an in-flight policy and a transport, and never
+    """The reported capabilities are of this protocol version, name an in-flight policy and a transport, and never
     change."""
     first = await subject.endpoint.capabilities()
     await subject.generate()
@@ -46,16 +46,16 @@ async def constant_capabilities(subject: EndpointSubject) -> None:
     )
     require(
         first.protocol_version == PROTOCOL_VERSION,
-        f"protocol version {first.protocol_version} is declared, the kit's is {PROTOCOL_VERSION}",
+        f"protocol version {first.protocol_version} is reported, the kit's is {PROTOCOL_VERSION}",
     )
-    require(first.in_flight_policies, "no in-flight policy is declared")
-    require(first.transports, "no transport is declared")
+    require(first.in_flight_policies, "no in-flight policy is reported")
+    require(first.transports, "no transport is reported")
 
 
 @check("E-02")
 @look_at("whether vocab_size counts the rows of the head or the entries of the tokenizer, and who tests prompt ids")
 async def vocabulary(subject: EndpointSubject) -> None:
-    """Every token id below the declared vocab_size is accepted in a prompt, and vocab_size itself is refused."""
+    """Every token id below the reported vocab_size is accepted in a prompt, and vocab_size itself is refused."""
     vocab_size = subject.capabilities.vocab_size
     completion = await subject.generate((*subject.prompt(4), vocab_size - 1))
     subject.note(vocab_size=vocab_size, tokens=completion.token_ids)
@@ -67,7 +67,7 @@ async def vocabulary(subject: EndpointSubject) -> None:
 
 @check("E-03", deadline_s=60, look_at="off-by-one in the longest sequence: does the engine keep a place for itself?")
 async def context_length(subject: EndpointSubject) -> None:
-    """A prompt and max_tokens that fill the declared max_model_len are served, and one token more is refused."""
+    """A prompt and max_tokens that fill the reported max_model_len are served, and one token more is refused."""
     longest, num_tokens = subject.capabilities.max_model_len, 4
     prompt = subject.prompt(max(1, longest - num_tokens))
     num_tokens = longest - len(prompt)
@@ -84,7 +84,7 @@ async def context_length(subject: EndpointSubject) -> None:
 @check("E-04", "updates", deadline_s=40)
 @look_at("where request_weight_update tests the policy: before the state changes")
 async def undeclared_policies(subject: EndpointSubject) -> None:
-    """An update under an in-flight policy that is not declared is refused before anything is paused."""
+    """An update under an in-flight policy that is not supported is refused before anything is paused."""
     undeclared = [policy for policy in InFlightPolicy if policy not in subject.capabilities.in_flight_policies]
     subject.note(undeclared=undeclared)
     if not undeclared:
@@ -94,7 +94,7 @@ async def undeclared_policies(subject: EndpointSubject) -> None:
     for policy in undeclared:
         update = subject.publisher.announcement(subject.reference.perturbed("B"), in_flight=policy)
         call = subject.endpoint.request_weight_update(update)
-        what = f"an update under {policy}, which is not declared,"
+        what = f"an update under {policy}, which is not supported,"
         await subject.require_raises(call, (UnsupportedError, UpdateRefusedError), what)
         await subject.require_state(EndpointState.READY, f"after {policy} was refused")
         require(not running.done(), f"request {request.request_id} ended when {policy} was refused")
@@ -103,7 +103,7 @@ async def undeclared_policies(subject: EndpointSubject) -> None:
 
 @check("E-05", "updates", deadline_s=40, look_at="whether init_process_group tests the transport before it joins")
 async def undeclared_transports(subject: EndpointSubject) -> None:
-    """A weight group over a transport that is not declared is refused with UnsupportedError."""
+    """A weight group over a transport that is not supported is refused with UnsupportedError."""
     undeclared = [t for t in (*_GROUPS, *STORES) if t not in subject.capabilities.transports]
     subject.note(undeclared=undeclared)
     for transport in undeclared:
@@ -120,7 +120,7 @@ async def undeclared_transports(subject: EndpointSubject) -> None:
         else:
             spec = subject.publisher.open_group(timeout_s=3.0).model_copy(update={"transport": transport})
         call = subject.endpoint.init_process_group(spec)
-        await subject.require_raises(call, UnsupportedError, f"a group over {transport}, which is not declared,")
+        await subject.require_raises(call, UnsupportedError, f"a group over {transport}, which is not supported,")
         await subject.require_state(EndpointState.READY, f"after {transport} was refused")
         await subject.generate()
 
@@ -128,18 +128,18 @@ async def undeclared_transports(subject: EndpointSubject) -> None:
 @check("E-09", "updates", look_at="whether request_weight_update looks at every field of an update, and ignores none")
 async def undeclared_updates(subject: EndpointSubject) -> None:
     """An update that is staged, encoded or not of all tensors is refused before anything is paused where that is not
-    declared."""
-    declared, publisher = subject.capabilities, subject.publisher
+    capabilities."""
+    capabilities, publisher = subject.capabilities, subject.publisher
     other = subject.reference.perturbed("B")
     rest = Weights("all but the first", dict(list(other.tensors.items())[1:]))
     asked: dict[str, tuple[Weights, dict[str, Any]]] = {}
-    if not declared.staging:
+    if not capabilities.staging:
         asked["staging"] = (other, {"staged": True})
     for encoding in ENCODINGS:
-        if encoding not in declared.encodings:
+        if encoding not in capabilities.encodings:
             base = UpdateRef(run_id=publisher.run_id, version=0) if encoding == "delta" else None
             asked[f"encoding {encoding}"] = (other, {"encodings": (encoding,), "base": base})
-    if not declared.partial_updates:
+    if not capabilities.partial_updates:
         asked["frozen tensors"] = (rest, {"frozen": tuple(other.tensors)[:1]})
     subject.note(undeclared=list(asked))
     if not asked:
@@ -155,7 +155,7 @@ async def undeclared_updates(subject: EndpointSubject) -> None:
 
 @check("E-06", look_at="whether the flags chat and streaming say what the methods do")
 async def chat_and_streaming(subject: EndpointSubject) -> None:
-    """Chat and streaming answer where they are declared, and are refused with UnsupportedError where they are not."""
+    """Chat and streaming answer where they are supported, and are refused with UnsupportedError where they are not."""
     endpoint, has_chat, has_streaming = subject.endpoint, subject.capabilities.chat, subject.capabilities.streaming
 
     async def chat() -> object:
@@ -174,9 +174,9 @@ async def chat_and_streaming(subject: EndpointSubject) -> None:
         cases += [("a stream", has_streaming, stream), ("a chat stream", has_chat and has_streaming, chat_stream)]
     for what, is_declared, tokens in cases:
         if is_declared:
-            require(await tokens(), f"{what} is declared, but carried no token")
+            require(await tokens(), f"{what} is reported as supported, but carried no token")
         else:
-            await subject.require_raises(tokens(), UnsupportedError, f"{what}, which is not declared,")
+            await subject.require_raises(tokens(), UnsupportedError, f"{what}, which is not supported,")
     subject.note(chat=has_chat, streaming=has_streaming)
 
 
@@ -203,11 +203,11 @@ async def state_at_rest(subject: EndpointSubject) -> None:
 
 
 @check("E-08", deadline_s=60)
-@look_at("the queue in front of the engine: it neither refuses nor runs more than declared")
+@look_at("the queue in front of the engine: it neither refuses nor runs more than it reports")
 async def more_than_fit(subject: EndpointSubject) -> None:
     """Sequences beyond max_concurrent_sequences wait for their turn, and all are answered in full."""
-    declared, num_tokens = subject.capabilities.max_concurrent_sequences, 24
-    wanted = declared + max(8, declared // 4)
+    reported, num_tokens = subject.capabilities.max_concurrent_sequences, 24
+    wanted = reported + max(8, reported // 4)
     num_each = min(_MOST_COMPLETIONS, -(-wanted // _NUM_REQUESTS))
     num_requests = min(_NUM_REQUESTS, -(-wanted // num_each))
     requests = [
@@ -215,8 +215,8 @@ async def more_than_fit(subject: EndpointSubject) -> None:
     ]
     answers = asyncio.gather(*(subject.endpoint.generate(request) for request in requests))
     largest = await _largest_num_running(subject, answers)
-    subject.note(max_concurrent_sequences=declared, asked_for=num_requests * num_each, largest_num_running=largest)
-    require(largest <= declared, f"{largest} sequences ran at once, but {declared} are declared")
+    subject.note(max_concurrent_sequences=reported, asked_for=num_requests * num_each, largest_num_running=largest)
+    require(largest <= reported, f"{largest} sequences ran at once, but {reported} are reported")
     for request, response in zip(requests, answers.result(), strict=True):
         require(response.request_id == request.request_id, f"{request.request_id} was answered {response.request_id}")
         lengths = [len(completion.token_ids) for completion in response.completions]

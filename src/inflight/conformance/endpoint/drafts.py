@@ -44,7 +44,7 @@ async def drafts(subject: EndpointSubject) -> None:
     completions are the likeliest ones or every draft is wrong."""
     endpoint, prompt = subject.endpoint, subject.prompt(seed=2)
     if not isinstance(endpoint, DraftingEndpoint):
-        fail(f"drafts are declared, but {type(endpoint).__name__} has no record_history")
+        fail(f"drafts are reported as supported, but {type(endpoint).__name__} has no record_history")
     for kind, is_likeliest in (("likely", True), ("wrong", False)):
         await endpoint.record_history(_history(subject, prompt, is_likeliest))
         answered = await _drawn(subject, prompt)
@@ -89,7 +89,7 @@ async def counted(subject: EndpointSubject) -> None:
         (completion,) = answer.completions
         counts = completion.draft_counts
         if counts is None:
-            fail("draft_counts are declared, but a completion has none")
+            fail("draft_counts are reported as supported, but a completion has none")
         num_tokens = len(completion.token_ids)
         require(
             counts.num_accepted + counts.num_verifications <= num_tokens,

@@ -64,7 +64,7 @@ async def _seeing(subject: EndpointSubject) -> _Seeing:
     except (ConfigError, UnsupportedError) as error:
         skip(f"no server of it starts with a model that takes images: {error}")
     if not can.images:
-        skip("images are not declared, even for a model that takes them")
+        skip("images are not supported, even for a model that takes them")
     reference.cast(can.dtype)
     return _Seeing(subject, endpoint, reference, reference.images)
 
@@ -84,7 +84,7 @@ def _picture(colour: tuple[int, int, int]) -> str:
     "images must be told apart by the images too"
 )
 async def sees(subject: EndpointSubject) -> None:
-    """Where images are declared, logprobs are those of the reference behind the same tokens and the same images, in
+    """Where images are supported, logprobs are those of the reference behind the same tokens and the same images, in
     their order, whatever other images requests with the same tokens have."""
     seeing = await _seeing(subject)
     red, blue, green = map(_picture, _COLOURS)
@@ -103,9 +103,9 @@ async def sees(subject: EndpointSubject) -> None:
 @check("E-72")
 @look_at("whether the field images of a request is read where no model could use it")
 async def undeclared(subject: EndpointSubject) -> None:
-    """Where images are not declared, a request with an image is refused with UnsupportedError."""
+    """Where images are not supported, a request with an image is refused with UnsupportedError."""
     if subject.capabilities.images:
-        skip("images are declared")
+        skip("images are supported")
     request = subject.request()
     image = PromptImage(url=_picture(_COLOURS[0]), start=0, num_tokens=len(request.prompt_token_ids))
     with_image = request.model_copy(update={"images": (image,)})

@@ -59,11 +59,11 @@ class JudgedEndpoint(Subject):
         flags = {str(key): str(value) for key, value in self._target.options.items()}
         if self._reference is not None:
             flags["model"] = str(self._target.model or "the kit's own")
-        declared = self._subject.capabilities
+        capabilities = self._subject.capabilities
         return {
-            "implementation": declared.engine,
-            "implementation_version": declared.engine_version,
-            "capabilities": declared.model_dump(mode="json"),
+            "implementation": capabilities.engine,
+            "implementation_version": capabilities.engine_version,
+            "capabilities": capabilities.model_dump(mode="json"),
             "flags": flags,
         }
 

@@ -47,7 +47,7 @@ class SteppedPublisher:
 
     ``version`` is the last one committed. It starts at what is served, so that no two runs of a check publish the same
     version: spans name versions, not runs. ``transport`` is how weights travel, by default the process group that the
-    endpoint declares; ``directory`` is where ``file`` stores.
+    endpoint supports; ``directory`` is where ``file`` stores.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class SteppedPublisher:
             return "nccl"
         if "gloo" in self._capabilities.transports:
             return "gloo"
-        declared = ", ".join(self._capabilities.transports) or "none"
-        skip(f"the kit can send over gloo, and over nccl where torch sees two GPUs; declared are {declared}")
+        supported = ", ".join(self._capabilities.transports) or "none"
+        skip(f"the kit can send over gloo, and over nccl where torch sees two GPUs; the endpoint supports {supported}")
 
     async def form_group(self, timeout_s: float = GROUP_TIMEOUT_S) -> None:
         """Join the sender and the endpoint in a new group."""

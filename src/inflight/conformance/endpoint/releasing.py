@@ -20,7 +20,7 @@ _MOVE_S = 60.0
 @check("E-64")
 @look_at("whether release_memory counts running and waiting requests where no other can come in between")
 async def refused_while_busy(subject: EndpointSubject) -> None:
-    """Memory is not released while requests run or wait, nor where that is not declared: the call is refused and
+    """Memory is not released while requests run or wait, nor where that is not supported: the call is refused and
     disturbs nothing."""
     endpoint = subject.endpoint
     if not subject.capabilities.releases_memory:

@@ -35,7 +35,7 @@ _WRONG = {"float32": 0.002, "float64": 0.002}
     "of rows where several sequences share a step, and prefixes that were computed by an earlier request"
 )
 async def experts(subject: EndpointSubject) -> None:
-    """Where routed_experts are declared, a completion that was asked for them says of each token that went through the
+    """Where routed_experts are supported, a completion that was asked for them says of each token that went through the
     model, prompt included, which experts the model's routers choose for it behind the same tokens."""
     path = make_tiny_model(subject.directory / "experts", family="qwen3_moe")
     try:
@@ -44,7 +44,7 @@ async def experts(subject: EndpointSubject) -> None:
     except (ConfigError, UnsupportedError) as error:
         skip(f"no server of it starts with a mixture of experts: {error}")
     if not can.routed_experts:
-        skip("routed_experts are not declared, even for a mixture of experts")
+        skip("routed_experts are not supported, even for a mixture of experts")
     requests = [
         subject.request(subject.prompt(num, seed=num), max_tokens=most, n=2, seed=None).model_copy(
             update={"routed_experts": True}
@@ -76,9 +76,9 @@ async def experts(subject: EndpointSubject) -> None:
 @check("E-81")
 @look_at("whether the field routed_experts of a request is read where no model could fill it")
 async def undeclared(subject: EndpointSubject) -> None:
-    """Where routed_experts are not declared, a request that asks for them is refused with UnsupportedError."""
+    """Where routed_experts are not supported, a request that asks for them is refused with UnsupportedError."""
     if subject.capabilities.routed_experts:
-        skip("routed_experts are declared")
+        skip("routed_experts are supported")
     request = subject.request().model_copy(update={"routed_experts": True})
     try:
         await subject.endpoint.generate(request)
@@ -91,7 +91,7 @@ async def undeclared(subject: EndpointSubject) -> None:
 def _rows(completion: Completion, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
     record = completion.routed_experts
     if record is None:
-        fail("routed_experts are declared, but a completion has none")
+        fail("routed_experts are reported as supported, but a completion has none")
     found = (record.num_tokens, record.num_layers, record.num_chosen)
     require(found == shape, f"routed_experts is {found} (tokens, layers, experts), not {shape}")
     return _numbers(record).reshape(shape).astype(np.int64)

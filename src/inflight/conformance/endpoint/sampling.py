@@ -35,7 +35,7 @@ _FILTERS = "order of the filters, whether the kept set is renormalised, and whic
 @check("E-12", "model", deadline_s=60)
 @look_at("whether the logprob is read before or after the logits are divided by the temperature")
 async def temperature(subject: EndpointSubject) -> None:
-    """Tokens are sampled at the requested temperature, and logprobs are of the declared logprob_kind."""
+    """Tokens are sampled at the requested temperature, and logprobs are of the reported logprob_kind."""
     await _require_sampled(subject, {"temperature": 0.7}, {"temperature": 1.5})
 
 
@@ -156,13 +156,13 @@ async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any
             for completion in (await subject.endpoint.generate(request)).completions:
                 for kind, gap in _differences(subject, request, completion, name).items():
                     away[kind] = max(away[kind], gap)
-        declared = subject.capabilities.logprob_kind
-        other = "raw" if declared == "processed" else "processed"
+        reported = subject.capabilities.logprob_kind
+        other = "raw" if reported == "processed" else "processed"
         subject.note(**{f"{name}: largest difference from {kind}": gap for kind, gap in away.items()})
         require(
-            away[declared] <= 0,
-            f"under {name}, logprobs are declared {declared} and are up to {away[declared]:.3g} away from that, beyond "
-            f"the tolerance, and {away[other]:.3g} from {other}",
+            away[reported] <= 0,
+            f"under {name}, logprobs are reported as {reported} and are up to {away[reported]:.3g} away from that, "
+            f"beyond the tolerance, and {away[other]:.3g} from {other}",
         )
         require(away[other] > 0, f"under {name}, processed and raw logprobs are the same here: nothing could be told")
 

@@ -53,7 +53,7 @@ class EndpointSubject:
     """An endpoint as checks see it: the same object for all checks, with a publisher of its own for each."""
 
     capabilities: Capabilities
-    """What the endpoint declared when it was opened."""
+    """What the endpoint reported when it was opened."""
     opened: Opened
     publisher: SteppedPublisher
     """The trainer side; a new run for every check."""
@@ -76,19 +76,19 @@ class EndpointSubject:
 
     def missing(self, *needs: str) -> str | None:
         """Return why a check with these needs cannot be run; None if it can."""
-        declared, opened = self.capabilities, self.opened
+        capabilities, opened = self.capabilities, self.opened
         model = (self.known_reference is not None, "the served checkpoint is not known; give it with --model")
         host = urlsplit(opened.url or "").hostname
         is_near = host in (None, "localhost", "127.0.0.1", "::1")
         offers = {
             "model": model,
             "updates": model,
-            "streaming": (declared.streaming, "streaming is not declared"),
-            "chat": (declared.chat, "chat is not declared"),
-            "seeds": (declared.seeds, "seeds are not declared"),
-            "drafts": (declared.drafts, "drafts are not declared"),
-            "draft_counts": (declared.draft_counts, "draft_counts are not declared"),
-            "spans": (declared.version_binding == "spans", f"version binding is {declared.version_binding}"),
+            "streaming": (capabilities.streaming, "streaming is not supported"),
+            "chat": (capabilities.chat, "chat is not supported"),
+            "seeds": (capabilities.seeds, "seeds are not supported"),
+            "drafts": (capabilities.drafts, "drafts are not supported"),
+            "draft_counts": (capabilities.draft_counts, "draft_counts are not supported"),
+            "spans": (capabilities.version_binding == "spans", f"version binding is {capabilities.version_binding}"),
             "fresh": (opened.is_ours, "the kit cannot start another server of a URL; see --serve"),
             "url": (opened.url is not None, "not a server that speaks HTTP"),
             "process": (opened.process is not None, "not a server that the kit started; see --serve"),
@@ -96,22 +96,25 @@ class EndpointSubject:
                 self.can_fail is not None,
                 "it takes weights in another process, or not by an UpdateReceiver: no apply can be made to fail",
             ),
-            "staging": (declared.staging, "staging is not declared"),
-            "partial_rollouts": (declared.partial_rollouts, "partial rollouts are not declared"),
-            "partial_updates": (declared.partial_updates, "partial updates are not declared"),
-            "lora": (declared.lora, "LoRAs are not declared"),
-            "releases_memory": (declared.releases_memory, "releases_memory is not declared"),
+            "staging": (capabilities.staging, "staging is not supported"),
+            "partial_rollouts": (capabilities.partial_rollouts, "partial rollouts are not supported"),
+            "partial_updates": (capabilities.partial_updates, "partial updates are not supported"),
+            "lora": (capabilities.lora, "LoRAs are not supported"),
+            "releases_memory": (capabilities.releases_memory, "releases_memory is not supported"),
         }
         for encoding in ENCODINGS:
-            offers[encoding] = (encoding in declared.encodings, f"encoding {encoding} is not declared")
+            offers[encoding] = (encoding in capabilities.encodings, f"encoding {encoding} is not supported")
         for policy in InFlightPolicy:
-            offers[policy.value] = (policy in declared.in_flight_policies, f"in-flight policy {policy} is not declared")
+            offers[policy.value] = (
+                policy in capabilities.in_flight_policies,
+                f"in-flight policy {policy} is not supported",
+            )
         for store in STORES:
             offers[store] = (is_near, f"the endpoint at {host} may not see what the kit stores on this host")
             if find_transport(store).needs_gpu and not torch.cuda.is_available():
                 offers[store] = (False, f"{store} shares a GPU's memory, and torch sees no GPU in the kit's process")
-            if store not in declared.transports:
-                offers[store] = (False, f"transport {store} is not declared")
+            if store not in capabilities.transports:
+                offers[store] = (False, f"transport {store} is not supported")
         return next((reason for is_met, reason in map(offers.__getitem__, needs) if not is_met), None)
 
     @property
@@ -120,23 +123,23 @@ class EndpointSubject:
 
     @property
     def streaming(self) -> StreamingEndpoint:
-        """The endpoint, if it declares streaming; fails the check if its streaming methods are not there."""
+        """The endpoint, if it supports streaming; fails the check if its streaming methods are not there."""
         if not isinstance(self.endpoint, StreamingEndpoint):
-            fail(f"streaming is declared, but {type(self.endpoint).__name__} has no generate_stream")
+            fail(f"streaming is reported as supported, but {type(self.endpoint).__name__} has no generate_stream")
         return self.endpoint
 
     @property
     def aborting(self) -> AbortingEndpoint:
-        """The endpoint, if it declares partial rollouts; fails the check if its method is not there."""
+        """The endpoint, if it supports partial rollouts; fails the check if its method is not there."""
         if not isinstance(self.endpoint, AbortingEndpoint):
-            fail(f"partial_rollouts is declared, but {type(self.endpoint).__name__} has no abort_requests")
+            fail(f"partial_rollouts is reported as supported, but {type(self.endpoint).__name__} has no abort_requests")
         return self.endpoint
 
     @property
     def releasing(self) -> ReleasingEndpoint:
-        """The endpoint, if it declares that it releases memory; fails the check if the methods are not there."""
+        """The endpoint, if it supports releasing memory; fails the check if the methods are not there."""
         if not isinstance(self.endpoint, ReleasingEndpoint):
-            fail(f"releases_memory is declared, but {type(self.endpoint).__name__} has no release_memory")
+            fail(f"releases_memory is reported as supported, but {type(self.endpoint).__name__} has no release_memory")
         return self.endpoint
 
     @property
@@ -221,7 +224,7 @@ class EndpointSubject:
         )
 
     def chat_request(self, **options: Any) -> ChatCompletionRequest:
-        """Return a chat request to the declared model: 8 tokens from seed 7, unless told otherwise."""
+        """Return a chat request to the reported model: 8 tokens from seed 7, unless told otherwise."""
         message = ChatMessage(role="user", content="Name three rivers.")
         settings = self._declared({"max_tokens": 8, "seed": 7, **options})
         return ChatCompletionRequest(model=self.capabilities.model, messages=(message,), **settings)
@@ -235,11 +238,11 @@ class EndpointSubject:
         return {"seed": seed} if self.capabilities.seeds else {"temperature": 0.0}
 
     def pausing_policies(self) -> list[InFlightPolicy]:
-        """Return the declared policies under which requests go on after an update; skip the check if there is none."""
+        """Return the reported policies under which requests go on after an update; skip the check if there is none."""
         policies = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
-        if declared := [policy for policy in policies if policy in self.capabilities.in_flight_policies]:
-            return declared
-        skip("neither keep nor recompute is declared: no request runs on across an update")
+        if supported := [policy for policy in policies if policy in self.capabilities.in_flight_policies]:
+            return supported
+        skip("neither keep nor recompute is supported: no request runs on across an update")
 
     async def ask(
         self, prompt: Sequence[int] | None = None, *, endpoint: InferenceEndpoint | None = None, **sampling: Any

@@ -162,7 +162,7 @@ async def _read(subject: EndpointSubject, request: GenerateRequest) -> None:
     "end gives back"
 )
 async def places_come_back(subject: EndpointSubject) -> None:
-    """As many sequences run at a time as are declared, even after the callers of more requests than that have left: a
+    """As many sequences run at a time as are reported, even after the callers of more requests than that have left: a
     request whose caller leaves gives its place back."""
     num_places = subject.capabilities.max_concurrent_sequences
     if num_places > _MOST_PLACES:
@@ -197,7 +197,7 @@ async def fill_places(subject: EndpointSubject, when: str, limit_s: float) -> fl
             return seconds
     fail(
         f"{when}, one request of {_SHORT} tokens was answered only once {num_ended} of {num_others} requests of "
-        f"{num_tokens} tokens had ended: fewer than the declared {num_others + 1} sequences run at a time"
+        f"{num_tokens} tokens had ended: fewer than the reported {num_others + 1} sequences run at a time"
     )
 
 

@@ -58,7 +58,9 @@ async def converse(
         await asyncio.sleep(_PAUSE_S)
 
 
-def problems_of(conversation: Conversation, palette: Palette, declared: Capabilities, *, may_abort: bool) -> list[str]:
+def problems_of(
+    conversation: Conversation, palette: Palette, capabilities: Capabilities, *, may_abort: bool
+) -> list[str]:
     """Return what is wrong with how a request ended. ``may_abort``: an update used the policy ``abort``."""
     name, response, server = conversation.request.request_id, conversation.response, conversation.server
     if response is None:
@@ -83,7 +85,7 @@ def problems_of(conversation: Conversation, palette: Palette, declared: Capabili
         for i, (version, token, logprob) in enumerate(
             zip(versions, completion.token_ids, completion.logprobs, strict=True)
         ):
-            is_bound = declared.version_binding == "spans"
+            is_bound = capabilities.version_binding == "spans"
             if not palette.is_sampled_from(version if is_bound else None, token, logprob):
                 problems.append(f"{name}: token {i} says version {version}, its logprob {logprob:.4f} says otherwise")
                 break

@@ -31,13 +31,13 @@ _JUDGE_S = 60.0
 
 
 def transport_of(seed: int, place: Place) -> Transport:
-    """Return the transport of a seed's schedule. Raises `ConfigError` if the servers declare none of `TRANSPORTS`."""
-    declared = [it for it in TRANSPORTS if it in place.capabilities.transports]
-    if not declared:
+    """Return the transport of a seed's schedule. Raises `ConfigError` if the servers support none of `TRANSPORTS`."""
+    supported = [it for it in TRANSPORTS if it in place.capabilities.transports]
+    if not supported:
         raise ConfigError(
-            f"the servers declare none of the transports {', '.join(TRANSPORTS)} that a fleet is checked over"
+            f"the servers support none of the transports {', '.join(TRANSPORTS)} that a fleet is checked over"
         )
-    return declared[seed % len(declared)]
+    return supported[seed % len(supported)]
 
 
 def run_schedule(seed: int, place: Place, transport: Transport | None = None) -> ScheduleResult:

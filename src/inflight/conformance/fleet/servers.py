@@ -97,7 +97,7 @@ class Server(Protocol):
 
 
 class Place(Protocol):
-    """Where schedules run: the servers, and what all of them declare."""
+    """Where schedules run: the servers, and what all of them support."""
 
     loop: Loop
     directory: Path

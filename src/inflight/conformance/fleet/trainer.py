@@ -57,14 +57,14 @@ class Manner:
 
     @staticmethod
     def drawn(random_: random.Random, plan: FaultPlan, place: Place, deadline_s: float) -> Manner:
-        declared = place.capabilities
-        delta = random_.random() < 0.4 and "delta" in declared.encodings
+        capabilities = place.capabilities
+        delta = random_.random() < 0.4 and "delta" in capabilities.encodings
         known: Sequence[Rounding] = ("raw", "raw", "bfloat16", "float8")
-        roundings = [it for it in known if it == "raw" or it in declared.encodings]
+        roundings = [it for it in known if it == "raw" or it in capabilities.encodings]
         return Manner(
             run_id=f"fleet-{plan.seed}",
             transport=plan.transport,
-            policy=random_.choice([policy for policy in InFlightPolicy if policy in declared.in_flight_policies]),
+            policy=random_.choice([policy for policy in InFlightPolicy if policy in capabilities.in_flight_policies]),
             encoding="raw" if delta else random_.choice(roundings),
             delta=delta,
             staged=random_.random() < 0.75,

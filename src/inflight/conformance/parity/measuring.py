@@ -50,7 +50,7 @@ class Measured:
     """One pair in one dtype, before the weights change by an optimizer step: lag 0."""
 
     dtype: str
-    """That the endpoint declares."""
+    """That the endpoint reports."""
     tolerance: float
     same_weights: Figures
     """At temperature 1."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pydantic
 
+from inflight.base.validation import describe_problems
 from inflight.conformance.report.junit import junit_xml
 from inflight.conformance.report.page import html_page
 from inflight.conformance.report.summary import score
@@ -60,20 +61,6 @@ REPORTS = (
 )
 
 
-def check_writable(files: Mapping[str, Path]) -> None:
-    """Raise `ConfigError` unless each of these files, by name of the report, can be written."""
-    for name, file in files.items():
-        where = f"--{name} {str(file)!r} cannot be written"
-        if not file.parent.is_dir():
-            raise ConfigError(f"{where}: its directory does not exist; make it first")
-        if file.is_dir():
-            raise ConfigError(f"{where}: it is a directory")
-        if not os.access(file.parent, os.W_OK):
-            raise ConfigError(f"{where}: its directory may not be written to")
-        if others := [other for other in files if other != name and files[other].absolute() == file.absolute()]:
-            raise ConfigError(f"{where}: --{others[0]} names the same file")
-
-
 def write_reports(certificate: Certificate, files: Mapping[str, Path]) -> None:
     """Write these reports, each as a whole or not at all. Raises `ConfigError`."""
     for report in REPORTS:
@@ -99,9 +86,7 @@ def read_certificate(file: Path) -> Certificate:
     except OSError as error:
         raise ConfigError(f"certificate {str(file)!r} cannot be read: {error.strerror}") from error
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        what = f"{where}: {first['msg']}" if where else first["msg"]
         raise ConfigError(
-            f"{str(file)!r} is not a certificate of this kit: {what}; write one with inflight check ... --json FILE"
+            f"{str(file)!r} is not a certificate of this kit: {describe_problems(error)}; write one with "
+            "inflight check ... --json FILE"
         ) from error

@@ -71,7 +71,7 @@ def _suite(
 
 
 def _case(suite: ElementTree.Element, verdict: Verdict, classname: str) -> None:
-    name = printable(f"{verdict.id} {verdict.sentence}")
+    name = printable(f"{verdict.id} {verdict.requirement}")
     case = ElementTree.SubElement(
         suite, "testcase", classname=printable(classname), name=name, time=f"{verdict.seconds:.3f}"
     )

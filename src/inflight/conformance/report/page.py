@@ -74,7 +74,7 @@ def _check(verdict: Verdict) -> str:
     why = verdict.expected or verdict.message
     note = f'<span class="why">{_escaped(why)}</span>' if why else ""
     row = (
-        f"<code>{_escaped(verdict.id)}</code><span>{_escaped(verdict.sentence)}{note}</span>"
+        f"<code>{_escaped(verdict.id)}</code><span>{_escaped(verdict.requirement)}{note}</span>"
         f'<span class="badge {_class(verdict.outcome)}">{verdict.outcome}</span>'
         f"<time>{duration(verdict.seconds)}</time>"
     )

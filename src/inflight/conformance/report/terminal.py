@@ -50,7 +50,9 @@ def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Ve
         if num_done >= len(checks):
             return Text("")
         check = checks[num_done]
-        line = Text(f"{num_done + 1} of {len(checks)}  {check.id} {check.sentence}", no_wrap=True, overflow="ellipsis")
+        line = Text(
+            f"{num_done + 1} of {len(checks)}  {check.id} {check.requirement}", no_wrap=True, overflow="ellipsis"
+        )
         line.truncate(max(20, console.width - 4), overflow="ellipsis")
         return line
 
@@ -82,13 +84,13 @@ def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Ve
 
 
 def print_list(console: Console, checks: Sequence[Check]) -> None:
-    """Print ids and sentences, by level."""
+    """Print ids and requirements, by level."""
     last_level = ""
     for check in checks:
         if check.level != last_level:
             console.print(Text(check.level, style="bold"))
             last_level = check.level
-        console.print(Text(f"  {check.id}  {check.sentence}"))
+        console.print(Text(f"  {check.id}  {check.requirement}"))
 
 
 def print_certificate(console: Console, certificate: Certificate) -> None:
@@ -110,11 +112,11 @@ def print_certificate(console: Console, certificate: Certificate) -> None:
 
 
 def _line(verdict: Verdict, width: int | None) -> Text:
-    """Return id, outcome, seconds and sentence, and what was seen or why it was skipped; cut to the width."""
+    """Return id, outcome, seconds and requirement, and what was seen or why it was skipped; cut to the width."""
     line = Text(f"  {printable(verdict.id)}  ")
     line.append(verdict.outcome.ljust(_OUTCOME_WIDTH), style=_STYLES[verdict.outcome])
     line.append(f" {duration(verdict.seconds):>8}  ", style="dim")
-    line.append(printable(verdict.sentence))
+    line.append(printable(verdict.requirement))
     if reason := verdict.expected or verdict.message:
         first_line = reason.strip().partition("\n")[0]
         line.append(f"  ({printable(first_line)})", style="dim")
@@ -126,7 +128,7 @@ def _line(verdict: Verdict, width: int | None) -> Text:
 def _print_findings(console: Console, verdict: Verdict) -> None:
     console.print()
     heading = (f"{printable(verdict.id)} {verdict.outcome}", _STYLES[verdict.outcome])
-    console.print(Text.assemble(heading, (f"  {printable(verdict.sentence)}", "bold")))
+    console.print(Text.assemble(heading, (f"  {printable(verdict.requirement)}", "bold")))
     facts = fact_lines(verdict.evidence)
     facts = [line if len(line) <= _LONGEST_FACT else f"{line[:_LONGEST_FACT]} ..." for line in facts]
     for name, text in (

@@ -60,7 +60,7 @@ def open_pair(target: TransportTarget) -> TransportPair:
     if not sender.is_collective:
         raise ConfigError(
             f"the {transport.name} transport stores what it sends, and the checks are of transports whose buckets are "
-            "received while they are sent; `inflight check endpoint` publishes over the stores that a server declares"
+            "received while they are sent; `inflight check endpoint` publishes over the stores that a server supports"
         )
     num_devices = torch.cuda.device_count()
     if transport.needs_gpu and num_devices < 2:

@@ -109,7 +109,7 @@ def _problems_of_nothing(logprobs_T: torch.Tensor, batch: MicroBatch) -> list[st
     "without images takes part in the collectives of its vision tower"
 )
 def segments_with_images(subject: WorkerSubject) -> None:
-    """Where a worker declares images, segments with images have the logprobs and gradients that transformers computes
+    """Where a worker supports images, segments with images have the logprobs and gradients that transformers computes
     from each of them alone, packed beside segments with other images and with none."""
     model = subject.seeing_model()
     try:
@@ -117,7 +117,7 @@ def segments_with_images(subject: WorkerSubject) -> None:
     except (UnsupportedError, ConfigError) as error:
         skip(f"it takes no model with images: {error}")
     if not (isinstance(worker, ImageWorker) and worker.takes_images):
-        skip("images are not declared")
+        skip("images are not supported")
     batch, reference = _batch_with_images(model), ReferenceModel(model)
     with torch.no_grad():
         expected_T = reference.logprobs(batch)

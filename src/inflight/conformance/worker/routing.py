@@ -36,7 +36,7 @@ def replayed_experts(subject: WorkerSubject) -> None:
     except (UnsupportedError, ConfigError) as error:
         skip(f"it takes no mixture of experts: {error}")
     if not (isinstance(worker, ReplayingWorker) and worker.replays_routing):
-        skip("replays_routing is not declared")
+        skip("replays_routing is not supported")
     batch, reference = _batch(), ReferenceModel(model)
     with torch.no_grad():
         expected_T = reference.logprobs(batch)
@@ -63,7 +63,7 @@ def undeclared_experts_are_refused(subject: WorkerSubject) -> None:
     """A worker that does not replay routing refuses a micro-batch with recorded experts with UnsupportedError."""
     worker = subject.create()
     if isinstance(worker, ReplayingWorker) and worker.replays_routing:
-        skip("replays_routing is declared")
+        skip("replays_routing is supported")
     refused = ""
     try:
         worker.forward(_batch())

@@ -13,9 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from inflight.base.validation import describe_problems
 from inflight.environments.proxy.histories import read_arguments
 from inflight.errors import InvalidRequestError
-from inflight.http.bodies import problems_of
 from inflight.types import Message
 from inflight.wire import ImageAddress, Items, SamplingParams, StopString, TokenCount, TokenId
 
@@ -258,7 +258,7 @@ def _part_of(part: Any, where: str) -> dict[str, Any]:
         try:
             address = ImageAddress.model_validate({k: v for k, v in part["image_url"].items() if k != "detail"})
         except (pydantic.ValidationError, KeyError, AttributeError) as error:
-            why = problems_of(error) if isinstance(error, pydantic.ValidationError) else f"it has no {error}"
+            why = describe_problems(error) if isinstance(error, pydantic.ValidationError) else f"it has no {error}"
             raise InvalidRequestError(f"{where}.image_url cannot be used: {why}") from error
         return {"type": kind, "image_url": {"url": address.url}}
     text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None

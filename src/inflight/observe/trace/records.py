@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from inflight import __version__
+from inflight.base.validation import describe_problems
 from inflight.errors import CheckpointError, ConfigError
 from inflight.observe.trace.steps import Kept, RecordedStep, StoredStep, put_together, taken_apart
 from inflight.observe.trace.text import pieces_of
@@ -297,6 +298,5 @@ def _version_of(path: Path) -> int:
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, pydantic.ValidationError):
-        problem = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        return describe_problems(error)
     return " ".join(str(error).split())[:250]

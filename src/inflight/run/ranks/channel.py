@@ -16,6 +16,7 @@ import pydantic
 import safetensors.torch
 import torch
 
+from inflight.base.validation import describe_problems
 from inflight.errors import TrainerError, WorkerDiedError
 from inflight.run.ranks.messages import Message, Reply, Request
 
@@ -101,6 +102,4 @@ def _parsed(kind: pydantic.TypeAdapter[T], head: bytes, sender: str) -> T:
     try:
         return kind.validate_json(head)
     except pydantic.ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False)
-        told = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems)
-        raise TrainerError(f"{sender} sent a message that cannot be read: {told}") from error
+        raise TrainerError(f"{sender} sent a message that cannot be read: {describe_problems(error)}") from error

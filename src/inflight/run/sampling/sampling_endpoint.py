@@ -10,6 +10,7 @@ from typing import Any
 
 import pydantic
 
+from inflight.base.validation import describe_problems
 from inflight.contracts import AbortingEndpoint, InferenceEndpoint, StreamingEndpoint
 from inflight.environments.moving import fitted
 from inflight.errors import (
@@ -136,8 +137,7 @@ def request_of(
             routed_experts=routed_experts,
         )
     except pydantic.ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        raise UnusableItem(f"its prompt does not make a valid request: {problem['loc']}: {problem['msg']}") from error
+        raise UnusableItem(f"its prompt does not make a valid request: {describe_problems(error)}") from error
 
 
 def _check_versions(name: str, version: int | None, sampled: Collection[int]) -> None:

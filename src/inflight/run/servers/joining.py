@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from inflight.base.validation import describe_problems
 from inflight.errors import ConfigError
 from inflight.http.joining import JOIN_PATH, RENEW_S, Joined, Joining
 from inflight.http.kinds import connect_endpoint
@@ -87,7 +88,9 @@ class JoinDesk:
         try:
             joining = Joining.model_validate_json(body)
             name = connect_endpoint(joining.url).name
-        except (ValidationError, ConfigError) as error:
+        except ValidationError as error:
+            return _refusal(400, describe_problems(error, Joining))
+        except ConfigError as error:
             return _refusal(400, str(error).splitlines()[0])
         leaves = request.method == "DELETE"
         self._guests[name] = _Guest(joining.url, self._clock(), has_said_goodbye=leaves)

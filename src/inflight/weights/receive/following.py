@@ -18,6 +18,7 @@ import pydantic
 
 from inflight.base.backoff import Backoff
 from inflight.base.threads import run_abandonable
+from inflight.base.validation import describe_problems
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InflightError, TransferError, UpdateAbortedError
 from inflight.types import EndpointOutcome, WeightBucket
@@ -50,10 +51,7 @@ def store_spec(place: str, run_id: str, token: str | None) -> DirectorySpec | Pu
         directory = str(Path(place).absolute())
         return DirectorySpec(run_id=run_id, transport="file", directory=directory, timeout_s=_JOIN_S)
     except pydantic.ValidationError as error:
-        (where, why), *_ = ((problem["loc"], problem["msg"]) for problem in error.errors(include_url=False))
-        raise ConfigError(
-            f"run {run_id!r} cannot be followed at {place!r}: {'.'.join(map(str, where))}: {why}"
-        ) from error
+        raise ConfigError(f"run {run_id!r} cannot be followed at {place!r}: {describe_problems(error)}") from error
 
 
 async def follow(

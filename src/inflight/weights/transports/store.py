@@ -21,6 +21,7 @@ import torch
 from pydantic import ValidationError
 
 from inflight.base.threads import run_unless
+from inflight.base.validation import describe_problems
 from inflight.contracts import WeightReceiver
 from inflight.errors import TransferError
 from inflight.weights.encode.bucket_bytes import unpack
@@ -162,9 +163,7 @@ def parsed(model: type[M], text: bytes, where: object) -> M:
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        at = ".".join(str(part) for part in first["loc"])
-        raise TransferError(f"{where} cannot be used: {at + ': ' if at else ''}{first['msg']}") from error
+        raise TransferError(f"{where} cannot be used: {describe_problems(error)}") from error
 
 
 def write_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> None:

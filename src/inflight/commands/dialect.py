@@ -7,29 +7,25 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.commands.shared import print_line, require_at_least
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``dialect`` to the commands of ``inflight``."""
-    dialect = commands.add_parser(
-        "dialect",
-        help="speak the protocol of another codebase's inference server in front of servers",
-        epilog="PipelineRL starts its servers with the options of the group, under the same names.",
-    )
-    dialect.add_argument("name", choices=("pipelinerl",), help="whose protocol")
-    dialect.add_argument("urls", nargs="+", metavar="URL", help="servers that sample, such as http://127.0.0.1:8000")
-    dialect.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    dialect.add_argument("--port", type=int, default=8080, help="port to listen on, 0 for any free one (default: 8080)")
-    dialect.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.epilog = "PipelineRL starts its servers with the options of the group, under the same names."
+    parser.add_argument("name", choices=("pipelinerl",), help="whose protocol")
+    parser.add_argument("urls", nargs="+", metavar="URL", help="servers that sample, such as http://127.0.0.1:8000")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
+    parser.add_argument("--port", type=int, default=8080, help="port to listen on, 0 for any free one (default: 8080)")
+    parser.add_argument(
         "--token-file", type=Path, help=f"file with the control token of the servers (default: ${TOKEN_VARIABLE})"
     )
-    group = dialect.add_argument_group("weights", "Without --weight-update-group-init-method there is no update route.")
+    group = parser.add_argument_group("weights", "Without --weight-update-group-init-method there is no update route.")
     group.add_argument("--weight-update-group-init-method", metavar="tcp://HOST:PORT", help="where the group meets")
     group.add_argument("--weight-update-group-world-size", type=int, metavar="N", help="ranks of the group")
     group.add_argument(
@@ -52,17 +48,16 @@ def add_parser(commands: Any) -> None:
         metavar="SECONDS",
         help="longest wait for the group, for a tensor and for the servers to take an update (default: %(default)g)",
     )
-    dialect.set_defaults(call=_dialect)
 
 
-def _dialect(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Serve the protocol until a signal."""
     from inflight.http.listening import bind
 
     has_updates = arguments.weight_update_group_init_method is not None
     if has_updates != (arguments.weight_update_group_world_size is not None):
         raise ConfigError("--weight-update-group-init-method and --weight-update-group-world-size belong together")
-    if arguments.actor_llm_idx < 0:
-        raise ConfigError(f"--actor-llm-idx must be at least 0, not {arguments.actor_llm_idx}")
+    require_at_least(arguments, actor_llm_idx=0)
     token = read_token(arguments.token_file)
     with bind(arguments.host, arguments.port) as listener, contextlib.ExitStack() as stack:
         updates = _updates(arguments, token, stack) if has_updates else None
@@ -104,9 +99,9 @@ async def _serve(arguments: argparse.Namespace, token: str | None, listener: soc
         try:
             report = await run_abandonable(lambda: updates.receive(message), "inflight-dialect")
         except InflightError as error:
-            _say(f"version {message.version} failed: {error}")
+            print_line(f"version {message.version} failed: {error}")
             raise
-        _say(f"version {message.version} is served: {report.summary()}")
+        print_line(f"version {message.version} is served: {report.summary()}")
 
     async with contextlib.AsyncExitStack() as stack:
         endpoints = [connect_endpoint(url, token=token) for url in arguments.urls]
@@ -125,11 +120,7 @@ async def _serve(arguments: argparse.Namespace, token: str | None, listener: soc
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         if updates is not None:
-            _say("waiting for the trainer's group")
+            print_line("waiting for the trainer's group")
             await run_abandonable(updates.join, "inflight-join")
-        _say(f"speaking PipelineRL's protocol at http://{host}:{port}, for {', '.join(arguments.urls)}")
+        print_line(f"speaking PipelineRL's protocol at http://{host}:{port}, for {', '.join(arguments.urls)}")
         await server.serve(sockets=[listener])
-
-
-def _say(line: str) -> None:
-    print(f"inflight: {line}", flush=True)

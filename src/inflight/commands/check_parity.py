@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import math
 import signal
 import sys
 import tempfile
@@ -14,6 +12,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from inflight.base.json_files import check_writable, write_json
+from inflight.commands.shared import add_deadline_scale, add_json_argument, print_progress, require_at_least
 from inflight.conformance.arguments import add_endpoint_arguments, endpoint_of
 from inflight.conformance.targets import EndpointTarget
 from inflight.engines.factories import keyword_arguments
@@ -24,53 +24,43 @@ _MEASURE_S = 600.0
 """For one pair in one dtype."""
 
 
-def add_parser(kinds: Any) -> None:
-    """Add ``parity`` to the kinds of targets; ``kinds`` comes from ``add_subparsers``."""
-    parity = kinds.add_parser(
-        "parity",
-        help="how far an engine's logprobs are from a trainer's, and why",
-        description="Give an endpoint and a worker the same weights and compare their logprobs. Where they differ, "
-        "publish weights with parts of the model switched off to find the cause. Exit status: 0 they agree, 1 not.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "Give an endpoint and a worker the same weights and compare their logprobs. Where they differ, publish weights "
+        "with parts of the model switched off to find the cause. Exit status: 0 they agree, 1 not."
     )
-    add_endpoint_arguments(parity)
-    parity.add_argument(
+    add_endpoint_arguments(parser)
+    parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="for the endpoint's factory, repeatable"
     )
-    parity.add_argument(
+    parser.add_argument(
         "--worker-option", action="append", default=[], metavar="KEY=VALUE", help="for the worker, repeatable"
     )
-    parity.add_argument(
+    parser.add_argument(
         "--dtype",
         action="append",
         default=[],
         metavar="DTYPE",
         help='compare in this dtype, repeatable: the worker\'s option "dtype", and {dtype} in --serve COMMAND',
     )
-    parity.add_argument("--updates", type=int, default=50, metavar="N", help="with the same weights (%(default)s)")
-    parity.add_argument("--prompts", type=int, default=8, metavar="N", help="default: %(default)s")
-    parity.add_argument("--tokens", type=int, default=96, metavar="N", help="sampled for each prompt (%(default)s)")
-    parity.add_argument(
+    parser.add_argument("--updates", type=int, default=50, metavar="N", help="with the same weights (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="sampled for each prompt (%(default)s)")
+    parser.add_argument(
         "--bisect",
         action=argparse.BooleanOptionalAction,
         help="whether to switch parts of the model off (default: if the two sides differ)",
     )
-    parity.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    parity.add_argument(
-        "--deadline-scale", type=float, default=1.0, metavar="FLOAT", help="factor on every deadline, for slow machines"
-    )
+    add_json_argument(parser)
+    add_deadline_scale(parser)
 
 
-def run_parity(arguments: argparse.Namespace) -> int:
-    """Run ``inflight check parity`` and return the exit status."""
+def run(arguments: argparse.Namespace) -> int:
+    """Measure each pair and print it; returns 1 if one differs."""
     targets = _targets(arguments)
-    for name, least in (("updates", 0), ("prompts", 1), ("tokens", 4)):
-        if getattr(arguments, name) < least:
-            raise ConfigError(f"--{name} must be at least {least}, not {getattr(arguments, name)}")
-    scale, file = arguments.deadline_scale, arguments.json
-    if not (math.isfinite(scale) and scale > 0):
-        raise ConfigError(f"--deadline-scale must be a number above 0, not {scale}")
-    if file is not None and not file.parent.is_dir():
-        raise ConfigError(f"{str(file)!r} cannot be written: its directory does not exist")
+    require_at_least(arguments, updates=0, prompts=1, tokens=4)
+    check_writable({"json": arguments.json})
 
     import torch
 
@@ -79,8 +69,7 @@ def run_parity(arguments: argparse.Namespace) -> int:
     rows = []
     for dtype, target in targets:
         rows.append(asyncio.run(_row(dtype, target, arguments)))
-        if file is not None:
-            file.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+        write_json(arguments.json, {"rows": rows})
     return 0 if all(row["agrees"] for row in rows) else 1
 
 
@@ -112,7 +101,7 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
     from inflight.conformance.parity.report import row_of, text_of
 
     def tell(what: str) -> None:
-        print(f"parity{'' if dtype is None else f', {dtype}'}: {what}", file=sys.stderr, flush=True)
+        print_progress(what if dtype is None else f"{dtype}: {what}")
 
     worker_options = keyword_arguments(arguments.worker_option, "--worker-option")
     worker_options |= {} if dtype is None else {"dtype": dtype}

@@ -1,0 +1,36 @@
+"""Files that a user asks for: checked before the work, and written as JSON after it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ConfigError
+
+
+def check_writable(files: Mapping[str, Path | None]) -> None:
+    """Raise `ConfigError` unless each of these files, by the name of its option, can be written."""
+    given = {name: file for name, file in files.items() if file is not None}
+    for name, file in given.items():
+        where = f"--{name} {str(file)!r} cannot be written"
+        if not file.parent.is_dir():
+            raise ConfigError(f"{where}: its directory does not exist; make it first")
+        if file.is_dir():
+            raise ConfigError(f"{where}: it is a directory")
+        if not os.access(file.parent, os.W_OK):
+            raise ConfigError(f"{where}: its directory may not be written to")
+        if others := [other for other in given if other != name and given[other].absolute() == file.absolute()]:
+            raise ConfigError(f"{where}: --{others[0]} names the same file")
+
+
+def write_json(file: Path | None, values: Any) -> None:
+    """Write JSON to a file, if one is named. Raises `ConfigError`."""
+    if file is None:
+        return
+    try:
+        file.write_text(json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{str(file)!r} cannot be written: {error.strerror}") from error

@@ -1,0 +1,77 @@
+"""Settings: models that refuse unknown keys, read from TOML, with overrides from a command line."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from inflight.base.validation import describe_problems
+from inflight.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of all settings: immutable, refuses unknown keys and infinite numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def load_settings(kind: type[S], path: Path, what: str, overrides: Sequence[str] = ()) -> S:
+    """Return the settings in a TOML file, with overrides such as ``["--train.learning_rate", "1e-4"]``.
+
+    Raises `ConfigError`, which calls the file ``what`` and names every wrong key and its value, and for an unknown key
+    the nearest known one. Relative paths start from the current directory.
+    """
+    values = read_toml(path, what)
+    for key, value in _pairs(overrides):
+        _set(values, key, value)
+    return check_settings(kind, values, f"{what} {str(path)!r}")
+
+
+def check_settings(kind: type[S], values: Mapping[str, Any], what: str) -> S:
+    """Return the settings that the values make. Raises `ConfigError`, which begins with ``what``."""
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(f"{what}: {describe_problems(error, kind)}") from error
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """Return the values in a TOML file. Raises `ConfigError`, which calls the file ``what``."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {str(path)!r} is not valid TOML: {error}") from error
+
+
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    words = iter(overrides)
+    for flag in words:
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag!r} is not an override; write --section.field value")
+        key, has_value, value = flag[2:].partition("=")
+        found = value if has_value else next(words, None)
+        if found is None:
+            raise ConfigError(f"override {flag} has no value")
+        yield key, found
+
+
+def _set(values: dict[str, Any], key: str, text: str) -> None:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, name = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"override --{key}: {section!r} is a value, not a section")
+    values[name] = value

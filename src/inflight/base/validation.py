@@ -1,0 +1,96 @@
+"""What pydantic found wrong, in a short text: where, why, and the offending value."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+_MAX_LISTED = 100
+"""Most problems of one value that are described; only unknown keys can be more."""
+_MAX_SHOWN = 5
+_MAX_VALUE = 80
+_MAX_MESSAGE = 300
+
+_TYPE = re.compile(r"str|int|float|bool|constrained-\w+|(tuple|list|dict|union|literal|nullable|function-\w+)\[.*\]")
+"""How pydantic names the types of a union in the location of a problem."""
+
+_values = reprlib.Repr()
+_values.maxstring = _values.maxother = _values.maxlong = _MAX_VALUE
+
+
+def describe_problems(error: ValidationError, kind: type[BaseModel] | None = None) -> str:
+    """Return key, reason and value of the first few problems, in about 2,500 characters at most.
+
+    For an unknown key of a ``kind``, the text names the nearest known key, or all of them if none is near.
+    """
+    if error.error_count() > _MAX_LISTED:
+        return f"{error.error_count()} keys in it are unknown, missing or of the wrong type"
+    reasons: dict[str, list[str]] = {}
+    values: dict[str, str] = {}
+    earlier: list[tuple[int | str, ...]] = []
+    for problem in error.errors(include_url=False, include_context=False):
+        where = problem["loc"]
+        # A sequence that ends at a bad element is reported as too short as well.
+        if not any(where == it[: len(where)] for it in earlier):
+            subject, value = _subject(problem, kind)
+            words = reasons.setdefault(subject, [])
+            values.setdefault(subject, value)
+            if (said := _reason(problem, is_first=not words)) not in words:
+                words.append(said)
+        earlier.append(where)
+        if len(reasons) == _MAX_SHOWN:
+            break
+    return "; ".join(f"{subject}{', or '.join(words)}{values[subject]}" for subject, words in reasons.items())
+
+
+def _subject(problem: ErrorDetails, kind: type[BaseModel] | None) -> tuple[str, str]:
+    """Return how the description of a problem begins, and how it ends."""
+    where = [str(part) for part in problem["loc"]]
+    is_unknown = problem["type"] == "extra_forbidden"
+    path = _cut(".".join(part for part in where if is_unknown or not _TYPE.fullmatch(part)), _MAX_VALUE)
+    if is_unknown:
+        return f"unknown key {path!r}", "" if kind is None else _known_instead(kind, where)
+    if problem["type"] == "missing":
+        return f"key {path!r} is missing", ""
+    # A check of a whole section names the values in question itself, and a token stays secret.
+    is_of_section = problem["type"] == "value_error" and isinstance(problem["input"], Mapping)
+    is_hidden = is_of_section or where[-1:] == ["token"]
+    return f"{path}: " if path else "", "" if is_hidden else f" (got {_values.repr(problem['input'])})"
+
+
+def _reason(problem: ErrorDetails, *, is_first: bool) -> str:
+    """Return what is wrong without what pydantic calls things; of a further way to be right, only that way."""
+    if problem["type"] in ("extra_forbidden", "missing"):
+        return ""
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message.replace("Tuple should", "List should").replace(" after validation", "")
+    return _cut(message if is_first else message.removeprefix("Input should be "), _MAX_MESSAGE)
+
+
+def _known_instead(kind: type[BaseModel], where: Sequence[str]) -> str:
+    *sections, key = where
+    models = [kind]
+    for section in sections:
+        fields = [model.model_fields[section] for model in models if section in model.model_fields]
+        if fields:  # otherwise it is an index, or the tag of a union
+            models = [model for field in fields for model in _models_in(field.annotation)]
+    known = {name: None for model in models for name in model.model_fields}
+    if nearest := difflib.get_close_matches(key[:_MAX_VALUE], known, n=1):
+        return f"; did you mean {'.'.join((*sections, nearest[0]))}?"
+    return _cut(f"; known: {', '.join(known)}", _MAX_MESSAGE) if known else ""
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."

@@ -1,0 +1,74 @@
+"""What several commands use: lines for the user, checks of numbers, and signals that stop a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import math
+import signal
+import sys
+from pathlib import Path
+
+from inflight.errors import ConfigError
+
+
+def print_line(line: str) -> None:
+    """Print a line about what the command does, on standard output."""
+    print(f"inflight: {line}", flush=True)
+
+
+def print_progress(line: str) -> None:
+    """Print a line about work that continues, on standard error: standard output has the result."""
+    print(f"inflight: {line}", file=sys.stderr, flush=True)
+
+
+def add_json_argument(parser: argparse.ArgumentParser, what: str = "the figures") -> None:
+    """Add ``--json FILE``, which also writes to a file what the command prints."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"also write {what} to this file, as JSON")
+
+
+def add_deadline_scale(parser: argparse.ArgumentParser) -> None:
+    """Add ``--deadline-scale``."""
+    parser.add_argument(
+        "--deadline-scale", type=float, default=1.0, metavar="FLOAT", help="factor on every deadline, for slow machines"
+    )
+
+
+def require_at_least(arguments: argparse.Namespace, **least: int) -> None:
+    """Raise `ConfigError` if one of these options is smaller than that; None is an option that was left out."""
+    for name, minimum in least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {minimum}, not {value}")
+
+
+def require_positive(arguments: argparse.Namespace, *names: str) -> None:
+    """Raise `ConfigError` unless each of these options is a finite number above 0; None is one that was left out."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a number above 0, not {value:g}")
+
+
+def parse_size_bytes(text: str) -> int:
+    """Return the bytes in a size such as 64MB or 1GB, in powers of ten. Raises `ConfigError` for any other text."""
+    units = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
+    number, unit = text.strip()[:-2], text.strip()[-2:].lower()
+    try:
+        return int(float(number) * units[unit])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{text!r} is not a size; write a size such as 64MB or 1GB") from error
+
+
+def event_of_signals() -> asyncio.Event:
+    """Return an event that SIGINT and SIGTERM set from now on, in the running loop."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+def collect_garbage_rarely() -> None:
+    """Look for garbage more rarely: what is kept of events are many small objects without cycles."""
+    gc.set_threshold(200_000, 20, 20)

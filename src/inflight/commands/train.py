@@ -1,0 +1,67 @@
+"""The command ``inflight train``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from inflight.base.json_files import check_writable, write_json
+from inflight.commands.shared import add_json_argument
+from inflight.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.epilog = "Every field can be overridden: --train.learning_rate 1e-4, --run.mode conventional, ..."
+    parser.set_defaults(overrides=())
+    parser.add_argument("config", type=Path, metavar="RUN.toml")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint of the run directory")
+    parser.add_argument(
+        "--launcher", metavar="NAME", help="what starts servers and trainers, as run.launcher: local or ray"
+    )
+    parser.add_argument("--resume-if-begun", action="store_true", help="the same if there is one; otherwise begin")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print processes, GPUs, memory and updates, and start nothing; fail as the run would if it cannot work",
+    )
+    add_json_argument(parser, "the dry run")
+    parser.add_argument(
+        "--devices",
+        metavar="NxMEMORY",
+        help="GPUs of the dry run, such as 8x80GiB (default: this machine's)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run to the end, or print what a run would do."""
+    from inflight.run.config import load_config
+
+    overrides = list(arguments.overrides)
+    if arguments.launcher is not None:
+        overrides += ["--run.launcher", arguments.launcher]
+    if arguments.dry_run:
+        return _dry_run(arguments, overrides)
+    if arguments.json is not None or arguments.devices is not None:
+        raise ConfigError("--json and --devices apply only to --dry-run")
+    from inflight.run.run import train
+
+    config = load_config(arguments.config, overrides)
+    is_begun = arguments.resume_if_begun and (config.run.directory / "config.json").exists()
+    return train(config, resume=arguments.resume or is_begun)
+
+
+def _dry_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print what a run would do. Raises what the run would raise before it starts."""
+    from inflight.run.config import load_config
+    from inflight.run.machines.devices import described_devices, devices_here
+    from inflight.run.machines.dry_run import described, plan_run
+
+    check_writable({"json": arguments.json})
+    config = load_config(arguments.config, overrides)
+    devices = devices_here() if arguments.devices is None else described_devices(arguments.devices)
+    plan = plan_run(config, devices)
+    print(described(plan))
+    write_json(arguments.json, plan.to_json())
+    return 0

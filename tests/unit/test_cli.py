@@ -1,0 +1,57 @@
+"""The command line: what it loads, what every command has, and how words that it does not know are refused."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from inflight.cli import COMMANDS, main
+
+
+def test_a_command_is_imported_only_when_it_is_used() -> None:
+    code = """
+import contextlib, io, sys
+from inflight.cli import main
+def loaded():
+    return sorted(name for name in sys.modules if name.startswith("inflight.commands."))
+with contextlib.redirect_stdout(io.StringIO()):
+    try:
+        main(["--help"])
+    except SystemExit:
+        print(loaded(), file=sys.stderr)
+    main(["policies"])
+print(loaded(), "torch" in sys.modules)
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stderr == "[]\n"
+    assert answer.stdout == "['inflight.commands.policies'] False\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_describes_its_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(f"inflight.commands.{COMMANDS[name].module}")
+    assert callable(module.run)
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: inflight {name} ")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["unknown"], "invalid choice: 'unknown'"),
+        ([], "the following arguments are required: COMMAND"),
+        (["losses", "grpo", "--colour"], "unrecognized arguments: --colour"),
+    ],
+)
+def test_unknown_words_are_refused_with_the_status_of_wrong_usage(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert expected in capsys.readouterr().err
