@@ -40,7 +40,7 @@ def simulate(setup: Setup) -> Outcome:
     before = gc.get_threshold()
     gc.set_threshold(200_000, 20, 20)  # a simulation keeps many small objects, and hardly any in cycles
     try:
-        return SimulatedRun(setup).run()
+        return SimulatedRun(setup, setup.dispatcher()).run()
     finally:
         gc.set_threshold(*before)
 
@@ -91,7 +91,7 @@ class SimulatedRun:
     """Drives a dispatcher: its requests take simulated time on servers, and its steps on a trainer."""
 
     setup: Setup
-    dispatcher: Dispatcher = field(init=False)
+    dispatcher: Dispatcher
     timeline: Timeline = field(default_factory=Timeline)
     version: int = 0
     servers: dict[str, Server] = field(init=False)
@@ -112,7 +112,6 @@ class SimulatedRun:
 
     def __post_init__(self) -> None:
         setup = self.setup
-        self.dispatcher = setup.dispatcher()
         self.servers = {endpoint.name: Server(endpoint) for endpoint in setup.endpoints}
         self.trainer = Trainer(setup.trainer)
         self.outcome.law = self.dispatcher.steps.law

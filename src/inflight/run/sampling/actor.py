@@ -89,13 +89,7 @@ class _LiveRequest:
     endpoint: SamplingEndpoint
     began_at: float
     task: asyncio.Task[None] | None = None
-    has_begun: bool = False
-    is_cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        if self.task is not None and self.has_begun:  # a task that is cancelled before could not report its end
-            self.task.cancel()
+    """None if the run was ending when it was to be sent."""
 
     @property
     def is_running(self) -> bool:
@@ -180,7 +174,7 @@ class Actor:
         finally:
             try:
                 for request in [*self._requests.values()]:
-                    self._end_request(request, (), None, "cancelled")
+                    self._cancel(request)
             finally:
                 await self.work.aclose()
 
@@ -225,24 +219,25 @@ class Actor:
             self.unserved.clear()
 
     def _carry_out(self) -> None:
-        for command in self.dispatcher.take_commands():
-            match command:
-                case SendRequest():
-                    self._send(command)
-                case StopRequests():
-                    self._stop(command)
-                case ScoreGroup():
-                    self.work.forget(command.item)
-                    self._start(self._score(command))
-                case EndpointIdle(name):
-                    if (on_idle := self._endpoints.pop(name).on_idle) is not None:
-                        on_idle()
-                case EndRun(why):
-                    raise TaskError(why)
-                case _:
-                    if isinstance(command, ItemDropped):
+        while commands := self.dispatcher.take_commands():
+            for command in commands:
+                match command:
+                    case SendRequest():
+                        self._send(command)
+                    case StopRequests():
+                        self._stop(command)
+                    case ScoreGroup():
                         self.work.forget(command.item)
-                    self.on_outcome(command)
+                        self._start(self._score(command))
+                    case EndpointIdle(name):
+                        if (on_idle := self._endpoints.pop(name).on_idle) is not None:
+                            on_idle()
+                    case EndRun(why):
+                        raise TaskError(why)
+                    case _:
+                        if isinstance(command, ItemDropped):
+                            self.work.forget(command.item)
+                        self.on_outcome(command)
 
     def _start(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
         try:
@@ -270,17 +265,11 @@ class Actor:
         request.task = self._start(self._sample(request))
 
     async def _sample(self, request: _LiveRequest) -> None:
-        request.has_begun = True
         sampled: Sequence[Sampled] = ()
         failure: Failure | None = None
-        error: str | None = "cancelled"
+        error: str | None = None
         try:
-            if not request.is_cancelled:
-                sampled = await self.work.sample(request.endpoint, request.order)
-                error = None
-        except asyncio.CancelledError:
-            if not request.is_cancelled:  # the run ends
-                raise
+            sampled = await self.work.sample(request.endpoint, request.order)
         except (UnusableItem, SlowRequest) as failed:
             error = str(failed)
             failure = Failure("item" if isinstance(failed, UnusableItem) else "request", error)
@@ -295,9 +284,16 @@ class Actor:
     def _end_request(
         self, request: _LiveRequest, sampled: Sequence[Sampled], failure: Failure | None, error: str | None
     ) -> None:
-        del self._requests[request.command.request_id]
-        self.dispatcher.request_ended(request.command, sampled, self.clock(), failure)
-        self.on_outcome(RequestEnded(request.order, request.endpoint.name, request.began_at, sampled, error))
+        """Report the end of a request, unless it was cancelled before."""
+        if self._requests.pop(request.command.request_id, None) is not None:
+            self.dispatcher.request_ended(request.command, sampled, self.clock(), failure)
+            self.on_outcome(RequestEnded(request.order, request.endpoint.name, request.began_at, sampled, error))
+
+    def _cancel(self, request: _LiveRequest) -> None:
+        """End a request with nothing, whatever its task still has to clean up."""
+        self._end_request(request, (), None, "cancelled")
+        if request.task is not None:
+            request.task.cancel()
 
     def _stop(self, command: StopRequests) -> None:
         requests = [self._requests[request_id] for request_id in command.request_ids if request_id in self._requests]
@@ -305,7 +301,7 @@ class Actor:
             self._start(self._abort(self._endpoints[command.endpoint], requests))
         else:
             for request in requests:
-                request.cancel()
+                self._cancel(request)
 
     async def _abort(self, endpoint: SamplingEndpoint, requests: Sequence[_LiveRequest]) -> None:
         """Abort requests of one endpoint, and return once they have ended; cancel them if the endpoint fails."""
@@ -316,7 +312,8 @@ class Actor:
                 await asyncio.wait([it.task for it in running if it.task is not None], timeout=_ABORT_AGAIN_S)
         except InflightError:
             for request in requests:
-                request.cancel()
+                self._cancel(request)
+            self.carry_out()
 
     async def _score(self, command: ScoreGroup) -> None:
         try:
