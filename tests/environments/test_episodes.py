@@ -16,7 +16,7 @@ from inflight.errors import TaskError, UnreachableError
 from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import Ledger
-from inflight.rollouts.open_groups import GroupFinished, ItemDropped
+from inflight.rollouts.driver_commands import GroupFinished, ItemDropped
 from inflight.run.sampling.actor import FailedEpisode, Outcome
 from inflight.run.sampling.episodes import Episodes
 from inflight.run.sampling.sampling_endpoint import SamplingEndpoint

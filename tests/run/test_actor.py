@@ -13,7 +13,7 @@ from inflight.errors import CheckpointError, DeadlineError, EndpointError, Infli
 from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import Ledger, load_task
-from inflight.rollouts.open_groups import GroupFinished, ItemDropped, ItemRequeued
+from inflight.rollouts.driver_commands import GroupFinished, ItemDropped, ItemRequeued
 from inflight.run.sampling.actor import Actor, Outcome
 from inflight.run.sampling.completions import Completions
 from inflight.types import Group
@@ -96,7 +96,7 @@ def act(
         running = asyncio.ensure_future(actor.run())
         while not (until(outcome) or actor.unserved.is_set() or running.done()):
             await asyncio.wait({running}, timeout=0.01)
-        outcome.lost = dict(actor.dispatcher.pool.lost)
+        outcome.lost = dict(actor.dispatcher.endpoints.lost)
         running.cancel()
         (outcome.error,) = await asyncio.gather(running, return_exceptions=True)
         await endpoint.aclose()
@@ -319,7 +319,7 @@ def act_on_stale(
         while len(outcome.groups) + len(outcome.drops) < 3:
             await asyncio.wait({running}, timeout=0.01)
         await until_running(endpoint, 0)
-        outcome.lost = dict(actor.dispatcher.pool.lost)
+        outcome.lost = dict(actor.dispatcher.endpoints.lost)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await endpoint.aclose()

@@ -19,7 +19,7 @@ from inflight.errors import ConfigError
 from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import Ledger, load_task
-from inflight.rollouts.open_groups import GroupFinished
+from inflight.rollouts.driver_commands import GroupFinished
 from inflight.run.config import load_config
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import Members, Served
@@ -509,9 +509,8 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
     assert not groups
     assert (ledger.outstanding, ledger.num_trained) == (0, 0)
     assert ledger.num_requeued > 0
-    assert (
-        "version 3 was published to it, but it sampled from version 0" in actor.dispatcher.pool.lost[shared_server.url]
-    )
+    reason = actor.dispatcher.endpoints.lost[shared_server.url]
+    assert "version 3 was published to it, but it sampled from version 0" in reason
 
 
 def test_the_fleet_in_the_quickstart_is_a_valid_one(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from inflight.planning.costs import PublishCost
 from inflight.planning.simulation import SimulatedRun
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.dispatcher import Dispatcher
-from inflight.rollouts.open_groups import (
+from inflight.rollouts.driver_commands import (
     EndpointIdle,
     EndRun,
     GroupDropped,
@@ -84,8 +84,8 @@ class World:
         return 5 + rank // 8 + rank**4 // (2 * NUM_LENGTHS**3)
 
     def wait(self, item: int, number: int) -> float:
-        """Return the time of a completion's environment: an odd part of a token."""
-        return 0.1 + 0.8 * math.modf((item * self.group_size + number + 1) * 0.6180339887)[0]
+        """Return the time of a completion's environment: a random part of a token, so that no two end at once."""
+        return random.Random(f"{self.seed}:{item}:{number}").uniform(0.1, 0.9)
 
     def rewards(self, item: int) -> list[float]:
         draw = random.Random(f"{self.seed}:{item}")

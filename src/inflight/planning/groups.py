@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from inflight.contracts import StalenessPolicy
 from inflight.planning.servers import Job, Server, Span
-from inflight.rollouts.open_groups import ScoredGroup
+from inflight.rollouts.driver_commands import ScoredGroup
 from inflight.types import Group, Rollout
 
 Spans = list[Span]

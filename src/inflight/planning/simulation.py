@@ -22,7 +22,7 @@ from inflight.planning.servers import Server
 from inflight.planning.setup import Setup
 from inflight.planning.training import Batch, Trainer, batch_of
 from inflight.rollouts.dispatcher import Dispatcher
-from inflight.rollouts.open_groups import (
+from inflight.rollouts.driver_commands import (
     GroupDropped,
     GroupFinished,
     ItemDropped,
@@ -123,7 +123,7 @@ class SimulatedRun:
     def run(self) -> Outcome:
         for name, server in self.servers.items():
             endpoint = server.endpoint
-            self.dispatcher.add_endpoint(name, endpoint.capacity, keeps_partials=endpoint.keeps_partials, now=0.0)
+            self.dispatcher.endpoints.add(name, endpoint.capacity, keeps_partials=endpoint.keeps_partials, now=0.0)
         self._join(*self.servers.values())
         self.dispatcher.want_step(0, 0.0)
         self._carry_out()
@@ -391,7 +391,7 @@ class SimulatedRun:
 
     def _serve(self) -> None:
         names = [name for name, server in self.servers.items() if server.is_open]
-        self.dispatcher.serve(names, self.version, self.timeline.now)
+        self.dispatcher.endpoints.serve(names, self.version, self.timeline.now)
 
     def _join(self, *servers: Server) -> None:
         for server in servers:
@@ -405,7 +405,7 @@ class SimulatedRun:
     def _fail(self, server: Server) -> None:
         """An endpoint is gone, with what ran there; it comes back with the version that is served then."""
         self._touched(server).is_open = False
-        self.dispatcher.lose_endpoint(server.endpoint.name, "it failed", self.timeline.now)
+        self.dispatcher.endpoints.lose(server.endpoint.name, "it failed", self.timeline.now)
         self.timeline.at(self.timeline.now + server.endpoint.restart_time, lambda: self._join(server))
 
     # ------------------------------------------------------------------------------------------------------- records

@@ -13,49 +13,36 @@ and in the policies, so that both make the same ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy
 from inflight.contracts.scheduling import (
-    Event,
     Finished,
     Issue,
-    Joined,
-    Left,
     Offered,
-    Published,
     Returned,
     Scored,
-    Settled,
-    StepReady,
-    StepWanted,
     Withdrawn,
 )
 from inflight.errors import CheckpointError, InvalidRequestError
-from inflight.rollouts.endpoint_slots import EndpointPool, EndpointSlots
-from inflight.rollouts.history import HistoryStore
-from inflight.rollouts.ledger import Ledger
-from inflight.rollouts.littles_law import LittlesLaw
-from inflight.rollouts.open_groups import (
+from inflight.rollouts.driver_commands import (
     Command,
-    EndpointIdle,
     EndRun,
     Failure,
-    GroupDropped,
-    GroupFinished,
     ItemDropped,
     ItemRequeued,
-    OpenGroup,
-    PhaseComposed,
+    Outbox,
     SampledTokens,
     ScoredGroup,
     ScoreGroup,
     SendRequest,
-    StepComposed,
-    StopRequests,
-    all_whole,
 )
+from inflight.rollouts.endpoint_slots import EndpointPool, EndpointSlots
+from inflight.rollouts.history import HistoryStore
+from inflight.rollouts.ledger import Ledger
+from inflight.rollouts.littles_law import LittlesLaw
+from inflight.rollouts.open_groups import OpenGroup, all_whole
 from inflight.rollouts.step_queue import StepQueue, StepRules
 from inflight.types import Group
 
@@ -94,31 +81,31 @@ class Dispatcher:
         self.scheduler = scheduler
         self.history = history
         self.ledger = Ledger() if ledger is None else ledger
-        self.steps = StepQueue(staleness, composer, rules, LittlesLaw(version))
-        self.pool = EndpointPool()
+        self._outbox = Outbox(scheduler)
+        self.steps = StepQueue(self._outbox, self.ledger, staleness, composer, rules, LittlesLaw(version))
+        self.endpoints = EndpointPool(self._outbox)
         self.open: dict[int, OpenGroup] = {}
         """Groups that are being sampled or scored, by item, in the order of offers."""
         self.num_resumed_tokens = 0
         """Tokens of aborted completions that were continued."""
-        self.has_news = True
-        """Whether something has happened since `decide` returned False."""
         self._is_one_request = is_one_request
         self._is_enough = is_enough
         self._stops_stale = knows_versions and type(staleness).can_train is not StalenessPolicy.can_train
-        self._version = version
-        """Of the step that was wanted last."""
-        self._is_phase_ending = False
         self._saved: dict[int, Sequence[SampledTokens | None]] = {}
         """Completions of unfinished groups of an earlier process that were not offered again yet, by item."""
         self._failed_requests: Counter[int] = Counter()
         """By item; of those that are not settled yet."""
         self._counts: Counter[str] = Counter()
         """Items that were offered, finished or unusable."""
-        self._commands: list[Command] = []
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something has happened since `decide` returned False."""
+        return self._outbox.has_news
 
     def take_commands(self) -> list[Command]:
         """Return what the driver has to carry out, in order."""
-        commands, self._commands = self._commands, []
+        commands, self._outbox.commands = self._outbox.commands, []
         return commands
 
     # ------------------------------------------------------------------------------------------------- saved state
@@ -156,58 +143,6 @@ class Dispatcher:
         if "staleness" in state:
             self.steps.staleness.restore(state["staleness"])
 
-    # --------------------------------------------------------------------------------------------------- endpoints
-
-    def add_endpoint(self, name: str, capacity: int, *, keeps_partials: bool, now: float) -> None:
-        """Add an endpoint that may run ``capacity`` completions; it gets work once `serve` names it."""
-        self.pool.add(EndpointSlots(name, capacity, keeps_partials), now)
-
-    def serve(self, names: Collection[str], version: int, now: float) -> None:
-        """Give work to these endpoints, which ``version`` was published to, and to no others."""
-        for slots in self.pool.endpoints.values():
-            if slots.name not in names:
-                self.lose_endpoint(slots.name, f"it could not be brought to version {version}", now)
-            elif self.pool.serve(slots, version, now):
-                self._notify(Joined(now, slots.name, slots.capacity, slots.keeps_partials))
-        self._notify(Published(now, version))
-
-    def lose_endpoint(self, name: str, reason: str, now: float) -> None:
-        """Give an endpoint no work until `serve` names it again; what runs there is sent again elsewhere."""
-        if (slots := self.pool.endpoints.get(name)) is None:
-            return
-        if slots.takes_work:
-            self._notify(Left(now, name))
-        if running := self.pool.lose(slots, reason, now):
-            self._commands.append(StopRequests(name, tuple(running), keeps_partials=False))
-
-    def retire_endpoint(self, name: str, now: float, *, hands_on: bool = False) -> None:
-        """Give an endpoint no more work, and forget it once its requests have ended.
-
-        With ``hands_on`` its requests are stopped, and what they have sampled is continued elsewhere.
-        """
-        if (slots := self.pool.endpoints.get(name)) is None:
-            return
-        if slots.takes_work:
-            self._notify(Left(now, name))
-        slots.is_retired = True
-        if hands_on:
-            self._stop([*slots.requests.values()])
-        self.pool.note(slots, now)
-        self._forget_if_idle(slots, now)
-
-    def _forget_if_idle(self, slots: EndpointSlots, now: float) -> None:
-        if self.pool.forget_if_idle(slots, now):
-            self._commands.append(EndpointIdle(slots.name))
-
-    def _stop(self, requests: Iterable[SendRequest], *, keeps_partials: bool = True) -> None:
-        """Stop requests, in one command for each endpoint; with ``keeps_partials`` where the endpoint can do that."""
-        by_endpoint: dict[str, list[str]] = {}
-        for request in requests:
-            by_endpoint.setdefault(request.endpoint, []).append(request.request_id)
-        for name, request_ids in by_endpoint.items():
-            keeps = keeps_partials and self.pool.endpoints[name].keeps_partials
-            self._commands.append(StopRequests(name, tuple(request_ids), keeps_partials=keeps))
-
     # ------------------------------------------------------------------------------------------------------- items
 
     @property
@@ -215,11 +150,6 @@ class Dispatcher:
         """Number, in the order of offers, of the oldest group that is sampled or scored, or else of the next one."""
         first = next(iter(self.open.values()), None)
         return self._counts["offered"] + 1 if first is None else first.serial
-
-    @property
-    def num_issued(self) -> int:
-        """Open groups of which something is or was sampled."""
-        return sum([group.has_part for group in self.open.values()])
 
     def next_item(self) -> int | None:
         """Return an item to offer now; None if the scheduler wants none, or none is admitted."""
@@ -246,38 +176,34 @@ class Dispatcher:
         self._drop_item(item, reason, why, now)
         self._counts["unusable"] += 1
         if self._counts["finished"] == 0 and (num := self._counts["unusable"]) >= _NUM_REFUSED:
-            self._commands.append(EndRun(f"none of the first {num} items can be used; the last: {why}"))
+            self._outbox.command(EndRun(f"none of the first {num} items can be used; the last: {why}"))
 
     def return_item(self, item: int, now: float) -> None:
         """Return an item to the ledger, which gives it out again: its group could not be offered or scored."""
         self.ledger.requeue(item)
         self._close(item, now)
-        self._commands.append(ItemRequeued(item))
+        self._outbox.command(ItemRequeued(item))
         self._compose_if_ready(now)
 
     def _offer(self, group: OpenGroup, now: float) -> None:
-        self._notify(Offered(now, group.item, group.prompt, group.num_prompt_tokens, group.num_tokens))
+        self._outbox.notify(Offered(now, group.item, group.prompt, group.num_prompt_tokens, group.num_tokens))
         for i, one in group.whole:
-            self._notify(Finished(now, group.item, i, one.num_tokens))
+            self._outbox.notify(Finished(now, group.item, i, one.num_tokens))
         self._score_if_enough(group, now)
 
     def _drop_item(self, item: int, reason: str, what: str, now: float, lengths: tuple[int, ...] = ()) -> None:
         self._failed_requests.pop(item, None)
         self.ledger.drop(item, reason)
-        self._commands.append(ItemDropped(item, reason, what, lengths))
+        self._outbox.command(ItemDropped(item, reason, what, lengths))
         self._close(item, now)
         self._compose_if_ready(now)
 
     def _close(self, item: int, now: float) -> None:
         """Forget an item, and stop what still runs of it."""
         if (group := self.open.pop(item, None)) is not None:
-            self._stop_for_good(group)
+            self.endpoints.withdraw([*group.requests.values()], keeps_partials=False)
             if not group.is_withdrawn:
-                self._notify(Withdrawn(now, item))
-
-    def _stop_for_good(self, group: OpenGroup) -> None:
-        self.pool.withdraw(group.requests.values())
-        self._stop(group.requests.values(), keeps_partials=False)
+                self._outbox.notify(Withdrawn(now, item))
 
     # ---------------------------------------------------------------------------------------------------- requests
 
@@ -293,23 +219,21 @@ class Dispatcher:
                 numbers = {*decision.completions}
                 aborted += [request for request in group.requests.values() if not numbers.isdisjoint(request.numbers)]
         if aborted:
-            self._stop(aborted)
+            self.endpoints.stop(aborted)
         if decisions:
             return True
-        self.has_news = False
-        if self._is_phase_ending and not self._is_anything_running():
-            self._is_phase_ending = False
-            self._drop_waiting_stale(now)
-            self._commands.append(PhaseComposed(self.steps.take_phase()))
+        self._outbox.has_news = False
+        if self.steps.is_phase_ending and not self._is_anything_running():
+            self.steps.end_phase(now)
         return False
 
     def _is_anything_running(self) -> bool:
-        return any(slots.requests for slots in self.pool.endpoints.values()) or any(
+        return any(slots.requests for slots in self.endpoints.slots.values()) or any(
             group.is_scoring for group in self.open.values()
         )
 
     def _issue(self, group: OpenGroup, issue: Issue, now: float) -> None:
-        slots, completions, sampled = self.pool.endpoints.get(issue.endpoint), issue.completions, group.sampled
+        slots, completions, sampled = self.endpoints.slots.get(issue.endpoint), issue.completions, group.sampled
         if slots is None or slots.num_free < len(completions):
             raise InvalidRequestError(
                 f"the scheduler issued {len(completions)} completions to {issue.endpoint}, which "
@@ -347,8 +271,7 @@ class Dispatcher:
         request_id = f"item-{group.item}-{group.serial}-{group.num_requests}"
         request = SendRequest(request_id, group.item, group.content, numbers, slots.name, partial)
         group.requests[request_id] = request
-        self.pool.hold(request, slots, now)
-        self._commands.append(request)
+        self.endpoints.hold(request, slots, now)
 
     def note_first_version(self, request: SendRequest, version: int) -> None:
         """Take note that a request, just sent, continues an episode that was kept, whose first token is that old."""
@@ -363,15 +286,15 @@ class Dispatcher:
         What is not whole may be issued again. An item of which nothing is left goes back to the ledger; one that is at
         fault, or fails repeatedly, is dropped.
         """
-        self.has_news = True
-        slots = self.pool.release(request, now)
+        self._outbox.has_news = True
+        slots = self.endpoints.release(request, now)
         group = self.open.get(request.item)
         if group is not None and group.requests.pop(request.request_id, None) is not None and not group.is_scoring:
             if failure is None:
                 self._keep(group, request, sampled, slots, now)
             else:
                 self._request_failed(group, request, slots, failure, now)
-        self._forget_if_idle(slots, now)
+        self.endpoints.forget_if_idle(slots, now)
 
     def _request_failed(
         self, group: OpenGroup, request: SendRequest, slots: EndpointSlots, failure: Failure, now: float
@@ -383,10 +306,10 @@ class Dispatcher:
         if failure.fault == "driver":
             self.return_item(item, now)
             return
-        # When an endpoint fails, only the request that failed first is charged: `lose_endpoint` stops the others.
+        # When an endpoint fails, only the request that failed first is charged: `lose` stops the others.
         self._failed_requests[item] += failure.fault == "request" or slots.version is not None
         if failure.fault == "endpoint":
-            self.lose_endpoint(slots.name, failure.message, now)
+            self.endpoints.lose(slots.name, failure.message, now)
         if self._failed_requests[item] >= _MAX_TRIES:
             where = f"{slots.name}: " if failure.fault == "endpoint" else ""
             self._drop_item(item, "failed", f"{where}{failure.message} ({_MAX_TRIES} tries)", now)
@@ -419,9 +342,9 @@ class Dispatcher:
             one = group.sampled[i]
             num_tokens = 0 if one is None else one.num_tokens
             if one is not None and one.is_whole:
-                self._notify(Finished(now, group.item, i, num_tokens))
+                self._outbox.notify(Finished(now, group.item, i, num_tokens))
             else:
-                self._notify(Returned(now, group.item, i, num_tokens))
+                self._outbox.notify(Returned(now, group.item, i, num_tokens))
         self._score_if_enough(group, now)
 
     # ----------------------------------------------------------------------------------------------------- scoring
@@ -433,10 +356,9 @@ class Dispatcher:
         group.is_scoring = True
         for i, one in enumerate(group.sampled):
             if one is None:
-                self._notify(Finished(now, group.item, i, 0))
-        self._commands.append(ScoreGroup(group.item, group.content, [one for _, one in group.whole]))
-        if group.requests:
-            self._stop_for_good(group)
+                self._outbox.notify(Finished(now, group.item, i, 0))
+        self._outbox.command(ScoreGroup(group.item, group.content, [one for _, one in group.whole]))
+        self.endpoints.withdraw([*group.requests.values()], keeps_partials=False)
 
     def group_scored(self, item: int, scored: ScoredGroup, now: float) -> None:
         """A group has its rewards; without any rollouts left, its item is dropped."""
@@ -448,20 +370,10 @@ class Dispatcher:
         self._failed_requests.pop(item, None)
         self.ledger.finish(item)
         self.history.record(opened.prompt, scored.lengths, scored.rewards, scored.completions)
-        self._notify(Scored(now, item, opened.prompt, scored.lengths, scored.rewards))
+        self._outbox.notify(Scored(now, item, opened.prompt, scored.lengths, scored.rewards))
         group = Group(opened.serial, item, scored.rollouts, ",".join(opened.endpoints))
-        reason = self.steps.add(group)
-        self._commands.append(GroupFinished(group, reason is None, scored.num_rewritten))
-        if reason is not None:
-            self._drop_group(group, reason, now)
+        self.steps.add(group, scored.num_rewritten, now)
         self._compose_if_ready(now)
-
-    def _drop_group(self, group: Group, reason: str, now: float) -> None:
-        """Settle a finished group that no step will use."""
-        self.ledger.drop(group.item_index, reason)
-        self.steps.leave(group, is_trained=False)
-        self._commands.append(GroupDropped(group, reason))
-        self._notify(Settled(now, group.item_index, is_trained=False))
 
     # ------------------------------------------------------------------------------------------------------- steps
 
@@ -470,38 +382,20 @@ class Dispatcher:
 
         In conventional mode the groups are those of a whole phase, and nothing is offered outside one.
         """
-        self._version = version
-        self._drop_waiting_stale(now)
+        self.steps.version = version
+        self.steps.drop_stale(now)
         if self._stops_stale:
             self._stop_stale(now)
-        self.steps.wanted = version
-        self._notify(StepWanted(now, version, self.steps.groups_wanted))
+        self.steps.want(version, now)
         self._compose_if_ready(now)
 
     def settle(self, groups: Sequence[Group], now: float) -> None:
         """A step has trained on these groups."""
-        num_queued = self.ledger.outstanding - len(self.open) - len(groups)
-        num_issued = self.num_issued
-        for group in groups:
-            self.steps.leave(group, is_trained=True)
-            self.ledger.train(group.item_index)
-            self._notify(Settled(now, group.item_index, is_trained=True))
-        self.steps.num_training -= len(groups)
-        self.steps.law.stepped(num_issued, num_queued, len(groups))
+        num_issued = sum([group.has_part for group in self.open.values()])
+        self.steps.settle(groups, len(self.open), num_issued, now)
 
     def _compose_if_ready(self, now: float) -> None:
-        if not self.steps.is_ready(self.oldest):
-            return
-        version, self.steps.wanted = self._version, None
-        if self.steps.rules.steps_per_phase:
-            self._is_phase_ending = True
-        else:
-            self._commands.append(StepComposed(version, self.steps.take_step(self.oldest)))
-        self._notify(StepReady(now, version))
-
-    def _drop_waiting_stale(self, now: float) -> None:
-        for group in self.steps.waiting.advance(self._version):
-            self._drop_group(group, "stale", now)
+        self.steps.compose_if_ready(self.oldest, now)
 
     def _stop_stale(self, now: float) -> None:
         """Stop the unfinished groups of which no completion can be trained on, by the version of its first token.
@@ -517,9 +411,8 @@ class Dispatcher:
         stopped = [request for group in stale for request in group.requests.values()]
         for group in stale:
             group.is_withdrawn = True
-            self._notify(Withdrawn(now, group.item))
-        self.pool.withdraw(stopped)
-        self._stop(stopped)
+            self._outbox.notify(Withdrawn(now, group.item))
+        self.endpoints.withdraw(stopped)
         for group in stale:
             self._drop_or_offer(group, now)
 
@@ -540,8 +433,4 @@ class Dispatcher:
         self._drop_item(group.item, "stale", what, now, lengths)
 
     def _can_train(self, first_version: int) -> bool:
-        return self.steps.staleness.can_train(first_version, self._version)
-
-    def _notify(self, event: Event) -> None:
-        self.has_news = True
-        self.scheduler.tell(event)
+        return self.steps.staleness.can_train(first_version, self.steps.version)

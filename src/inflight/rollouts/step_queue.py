@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from inflight.contracts import BatchComposer, StalenessPolicy
+from inflight.contracts.scheduling import Settled, StepReady, StepWanted
 from inflight.rollouts.admission import Admission
 from inflight.rollouts.batching import WaitingGroups, split_evenly
 from inflight.rollouts.credit import Credit, teaches
+from inflight.rollouts.driver_commands import GroupDropped, GroupFinished, Outbox, PhaseComposed, StepComposed
+from inflight.rollouts.ledger import Ledger
 from inflight.rollouts.littles_law import LittlesLaw
 from inflight.rollouts.staleness import num_trained_tokens
 from inflight.types import Group
@@ -33,27 +36,28 @@ class StepRules:
 
 @dataclass(slots=True)
 class StepQueue:
-    """Finished groups that wait for a step, and the counts of those that have left."""
+    """Finished groups until they are settled: they wait for a step and are trained on, or are dropped."""
 
+    outbox: Outbox
+    ledger: Ledger
     staleness: StalenessPolicy
     composer: BatchComposer
     rules: StepRules
     law: LittlesLaw = field(default_factory=LittlesLaw)
     waiting: WaitingGroups = field(init=False)
     admission: Admission = field(init=False)
-    wanted: int | None = None
-    """Version of the step or phase that groups are collected for; None once there are enough."""
+    version: int = 0
+    """Of the step or phase that was wanted last."""
+    is_wanted: bool = False
+    """Whether groups are collected for it; False once there are enough."""
+    is_phase_ending: bool = False
+    """Whether a phase has enough groups, and waits until nothing runs."""
     num_training: int = 0
     """Groups that were composed and are not settled yet."""
 
     def __post_init__(self) -> None:
         self.waiting = WaitingGroups(self.staleness, self.composer, self.rules.kept_size_of)
         self.admission = Admission(self.rules.step_size, self.rules.expected_size)
-
-    @property
-    def groups_wanted(self) -> int:
-        """Groups that the step or the phase needs, by the estimate."""
-        return self.admission.num_groups(self.rules.steps_per_phase or 1)
 
     def may_offer(self, num_open: int, num_outstanding: int, oldest: int, surplus: float) -> bool:
         """Return whether another group may be offered.
@@ -63,7 +67,7 @@ class StepQueue:
         steps = self.rules.steps_per_phase
         if steps:
             num_waiting = self.waiting.num_tokens
-            return self.wanted is not None and self.admission.in_phase(num_waiting, num_open, steps, surplus)
+            return self.is_wanted and self.admission.in_phase(num_waiting, num_open, steps, surplus)
         return self.admission.in_pipeline(
             self.staleness,
             num_outstanding,
@@ -71,41 +75,72 @@ class StepQueue:
             is_idle=num_open == 0 and self.num_training == 0,
         )
 
-    def add(self, group: Group) -> str | None:
-        """Let a finished group wait for a step; return the reason if it is dropped instead."""
+    def want(self, version: int, now: float) -> None:
+        """Collect groups for the step or the phase that starts from ``version``."""
+        self.is_wanted = True
+        self.outbox.notify(StepWanted(now, version, self.admission.num_groups(self.rules.steps_per_phase or 1)))
+
+    def add(self, group: Group, num_rewritten: int, now: float) -> None:
+        """Let a finished group wait for a step, or drop it."""
+        reason: str | None = None
         if not self.rules.trains_on_equal_rewards and not teaches(group, self.rules.credit):
-            self.admission.finished(0)
-            return "equal rewards"
-        if not self.composer.accepts(group):
-            self.admission.finished(0)
-            return "filtered"
-        if not self.waiting.add(group):
-            return "stale"
-        self.admission.finished(self.rules.size_of(group))
-        return None
+            reason = "equal rewards"
+        elif not self.composer.accepts(group):
+            reason = "filtered"
+        elif not self.waiting.add(group):
+            reason = "stale"
+        if reason != "stale":
+            self.admission.finished(0 if reason else self.rules.size_of(group))
+        self.outbox.command(GroupFinished(group, reason is None, num_rewritten))
+        if reason is not None:
+            self._drop(group, reason, now)
 
-    def is_ready(self, oldest: int) -> bool:
-        """Return whether there are enough groups for what is wanted."""
-        if self.wanted is None:
-            return False
-        if steps := self.rules.steps_per_phase:
-            return self.waiting.num_tokens >= steps * self.rules.step_size
-        return self._is_step_ready(oldest)
+    def drop_stale(self, now: float) -> None:
+        """Drop the groups that wait and that the step which is wanted cannot train on."""
+        for group in self.waiting.advance(self.version):
+            self._drop(group, "stale", now)
 
-    def take_step(self, oldest: int) -> Sequence[Group]:
-        """Remove and return the groups of the step that is ready."""
-        groups = self.waiting.take(oldest, self.admission.groups_per_step)
-        self.num_training += len(groups)
-        return groups
+    def compose_if_ready(self, oldest: int, now: float) -> None:
+        """Compose the step that is wanted, or let a phase end, if there are enough groups."""
+        if not self.is_wanted:
+            return
+        steps = self.rules.steps_per_phase
+        if not (self.waiting.num_tokens >= steps * self.rules.step_size if steps else self._is_step_ready(oldest)):
+            return
+        self.is_wanted = False
+        if steps:
+            self.is_phase_ending = True
+        else:
+            groups = self.waiting.take(oldest, self.admission.groups_per_step)
+            self.num_training += len(groups)
+            self.outbox.command(StepComposed(self.version, groups))
+        self.outbox.notify(StepReady(now, self.version))
 
-    def take_phase(self) -> Sequence[Sequence[Group]]:
-        """Remove all groups, and return those of each step of a phase."""
+    def end_phase(self, now: float) -> None:
+        """Divide all groups that wait among the steps of a phase."""
+        self.is_phase_ending = False
+        self.drop_stale(now)
         groups = self.waiting.take_all()
         self.num_training += len(groups)
-        return split_evenly(groups, self.rules.steps_per_phase)
+        self.outbox.command(PhaseComposed(split_evenly(groups, self.rules.steps_per_phase)))
 
-    def leave(self, group: Group, *, is_trained: bool) -> None:
-        """Count a finished group that is settled."""
+    def settle(self, groups: Sequence[Group], num_open: int, num_issued: int, now: float) -> None:
+        """A step has trained on these groups; of ``num_open`` others that are under way, some were issued."""
+        num_queued = self.ledger.outstanding - num_open - len(groups)
+        for group in groups:
+            self._leave(group, is_trained=True)
+            self.ledger.train(group.item_index)
+            self.outbox.notify(Settled(now, group.item_index, is_trained=True))
+        self.num_training -= len(groups)
+        self.law.stepped(num_issued, num_queued, len(groups))
+
+    def _drop(self, group: Group, reason: str, now: float) -> None:
+        self.ledger.drop(group.item_index, reason)
+        self._leave(group, is_trained=False)
+        self.outbox.command(GroupDropped(group, reason))
+        self.outbox.notify(Settled(now, group.item_index, is_trained=False))
+
+    def _leave(self, group: Group, *, is_trained: bool) -> None:
         versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
         if versions:
             self.law.left(min(versions), is_trained=is_trained)

@@ -67,7 +67,7 @@ class Notes:
                 "rewritten_conversations": self.sampling.num_rewritten,
             },
             batch.ages,
-            dispatcher.pool.account.take(self.sampling.actor.clock()),
+            dispatcher.endpoints.account.take(self.sampling.actor.clock()),
             self.sampling.actor.take_drafted(),
         )
         self.progress.step(row)

@@ -15,7 +15,7 @@ from typing import Any
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import EndpointError, InflightError, TaskError
 from inflight.rollouts.dispatcher import Dispatcher
-from inflight.rollouts.open_groups import (
+from inflight.rollouts.driver_commands import (
     EndpointIdle,
     EndRun,
     Failure,
@@ -129,18 +129,18 @@ class Actor:
         capacity = max(limit, self.work.size if self.work.is_one_request else 1)
         keeps = self.work.is_one_request and capabilities is not None and capabilities.partial_rollouts
         self._endpoints[endpoint.name] = SamplingEndpoint(endpoint, capabilities, drafted=self._drafted)
-        self.dispatcher.add_endpoint(endpoint.name, capacity, keeps_partials=keeps, now=self.clock())
+        self.dispatcher.endpoints.add(endpoint.name, capacity, keeps_partials=keeps, now=self.clock())
 
     def serve(self, names: Collection[str], version: int) -> None:
         """Give work to these endpoints, which ``version`` was published to, and to no others."""
         for name in self._endpoints.keys() & {*names}:
             self._endpoints[name].version = version
-        self.dispatcher.serve(names, version, self.clock())
+        self.dispatcher.endpoints.serve(names, version, self.clock())
         self.carry_out()
 
     def lose(self, name: str, reason: str) -> None:
         """Give an endpoint no work until `serve` names it again; what ran there is sent again elsewhere."""
-        self.dispatcher.lose_endpoint(name, reason, self.clock())
+        self.dispatcher.endpoints.lose(name, reason, self.clock())
         self.carry_out()
 
     def retire(self, name: str, on_idle: Callable[[], None], *, hands_on: bool = False) -> None:
@@ -150,7 +150,7 @@ class Actor:
         """
         if (endpoint := self._endpoints.get(name)) is not None:
             endpoint.on_idle = on_idle
-            self.dispatcher.retire_endpoint(name, self.clock(), hands_on=hands_on)
+            self.dispatcher.endpoints.retire(name, self.clock(), hands_on=hands_on)
             self.carry_out()
 
     # ----------------------------------------------------------------------------------------------------- the loop
@@ -213,7 +213,7 @@ class Actor:
         """Carry out the dispatcher's commands after a report to it, and let it decide again."""
         self._carry_out()
         self._has_news.set()
-        if self.dispatcher.pool.is_unserved:
+        if self.dispatcher.endpoints.is_unserved:
             self.unserved.set()
         else:
             self.unserved.clear()

@@ -11,7 +11,7 @@ from inflight.base.threads import run_abandonable
 from inflight.contracts import Task
 from inflight.errors import InflightError, TaskError
 from inflight.rollouts import continuation, joined
-from inflight.rollouts.open_groups import ScoredGroup
+from inflight.rollouts.driver_commands import ScoredGroup
 from inflight.run.sampling.sampling_endpoint import SamplingEndpoint, request_of
 from inflight.run.sampling.scoring import ScoringPool
 from inflight.run.sampling.work import Order, Sampled, Work

@@ -15,7 +15,7 @@ from inflight.environments.playing import PlayingEpisode, Proxy, play
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import EndpointError, TaskError
-from inflight.rollouts.open_groups import ScoredGroup
+from inflight.rollouts.driver_commands import ScoredGroup
 from inflight.run.sampling.sampling_endpoint import SamplingEndpoint, SlowRequest
 from inflight.run.sampling.work import Order, Sampled, Work
 from inflight.types import TaskItem

@@ -12,7 +12,7 @@ from inflight.errors import TrainerError
 from inflight.observe.trace import events
 from inflight.rollouts import HistoryStore, Ledger, TurnCritic
 from inflight.rollouts.dispatcher import Dispatcher
-from inflight.rollouts.open_groups import (
+from inflight.rollouts.driver_commands import (
     GroupDropped,
     GroupFinished,
     ItemDropped,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inflight.rollouts.audit import BiasAudit, Comparison
+from inflight.rollouts.driver_commands import ItemDropped
 from inflight.rollouts.littles_law import LittlesLaw
-from inflight.rollouts.open_groups import ItemDropped
 from inflight.types import Group
 
 _NUM_DROPPED = 24

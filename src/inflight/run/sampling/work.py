@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from inflight.environments.recording import PlayedEpisode
-from inflight.rollouts.open_groups import ScoredGroup
+from inflight.rollouts.driver_commands import ScoredGroup
 from inflight.run.sampling.sampling_endpoint import SamplingEndpoint
 from inflight.types import TaskItem
 from inflight.wire import Completion
