@@ -35,7 +35,7 @@ from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.http.client import HttpEndpoint
 from inflight.types import PublishReport, WeightBucket
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketSpec, GenerateRequest, SamplingParams, TensorSpec
 from quickstart import run_quickstart

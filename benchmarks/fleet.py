@@ -123,7 +123,9 @@ def _disturb(
         print(f"step {told[-1][0]}: server {index} {what}", flush=True)
 
     def is_back(url: str) -> bool:
-        return process.poll() is not None or any(url in event["restored"] for event in _events(run, "fleet"))
+        return process.poll() is not None or any(
+            url in event["memory_restored"] for event in _events(run, "fleet_changed")
+        )
 
     after(int(0.15 * num_steps), 2, "is listed")
     servers.listed.write_text("".join(f"{url}\n" for url in urls))
@@ -141,7 +143,7 @@ def _facts(run: Path, urls: Sequence[str], told: Sequence[Sequence[Any]], second
     """What came of one run; servers are named by their index."""
     names = {url: f"server {index}" for index, url in enumerate(urls)}
     rows = _rows(run)
-    fleet = _events(run, "fleet")
+    fleet = _events(run, "fleet_changed")
     ledger = json.loads((run / "checkpoints" / f"version-{rows[-1]['version']:06d}.json").read_text())["ledger"]
     num_settled = ledger["num_trained"] + sum(ledger["num_dropped"].values())
     groups = _events(run, "group")

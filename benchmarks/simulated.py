@@ -33,8 +33,9 @@ from inflight.errors import UnsupportedError
 from inflight.http.listening import bind
 from inflight.http.server import create_app
 from inflight.types import MicroBatch, StepResult, TaskItem, WeightBucket
-from inflight.weights.receive.bucket_sinks import StagedIntake
-from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.adapter import PausableEngine
+from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.staged_sink import StagedSink
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
     BucketSpec,
@@ -89,8 +90,8 @@ class SimulatedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
             streaming=False,
             chat=False,
         )
-        intake = StagedIntake(make_receiver, lambda update, arrived: None)
-        self._updates = UpdateReceiver(self, intake, [WEIGHT], self._capabilities)
+        sink = StagedSink(make_receiver, lambda update, arrived: None)
+        self._updates = UpdateReceiver(self, sink, [WEIGHT], self._capabilities)
 
     @property
     def name(self) -> str:
@@ -111,7 +112,7 @@ class SimulatedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
     async def resume(self) -> None:
         pass
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         pass
 
     async def num_running(self) -> int:

@@ -36,7 +36,7 @@ from tests.real_engines.servers import python_of
 from tests.weights.workers import PlainWorker
 
 from inflight.http.client import HttpEndpoint
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.wire import GenerateRequest, SamplingParams
 
 TOKEN = "pauses"

@@ -47,7 +47,7 @@ def make_run(directory: Path, num_steps: int, num_parts: int, seed: int = 0) -> 
     directory.mkdir(parents=True)
     with (directory / "metrics.jsonl").open("w") as file:
         for version in range(1, num_steps + 1):
-            step = events.Step.model_validate(
+            step = events.StepCompleted.model_validate(
                 {
                     "start_s": version * 1.5,
                     "end_s": version * 1.5,
@@ -68,7 +68,7 @@ def make_run(directory: Path, num_steps: int, num_parts: int, seed: int = 0) -> 
     for part in range(1, num_parts + 1):
         path = directory / ("events.jsonl" if part == num_parts else f"events.{part}.jsonl")
         with path.open("w") as file:
-            began = events.Began(
+            began = events.RunStarted(
                 start_s=version * 1.5, end_s=version * 1.5, began_at=1.7e9, version=version, inflight="0", config={}
             )
             file.write(began.model_dump_json() + "\n")
@@ -92,7 +92,7 @@ def _step_events(draw: random.Random, version: int, first: int) -> list[str]:
             for number in range(8)
         )
         start_s = end_s - 3 - draw.random()
-        request = events.Request(
+        request = events.RequestEnded(
             start_s=start_s,
             end_s=end_s - 0.3,
             endpoint=endpoint,
@@ -102,7 +102,7 @@ def _step_events(draw: random.Random, version: int, first: int) -> list[str]:
             parts=parts,
         )
         rewards = tuple(float(draw.random() < 0.5) for _ in range(8))
-        group = events.Group(
+        group = events.GroupFinished(
             start_s=end_s - 0.3,
             end_s=end_s - 0.3,
             endpoint=endpoint,
@@ -114,7 +114,7 @@ def _step_events(draw: random.Random, version: int, first: int) -> list[str]:
         )
         found += [request, group]
     span = (end_s - 0.25, end_s - 0.05)
-    found.append(events.Train(start_s=span[0], end_s=span[1], version=version, ranks=(span,), items=tuple(items)))
+    found.append(events.StepTrained(start_s=span[0], end_s=span[1], version=version, ranks=(span,), items=tuple(items)))
     return [event.model_dump_json() for event in found]
 
 

@@ -34,7 +34,7 @@ from inflight.bench.server import BenchServer, make_model, serving
 from inflight.bench.weights import DEFAULT_TRANSPORTS, measure, sampling
 from inflight.bench.weights import table as table_of
 from inflight.weights.send.module import ModuleWeights
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 
 SIZES = (64_000_000, 1_000_000_000)

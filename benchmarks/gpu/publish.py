@@ -30,7 +30,7 @@ from inflight.bench.server import BenchServer, serving
 from inflight.http.client import HttpEndpoint
 from inflight.types import PublishReport
 from inflight.weights.send.module import ModuleWeights
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.wire import GenerateRequest, SamplingParams
 
 SIZES = (1_000_000_000, 8_000_000_000, 16_000_000_000)

@@ -154,7 +154,7 @@ def part_curve(folder: Path, model: Path, num_steps: int) -> dict[str, Any]:
                 cluster.add("host_b", 4)
             run.finish()
             rows = run.rows()
-            restored = run.events("fleet")
+            restored = run.events("fleet_changed")
             result[name] = {
                 "killed_at": killed_at,
                 "rewards": [row["reward"] for row in rows],

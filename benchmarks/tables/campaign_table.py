@@ -25,13 +25,13 @@ def campaign_table() -> str:
         held = [_share(row["runs"], row[rule]) for rule in rules]
         lines.append(f"| {struck} | {how} | {row['times']} | {row['went on']} | {row['ended']} | {' | '.join(held)} |")
     failed = [run["seed"] for run in played if run["problems"]]
-    num_lives = sum(len(run["lives"]) for run in played)
-    num_strikes = sum(len(life["struck"]) for run in played for life in run["lives"])
+    num_incarnations = sum(len(run["incarnations"]) for run in played)
+    num_strikes = sum(len(incarnation["struck"]) for run in played for incarnation in run["incarnations"])
     minutes = record["rows"]["wall_s"] / 60
     machine, torch = record["machine"], record["versions"]["torch"]
     verdict = f"**{len(failed)} failed**" + (f" (seeds {', '.join(map(str, failed))})" if failed else "")
     return "\n".join(lines) + (
-        f"\n\n{len(played)} runs, {num_lives} starts, {num_strikes} strikes in {minutes:.0f} minutes: "
+        f"\n\n{len(played)} runs, {num_incarnations} starts, {num_strikes} strikes in {minutes:.0f} minutes: "
         f"{verdict}. {record['date']}, "
         f"{machine['processor']}, {machine['cores']} cores, torch {torch}."
     )
@@ -40,11 +40,13 @@ def campaign_table() -> str:
 def _rows(runs: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, int]]:
     rows: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for run in runs:
-        strikes = [(struck, how, life) for life in run["lives"] for how, struck in life["struck"]]
-        strikes += [("prompts", "one in a few refused", run["lives"][-1])] if run["long_every"] else []
-        for struck, how, life in strikes:
+        strikes = [
+            (struck, how, incarnation) for incarnation in run["incarnations"] for how, struck in incarnation["struck"]
+        ]
+        strikes += [("prompts", "one in a few refused", run["incarnations"][-1])] if run["long_every"] else []
+        for struck, how, incarnation in strikes:
             rows[struck, how]["times"] += 1
-            rows[struck, how]["went on" if life["exit"] == 0 else "ended"] += 1
+            rows[struck, how]["went on" if incarnation["exit"] == 0 else "ended"] += 1
         for key in {(struck, how) for struck, how, _ in strikes}:
             rows[key]["runs"] += 1
             for rule in run["problems"]:

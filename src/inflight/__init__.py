@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from inflight.weights.send.fleet import Fleet
     from inflight.weights.send.gathering import gather_only
     from inflight.weights.send.module import LoraWeights, ModuleWeights
-    from inflight.weights.send.publish import WeightPublisher, publish_weights
+    from inflight.weights.send.publisher import WeightPublisher, publish_weights
     from inflight.weights.send.storing import store_weights
 
 __version__ = "0.1.0"
@@ -88,9 +88,9 @@ _LOADED_ON_USE = {
     "follow": "inflight.weights.receive.following",
     "ModuleWeights": "inflight.weights.send.module",
     "UpdateReceiver": "inflight.weights.receive.receiver",
-    "WeightPublisher": "inflight.weights.send.publish",
+    "WeightPublisher": "inflight.weights.send.publisher",
     "gather_only": "inflight.weights.send.gathering",
-    "publish_weights": "inflight.weights.send.publish",
+    "publish_weights": "inflight.weights.send.publisher",
     "group_advantages": "inflight.rollouts.advantages",
     "grpo_loss": "inflight.losses.plain",
     "reinforce_loss": "inflight.losses.plain",

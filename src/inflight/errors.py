@@ -223,3 +223,9 @@ def error_from_code(code: str, message: str, endpoint: str = "") -> InflightErro
 
 def _all_kinds(root: type[InflightError]) -> list[type[InflightError]]:
     return [root, *(kind for child in root.__subclasses__() for kind in _all_kinds(child))]
+
+
+def transfer_failed(cause: BaseException, what: str) -> TransferError:
+    """Return the `TransferError` for a lower-level error."""
+    text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    return TransferError(f"{what} failed: {text}")

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from inflight.base.threads import run_abandonable
 from inflight.engines.detached_calls import BackgroundCalls
 from inflight.errors import TransferError
-from inflight.weights.receive.bucket_sinks import StagedIntake, WeightIntake
+from inflight.weights.receive.adapter import BucketSink
+from inflight.weights.receive.staged_sink import StagedSink
 from inflight.weights.transports import make_receiver
 from inflight.weights.transports.private_directory import PrivateDirectory
 from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
@@ -102,7 +103,7 @@ class CheckpointFiles:
             return self._home
 
 
-class CheckpointIntake(WeightIntake):
+class CheckpointSink(BucketSink):
     """Compares and decodes buckets in this process, then writes them for SGLang.
 
     ``clear`` is called before a group is joined, and ends what a dead publisher left behind on the server.
@@ -120,7 +121,7 @@ class CheckpointIntake(WeightIntake):
         self._make_loaded = make_loaded
         self._background = background
         self._loaded: LoadedWeights | None = None
-        self._staged = StagedIntake(make_receiver)
+        self._staged = StagedSink(make_receiver)
         self._update: WeightUpdate | None = None
         self._files: CheckpointFiles | None = None
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inflight.base.requirements import require
 from inflight.contracts import AbortingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.requests import Asked
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.version_labels import ServedVersion
 from inflight.errors import InvalidRequestError, TransferError, UpdateRefusedError
-from inflight.weights.receive.bucket_sinks import WeightIntake
+from inflight.weights.receive.adapter import BucketSink
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
 from inflight.weights.receive.releasing import MemoryRelease
 from inflight.wire import (
@@ -22,6 +23,7 @@ from inflight.wire import (
     EndpointState,
     GenerateRequest,
     GenerateResponse,
+    Needs,
     PromptImage,
     UpdateRef,
     WeightUpdate,
@@ -29,9 +31,9 @@ from inflight.wire import (
 )
 from inflight_sglang import flags
 from inflight_sglang.attaching import Attached, attach
-from inflight_sglang.checkpoint_files import CheckpointIntake
+from inflight_sglang.checkpoint_files import CheckpointSink
 from inflight_sglang.flags import Updates
-from inflight_sglang.native import NativeIntake
+from inflight_sglang.native import NativeSink
 from inflight_sglang.requests import body_of, check_request, items_of, labelled, misaligned, response_of
 from inflight_sglang.updates import SglangUpdates
 
@@ -85,13 +87,13 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         self._attached = attached = await attach(self._routes, self._model_dir, self._wanted_updates)
         can = attached.capabilities
         engine = self._engine = SglangUpdates(self._routes, self._gate, self._background, self._last)
-        intake: WeightIntake
+        sink: BucketSink
         if can.staging:
-            staged = intake = CheckpointIntake(engine.clear, self._make_loaded, self._background)
+            staged = sink = CheckpointSink(engine.clear, self._make_loaded, self._background)
             engine.files = lambda: staged.files
         else:
-            intake = NativeIntake(self._routes, engine, self._background, can.num_ranks)
-        self._updates = UpdateReceiver(engine, intake, attached.specs, can)
+            sink = NativeSink(self._routes, engine, self._background, can.num_ranks)
+        self._updates = UpdateReceiver(engine, sink, attached.specs, can)
         self._memory = MemoryRelease(engine, self._updates.session)
         await self._found()
         return can
@@ -146,9 +148,9 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Cancelling the call ends the request in the server, which sees its connection close."""
-        await self.capabilities()
-        limits = self._attached.limits
+        can, limits = await self.capabilities(), self._attached.limits
         check_request(request, limits)
+        require(can, Needs.of_request(request), self.name)
 
         async def send(asked: Mapping[int, Asked]) -> list[Any]:
             body = body_of(request, limits, asked)

@@ -17,7 +17,7 @@ from inflight.base.threads import run_abandonable
 from inflight.engines.detached_calls import BackgroundCalls
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import DeadlineError, ProtocolError, TransferError
-from inflight.weights.receive.bucket_sinks import WeightIntake
+from inflight.weights.receive.adapter import BucketSink
 from inflight.wire import (
     BucketSpec,
     BucketTransfer,
@@ -30,13 +30,13 @@ from inflight.wire import (
 from inflight_sglang.updates import STUCK_S, SglangUpdates
 
 if TYPE_CHECKING:
-    from inflight.weights.transports.rendezvous import AnnouncedRanks
+    from inflight.weights.transports.groups import AnnouncedRanks
 
 _NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed must run between")
 """How SGLang's refusals begin if no part of the bucket was loaded."""
 
 
-class NativeIntake(WeightIntake):
+class NativeSink(BucketSink):
     """Buckets arrive in SGLang's own group of ``num_ranks`` ranks; ``engine`` is told what they load."""
 
     def __init__(
@@ -65,7 +65,7 @@ class NativeIntake(WeightIntake):
 
     async def join(self, spec: TransportSpec) -> None:
         """Clears what a dead publisher left behind first."""
-        from inflight.weights.transports.rendezvous import AnnouncedRanks
+        from inflight.weights.transports.groups import AnnouncedRanks
 
         assert isinstance(spec, ProcessGroupSpec)  # the only declared transport
         if spec.group_name in self._former:

@@ -22,7 +22,7 @@ from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.timings import LastUpdate
 from inflight.engines.version_labels import ServedVersion, label_of, parse_label, released_label, restored_label
 from inflight.errors import BusyError, ProtocolError, TransferError, UpdateRefusedError
-from inflight.weights.receive.receiver import PausableEngine
+from inflight.weights.receive.adapter import PausableEngine
 from inflight.weights.receive.releasing import IDLE_S, ReleasableEngine
 from inflight.wire import InFlightPolicy, TransportSpec, UpdateRef, UpdateTimings, WeightUpdate
 from inflight_sglang import pausing
@@ -162,7 +162,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         finally:
             self._gate.is_open.set()
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         """The engine stays paused; its label tells every other client that its weights are torn.
 
         While the engine still waits for a bucket this goes on in the background: if nothing was loaded in the end, the

@@ -213,7 +213,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
     async def record_history(self, history: DraftHistory) -> None:
         """Sends the history in parts, between which the server samples. They stay recorded if a later one fails."""
         if not (await self.capabilities()).drafts:
-            raise UnsupportedError(f"{self.name} does not declare drafts; start the server with --drafts history")
+            raise UnsupportedError(f"{self.name} does not support drafts; start the server with --drafts history")
         for part in divided(history.entries, _PART_TOKENS):
             body = {"method": "inflight_record_history", "kwargs": {"history": part.model_dump(mode="json")}}
             await self._routes.post("/collective_rpc", body)

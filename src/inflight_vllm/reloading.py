@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from inflight.errors import UnsupportedError
-from inflight.weights.encode.streams import finish
+from inflight.weights.encode.transit import finish
 from inflight_vllm.ready_layers import ReadyLayer, ready_layers, tied_heads
 from inflight_vllm.traced_loads import TracedLoad, trace
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inflight.base.requirements import require
 from inflight.engines.requests import Asked, check_fit, reading, unsampled
 from inflight.engines.version_labels import spans_of
 from inflight.errors import InvalidRequestError, NonFiniteError, UnsupportedError
@@ -16,6 +17,7 @@ from inflight.wire import (
     DraftCounts,
     GenerateRequest,
     GenerateResponse,
+    Needs,
     PromptImage,
     SamplingParams,
 )
@@ -34,7 +36,7 @@ def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bo
     Raises `UnsupportedError` for filters in another order, for seeds that the server does not honour, and for min-p if
     it ``speculates``, that is, verifies drafts.
     """
-    check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size, images=can.images)
+    check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
     sampling = request.sampling
     if speculates and sampling.min_p > 0:
         raise UnsupportedError(
@@ -55,6 +57,7 @@ def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bo
             f"min_p {sampling.min_p:g} together with top_p {sampling.top_p:g}: vLLM applies min-p first, the contract "
             "applies it last, and the kept sets differ. Set only one of them"
         )
+    require(can, Needs.of_request(request), "this endpoint")
 
 
 def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, Asked]) -> list[dict[str, Any]]:

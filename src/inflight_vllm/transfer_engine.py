@@ -29,7 +29,7 @@ from inflight.base.transport_registry import receivable, spec_type
 from inflight.contracts import WeightReceiver
 from inflight.errors import UpdateRefusedError
 from inflight.weights.encode.lora_tensors import changed_names, lora_difference
-from inflight.weights.encode.streams import beside
+from inflight.weights.encode.transit import beside
 from inflight.weights.receive.base_weights import AdaptedLoad, AdaptedWeights, BaseWeights, Named
 from inflight.weights.receive.staging import KeptWeights, Staging
 from inflight.weights.transports import make_receiver

@@ -27,8 +27,7 @@ from inflight.errors import (
     TransferError,
     UpdateRefusedError,
 )
-from inflight.weights.receive.bucket_sinks import WeightIntake
-from inflight.weights.receive.receiver import PausableEngine
+from inflight.weights.receive.adapter import BucketSink, PausableEngine
 from inflight.weights.receive.releasing import IDLE_S, ReleasableEngine
 from inflight.wire import (
     BucketSpec,
@@ -57,7 +56,7 @@ _POLL_S = 0.01
 """Seconds between two status calls while tokens are sampled."""
 
 
-class VllmUpdates(PausableEngine, ReleasableEngine, WeightIntake):
+class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
     """The weights of one server. ``gate`` is closed while they change; ``probe`` samples one token."""
 
     def __init__(
@@ -85,7 +84,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, WeightIntake):
         self.has_replicas = False
         """Whether the server runs several engines (data parallel), which pause and resume together."""
 
-    # ------------------------------------------------------------------------------------------------ the intake
+    # ------------------------------------------------------------------------------------------------ the sink
 
     @property
     def has_applied(self) -> bool:
@@ -207,11 +206,11 @@ class VllmUpdates(PausableEngine, ReleasableEngine, WeightIntake):
         finally:
             self._gate.is_open.set()  # waiting requests learn by themselves that the server is gone
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         """The engine stays paused; its label tells every other client that its weights are torn."""
-        await asyncio.shield(self._background.start(self._give_up()))
+        await asyncio.shield(self._background.start(self._fail_requests()))
 
-    async def _give_up(self) -> None:
+    async def _fail_requests(self) -> None:
         try:
             async with self._lock:
                 self._is_torn = True

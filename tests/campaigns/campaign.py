@@ -68,7 +68,7 @@ def play_all(
                 tell(
                     f"campaign: {len(entries)}/{len(schedules)} seed {schedule.seed}: "
                     f"{'FAILED' if entry['problems'] else entry['skipped'] or 'held'} in {record.seconds:.0f} s, "
-                    f"{len(record.lives)} lives [{what}]; {bad} failed, {left_s / 60:.0f} min left"
+                    f"{len(record.incarnations)} incarnations [{what}]; {bad} failed, {left_s / 60:.0f} min left"
                 )
                 for rule, problems in entry["problems"].items():
                     for problem in problems:
@@ -99,21 +99,21 @@ def entry_of(record: Record, problems: dict[str, list[str]]) -> dict[str, Any]:
         "strikes": [str(strike) for strike in schedule.strikes],
         "skipped": record.skipped,
         "seconds": round(record.seconds, 1),
-        "lives": [
+        "incarnations": [
             {
-                "struck": [[strike.label, strike.struck] for strike in life.strikes],
-                "exit": life.exit,
-                "from": life.resumed_version,
-                "to": life.version,
-                "seconds": round(life.seconds, 1),
-                "said": life.last_line[:160] if life.exit else "",
+                "struck": [[strike.label, strike.struck] for strike in incarnation.strikes],
+                "exit": incarnation.exit,
+                "from": incarnation.resumed_version,
+                "to": incarnation.version,
+                "seconds": round(incarnation.seconds, 1),
+                "said": incarnation.last_line[:160] if incarnation.exit else "",
             }
-            for life in record.lives
+            for incarnation in record.incarnations
         ],
         "problems": problems,
     }
     if problems:
-        entry["outputs"] = [life.said.splitlines()[-_TAIL:] for life in record.lives]
+        entry["outputs"] = [incarnation.said.splitlines()[-_TAIL:] for incarnation in record.incarnations]
         entry["logs"] = logs(record.directory)
     return entry
 

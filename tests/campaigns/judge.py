@@ -6,7 +6,7 @@
 - versions: each optimizer step stands once, in order, in the metrics; the run gets to its end.
 - reward: finite, and not lower at the end than a short run may waver; long runs get back to where they were.
 - ends clearly: with status 0, 1 or 130, an `InflightError` that begins in a line of its own, and no traceback (one that
-  a message quotes of a child is indented); a life that nothing strikes, or only what a run survives, ends well.
+  a message quotes of a child is indented); an incarnation that nothing strikes, or only what a run survives, ends well.
 - in time: no wait outlives the deadlines of the run.
 - nothing left: no process, port, shared memory, temporary or half-written file.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns.runner import GROUP_SIZE, KEEPS, Life, Record
+from tests.campaigns.runner import GROUP_SIZE, KEEPS, Incarnation, Record
 from tests.campaigns.schedule import CONTROLLER, SERVERS
 
 _SCORED_REASONS = ("equal rewards", "stale")
@@ -61,27 +61,29 @@ def ledger(record: Record) -> list[str]:
 def items(record: Record) -> list[str]:
     problems = []
     made, scored = _record_of_task(record)
-    states = [life.resumed for life in record.lives] + [_final_state(record)]
-    for life, (before, after) in zip(record.lives, itertools.pairwise(states), strict=True):
-        again = sorted(_settled(before) & set(made[life.index]))
+    states = [incarnation.resumed for incarnation in record.incarnations] + [_final_state(record)]
+    for incarnation, (before, after) in zip(record.incarnations, itertools.pairwise(states), strict=True):
+        again = sorted(_settled(before) & set(made[incarnation.index]))
         if again:
-            problems.append(f"life {life.index} made items {again[:5]} anew, which its checkpoint had settled")
+            problems.append(
+                f"incarnation {incarnation.index} made items {again[:5]} anew, which its checkpoint had settled"
+            )
         if after is None:
             continue
         new = _settled(after) - _settled(before)
-        unscored = [item for item in new if scored[life.index][item] < GROUP_SIZE]
+        unscored = [item for item in new if scored[incarnation.index][item] < GROUP_SIZE]
         dropped = _dropped(after) - _dropped(before)
         allowed = sum(count for reason, count in dropped.items() if reason not in _SCORED_REASONS)
         if len(unscored) > allowed:
             problems.append(
-                f"life {life.index} settled {len(unscored)} items that were not scored: {sorted(unscored)[:5]}"
+                f"incarnation {incarnation.index} settled {len(unscored)} items without scores: {sorted(unscored)[:5]}"
             )
         if lost := _settled(before) - _settled(after):
-            problems.append(f"life {life.index} forgot that items {sorted(lost)[:5]} were settled")
-        if before is not None and life.version >= life.resumed_version + 2:
-            left = [item for item in before["ledger"]["unsettled"] if item not in made[life.index]]
+            problems.append(f"incarnation {incarnation.index} forgot that items {sorted(lost)[:5]} were settled")
+        if before is not None and incarnation.version >= incarnation.resumed_version + 2:
+            left = [item for item in before["ledger"]["unsettled"] if item not in made[incarnation.index]]
             if left:
-                problems.append(f"life {life.index} trained on, and never issued items {left[:5]} again")
+                problems.append(f"incarnation {incarnation.index} trained on, and never issued items {left[:5]} again")
     return problems
 
 
@@ -98,9 +100,9 @@ def versions(record: Record) -> list[str]:
             problems.append(f"step {row['version']} published version {published}")
     if _is_done(record) and (not found or found[-1] != record.schedule.num_steps):
         problems.append(f"the run is done at version {found[-1:]}, it has {record.schedule.num_steps} steps")
-    if record.lives and record.lives[-1].exit != 0:
-        problems.append(f"the run did not get to its end in {len(record.lives)} lives")
-    reached = [life.resumed_version for life in record.lives]
+    if record.incarnations and record.incarnations[-1].exit != 0:
+        problems.append(f"the run did not get to its end in {len(record.incarnations)} incarnations")
+    reached = [incarnation.resumed_version for incarnation in record.incarnations]
     if reached != sorted(reached):
         problems.append(f"it was resumed from versions {reached}")
     return problems
@@ -120,36 +122,48 @@ def reward(record: Record) -> list[str]:
 
 def ends_clearly(record: Record) -> list[str]:
     problems = []
-    for life in record.lives:
-        name = f"life {life.index}"
-        if life.hang is not None:
+    for incarnation in record.incarnations:
+        name = f"incarnation {incarnation.index}"
+        if incarnation.hang is not None:
             continue
-        if "\nTraceback (most recent call last)" in f"\n{life.said}":
-            problems.append(f"{name} shows a traceback: {_around(life.said, 'Traceback')}")
+        if "\nTraceback (most recent call last)" in f"\n{incarnation.said}":
+            problems.append(f"{name} shows a traceback: {_around(incarnation.said, 'Traceback')}")
         expected = {0, 1, 130}
-        for strike in life.strikes:
+        for strike in incarnation.strikes:
             if strike.target == CONTROLLER and strike.kind == "SIGKILL":
                 expected.add(-9)
-            if strike.target == CONTROLLER and strike.kind == "SIGTERM" and life.version == life.resumed_version:
+            if (
+                strike.target == CONTROLLER
+                and strike.kind == "SIGTERM"
+                and incarnation.version == incarnation.resumed_version
+            ):
                 expected.add(-15)  # before the run could say what to do then
-        if life.was_put_down:
+        if incarnation.was_put_down:
             expected.add(-9)
-        if life.exit not in expected:
-            problems.append(f"{name} ended with status {life.exit}: {life.said[-200:]}")
-        if life.exit == 1 and len(life.last_line) < 20:
-            problems.append(f"{name} ended with status 1 and says: {life.said[-200:]!r}")
-        if life.exit not in (0, -9, -15) and _has_to_survive(life):
-            struck = "; ".join(map(str, life.strikes)) or "nothing"
-            problems.append(f"{name} ended with status {life.exit} after {struck}: {life.last_line[:300]}")
+        if incarnation.exit not in expected:
+            problems.append(f"{name} ended with status {incarnation.exit}: {incarnation.said[-200:]}")
+        if incarnation.exit == 1 and len(incarnation.last_line) < 20:
+            problems.append(f"{name} ended with status 1 and says: {incarnation.said[-200:]!r}")
+        if incarnation.exit not in (0, -9, -15) and _has_to_survive(incarnation):
+            struck = "; ".join(map(str, incarnation.strikes)) or "nothing"
+            problems.append(
+                f"{name} ended with status {incarnation.exit} after {struck}: {incarnation.last_line[:300]}"
+            )
     return problems
 
 
 def in_time(record: Record) -> list[str]:
-    return [f"life {life.index}: {life.hang}" for life in record.lives if life.hang is not None]
+    return [
+        f"incarnation {incarnation.index}: {incarnation.hang}"
+        for incarnation in record.incarnations
+        if incarnation.hang is not None
+    ]
 
 
 def nothing_left(record: Record) -> list[str]:
-    problems = [f"life {life.index}: {what}" for life in record.lives for what in life.left]
+    problems = [
+        f"incarnation {incarnation.index}: {what}" for incarnation in record.incarnations for what in incarnation.left
+    ]
     if _is_done(record):
         problems += [
             f"{path.relative_to(record.place)} is left"
@@ -189,18 +203,25 @@ def judge(record: Record) -> dict[str, list[str]]:
     return found
 
 
-def _has_to_survive(life: Life) -> bool:
+def _has_to_survive(incarnation: Incarnation) -> bool:
     stopped = {
-        strike.target for strike in life.strikes if strike.target in SERVERS and strike.label == "SIGSTOP for good"
+        strike.target
+        for strike in incarnation.strikes
+        if strike.target in SERVERS and strike.label == "SIGSTOP for good"
     }
     # A controller that is told to end may be told so while a server of its own starts; that ends it well, too.
-    was_told = any(strike.target == CONTROLLER and strike.kind == "SIGTERM" for strike in life.strikes)
-    starting = any(strike.target in SERVERS and strike.step < 0 for strike in life.strikes)
-    return all(strike.is_survivable for strike in life.strikes) and len(stopped) < 2 and not was_told and not starting
+    was_told = any(strike.target == CONTROLLER and strike.kind == "SIGTERM" for strike in incarnation.strikes)
+    starting = any(strike.target in SERVERS and strike.step < 0 for strike in incarnation.strikes)
+    return (
+        all(strike.is_survivable for strike in incarnation.strikes)
+        and len(stopped) < 2
+        and not was_told
+        and not starting
+    )
 
 
 def _is_done(record: Record) -> bool:
-    return bool(record.lives) and record.lives[-1].exit == 0
+    return bool(record.incarnations) and record.incarnations[-1].exit == 0
 
 
 def _lines(record: Record) -> list[str]:
@@ -252,12 +273,12 @@ def _dropped(state: dict[str, Any] | None) -> Counter[str]:
 
 
 def _record_of_task(record: Record) -> tuple[list[Counter[int]], list[Counter[int]]]:
-    """Return how often each item was made and scored, life by life."""
+    """Return how often each item was made and scored, incarnation by incarnation."""
     made: list[Counter[int]] = []
     scored: list[Counter[int]] = []
     for line in (record.place / "control" / "record.jsonl").read_text().splitlines():
         entry = json.loads(line)
-        if entry["kind"] == "life":
+        if entry["kind"] == "incarnation":
             made.append(Counter())
             scored.append(Counter())
         else:

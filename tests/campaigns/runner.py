@@ -1,4 +1,4 @@
-"""One disturbed run: its lives, what strikes them, and what was seen meanwhile. Judges nothing."""
+"""One disturbed run: its incarnations, what strikes them, and what was seen meanwhile. Judges nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _BESIDE_S = 25.0
 
 
 @dataclass(slots=True)
-class Life:
+class Incarnation:
     """One start of the run, to its end."""
 
     index: int
@@ -78,7 +78,7 @@ class Record:
 
     schedule: Schedule
     place: Path
-    lives: list[Life] = field(default_factory=list)
+    incarnations: list[Incarnation] = field(default_factory=list)
     seconds: float = 0.0
     skipped: str | None = None
 
@@ -107,7 +107,9 @@ class Disturbed:
         """Processes that were stopped for good."""
 
     def play(self) -> Record:
-        """Run, strike and resume until it is done, or until a life that nothing struck does not end as it should."""
+        """Run, strike and resume until it is done, or until an incarnation that nothing struck does not end as it
+        should.
+        """
         started = time.monotonic()
         needs_cut = any(strike.kind == "connections cut" for strike in self._schedule.strikes)
         reasons = [places.can_mount()] * self._schedule.needs_disk + [places.can_cut()] * needs_cut
@@ -120,10 +122,15 @@ class Disturbed:
                 places.mount(path, _DISK_MB)
             pending = list(self._schedule.strikes)
             while True:
-                life = self._live(pending)
-                self.record.lives.append(life)
-                undisturbed = not life.strikes and not life.missed
-                if life.exit == 0 or life.hang is not None or undisturbed or len(self.record.lives) > 8:
+                incarnation = self._live(pending)
+                self.record.incarnations.append(incarnation)
+                undisturbed = not incarnation.strikes and not incarnation.missed
+                if (
+                    incarnation.exit == 0
+                    or incarnation.hang is not None
+                    or undisturbed
+                    or len(self.record.incarnations) > 8
+                ):
                     break
             self.record.seconds = time.monotonic() - started
         finally:
@@ -138,12 +145,12 @@ class Disturbed:
                     places.unmount(self._place / name)
         shutil.rmtree(self._place, ignore_errors=True)
 
-    # ---------------------------------------------------------------------------------------------------- one life
+    # -------------------------------------------------------------------------------------------------- one incarnation
 
-    def _live(self, pending: list[Strike]) -> Life:
+    def _live(self, pending: list[Strike]) -> Incarnation:
         version, state = self._latest()
-        life = Life(len(self.record.lives), state, version, version=version)
-        self._note(life)
+        incarnation = Incarnation(len(self.record.incarnations), state, version, version=version)
+        self._note(incarnation)
         output = self._place / "output.log"
         output.unlink(missing_ok=True)
         controller = self._start(output, resume=(self.record.directory / "config.json").exists())
@@ -151,7 +158,7 @@ class Disturbed:
         started = moved = time.monotonic()
         reached = started
         looked, seen = 0.0, self._stat()
-        step, undo = version if life.index else -1, list[tuple[float, Any]]()
+        step, undo = version if incarnation.index else -1, list[tuple[float, Any]]()
         has_begun = False
         while controller.poll() is None:
             if self._stopping.is_set():
@@ -160,22 +167,22 @@ class Disturbed:
             if (stat := self._stat()) != seen:
                 seen, found = stat, self._last_version()
                 if found is not None and found != step:
-                    life.version = step = found
+                    incarnation.version = step = found
                     reached = moved = now
                     has_begun = True
             if pending:
                 strike = pending[0]
-                is_begun = strike.step < 0 or (step >= strike.step and (has_begun or life.index == 0))
+                is_begun = strike.step < 0 or (step >= strike.step and (has_begun or incarnation.index == 0))
                 since = started if strike.step < 0 or not has_begun else reached
                 is_there = strike.step >= 0 or has_begun or self._is_there(strike)
                 if is_begun and is_there and now >= since + strike.delay_s:
                     pending.pop(0)
                     moved = now
                     self._look()
-                    undone = self._strike(strike, life, controller)
+                    undone = self._strike(strike, incarnation, controller)
                     if undone is not None and strike.lasts_s is not None:
                         undo.append((now + strike.lasts_s, undone))
-                    if life.was_put_down:
+                    if incarnation.was_put_down:
                         break
             for due in [item for item in undo if item[0] <= now]:
                 undo.remove(due)
@@ -186,18 +193,18 @@ class Disturbed:
                 self._look()
             limit_s = _QUIET_S if has_begun else _START_QUIET_S + _IMPORTS_S * self._schedule.is_plain
             if now - moved > limit_s:
-                life.hang = f"nothing happened for {limit_s:.0f} s at version {step}, and the run did not end"
+                incarnation.hang = f"nothing happened for {limit_s:.0f} s at version {step}, and the run did not end"
                 break
             time.sleep(_POLL_S)
-        if life.hang is not None:
+        if incarnation.hang is not None:
             controller.kill()
-        life.exit = controller.wait(30.0)
-        life.seconds = time.monotonic() - started
+        incarnation.exit = controller.wait(30.0)
+        incarnation.seconds = time.monotonic() - started
         for _, undone in undo:
             undone()
-        self._after(life)
-        life.said = output.read_text(errors="replace")
-        return life
+        self._after(incarnation)
+        incarnation.said = output.read_text(errors="replace")
+        return incarnation
 
     def _start(self, output: Path, *, resume: bool) -> subprocess.Popen[bytes]:
         settings = {
@@ -250,9 +257,9 @@ class Disturbed:
         """Return whether what is to be struck at the start has been started."""
         return not strike.is_of_process or strike.target in places.processes(self._place)
 
-    def _strike(self, strike: Strike, life: Life, controller: subprocess.Popen[bytes]) -> Any:
+    def _strike(self, strike: Strike, incarnation: Incarnation, controller: subprocess.Popen[bytes]) -> Any:
         """Strike; returns what undoes it, if that can be undone."""
-        life.strikes.append(strike)
+        incarnation.strikes.append(strike)
         if strike.kind.startswith("full"):
             ballast = places.fill(self._place / strike.target)
             assert places.is_full(self._place / strike.target), "the disk is not full"
@@ -267,8 +274,8 @@ class Disturbed:
             return lambda: file.unlink(missing_ok=True)
         pid = places.processes(self._place).get(strike.target)
         if pid is None:
-            life.strikes.remove(strike)
-            life.missed.append(strike)
+            incarnation.strikes.remove(strike)
+            incarnation.missed.append(strike)
             return None
         if strike.kind == "connections cut":
             places.cut_connections(pid)
@@ -279,13 +286,13 @@ class Disturbed:
         if strike.lasts_s is None:
             self._frozen.append(pid)
             if strike.target == CONTROLLER:
-                self._beside(life)
-                life.was_put_down = True
+                self._beside(incarnation)
+                incarnation.was_put_down = True
                 _signal(pid, signal.SIGKILL)
                 self._frozen.remove(pid)
         return lambda: _signal(pid, signal.SIGCONT)
 
-    def _beside(self, life: Life) -> None:
+    def _beside(self, incarnation: Incarnation) -> None:
         """Start a second run in the directory of one that is stopped: it has to be refused."""
         output = self._place / "beside.log"
         second = self._start(output, resume=True)
@@ -293,21 +300,23 @@ class Disturbed:
             status = second.wait(_BESIDE_S)
             said = output.read_text(errors="replace")
             if status != 1 or "Traceback" in said:
-                life.left.append(f"a second run beside the stopped one ended with status {status}: {said[-300:]}")
+                incarnation.left.append(
+                    f"a second run beside the stopped one ended with status {status}: {said[-300:]}"
+                )
         except subprocess.TimeoutExpired:
-            life.left.append("a second run was started beside the stopped one, and was not refused")
+            incarnation.left.append("a second run was started beside the stopped one, and was not refused")
             for name, pid in places.processes(self._place).items():
                 if name == "beside":
                     _signal(pid, signal.SIGKILL)
             second.wait(30.0)
 
-    def _after(self, life: Life) -> None:
+    def _after(self, incarnation: Incarnation) -> None:
         """Look what is left once the controller is gone, and clear away what the campaign itself stopped for good."""
         for name in ("slow", "raise", "hang"):
             (self._place / "control" / name).unlink(missing_ok=True)
         for name in ("disk", "store"):
             (self._place / name / "ballast").unlink(missing_ok=True)
-        was_killed = life.exit < 0
+        was_killed = incarnation.exit < 0
         if was_killed:  # it could not stop its children: those that are stopped cannot see that it is gone
             for pid in self._frozen:
                 _signal(pid, signal.SIGKILL)
@@ -316,11 +325,11 @@ class Disturbed:
         deadline = time.monotonic() + (_GONE_S if was_killed else 1.0)
         while (left := places.belongings(self._place)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        life.left += left.values()
-        life.left += [f"port {port} is listened on" for port in places.listening(self._sockets)]
+        incarnation.left += left.values()
+        incarnation.left += [f"port {port} is listened on" for port in places.listening(self._sockets)]
         if not was_killed:
-            life.left += [f"{path} is in shared memory" for path in sorted(self._shared) if Path(path).exists()]
-            life.left += [f"temporary file {path}" for path in sorted((self._place / "tmp").rglob("*"))]
+            incarnation.left += [f"{path} is in shared memory" for path in sorted(self._shared) if Path(path).exists()]
+            incarnation.left += [f"temporary file {path}" for path in sorted((self._place / "tmp").rglob("*"))]
         if left:
             self._kill_all()
 
@@ -339,10 +348,10 @@ class Disturbed:
         self._sockets |= sockets
         self._shared |= shared
 
-    def _note(self, life: Life) -> None:
-        """Write the start of a life into the task's own record."""
+    def _note(self, incarnation: Incarnation) -> None:
+        """Write the start of an incarnation into the task's own record."""
         with (self._place / "control" / "record.jsonl").open("a") as file:
-            file.write(json.dumps({"kind": "life", "index": life.index}) + "\n")
+            file.write(json.dumps({"kind": "incarnation", "index": incarnation.index}) + "\n")
 
     def _latest(self) -> tuple[int, dict[str, Any] | None]:
         """Return version and state of the latest checkpoint; 0 and None if there is none."""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.campaigns.judge import judge
-from tests.campaigns.runner import GROUP_SIZE, Life, Record
+from tests.campaigns.runner import GROUP_SIZE, Incarnation, Record
 from tests.campaigns.schedule import Schedule, Strike, draw
 
 NUM_STEPS = 6
@@ -24,14 +24,14 @@ def state(version, unsettled=(90, 91)):
 
 @pytest.fixture
 def record(tmp_path):
-    """Two lives: one killed after step 3, with a checkpoint of step 2, and one that ends well."""
+    """Two incarnations: one killed after step 3, with a checkpoint of step 2, and one that ends well."""
     schedule = Schedule(0, NUM_STEPS, {}, (KILLED,), 0, resumes_at_once=False, is_plain=False)
     found = Record(schedule, tmp_path)
     (found.directory / "checkpoints").mkdir(parents=True)
     (tmp_path / "control").mkdir()
-    found.lives = [
-        Life(0, None, 0, strikes=[KILLED], exit=-9, said="inflight: starting\n", version=3),
-        Life(1, state(2), 2, exit=0, said="inflight: done\n", version=NUM_STEPS),
+    found.incarnations = [
+        Incarnation(0, None, 0, strikes=[KILLED], exit=-9, said="inflight: starting\n", version=3),
+        Incarnation(1, state(2), 2, exit=0, said="inflight: done\n", version=NUM_STEPS),
     ]
     write_rows(found, [row(version) for version in range(1, NUM_STEPS + 1)])
     for version in (4, NUM_STEPS):
@@ -56,10 +56,10 @@ def write_state(record, version, told):
     (record.directory / "checkpoints" / f"version-{version:06d}.json").write_text(json.dumps(told))
 
 
-def write_task(record, lives):
+def write_task(record, incarnations):
     with (record.place / "control" / "record.jsonl").open("w") as file:
-        for index, items in enumerate(lives):
-            file.write(json.dumps({"kind": "life", "index": index}) + "\n")
+        for index, items in enumerate(incarnations):
+            file.write(json.dumps({"kind": "incarnation", "index": index}) + "\n")
             for item in items:
                 file.write(json.dumps({"kind": "item", "item": item}) + "\n")
                 file.write((json.dumps({"kind": "score", "item": item}) + "\n") * GROUP_SIZE)
@@ -87,7 +87,7 @@ def goes_beyond_its_end(record):
 
 
 def goes_back_to_an_older_checkpoint(record):
-    record.lives.insert(0, Life(0, state(4), 4, strikes=[KILLED], exit=-9))
+    record.incarnations.insert(0, Incarnation(0, state(4), 4, strikes=[KILLED], exit=-9))
 
 
 def loses_an_item(record):
@@ -127,32 +127,35 @@ def collapses(record):
 
 
 def shows_a_traceback(record):
-    record.lives[0].said += "Traceback (most recent call last):\n  File ...\nKeyError: 3\n"
+    record.incarnations[0].said += "Traceback (most recent call last):\n  File ...\nKeyError: 3\n"
 
 
 def ends_by_a_signal_that_was_not_sent(record):
-    record.lives[0].exit = -11
+    record.incarnations[0].exit = -11
 
 
 def says_nothing(record):
-    record.lives[0].exit, record.lives[0].said = 1, "inflight: starting\n"
+    record.incarnations[0].exit, record.incarnations[0].said = 1, "inflight: starting\n"
 
 
 def ends_although_one_server_is_left(record):
-    record.lives[0].strikes = [Strike("SIGKILL", "server-1", 2, 0.1)]
-    record.lives[0].exit, record.lives[0].said = 1, "inflight: no inference server is left (http://...)\n"
+    record.incarnations[0].strikes = [Strike("SIGKILL", "server-1", 2, 0.1)]
+    record.incarnations[0].exit, record.incarnations[0].said = 1, "inflight: no inference server is left (http://...)\n"
 
 
 def fails_undisturbed(record):
-    record.lives[1].exit, record.lives[1].said = 1, "inflight: the checkpoint cannot be read: it is torn\n"
+    record.incarnations[1].exit, record.incarnations[1].said = (
+        1,
+        "inflight: the checkpoint cannot be read: it is torn\n",
+    )
 
 
 def hangs(record):
-    record.lives[1].hang = "nothing happened for 70 s"
+    record.incarnations[1].hang = "nothing happened for 70 s"
 
 
 def leaves_a_process(record):
-    record.lives[0].left.append("process 12 has logs/server-0.log")
+    record.incarnations[0].left.append("process 12 has logs/server-0.log")
 
 
 def leaves_a_partial_file(record):

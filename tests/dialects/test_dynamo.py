@@ -17,8 +17,7 @@ from inflight.base.extensions import imported
 from inflight.dialects.dynamo import DYNAMO
 from inflight.errors import ConfigError, PoisonedError, PublishError, UnsupportedError
 from inflight.types import EndpointOutcome
-from inflight.weights.send.publish import publish_weights
-from inflight.weights.send.publisher import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 from inflight.wire import GenerateRequest, SamplingParams
 from tests.dialects.programs import Program, free_port

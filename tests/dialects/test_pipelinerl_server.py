@@ -20,8 +20,7 @@ from inflight.contracts import InferenceEndpoint
 from inflight.dialects.pipelinerl.endpoint import PIPELINERL, PipelineRlEndpoint
 from inflight.errors import ConfigError, PoisonedError, PublishError, UnsupportedError
 from inflight.types import EndpointOutcome
-from inflight.weights.send.publish import publish_weights
-from inflight.weights.send.publisher import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 from inflight.wire import ChatCompletionRequest, ChatMessage, EndpointState, GenerateRequest, SamplingParams
 from tests.dialects.programs import Program, free_port

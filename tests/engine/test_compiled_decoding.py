@@ -25,7 +25,7 @@ from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.engines.embedded.parameters import exchange
 from inflight.errors import ConfigError, NonFiniteError
-from inflight.weights.send.publish import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports import make_sender
 from inflight.wire import Completion, GenerateRequest
 from tests.engine.recorded import as_it_is, endpoint_of, recording

@@ -17,8 +17,8 @@ from inflight.engines.embedded.parameters import exchange, made_ready
 from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention
 from inflight.errors import PublishError
 from inflight.model.checkpoints import load_causal_lm
-from inflight.weights.encode.host_memory import ReusedMemory, _Block
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.encode.transit import ReusedMemory, _Block
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 from tests.models import make_model
 from tests.weights.lora import lora_of, merged_with

@@ -125,9 +125,9 @@ async def test_a_model_without_a_tower_refuses_images(path: Path, model_dir: Pat
     chat = {"model": model_dir.name, "messages": [{"role": "user", "content": parts}]}
     async with serving(model_dir) as endpoint:
         assert not (await endpoint.capabilities()).images
-        with pytest.raises(UnsupportedError, match="does not declare images"):
+        with pytest.raises(UnsupportedError, match="does not support images"):
             await endpoint.generate(asked(path, picture(RED)))
-        with pytest.raises(UnsupportedError, match="does not declare images"):
+        with pytest.raises(UnsupportedError, match="does not support images"):
             await endpoint.chat_completion(ChatCompletionRequest.model_validate(chat))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.loading import load_endpoint
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, InFlightPolicy
 from tests.engine.reference import (

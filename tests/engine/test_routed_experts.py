@@ -136,7 +136,7 @@ def test_experts_are_refused_where_they_are_not_declared(model_path: Path, tmp_p
     async def run() -> None:
         async with serving(make_model(tmp_path / "dense")) as endpoint:
             assert not (await endpoint.capabilities()).routed_experts
-            with pytest.raises(UnsupportedError, match="does not declare routed_experts"):
+            with pytest.raises(UnsupportedError, match="does not support routed_experts"):
                 await endpoint.generate(asking("r", (1, 2), max_tokens=2))
         async with serving(model_path) as endpoint:
             with pytest.raises(UnsupportedError, match="cannot be streamed"):

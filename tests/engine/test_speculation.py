@@ -18,7 +18,7 @@ from inflight.engines.embedded.sampler import sample
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.rollouts import continuation, joined
 from inflight.types import EngineStats
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import Completion, DraftCounts, DraftHistory, GenerateRequest, PromptHistory, VersionSpan
 from tests.engine.reference import (

@@ -82,7 +82,7 @@ def test_a_slow_engine_that_lives_is_waited_for_until_the_deadline(server: Serve
         asked(server, 3.0)
 
 
-@pytest.mark.parametrize("ending", ["resume", "give_up"])
+@pytest.mark.parametrize("ending", ["resume", "fail_requests"])
 def test_no_request_waits_for_ever_when_the_server_is_gone_in_the_middle_of_a_pause(ending: str) -> None:
     async def unused() -> Any:
         raise AssertionError("nothing was applied")

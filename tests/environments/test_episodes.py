@@ -16,7 +16,7 @@ from inflight.errors import TaskError, UnreachableError
 from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import Ledger
-from inflight.rollouts.driver_commands import GroupFinished, ItemDropped
+from inflight.rollouts.driver_commands import DroppedItem, FinishedGroup
 from inflight.run.sampling.actor import FailedEpisode, Outcome
 from inflight.run.sampling.episodes import Episodes
 from inflight.run.sampling.sampling_endpoint import SamplingEndpoint
@@ -54,7 +54,7 @@ class Played:
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
-        self.drops: list[ItemDropped] = []
+        self.drops: list[DroppedItem] = []
         self.failures: list[tuple[str, str]] = []
         self.ledger = Ledger()
         self.error: BaseException | None = None
@@ -63,10 +63,10 @@ class Played:
 
     def note(self, outcome: Outcome) -> None:
         match outcome:
-            case GroupFinished(group, _, num_rewritten):
+            case FinishedGroup(group, _, num_rewritten):
                 self.groups.append(group)
                 self.num_rewritten += num_rewritten
-            case ItemDropped():
+            case DroppedItem():
                 self.drops.append(outcome)
             case FailedEpisode(_, kind, what_happened):
                 self.failures.append((kind, what_happened))

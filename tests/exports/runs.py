@@ -24,7 +24,7 @@ class PaperRun:
     def _begin(self, began_at: float, version: int) -> None:
         self._files = EventWriter(self.directory)
         config = {"task": {"name": "letters"}, "run": {"directory": "runs/letters"}}
-        self.add(events.Began, began_at=began_at, version=version, inflight="0.1.0", config=config)
+        self.add(events.RunStarted, began_at=began_at, version=version, inflight="0.1.0", config=config)
 
     def add(self, of: type[events.Event], start_s: float = 0.0, end_s: float | None = None, **facts: Any) -> None:
         row = {"start_s": start_s, "end_s": start_s if end_s is None else end_s, **facts}
@@ -44,7 +44,7 @@ class PaperRun:
         spans = ((0, 20, 4), (20, 30, 5))
         part = {"number": 0, "num_tokens": 30, "spans": spans, "finish_reason": "stop", "turns": turns}
         self.add(
-            events.Request,
+            events.RequestEnded,
             start_s,
             end_s,
             endpoint=endpoint,
@@ -56,15 +56,17 @@ class PaperRun:
         )
 
     def group(self, item: int, at_s: float) -> None:
-        self.add(events.Group, at_s, endpoint=A, item=item, oldest=4, newest=5, rewards=(0.0, 1.0), lengths=(30, 40))
+        self.add(
+            events.GroupFinished, at_s, endpoint=A, item=item, oldest=4, newest=5, rewards=(0.0, 1.0), lengths=(30, 40)
+        )
 
     def train(self, version: int, start_s: float, end_s: float, items: tuple[int, ...] = ()) -> None:
         ranks = ((start_s, end_s), (start_s + 0.1, end_s))
-        self.add(events.Train, start_s, end_s, version=version, ranks=ranks, items=items)
+        self.add(events.StepTrained, start_s, end_s, version=version, ranks=ranks, items=items)
 
     def publish(self, version: int, start_s: float, end_s: float, **outcomes: str) -> None:
         self.add(
-            events.Publish,
+            events.WeightsPublished,
             start_s,
             end_s,
             version=version,
@@ -82,7 +84,7 @@ class PaperRun:
 
     def step(self, version: int, at_s: float, **facts: Any) -> None:
         metrics = {"reward": 0.5, "lag_mean": 1.5, "effective_sample_size": 0.9, "num_step_tokens": 700} | facts
-        self.add(events.Step, at_s, version=version, time_s=at_s, **metrics)
+        self.add(events.StepCompleted, at_s, version=version, time_s=at_s, **metrics)
 
     def kill_and_resume(self, version: int, began_at: float) -> None:
         self._files.close()
@@ -97,21 +99,21 @@ def whole_run(directory: Path) -> PaperRun:
     """A run that samples, trains, publishes, fails, is killed and resumed, and ends."""
     run = PaperRun(directory)
     run.publish(0, 1.0, 1.5)
-    run.add(events.Running, 1.5, num_groups=2)
+    run.add(events.RunningGroups, 1.5, num_groups=2)
     run.request(0, 2.0, 5.0)
     run.group(0, 5.0)
     run.request(1, 2.5, 5.5, B)
     run.request(2, 5.0, 5.6, B, error="ConnectionError: refused")
     run.request(3, 3.0, 6.0, turns=((2.8, 4.0, 15), (4.5, 5.0, 15)))
     run.group(1, 6.0)
-    run.add(events.Drop, 6.1, reason="failed", item=2, what="three tries")
+    run.add(events.ItemDropped, 6.1, reason="failed", item=2, what="three tries")
     run.add(events.EpisodeFailed, 6.1, item=3, reason="TimeoutError", what="too slow")
     run.train(1, 6.0, 8.0, (0, 1))
     run.publish(1, 8.0, 8.6)
     run.step(1, 8.7, groups_waiting=3, ledger={"outstanding": 4}, lag_max=2)
     states = {A: "healthy", B: "dead"}
-    run.add(events.Fleet, 8.8, version=1, changes=((B, "healthy", "dead"),), states=states, serving=(A,))
-    run.add(events.Saved, 8.9, version=1)
+    run.add(events.FleetChanged, 8.8, version=1, changes=((B, "healthy", "dead"),), states=states, serving=(A,))
+    run.add(events.CheckpointSaved, 8.9, version=1)
     run.request(3, 8.5, 9.0)
     run.group(3, 9.0)
     run.train(2, 9.0, 9.5, (3,))
@@ -124,9 +126,9 @@ def whole_run(directory: Path) -> PaperRun:
     run.train(2, 10.0, 12.0, (3,))
     run.publish(2, 12.0, 12.5)
     run.step(2, 12.6, num_stale_tokens=5)
-    run.add(events.Versions, 12.6, trainer=2, servers={A: 2, B: None})
-    run.add(events.MemoryTurn, 12.6, 12.8, kind="released", servers=(A,))
+    run.add(events.ServedVersions, 12.6, trainer=2, servers={A: 2, B: None})
+    run.add(events.MemoryMoved, 12.6, 12.8, kind="memory_released", servers=(A,))
     run.add(events.Failure, 13.0, what="a rank was lost")
-    run.add(events.Ended, 13.0, version=2, is_interrupted=False)
+    run.add(events.RunEnded, 13.0, version=2, is_interrupted=False)
     run.close()
     return run

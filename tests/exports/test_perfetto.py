@@ -137,9 +137,9 @@ def test_a_trace_has_every_request_step_publish_and_failure(tmp_path: Path) -> N
     (pause,) = [row for row in found["trainer", "publish: pause"] if row["args"]["version"] == 1]
     assert (pause["ts"], pause["dur"]) == (8_550_000, 50_000)
     assert [row["dur"] for row in found[A, "updates"]] == [40_000] * 3
-    assert [row["name"] for row in found[A, "memory"]] == ["released"]
+    assert [row["name"] for row in found[A, "memory"]] == ["memory_released"]
     assert [row["name"] for row in found["run", "failure"]] == ["a rank was lost"]
-    assert [(row["name"], row["args"]["what"]) for row in found["run", "drop"]] == [("failed", "three tries")]
+    assert [(row["name"], row["args"]["what"]) for row in found["run", "item_dropped"]] == [("failed", "three tries")]
     counters = [counter(row) for row in rows if row["ph"] == "C"]
     assert ("groups running", 2) in counters
     assert [value for name, value in counters if name == "weight version"] == [0, 1, 2, 2]
@@ -247,12 +247,14 @@ def test_a_directory_without_a_run_and_a_file_that_cannot_be_written_are_refused
     with pytest.raises(ConfigError, match="holds no events of a run: name a run directory"):
         write_perfetto(tmp_path, tmp_path / "out.json")
     writer = files.EventWriter(tmp_path)
-    writer.write(events.Running(start_s=1.0, end_s=1.0, num_groups=1))
+    writer.write(events.RunningGroups(start_s=1.0, end_s=1.0, num_groups=1))
     writer.close()
-    with pytest.raises(ConfigError, match="begin with 'running', so when they were is not known: write a 'began'"):
+    with pytest.raises(
+        ConfigError, match="begin with 'running_groups', so when they were is not known: write a 'run_started'"
+    ):
         write_perfetto(tmp_path, tmp_path / "out.json")
     run = PaperRun(tmp_path)
-    run.add(events.Running, 1.0, num_groups=1)
+    run.add(events.RunningGroups, 1.0, num_groups=1)
     run.close()
     assert main(["trace", str(tmp_path), "--perfetto", str(tmp_path / "no" / "out.json")]) == 1
     assert "out.json' cannot be written: No such file or directory" in capsys.readouterr().err

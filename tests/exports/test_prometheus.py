@@ -36,7 +36,7 @@ def scraped(metrics: RunMetrics) -> dict[str, float]:
 def test_metrics_are_what_the_events_say(tmp_path: Path) -> None:
     metrics = RunMetrics()
     for event in whole_run(tmp_path).heard:
-        metrics.heard(event)
+        metrics.count(event)
     found = scraped(metrics)
     assert found["inflight_run_info,directory=runs/letters,inflight=0.1.0,task=letters"] == 1
     expected = {
@@ -101,7 +101,7 @@ def labels(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> dict[st
     found = {f"{it.name}{suffix}": set[str]() for it in families for suffix in SUFFIXES.get(it.type, ("",))}
     on_paper = RunMetrics()
     for event in whole_run(tmp_path_factory.mktemp("paper")).heard:
-        on_paper.heard(event)
+        on_paper.count(event)
     for family in (*families, *on_paper.registry.collect()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)

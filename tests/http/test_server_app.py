@@ -54,4 +54,4 @@ def test_a_route_whose_capability_is_not_declared_is_refused(model_dir: Path, mo
     response = asyncio.run(run())
     assert response.status_code == 400
     error = ErrorBody.model_validate_json(response.content).error
-    assert (error.code, error.message[-33:]) == ("unsupported", "does not declare partial_rollouts")
+    assert (error.code, error.message[-33:]) == ("unsupported", "does not support partial_rollouts")

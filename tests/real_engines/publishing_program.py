@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from inflight.http.kinds import connect_endpoint
-from inflight.weights.send.publish import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports.process_group import ProcessGroupSender
 from tests.real_engines.servers import publish
 

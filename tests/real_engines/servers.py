@@ -18,7 +18,7 @@ from inflight.contracts import InferenceEndpoint
 from inflight.engines.launch import EngineProcess, started
 from inflight.http.kinds import EngineKind, EngineOptions, load_engine_kind
 from inflight.types import PublishReport
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams
 from tests.weights.workers import PlainWorker

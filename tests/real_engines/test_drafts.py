@@ -21,7 +21,7 @@ from inflight.contracts import DraftingEndpoint, InferenceEndpoint
 from inflight.errors import UnsupportedError
 from inflight.http.kinds import connect_endpoint
 from inflight.rollouts import continuation
-from inflight.weights.send.publish import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import Completion, DraftHistory, GenerateRequest, InFlightPolicy, PromptHistory, SamplingParams
 from tests.real_engines.servers import is_uniform, muted, publish, python_of, run

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from inflight.types import MicroBatch
-from inflight.weights.send.publish import publish_weights
+from inflight.weights.send.publisher import publish_weights
 from inflight.wire import GenerateResponse
 from inflight_fsdp import FsdpLoraWorker, create_worker
 from tests.real_engines.oracle import PROMPT, transformers_logprobs

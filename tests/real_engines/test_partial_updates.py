@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from inflight.errors import PublishError
 from inflight.types import EndpointOutcome
-from inflight.weights.send.publish import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import GenerateResponse, LoraSpec
 from inflight_vllm import VllmEndpoint

@@ -20,7 +20,7 @@ from inflight.errors import PublishError
 from inflight.http.kinds import connect_endpoint
 from inflight.types import EndpointOutcome
 from inflight.weights.encode.buckets import plan_buckets
-from inflight.weights.send.publish import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports import make_sender
 from inflight.wire import (
     BucketTransfer,
@@ -172,7 +172,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from safetensors.torch import load_file
-from inflight.weights.send.publish import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher
 from tests.real_engines.servers import muted, publish_worker
 from tests.weights.lora import lora_of, merged_with
 from tests.weights.workers import LORA, LoraWorker, PartialWorker, PlainWorker, scaled

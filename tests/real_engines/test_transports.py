@@ -14,7 +14,7 @@ import torch
 from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.errors import PublishError
 from inflight.types import EndpointOutcome, WeightBucket
-from inflight.weights.send.publish import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.files import FileSender
 from inflight.weights.transports.process_group import ProcessGroupSender

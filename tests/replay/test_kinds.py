@@ -138,8 +138,8 @@ def recorded_run(kind: Kind, directory: Path) -> RunProcess:
         run.wait()
         run = RunProcess(directory, model, *words, *kind.resumed_with, "--resume")
     assert run.wait() == 0, run.output()
-    lives = read_manifest(run.directory / "record").earlier
-    assert len(lives) == (kind.resumed_with is not None), "the case means nothing"
+    incarnations = read_manifest(run.directory / "record").earlier
+    assert len(incarnations) == (kind.resumed_with is not None), "the case means nothing"
     return run
 
 

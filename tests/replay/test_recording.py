@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from inflight.errors import CheckpointError
-from inflight.observe.trace.records import EarlierLife, Manifest, read_manifest, versions_of
+from inflight.observe.trace.records import EarlierIncarnation, Manifest, read_manifest, versions_of
 from inflight.run.config import RunConfig
 from inflight.run.ranks.messages import Trained
-from inflight.run.record.recording import Recording, earlier_lives
+from inflight.run.record.recording import Recording, earlier_incarnations
 from inflight.run.sampling.batches import StepBatch
 from tests.replay.test_records import example
 
@@ -73,7 +73,10 @@ def test_a_resumed_run_keeps_its_earlier_configurations(tmp_path: Path, model_di
     for seed, (begin, num_steps) in enumerate(((0, 2), (2, 1), (3, 1))):
         record(recording(tmp_path, model_dir, notes, num_steps=5, seed=seed), begin, num_steps)
     manifest = read_manifest(tmp_path / "record")
-    assert [(life.until, life.config["run"]["seed"]) for life in manifest.earlier] == [(2, 0), (3, 1)]
+    assert [(incarnation.until, incarnation.config["run"]["seed"]) for incarnation in manifest.earlier] == [
+        (2, 0),
+        (3, 1),
+    ]
     assert manifest.config is not None
     assert manifest.config["run"]["seed"] == 2
     assert notes == []
@@ -81,9 +84,9 @@ def test_a_resumed_run_keeps_its_earlier_configurations(tmp_path: Path, model_di
     assert "not every step up to version 9 was recorded" in notes[0]
 
 
-def test_a_life_whose_steps_were_all_removed_is_not_kept() -> None:
-    lives = (EarlierLife(until=2, config={"a": 1}), EarlierLife(until=4, config={"a": 2}))
-    before = Manifest(config={"a": 3}, earlier=lives)
-    assert earlier_lives(before, 6) == (*lives, EarlierLife(until=6, config={"a": 3}))
-    assert earlier_lives(before, 4) == lives
-    assert earlier_lives(before, 3) == (lives[0], EarlierLife(until=3, config={"a": 2}))
+def test_a_incarnation_whose_steps_were_all_removed_is_not_kept() -> None:
+    incarnations = (EarlierIncarnation(until=2, config={"a": 1}), EarlierIncarnation(until=4, config={"a": 2}))
+    before = Manifest(config={"a": 3}, earlier=incarnations)
+    assert earlier_incarnations(before, 6) == (*incarnations, EarlierIncarnation(until=6, config={"a": 3}))
+    assert earlier_incarnations(before, 4) == incarnations
+    assert earlier_incarnations(before, 3) == (incarnations[0], EarlierIncarnation(until=3, config={"a": 2}))

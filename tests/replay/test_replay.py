@@ -17,7 +17,7 @@ import pytest
 from inflight.cli import main
 from inflight.errors import ConfigError
 from inflight.observe.trace.records import (
-    EarlierLife,
+    EarlierIncarnation,
     Manifest,
     RecordWriter,
     Weights,
@@ -30,7 +30,7 @@ from inflight.observe.trace.steps import Outcome, RecordedStep
 from inflight.replay.differences import LogprobDifference, StepDifference, step_difference
 from inflight.replay.report import described, first_beyond_rounding, first_unequal
 from inflight.replay.sampling import compared
-from inflight.replay.training import Replayed, check_record, check_tokens, replay_config, replay_lives
+from inflight.replay.training import Replayed, check_record, check_tokens, replay_config, replay_incarnations
 from inflight.types import Group, Sample
 from inflight.wire import Completion, VersionSpan
 from tests.replay.test_importing import slime_dump, slime_sample
@@ -215,15 +215,18 @@ def test_training_again_needs_the_start_weights_and_every_step(tmp_path: Path, m
         check_record(writer.directory, of_run(), config, num_steps=2)
 
 
-def test_each_life_of_a_run_is_trained_as_it_was_configured(tmp_path: Path) -> None:
+def test_each_incarnation_of_a_run_is_trained_as_it_was_configured(tmp_path: Path) -> None:
     last = of_run()
     assert last.config is not None
     earlier = {**last.config, "train": {"learning_rate": 0.5}}
-    manifest = of_run(earlier=(EarlierLife(until=3, config=earlier),))
-    lives = replay_lives(manifest, tmp_path, num_ranks=2)
-    assert [(life.until, life.config.train.learning_rate) for life in lives] == [(3, 0.5), (None, 1.0)]
-    assert {life.config.train.num_ranks for life in lives} == {2}
-    assert [life.until for life in replay_lives(manifest, tmp_path, base=earlier)] == [None]
+    manifest = of_run(earlier=(EarlierIncarnation(until=3, config=earlier),))
+    incarnations = replay_incarnations(manifest, tmp_path, num_ranks=2)
+    assert [(incarnation.until, incarnation.config.train.learning_rate) for incarnation in incarnations] == [
+        (3, 0.5),
+        (None, 1.0),
+    ]
+    assert {incarnation.config.train.num_ranks for incarnation in incarnations} == {2}
+    assert [incarnation.until for incarnation in replay_incarnations(manifest, tmp_path, base=earlier)] == [None]
 
 
 def test_a_relative_path_of_the_model_starts_from_where_the_run_was(tmp_path: Path, model_dir: Path) -> None:

@@ -13,7 +13,7 @@ from inflight.errors import CheckpointError, DeadlineError, EndpointError, Infli
 from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import Ledger, load_task
-from inflight.rollouts.driver_commands import GroupFinished, ItemDropped, ItemRequeued
+from inflight.rollouts.driver_commands import DroppedItem, FinishedGroup, RequeuedItem
 from inflight.run.sampling.actor import Actor, Outcome
 from inflight.run.sampling.completions import Completions
 from inflight.types import Group
@@ -51,15 +51,15 @@ class Acted:
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
-        self.drops: list[ItemDropped] = []
+        self.drops: list[DroppedItem] = []
         self.ledger = Ledger()
         self.lost: dict[str, str] = {}
         self.error: BaseException | None = None
 
     def note(self, outcome: Outcome) -> None:
-        if isinstance(outcome, GroupFinished):
+        if isinstance(outcome, FinishedGroup):
             self.groups.append(outcome.group)
-        elif isinstance(outcome, ItemDropped):
+        elif isinstance(outcome, DroppedItem):
             self.drops.append(outcome)
 
     @property
@@ -163,7 +163,7 @@ def test_an_item_that_fails_wherever_it_goes_is_given_up(shared_server: ServerPr
                 4096,
                 10.0,
             ),
-            lambda outcome: groups.append(outcome.group) if isinstance(outcome, GroupFinished) else None,
+            lambda outcome: groups.append(outcome.group) if isinstance(outcome, FinishedGroup) else None,
             ledger=ledger,
         )
         actor.add(endpoint, 4)
@@ -221,7 +221,7 @@ def test_a_note_that_cannot_be_taken_ends_the_run_and_the_ledger_still_adds_up(
     class FullDisk(Acted):
         def note(self, outcome: Outcome) -> None:
             super().note(outcome)
-            if isinstance(outcome, GroupFinished):
+            if isinstance(outcome, FinishedGroup):
                 raise CheckpointError("no space left on device")
 
     outcome = act(HttpEndpoint(shared_server.url), model_dir, lambda it: False, outcome=FullDisk())
@@ -249,7 +249,7 @@ def test_nothing_runs_any_more_when_the_end_of_the_last_group_is_told(
             ),
             lambda outcome: (
                 running_at_end.append(len(actor.dispatcher.open))
-                if isinstance(outcome, GroupFinished | ItemDropped | ItemRequeued)
+                if isinstance(outcome, FinishedGroup | DroppedItem | RequeuedItem)
                 else None
             ),
             may_offer=lambda: not actor.dispatcher.open,

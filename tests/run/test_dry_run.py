@@ -208,7 +208,7 @@ def test_a_running_server_is_asked_whether_it_can_take_part(
     urls = ("--servers.urls", json.dumps([shared_server.url]), "--devices", "0x80GiB")
     status, printed, _ = dry_run("quickstart", *urls)
     assert status == 0
-    assert "with a vocabulary of 258 tokens, but model.path" in printed
+    assert "it serves tiny with 258: start the server" in printed
     fitting = ("--model.path", str(model_dir))
     status, printed, _ = dry_run("quickstart", *urls, *fitting)
     assert status == 0

@@ -19,13 +19,13 @@ from inflight.errors import ConfigError
 from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import Ledger, load_task
-from inflight.rollouts.driver_commands import GroupFinished
+from inflight.rollouts.driver_commands import FinishedGroup
 from inflight.run.config import load_config
 from inflight.run.ranks.group import TrainerGroup
-from inflight.run.ranks.messages import Members, Served
+from inflight.run.ranks.messages import Members, PublishResult
 from inflight.run.sampling.actor import Actor
 from inflight.run.sampling.completions import Completions
-from inflight.run.servers.checks import check_servers, declared
+from inflight.run.servers.checks import check_endpoint, check_servers
 from inflight.types import Group
 from inflight.wire import Capabilities, SamplingParams, WeightVersion
 from tests.gates import StepGate, reserved_port
@@ -63,7 +63,7 @@ def config_file(tmp_path: Path, model_dir: Path) -> Path:
 def replaced(run: RunProcess, server: ServerProcess, start: Start, model: Path) -> ServerProcess:
     """Kill a server and start a new one on its port, once the run has noticed."""
     server.kill()
-    run.wait_for_events("fleet", lambda event: server.url in event.get("removed", ()))
+    run.wait_for_events("fleet_changed", lambda event: server.url in event.get("removed", ()))
     return started_again(server, start, model)
 
 
@@ -215,7 +215,7 @@ def test_servers_that_pull_go_to_the_newest_version_by_themselves(
     run = start_run(*words, "--servers.count", "2", "--run.num_steps", "100000", *gate.settings)
 
     def all_serve(version: int) -> None:
-        run.wait_for_events("versions", lambda event: [*event["servers"].values()] == [version] * 2)
+        run.wait_for_events("served_versions", lambda event: [*event["servers"].values()] == [version] * 2)
 
     all_serve(3)
     gate.allow(5)
@@ -236,10 +236,10 @@ def test_a_server_that_serves_another_kind_of_model_is_named_with_what_to_change
 ) -> None:
     if what == "dtype":
         server = start_server(model_dir, "--dtype", "bfloat16")
-        expected = f"{server.url} serves tiny in bfloat16, but the run trains in float32: set model.dtype to bfloat16"
+        expected = f"{server.url} does not support dtype float32; it serves tiny in bfloat16: change model.dtype"
     else:
         server = start_server(make_model(tmp_path / "other", vocab_size=300))
-        expected = f"{server.url} serves tiny with a vocabulary of 300 tokens"
+        expected = f"{server.url} does not support a vocabulary of 258 tokens; it serves tiny with 300"
     run = start_run("--servers.urls", json.dumps([server.url]))
     assert run.wait(90) == 1
     assert expected in run.output()
@@ -255,12 +255,12 @@ def test_a_server_replaced_on_its_port_gets_work_again_only_once_it_has_the_pres
     run = start_run("--servers.urls", json.dumps([steady.url, fickle.url]), "--run.num_steps", "100000")
     run.wait_for_steps(2)
     replaced(run, fickle, start_server, model_dir)
-    (back,) = run.wait_for_events("fleet", lambda event: fickle.url in event["restored"])
+    (back,) = run.wait_for_events("fleet_changed", lambda event: fickle.url in event["memory_restored"])
     run.wait_for_events("group", lambda event: event["endpoint"] == fickle.url and event["oldest"] >= back["version"])
     run.interrupt()
     assert run.wait() == 130, run.output()
     assert f"{fickle.url} is back, at version {back['version']}" in run.output()
-    events = run.events("group", "fleet")
+    events = run.events("group", "fleet_changed")
     gone = next(i for i, event in enumerate(events) if fickle.url in event.get("removed", ()))
     groups = [event for event in events[gone:] if event.get("endpoint") == fickle.url]
     assert groups
@@ -279,17 +279,17 @@ def test_servers_join_leave_die_and_come_back_as_a_file_lists_them(
 
     third = start_server(model_dir)
     listed.write_text(f"{first.url}\n{second.url}\nnonsense\n{third.url}\n")
-    (joined,) = run.wait_for_events("fleet", lambda event: third.url in event["joined"])
+    (joined,) = run.wait_for_events("fleet_changed", lambda event: third.url in event["joined"])
     run.wait_for_events("group", lambda event: event["endpoint"] == third.url)
     assert f"{third.url} has joined, at version {joined['version']}" in run.output()
     assert "line 3 of" in run.output() and "'nonsense' is not an endpoint" in run.output()
 
     replaced(run, second, start_server, model_dir)
-    (back,) = run.wait_for_events("fleet", lambda event: second.url in event["restored"])
+    (back,) = run.wait_for_events("fleet_changed", lambda event: second.url in event["memory_restored"])
     assert second.url in back["serving"]
 
     listed.write_text(f"{second.url}\n{third.url}\n")
-    (left, *_) = run.wait_for_events("fleet", lambda event: first.url in event["left"])
+    (left, *_) = run.wait_for_events("fleet_changed", lambda event: first.url in event["left"])
 
     def asked_since() -> list[str]:  # what it was asked before it left may be answered after that
         return [request["endpoint"] for request in run.events("request") if request["start_s"] > left["end_s"]]
@@ -316,7 +316,7 @@ def test_a_run_whose_only_attached_server_comes_back_goes_on(
     run.wait_for_steps(len(run.rows()) + 2)
     run.interrupt()
     assert run.wait() == 130, run.output()
-    (back,) = run.events("fleet")[-1:]
+    (back,) = run.events("fleet_changed")[-1:]
     assert back["restored"] == [server.url]
 
 
@@ -334,10 +334,10 @@ def test_a_run_whose_attached_servers_stay_away_ends_with_how_each_was_lost(
     assert (run.directory / "summary.json").exists()
 
 
-async def publish(trainers: TrainerGroup, urls: Sequence[str]) -> Served:
-    served = (await trainers.publish(Members(urls=tuple(urls)))).served
-    assert served is not None
-    return served
+async def publish(trainers: TrainerGroup, urls: Sequence[str]) -> PublishResult:
+    published = (await trainers.publish(Members(urls=tuple(urls)))).published
+    assert published is not None
+    return published
 
 
 @pytest.mark.parametrize("num_ranks", first_of_each([2, 1], lambda _: "any"))
@@ -349,14 +349,14 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
     steady, fickle = start_server(model_dir), start_server(model_dir, "--port", str(reserved_port()))
     urls = [steady.url, fickle.url]
 
-    async def conversation() -> tuple[Served, ...]:
+    async def conversation() -> tuple[PublishResult, ...]:
         overrides = ["--servers.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)]
         config = load_config(config_file, overrides)
         logs = config_file.parent
         trainers = TrainerGroup(config, logs, TOKEN, print)
         await trainers.spawn()
         try:
-            first = (await trainers.load_and_connect(Members(urls=tuple(urls)), "restarts", None)).served
+            first = (await trainers.load_and_connect(Members(urls=tuple(urls)), "restarts", None)).published
             assert first is not None
             fresh = await asyncio.to_thread(started_again, fickle, start_server, model_dir)
             second = await publish(trainers, urls)
@@ -370,10 +370,10 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
 
     first, second, third, fourth, fifth = asyncio.run(conversation())
     assert first.endpoints == second.endpoints == tuple(urls)
-    assert "no weight group is formed" in second.lost[0]
+    assert "no weight group is formed" in second.notes[0]
     assert third.endpoints == fourth.endpoints == (steady.url,)
     assert third.removed == fourth.removed == (fickle.url,)
-    assert fourth.lost == ()
+    assert fourth.notes == ()
     assert (fifth.endpoints, fifth.removed) == (tuple(urls), ())
     assert fifth.changes == ((fickle.url, "dead", "healthy"),)
 
@@ -386,7 +386,7 @@ def test_questions_to_the_ranks_wait_for_each_other(
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
     urls = [start_server(model_dir).url]
 
-    async def conversation() -> list[Served]:
+    async def conversation() -> list[PublishResult]:
         config = load_config(config_file, ["--servers.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)])
         trainers = TrainerGroup(config, config_file.parent, TOKEN, print)
         await trainers.spawn()
@@ -407,7 +407,7 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
     server = start_server(model_dir, "--port", str(reserved_port()))
 
-    async def conversation() -> tuple[Served, ...]:
+    async def conversation() -> tuple[PublishResult, ...]:
         config = load_config(config_file, ["--servers.urls", json.dumps([server.url]), "--train.num_ranks", "2"])
         trainers = TrainerGroup(config, config_file.parent, TOKEN, print)
         await trainers.spawn()
@@ -423,8 +423,8 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
 
     first, second, stranger = asyncio.run(conversation())
     assert [answer.endpoints for answer in (first, second, stranger)] == [(), (), ()]
-    assert first.facts is None
-    assert "came back with tiny in float32 with 300 tokens, but was tiny in float32 with 258" in stranger.lost[0]
+    assert not first.is_published
+    assert "came back with tiny in float32 with 300 tokens, but was tiny in float32 with 258" in stranger.notes[0]
 
 
 def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_stopped(
@@ -493,7 +493,7 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
                 4096,
                 10.0,
             ),
-            lambda outcome: groups.append(outcome.group) if isinstance(outcome, GroupFinished) else None,
+            lambda outcome: groups.append(outcome.group) if isinstance(outcome, FinishedGroup) else None,
             ledger=ledger,
         )
         actor.add(endpoint, 4)
@@ -536,13 +536,13 @@ def test_raw_logprobs_are_refused_at_any_temperature_but_one(
     async def ask() -> Capabilities:
         endpoint = RawEndpoint(shared_server.url)
         try:
-            return await declared(config, 258, endpoint)
+            return await check_endpoint(config, 258, endpoint)
         finally:
             await endpoint.aclose()
 
     config = load_config(config_file, ["--sampling.temperature", temperature])
     if is_refused:
-        with pytest.raises(ConfigError, match=r"declares raw logprobs.* sampling\.temperature is 0\.7"):
+        with pytest.raises(ConfigError, match=r"does not support processed logprobs.* set sampling\.temperature to 1"):
             asyncio.run(ask())
     else:
         assert asyncio.run(ask()).logprob_kind == "raw"

@@ -26,20 +26,20 @@ def test_what_runs_is_noted_when_it_changes_and_not_by_the_clock(tmp_path: Path)
     for num_groups in (0, 0, 0, 3, 3, 3, 3, 2, 2, 0):
         journal.running(num_groups)
     journal.close()
-    assert [event["num_groups"] for event in read_events(tmp_path, ["running"])] == [0, 3, 2, 0]
+    assert [event["num_groups"] for event in read_events(tmp_path, ["running_groups"])] == [0, 3, 2, 0]
 
 
 def test_events_are_bounded_on_disk_and_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PART_BYTES", 1000)
     journal = Journal(tmp_path, None)
     for number in range(1000):
-        journal.event(events.Running, num_groups=number)
+        journal.event(events.RunningGroups, num_groups=number)
     journal.close()
     found = sorted(tmp_path.glob("events*.jsonl"))
     assert len(found) == files.NUM_PARTS
     assert sum(path.stat().st_size for path in found) < files.NUM_PARTS * 1200
-    assert all(next(read_lines(path))["kind"] == "began" for path in found)
-    numbers = [event["num_groups"] for event in read_events(tmp_path, ["running"])]
+    assert all(next(read_lines(path))["kind"] == "run_started" for path in found)
+    numbers = [event["num_groups"] for event in read_events(tmp_path, ["running_groups"])]
     assert numbers == list(range(numbers[0], 1000))
     assert len(numbers) > 50
 
@@ -48,10 +48,10 @@ def test_a_new_run_leaves_no_events_of_the_one_before(tmp_path: Path, monkeypatc
     monkeypatch.setattr(files, "PART_BYTES", 100)
     first = Journal(tmp_path, None)
     for number in range(20):
-        first.event(events.Running, num_groups=number)
+        first.event(events.RunningGroups, num_groups=number)
     first.close()
     Journal(tmp_path, None).close()
-    assert [event["kind"] for event in read_events(tmp_path)] == ["began"]
+    assert [event["kind"] for event in read_events(tmp_path)] == ["run_started"]
 
 
 def test_events_are_yielded_one_by_one(tmp_path: Path) -> None:
@@ -65,14 +65,14 @@ def test_events_are_yielded_one_by_one(tmp_path: Path) -> None:
 def test_a_fact_that_the_schema_does_not_have_is_refused_and_not_dropped(tmp_path: Path) -> None:
     journal = Journal(tmp_path, None)
     with pytest.raises(ValueError, match=r"num_grups\n.*Extra inputs"):
-        journal.event(events.Running, num_groups=1, num_grups=1)
+        journal.event(events.RunningGroups, num_groups=1, num_grups=1)
     part = {"number": 0, "num_tokens": 1, "spans": (), "finish_reason": "stop", "colour": "red"}
     with pytest.raises(ValueError, match=r"parts\.0\.colour\n.*Extra inputs"):
         journal.event(
-            events.Request, endpoint="http://a", item=0, request_id="a", numbers=(0,), parts=(part,), error=None
+            events.RequestEnded, endpoint="http://a", item=0, request_id="a", numbers=(0,), parts=(part,), error=None
         )
     journal.close()
-    assert [event["kind"] for event in read_events(tmp_path)] == ["began"]
+    assert [event["kind"] for event in read_events(tmp_path)] == ["run_started"]
 
 
 def test_listeners_hear_what_is_written_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +80,10 @@ def test_listeners_hear_what_is_written_and_in_order(tmp_path: Path, monkeypatch
     heard: list[events.Event] = []
     journal = Journal(tmp_path, None, listeners=[heard.append])
     for number in range(50):
-        journal.event(events.Running, num_groups=number)
+        journal.event(events.RunningGroups, num_groups=number)
     journal.close()
     assert [json.loads(event.model_dump_json()) for event in heard][-20:] == list(read_events(tmp_path))[-20:]
-    assert [event.num_groups for event in heard if isinstance(event, events.Running)] == list(range(50))
+    assert [event.num_groups for event in heard if isinstance(event, events.RunningGroups)] == list(range(50))
 
 
 def test_groups_that_no_step_follows_leave_numbers_and_no_tokens_in_memory(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.engines.embedded.tiny import TinyShape, create_tiny_model, save_tiny_model
 from inflight.run.config import RunConfig
-from inflight.run.servers.checks import _problem
+from inflight.run.servers.checks import needs_of
 from tests.run.runs import RunProcess
 from tests.weights.test_publisher_machine import DECLARED
 
@@ -53,6 +53,6 @@ def test_servers_that_do_not_say_their_experts_are_refused(tmp_path: Path) -> No
         }
     )
     can = DECLARED.model_copy(update={"transports": ("gloo",)})
-    problem = _problem(config, can.vocab_size, can)
-    assert problem == "does not declare routed_experts: change train.router_replay"
-    assert _problem(config, can.vocab_size, can.model_copy(update={"routed_experts": True})) is None
+    needs = needs_of(config, can.vocab_size)
+    assert can.missing(needs) == {"routed_experts": "routed_experts"}
+    assert not can.model_copy(update={"routed_experts": True}).missing(needs)

@@ -104,14 +104,16 @@ def test_servers_release_their_memory_while_the_trainer_trains(start_run: Callab
     assert run.wait() == 0, run.output()
     assert [row["lag_max"] for row in run.rows()] == [0, 1, 0, 1]
     assert [row["publish"] is not None for row in run.rows()] == [False, True, False, True]
-    turns = sorted(run.events("released", "restored", "train", "publish"), key=lambda event: event["start_s"])
-    phase = ["released", "train", "train", "restored", "publish"]
-    assert [event["kind"] for event in turns] == ["restored", "publish", *phase, *phase]
-    borders = run.events("released", "restored")
+    turns = sorted(
+        run.events("memory_released", "memory_restored", "train", "publish"), key=lambda event: event["start_s"]
+    )
+    phase = ["memory_released", "train", "train", "memory_restored", "publish"]
+    assert [event["kind"] for event in turns] == ["memory_restored", "publish", *phase, *phase]
+    borders = run.events("memory_released", "memory_restored")
     assert all(set(event["servers"]) == set(run.server_urls()) for event in borders)
     for group in run.events("group"):
         (*_, last) = (event["kind"] for event in borders if event["end_s"] <= group["end_s"])
-        assert last == "restored"
+        assert last == "memory_restored"
     assert run.summary()["failure"] is None
 
 
@@ -127,7 +129,7 @@ def test_a_server_that_finds_no_memory_to_restore_is_left_out_until_it_does(
         run = start_run(
             *RELEASING, "--run.num_steps", "100000", "--servers.urls", urls, environment={"INFLIGHT_TOKEN": TOKEN}
         )
-        (back,) = run.wait_for_events("fleet", lambda event: servers[0].url in event["restored"])
+        (back,) = run.wait_for_events("fleet_changed", lambda event: servers[0].url in event["restored"])
         for server in servers:
             run.wait_for_events(
                 "request",
@@ -136,8 +138,8 @@ def test_a_server_that_finds_no_memory_to_restore_is_left_out_until_it_does(
         run.interrupt()
         assert run.wait() == 130, run.output()
         assert f"{servers[0].url} did not restore its memory and is left out: the memory could not be" in run.output()
-        assert [event["servers"] for event in run.events("restored")][1] == [servers[1].url]
-        assert [event["removed"] for event in run.events("fleet")] == [[servers[0].url], []]
+        assert [event["servers"] for event in run.events("memory_restored")][1] == [servers[1].url]
+        assert [event["removed"] for event in run.events("fleet_changed")] == [[servers[0].url], []]
         for server in servers:  # they go on after the run, with their memory
             assert httpx.get(f"{server.url}/weight_version").json()["state"] == "ready"
     finally:
@@ -238,7 +240,7 @@ def test_killed_server_is_left_out_started_again_and_given_work_again(
     run.wait_for_steps(len(run.rows()) + 3)  # the run goes on without it
     num_steps = len(run.rows())
     start.open()
-    (back,) = run.wait_for_events("fleet", lambda event: url in event["restored"])
+    (back,) = run.wait_for_events("fleet_changed", lambda event: url in event["restored"])
     run.wait_for_events("group", lambda event: event["endpoint"] == url and event["oldest"] >= back["version"])
     assert back["version"] >= num_steps
     again, _ = run.servers()
@@ -572,7 +574,7 @@ def killed_and_resumed(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Kill a run with everything at a moment of chance, resume it for a few steps, and check its ledger.
 
-    Returns the rows of both lives, and the state of the checkpoint that it was resumed from.
+    Returns the rows of both incarnations, and the state of the checkpoint that it was resumed from.
     """
     settings = (*settings, "--run.checkpoint_every_steps", "2")
     fleet = ("--servers.count", "2", "--servers.max_concurrent", "16")
@@ -593,7 +595,7 @@ def killed_and_resumed(
     settled = after["num_trained"] + sum(after["num_dropped"].values())
     assert after["next_new"] == settled + len(after["unsettled"])
     assert after["num_trained"] > state["ledger"]["num_trained"]
-    # An item is finished at most once in each life of the run: what was saved of it is continued, not begun again.
+    # An item is finished at most once in each incarnation of the run: saved parts are continued, not sampled again.
     items = [event["item"] for event in resumed.events("group")]
     assert max(Counter(items).values()) <= 2
     return resumed.rows(), state
@@ -616,7 +618,7 @@ def test_groups_that_grow_too_old_while_they_run_are_aborted(start_run: Callable
         *("--sampling.max_tokens", "400", "--servers.max_concurrent", "64", "--run.num_steps", "3"),
     )
     assert run.wait() == 0, run.output()
-    dropped = [event["item"] for event in run.events("drop") if event["reason"] == "stale"]
+    dropped = [event["item"] for event in run.events("item_dropped") if event["reason"] == "stale"]
     finished = {event["item"] for event in run.events("group")}
     assert dropped
     assert not finished & {*dropped}

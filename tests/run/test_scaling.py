@@ -101,14 +101,14 @@ def test_a_run_starts_a_server_and_lets_it_go_and_its_items_add_up(start_run: Ca
     settings = ("--servers.join", at, "--servers.count", "1", "--servers.max_concurrent", "4", "--servers.scale", scale)
     run = start_run(*settings, "--run.num_steps", "100000", "--rollouts.max_lag", "1")
     run.wait_for_output("extra-1 is started")
-    (grown, *_) = run.wait_for_events("scale", lambda event: event["change"] == "grow")
+    (grown, *_) = run.wait_for_events("fleet_scaled", lambda event: event["change"] == "grow")
     (extra,) = grown["servers"]
     run.wait_for_output("extra-1 at " + extra + " leaves")
     run.wait_for_output(f"{extra} is no longer listed: it hands on what it has sampled and leaves")
-    run.wait_for_events("scale", lambda event: event["change"] == "shrink")
+    run.wait_for_events("fleet_scaled", lambda event: event["change"] == "shrink")
 
     def extras() -> set[str]:  # one after another: the fleet grows and shrinks as long as the run goes on
-        return {url for event in run.events("scale") if event["change"] == "grow" for url in event["servers"]}
+        return {url for event in run.events("fleet_scaled") if event["change"] == "grow" for url in event["servers"]}
 
     run.wait_until(lambda: extras() & {group["endpoint"] for group in run.events("group")})
     run.wait_for_steps(len(run.rows()) + 1)

@@ -41,47 +41,56 @@ def small_files() -> Iterator[None]:
 class Run:
     """Writes as a run's journal does, and remembers what it wrote."""
 
-    def __init__(self, directory: Path, *, compresses: bool = False, life: int = 0) -> None:
+    def __init__(self, directory: Path, *, compresses: bool = False, incarnation: int = 0) -> None:
         self.directory = directory
         self.compresses = compresses
         self.written: list[int] = []
-        self.life = life
+        self.incarnation = incarnation
         self.version = 0
         self.steps: list[tuple[int, int]] = []
-        """Version, and the life that made it."""
+        """Version, and the incarnation that made it."""
         self.meanwhile: Callable[[], None] = lambda: None
         """What others do while it resumes."""
         begin_files(directory)
         self._begin()
 
     def _begin(self) -> None:
-        self.life += 1
+        self.incarnation += 1
         self.files = EventWriter(self.directory, compresses=self.compresses)
         self._began()
 
     def _began(self) -> None:
         self.files.write(
-            events.Began(start_s=0, end_s=0, began_at=float(self.life), version=self.version, inflight="test")
+            events.RunStarted(
+                start_s=0, end_s=0, began_at=float(self.incarnation), version=self.version, inflight="test"
+            )
         )
 
     def write(self, num_events: int) -> None:
         for _ in range(num_events):
             self.written.append(len(self.written))
-            if self.files.write(events.Running(start_s=0, end_s=0, num_groups=self.written[-1])):
+            if self.files.write(events.RunningGroups(start_s=0, end_s=0, num_groups=self.written[-1])):
                 self._began()
 
     def step(self, _: int) -> None:
         self.version += 1
-        self.steps.append((self.version, self.life))
-        row = {"start_s": 0, "end_s": 0, "version": self.version, "time_s": 0, "reward": 0.5, "life": self.life}
-        self.files.write(events.Step.model_validate(row))
+        self.steps.append((self.version, self.incarnation))
+        row = {
+            "start_s": 0,
+            "end_s": 0,
+            "version": self.version,
+            "time_s": 0,
+            "reward": 0.5,
+            "incarnation": self.incarnation,
+        }
+        self.files.write(events.StepCompleted.model_validate(row))
 
     def kill(self, num_bytes: int) -> None:
         """Die in the middle of a line of each file, and resume from a step before the last one."""
         self.files.close()
         for name in ("events.jsonl", "metrics.jsonl"):
             with (self.directory / name).open("ab") as file:
-                file.write(b'{"kind": "running", "num_groups": 12345678}'[:num_bytes])
+                file.write(b'{"kind": "running_groups", "num_groups": 12345678}'[:num_bytes])
         self.version = max(0, self.version - 1)
         self.steps = self.steps[: self.version]
         resume_files(self.directory, self.version)
@@ -105,7 +114,7 @@ class Reader:
         self.follower = EventFollower(directory)
         self.numbers: list[int] = []
         self.steps: dict[int, int] = {}
-        self.life = 0.0
+        self.incarnation = 0.0
         self.last = 0
         self.may_restart = False
 
@@ -117,20 +126,22 @@ class Reader:
 
     def read(self) -> None:
         for event in self.follower.read():
-            if event["kind"] == "running":
+            if event["kind"] == "running_groups":
                 self.numbers.append(event["num_groups"])
             elif event.get("is_new_run"):
-                assert event["began_at"] != self.life
-                self.numbers, self.steps, self.life, self.last = [], {}, event["began_at"], 0
-            elif event["kind"] == "began" and event["began_at"] != self.life:
-                self.life, self.may_restart = event["began_at"], True
-                self.steps = {version: life for version, life in self.steps.items() if version <= event["version"]}
+                assert event["began_at"] != self.incarnation
+                self.numbers, self.steps, self.incarnation, self.last = [], {}, event["began_at"], 0
+            elif event["kind"] == "run_started" and event["began_at"] != self.incarnation:
+                self.incarnation, self.may_restart = event["began_at"], True
+                self.steps = {
+                    version: incarnation for version, incarnation in self.steps.items() if version <= event["version"]
+                }
             elif event["kind"] == "step":
                 is_again = self.may_restart and event["version"] == 1
                 assert is_again or event["version"] == self.last + 1, "steps come again only after a Began"
                 self.may_restart = self.may_restart and not is_again
                 self.last = event["version"]
-                self.steps[event["version"]] = event["life"]
+                self.steps[event["version"]] = event["incarnation"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -151,8 +162,8 @@ def test_a_follower_sees_each_event_once_and_in_order(actions: list[tuple[str, i
             else:
                 getattr(run, action)(number)
         run.files.close()
-        assert [event["num_groups"] for event in read_events(run.directory, ["running"])] == run.written
-        assert [(step["version"], step["life"]) for step in read_steps(run.directory)] == run.steps
+        assert [event["num_groups"] for event in read_events(run.directory, ["running_groups"])] == run.written
+        assert [(step["version"], step["incarnation"]) for step in read_steps(run.directory)] == run.steps
         for reader in readers:
             reader.follower.close()
 
@@ -172,7 +183,7 @@ def test_readers_beside_a_running_writer_miss_nothing(tmp_path: Path, compresses
 
     def read_again_and_again() -> None:
         while not is_over.is_set():
-            numbers = [event["num_groups"] for event in read_events(tmp_path, ["running"])]
+            numbers = [event["num_groups"] for event in read_events(tmp_path, ["running_groups"])]
             seen["read"].append(len(numbers))
             assert numbers == list(range(len(numbers)))
 
@@ -220,7 +231,7 @@ def test_a_follower_reads_a_new_run_in_the_directory_from_its_beginning(tmp_path
         assert reader.steps == {}
         run.step(1)
         reader.read()
-        assert reader.steps == {1: run.life}
+        assert reader.steps == {1: run.incarnation}
     run.files.close()
 
 
@@ -231,7 +242,7 @@ def test_steps_of_a_run_that_was_replaced_before_its_events_were_read_do_not_cou
     assert [step["version"] for step in follower.read_steps()] == [1]
     run.restart(50)
     began, *others = follower.read()
-    assert (began["kind"], began["is_new_run"]) == ("began", True)
+    assert (began["kind"], began["is_new_run"]) == ("run_started", True)
     assert not any("is_new_run" in event for event in others), "they belong to the new run"
     follower.close()
     run.files.close()
@@ -241,7 +252,7 @@ def test_steps_of_a_run_that_was_replaced_before_its_events_were_read_do_not_cou
 def test_events_of_two_runs_are_never_read_as_one(tmp_path: Path, compresses: bool) -> None:
     run = Run(tmp_path, compresses=compresses)
     run.write(50)
-    reading = read_events(tmp_path, ["running"])
+    reading = read_events(tmp_path, ["running_groups"])
     next(reading)
     run.restart(50)
     with pytest.raises(ConfigError, match="another run has begun in"):
@@ -257,7 +268,7 @@ def test_a_compressed_run_reads_like_a_plain_one_and_leaves_no_other_files(tmp_p
     assert "events.1.jsonl.zst" in names
     assert "events.1.jsonl" not in names
     assert not [name for name in names if name.endswith(".partial")]
-    assert [event["num_groups"] for event in read_events(tmp_path, ["running"])] == run.written
+    assert [event["num_groups"] for event in read_events(tmp_path, ["running_groups"])] == run.written
 
 
 def test_what_a_killed_process_left_half_compressed_is_removed(tmp_path: Path) -> None:
@@ -267,7 +278,7 @@ def test_what_a_killed_process_left_half_compressed_is_removed(tmp_path: Path) -
     run.kill(3)
     run.files.close()
     assert not list(tmp_path.glob("*.partial"))
-    assert [event["num_groups"] for event in read_events(tmp_path, ["running"])] == run.written
+    assert [event["num_groups"] for event in read_events(tmp_path, ["running_groups"])] == run.written
 
 
 def test_a_full_disk_leaves_whole_lines_and_what_follows_is_read(tmp_path: Path) -> None:
@@ -295,23 +306,23 @@ def test_a_full_disk_leaves_whole_lines_and_what_follows_is_read(tmp_path: Path)
     run.files._events = real
     run.write(1)
     run.files.close()
-    assert [event["num_groups"] for event in read_events(tmp_path, ["running"])] == run.written
+    assert [event["num_groups"] for event in read_events(tmp_path, ["running_groups"])] == run.written
 
 
 def test_readers_ignore_fields_and_kinds_that_they_do_not_know(tmp_path: Path) -> None:
-    began = events.Began(start_s=0, end_s=0, began_at=1.0, version=0, inflight="0.1.0").model_dump()
+    began = events.RunStarted(start_s=0, end_s=0, began_at=1.0, version=0, inflight="0.1.0").model_dump()
     lines = [
         {**began, "colour": "red"},
         {"kind": "rain", "start_s": 1, "end_s": 2, "mm": 3},
-        {"kind": "running", "start_s": 1, "end_s": 2, "num_groups": 4, "colour": "blue"},
+        {"kind": "running_groups", "start_s": 1, "end_s": 2, "num_groups": 4, "colour": "blue"},
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [event["kind"] for event in read_events(tmp_path)] == ["began", "rain", "running"]
-    assert events.ANY_EVENT.validate_python(lines[2]) == events.Running(start_s=1, end_s=2, num_groups=4)
+    assert [event["kind"] for event in read_events(tmp_path)] == ["run_started", "rain", "running_groups"]
+    assert events.ANY_EVENT.validate_python(lines[2]) == events.RunningGroups(start_s=1, end_s=2, num_groups=4)
 
 
 def test_events_of_a_newer_schema_are_refused(tmp_path: Path) -> None:
-    began = events.Began(start_s=0, end_s=0, began_at=1.0, version=0, inflight="9.9.0").model_dump()
+    began = events.RunStarted(start_s=0, end_s=0, began_at=1.0, version=0, inflight="9.9.0").model_dump()
     newer = {**began, "schema_version": events.SCHEMA_VERSION + 1}
     (tmp_path / "events.jsonl").write_text(json.dumps(newer) + "\n")
     with Reader(tmp_path) as reader:

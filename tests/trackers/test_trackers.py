@@ -143,8 +143,8 @@ class Recorded(Tracker):
         self.calls.append(failure)
 
 
-def step_of(version: int) -> events.Step:
-    return events.Step(start_s=1, end_s=1, version=version, time_s=1, reward=0.5)
+def step_of(version: int) -> events.StepCompleted:
+    return events.StepCompleted(start_s=1, end_s=1, version=version, time_s=1, reward=0.5)
 
 
 def reporting_to(tracker: Tracker, directory: Path, told: list[str]) -> Reporting:
@@ -154,8 +154,8 @@ def reporting_to(tracker: Tracker, directory: Path, told: list[str]) -> Reportin
 def test_a_tracker_is_told_the_run_its_steps_and_its_end(tmp_path: Path) -> None:
     tracker, told = Recorded(), []
     reporting = reporting_to(tracker, tmp_path, told)
-    reporting.heard(events.Running(start_s=0, end_s=0, num_groups=1))
-    reporting.heard(step_of(1))
+    reporting.report(events.RunningGroups(start_s=0, end_s=0, num_groups=1))
+    reporting.report(step_of(1))
     reporting.end("the disk is full")
     assert tracker.calls == ["run-1", (1, {"time_s": 1.0, "reward": 0.5}), "the disk is full"]
     assert told == ["tracker 'ours': here"]
@@ -173,10 +173,10 @@ def test_a_tracker_that_fails_is_told_of_once_and_gets_no_more(
     tracker, told = Recorded(fail), []
     reporting = reporting_to(tracker, tmp_path, told)
     for version in range(1, 4):
-        reporting.heard(step_of(version))
+        reporting.report(step_of(version))
     reporting.end(None)
     monkeypatch.setattr(reporting_module, "_MAX_WAITING", 0)
-    reporting.heard(step_of(4))
+    reporting.report(step_of(4))
     assert [line for line in told if line != "tracker 'ours': here"] == [
         f"tracker 'ours' failed, and gets no more steps: {error.__name__}: no network"
     ]
@@ -192,7 +192,7 @@ def test_a_tracker_that_hangs_holds_up_neither_steps_nor_the_end(
     reporting = reporting_to(tracker, tmp_path, told)
     begun = time.monotonic()
     for version in range(1, 100):
-        reporting.heard(step_of(version))
+        reporting.report(step_of(version))
     reporting.end(None, within_s=0.1)
     assert time.monotonic() - begun < 5
     assert sorted(told) == [
@@ -209,7 +209,7 @@ def test_the_tracker_of_the_example_follows_a_run(tmp_path: Path, monkeypatch: p
     file = tmp_path / "steps.txt"
     trackers = load_trackers(["line_tracker:LineTracker"], {"line_tracker:LineTracker": {"file": str(file)}})
     reporting = Reporting(trackers, TrackedRun(RUN_ID, tmp_path, {}, 6), lambda _: None)
-    reporting.heard(events.Step.model_validate({**step_of(7).model_dump(), "lag_mean": 1.5}))
+    reporting.report(events.StepCompleted.model_validate({**step_of(7).model_dump(), "lag_mean": 1.5}))
     reporting.end(None)
     assert file.read_text().splitlines() == [f"{RUN_ID} from step 7", "7: reward 0.5, lag 1.5", "done"]
 

@@ -28,14 +28,14 @@ FAILURE = "rank 0 was lost"
 Stored = dict[str, Any]
 
 
-def loss_of(version: int, life: int) -> float:
-    return version + life / 8
+def loss_of(version: int, incarnation: int) -> float:
+    return version + incarnation / 8
 
 
 def live(name: str, options: dict[str, Any], directory: Path) -> list[str]:
     """Live twice; return what the user is told."""
     told: list[str] = []
-    first = _life(name, options, directory, None, 0, told)
+    first = _incarnation(name, options, directory, None, 0, told)
     state: dict[str, Any] = {}
     for version in (1, 2, 3):
         _step(first[0], version, 0)
@@ -44,7 +44,7 @@ def live(name: str, options: dict[str, Any], directory: Path) -> list[str]:
     first[1].end(None)  # else a library in the same process would not begin again
     if name == "wandb":
         time.sleep(1.1)  # offline, its folders are named by the second
-    second = _life(name, options, directory, state, 2, told)
+    second = _incarnation(name, options, directory, state, 2, told)
     for version in (3, 4, 5):
         _step(second[0], version, 1)
     second[0].close()
@@ -52,18 +52,18 @@ def live(name: str, options: dict[str, Any], directory: Path) -> list[str]:
     return told
 
 
-def _life(
+def _incarnation(
     name: str, options: dict[str, Any], directory: Path, state: dict[str, Any] | None, version: int, told: list[str]
 ) -> tuple[Journal, Reporting]:
     trackers = load_trackers([name], {name: options} if options else {})
     reporting = Reporting(trackers, TrackedRun(RUN_ID, directory, CONFIG, version), told.append)
-    return Journal(directory, state, version, listeners=[reporting.heard]), reporting
+    return Journal(directory, state, version, listeners=[reporting.report]), reporting
 
 
-def _step(journal: Journal, version: int, life: int) -> None:
+def _step(journal: Journal, version: int, incarnation: int) -> None:
     journal.trained(version, [(0.0, 1.0)])
     facts = {
-        "loss": loss_of(version, life),
+        "loss": loss_of(version, incarnation),
         "unknown": float("nan"),
         "publish": {"version": version, "paused_s": {"http://127.0.0.1:8000": 0.5}},
     }

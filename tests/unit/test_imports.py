@@ -247,6 +247,7 @@ PUBLIC_NAMES = {
         "ModelCard",
         "ModelList",
         "Natural",
+        "Needs",
         "PROTOCOL_VERSION",
         "ProcessGroupSpec",
         "PromptHistory",

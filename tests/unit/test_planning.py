@@ -227,7 +227,7 @@ def make_run(
         "servers": CONFIG["servers"] | {"count": num_endpoints},
         "rollouts": CONFIG["rollouts"] | {"scheduler": scheduler},
     }
-    began = {"kind": "began", "start_s": 0.0, "end_s": 0.0, "schema_version": 1, "began_at": 0.0}
+    began = {"kind": "run_started", "start_s": 0.0, "end_s": 0.0, "schema_version": 1, "began_at": 0.0}
     began |= {"inflight": "0", "config": config}
     events: list[dict[str, Any]] = [began]
     history = HistoryStore()

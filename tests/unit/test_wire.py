@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from inflight import wire
+from inflight.base.requirements import require
+from inflight.errors import UnsupportedError
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import (
     BucketSpec,
@@ -25,6 +27,7 @@ from inflight.wire import (
     GenerateResponse,
     InFlightPolicy,
     Manifest,
+    Needs,
     SamplingParams,
     TensorSpec,
     VersionSpan,
@@ -428,18 +431,22 @@ def test_messages_survive_json_exactly(message: WireModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("need", "lack"),
+    ("needs", "words"),
     [
         ({}, None),
-        ({"in_flight": "keep", "transport": "gloo", "encodings": ["raw", "delta"]}, None),
-        ({"in_flight": "drain"}, "the in-flight policy drain; it declares keep"),
-        ({"transport": "shm"}, "the shm transport; it declares gloo"),
-        ({"encodings": ["raw", "float8"]}, "the encoding float8; it declares raw, delta"),
-        ({"partial_updates": True}, "partial updates"),
-        ({"lora": True}, "lora"),
+        ({"in_flight": "keep", "transport": "gloo", "encodings": ("raw", "delta"), "seeds": True}, None),
+        ({"dtype": "float32", "vocab_size": 10, "processed_logprobs": True}, None),
+        ({"in_flight": "drain"}, "the in-flight policy drain; it supports keep"),
+        ({"transport": "shm"}, "the shm transport; it supports gloo"),
+        ({"encodings": ("raw", "float8")}, "the encoding float8; it supports raw, delta"),
+        ({"partial_updates": True}, "partial_updates"),
+        ({"lora": True, "chat": True}, "lora, chat"),
+        ({"lora_or_merged": True}, "lora or partial_updates"),
+        ({"dtype": "bfloat16"}, "dtype bfloat16; it serves m in float32"),
+        ({"vocab_size": 11}, "a vocabulary of 11 tokens; it serves m with 10"),
     ],
 )
-def test_what_capabilities_lack_is_said_in_words(need: dict[str, Any], lack: str | None) -> None:
+def test_needs_that_an_endpoint_does_not_meet_are_named(needs: dict[str, Any], words: str | None) -> None:
     can = Capabilities(
         engine="e",
         engine_version="1",
@@ -457,4 +464,9 @@ def test_what_capabilities_lack_is_said_in_words(need: dict[str, Any], lack: str
         streaming=False,
         chat=False,
     )
-    assert can.lacks(**need) == lack
+    assert ", ".join(can.missing(Needs(**needs)).values()) == (words or "")
+    if words is None:
+        require(can, Needs(**needs), "here")
+    else:
+        with pytest.raises(UnsupportedError, match=f"^here does not support {words}$"):
+            require(can, Needs(**needs), "here")

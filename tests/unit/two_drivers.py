@@ -22,16 +22,16 @@ from inflight.planning.simulation import SimulatedRun
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.dispatcher import Dispatcher
 from inflight.rollouts.driver_commands import (
-    EndpointIdle,
+    ComposedPhase,
+    ComposedStep,
+    DroppedGroup,
+    DroppedItem,
     EndRun,
-    GroupDropped,
-    GroupFinished,
-    ItemDropped,
-    ItemRequeued,
-    PhaseComposed,
+    FinishedGroup,
+    IdleEndpoint,
+    RequeuedItem,
     ScoreGroup,
     SendRequest,
-    StepComposed,
     StopRequests,
 )
 from inflight.rollouts.schedulers import SCHEDULERS
@@ -165,19 +165,19 @@ def described(command: Any) -> tuple[Any, ...]:
             return "stop", endpoint, request_ids, keeps_partials
         case ScoreGroup(item, _, sampled):
             return "score", item, [(one.num_tokens, one.first_version) for one in sampled]
-        case GroupFinished(group, is_waiting):
+        case FinishedGroup(group, is_waiting):
             return "finished", group.item_index, is_waiting, spans_of(group)
-        case GroupDropped(group, reason):
+        case DroppedGroup(group, reason):
             return "group dropped", group.item_index, reason
-        case ItemDropped(item, reason, _, lengths):
+        case DroppedItem(item, reason, _, lengths):
             return "item dropped", item, reason, lengths
-        case ItemRequeued(item):
+        case RequeuedItem(item):
             return "requeued", item
-        case StepComposed(version, groups):
+        case ComposedStep(version, groups):
             return "step", version, [group.item_index for group in groups]
-        case PhaseComposed(steps):
+        case ComposedPhase(steps):
             return "phase", [[group.item_index for group in groups] for groups in steps]
-        case EndpointIdle(endpoint):
+        case IdleEndpoint(endpoint):
             return "idle", endpoint
         case EndRun(why):
             return "end", why
@@ -410,8 +410,8 @@ class LiveRun:
         await asyncio.gather(acting, return_exceptions=True)
 
     def note(self, outcome: Outcome) -> None:
-        if isinstance(outcome, StepComposed | PhaseComposed):
-            self.steps = outcome.steps if isinstance(outcome, PhaseComposed) else [outcome.groups]
+        if isinstance(outcome, ComposedStep | ComposedPhase):
+            self.steps = outcome.steps if isinstance(outcome, ComposedPhase) else [outcome.groups]
             self.composed.set()
 
     def want_step(self, version: int) -> None:

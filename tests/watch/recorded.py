@@ -39,13 +39,13 @@ class WrittenRun:
 
     def began(self, at_s: float = 0.0, version: int = 0, began_at: float = 1.7e9) -> None:
         config = {"run": {"num_steps": 10}, "model": {"path": "models/tiny"}}
-        self.write(events.Began, at_s, began_at=began_at, version=version, inflight="0", config=config)
+        self.write(events.RunStarted, at_s, began_at=began_at, version=version, inflight="0", config=config)
 
     def request(self, item: int, at_s: float, *, endpoint: str = SERVER, error: str | None = None, **part: Any) -> None:
         facts = {"number": 0, "num_tokens": 30, "spans": ((0, 10, 0), (10, 30, 1)), "finish_reason": "stop", **part}
         parts = () if error else (events.SampledPart(**facts),)
         self.write(
-            events.Request,
+            events.RequestEnded,
             at_s,
             at_s + 0.8,
             endpoint=endpoint,
@@ -63,18 +63,27 @@ class WrittenRun:
         self.request(item, at_s - 1)
         rewards, lengths = (1.0, 0.0), (30, 20)
         self.write(
-            events.Group, at_s - 0.2, endpoint=SERVER, item=item, oldest=0, newest=1, rewards=rewards, lengths=lengths
+            events.GroupFinished,
+            at_s - 0.2,
+            endpoint=SERVER,
+            item=item,
+            oldest=0,
+            newest=1,
+            rewards=rewards,
+            lengths=lengths,
         )
         span = (at_s - 0.2, at_s - 0.1)
-        self.write(events.Train, *span, version=version, ranks=(span, span), items=(item,) if items is None else items)
+        self.write(
+            events.StepTrained, *span, version=version, ranks=(span, span), items=(item,) if items is None else items
+        )
         self.publish(version)
         ledger = {"trained": version, "dropped": {"stale": 1}, "requeued": 0, "outstanding": 2}
         facts = {"reward": 0.1 * version, "lag_mean": 1.0, "ledger": ledger, "completions_by_age": {"1": 2}}
-        self.write(events.Step, at_s, version=version, time_s=at_s, **{**facts, **metrics})
+        self.write(events.StepCompleted, at_s, version=version, time_s=at_s, **{**facts, **metrics})
 
     def publish(self, version: int, outcome: str = "applied") -> None:
         self.write(
-            events.Publish,
+            events.WeightsPublished,
             version - 0.1,
             float(version),
             version=version,
@@ -91,7 +100,7 @@ class WrittenRun:
         )
 
     def ended(self, at_s: float, version: int, **facts: Any) -> None:
-        self.write(events.Ended, at_s, version=version, is_interrupted=False, **facts)
+        self.write(events.RunEnded, at_s, version=version, is_interrupted=False, **facts)
 
 
 @contextlib.contextmanager

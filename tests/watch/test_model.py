@@ -166,7 +166,7 @@ def test_parts_of_events_that_are_full_and_compressed_are_read_too(tmp_path: Pat
     run = folded(tmp_path)
     spans = views.timeline(run, 0.0, 9.0, 100)["lanes"][0]["spans"]
     assert [facts[0] for _, _, _, facts in spans] == [0, 1, 2]
-    assert views.overview(run, [])["marks"] == [], "a new file is no new life"
+    assert views.overview(run, [])["marks"] == [], "a new file is no new incarnation"
 
 
 def test_what_is_not_a_number_is_left_out_and_told(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_lost_requests_failed_publishes_and_dead_servers_are_failures(tmp_path: 
     written.request(7, 1.0, endpoint=OTHER, error="the server disconnected")
     written.request(8, 1.0, error="cancelled")
     written.publish(2, outcome="unreachable")
-    written.write(events.Fleet, 2.0, version=1, changes=((OTHER, "healthy", "dead"),))
-    written.write(events.Drop, 2.1, reason="three tries", item=7, what="no server answered")
-    written.write(events.Drop, 2.1, reason="stale", item=8)
+    written.write(events.FleetChanged, 2.0, version=1, changes=((OTHER, "healthy", "dead"),))
+    written.write(events.ItemDropped, 2.1, reason="three tries", item=7, what="no server answered")
+    written.write(events.ItemDropped, 2.1, reason="stale", item=8)
     written.write(events.Failure, 3.0, what="disk full")
     seen = views.overview(folded(tmp_path), [])
     expected = {"request lost": 1, "publish": 1, "server": 1, "dropped: three tries": 1, "run": 1}

@@ -88,13 +88,13 @@ def test_a_question_that_cannot_be_answered_says_why(tmp_path: Path, path: str, 
 def test_a_page_that_is_opened_while_steps_are_read_is_told_all_of_them_at_once(tmp_path: Path) -> None:
     a_run(tmp_path)
     run = RunModel(tmp_path)
-    run.has_steps.clear()
+    run.reading.has_steps.clear()
 
     def read_late() -> None:
         follower = EventFollower(tmp_path)
         run.fold(follower.read_steps())
         follower.close()
-        run.has_steps.set()
+        run.reading.has_steps.set()
 
     late = threading.Timer(0.2, read_late)
     late.start()
@@ -103,7 +103,7 @@ def test_a_page_that_is_opened_while_steps_are_read_is_told_all_of_them_at_once(
     late.join()
     assert seen["steps"]["versions"] == [1, 2, 3]
     with following([tmp_path]) as (followed,):
-        assert followed.has_steps.wait(20)
+        assert followed.reading.has_steps.wait(20)
         assert followed.steps.last == 3
 
 

@@ -199,7 +199,7 @@ def resume_a_torn_endpoint(patch: pytest.MonkeyPatch) -> None:
         abort(self)
 
     patch.setattr(UpdateSession, "abort", forgetful)
-    patch.setattr(LocalEndpoint, "give_up", LocalEndpoint.resume)
+    patch.setattr(LocalEndpoint, "fail_requests", LocalEndpoint.resume)
 
 
 def forget_sessions_that_are_over(patch: pytest.MonkeyPatch) -> None:

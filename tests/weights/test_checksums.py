@@ -5,20 +5,16 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from inflight.contracts import InferenceEndpoint
 from inflight.errors import TransferError
-from inflight.weights.encode.bucket_bytes import Rounding, checksum, encode, pack
-from inflight.weights.encode.device_checksum import sums64
-from inflight.weights.send import gathering as outgoing
-from inflight.weights.send.publish import WeightPublisher, publish_weights
-from inflight.weights.send.session import PublishSession
+from inflight.weights.encode import bucket_bytes
+from inflight.weights.encode.bucket_bytes import Rounding, checksum, encode, pack, sums64
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
+from inflight.weights.send.weight_group import WeightGroup
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import EndpointState
@@ -113,13 +109,12 @@ def test_every_bucket_on_a_device_is_announced_with_the_checksum_of_its_bytes(
     is_on_device: bool, encoding: Rounding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_on_device:
-        monkeypatch.setattr(outgoing, "encode", lambda *bucket: encode(*bucket).as_subclass(OnDevice))
+        monkeypatch.setattr(bucket_bytes, "encode", lambda *bucket: encode(*bucket).as_subclass(OnDevice))
     update = make_update()
-    nobody = cast("InferenceEndpoint", SimpleNamespace(name="nobody"))
     sender = ProcessGroupSender(kind=KIND) if is_on_device else make_sender("gloo")
-    session = PublishSession(WeightPublisher([nobody], sender, run_id="run", encoding=encoding), {}, update, 5.0, 1)
+    group = WeightGroup(sender, run_id="run", encoding=encoding, delta=False, form_timeout_s=5.0)
     for bucket in make_buckets(update)[:2]:
-        sent = session.parcel(bucket)
+        sent = group.encode(bucket, update)
         expected = pack(bucket.tensors) if encoding == "raw" else encode(bucket.tensors, bucket.specs, encoding)
         assert sent.checksum == (sums64(expected) if is_on_device else checksum(expected))
         assert not sent.tensors[0].is_cuda  # senders that do not send from the device get the copy of the checksum

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inflight.errors import TransferError
-from inflight.weights.encode import device_checksum
-from inflight.weights.encode.bucket_bytes import checksum
-from inflight.weights.encode.device_checksum import checksum_as, sums64
+from inflight.weights.encode import bucket_bytes
+from inflight.weights.encode.bucket_bytes import checksum, checksum_as, sums64
 
 MODULUS = 1 << 64
 ROW, PRIME = 4096, 4099
@@ -58,7 +57,7 @@ def test_sums_are_put_together_as_the_definition_says(size_bytes: int) -> None:
 def test_any_number_of_rows_at_a_time_gives_the_same(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = random_bytes(90 * ROW_BYTES + 5)
     whole = sums64(flat)
-    monkeypatch.setitem(device_checksum._NUM_ROWS, "cpu", num_rows)
+    monkeypatch.setitem(bucket_bytes._NUM_ROWS, "cpu", num_rows)
     assert sums64(flat) == whole
 
 
@@ -189,11 +188,11 @@ def test_exchanged_and_reordered_blocks_are_found(data: bytes, num_words: int) -
 def test_neither_of_the_two_kinds_of_sums_finds_everything_alone() -> None:
     """What a simpler checksum would let through: words exchanged within a row, and words of one residue exchanged."""
     words = random_bytes(3 * ROW_BYTES).view(torch.int64)
-    whole = device_checksum._sums(words.view(torch.uint8))
+    whole = bucket_bytes._sums(words.view(torch.uint8))
     for distance, kind in ((1, slice(0, 4)), (PRIME, slice(4, None))):
         swapped = words.clone()
         swapped[0], swapped[distance] = words[distance], words[0]
-        found = device_checksum._sums(swapped.view(torch.uint8))
+        found = bucket_bytes._sums(swapped.view(torch.uint8))
         assert torch.equal(found[kind], whole[kind]) and not torch.equal(found, whole)
 
 

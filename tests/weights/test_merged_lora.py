@@ -66,5 +66,5 @@ def test_a_lora_travels_alone_where_it_is_declared(fleet: OneServer) -> None:
 def test_an_endpoint_that_takes_neither_is_not_asked(fleet: OneServer) -> None:
     neither = {"lora": False, "partial_updates": False}
     less = {e: can.model_copy(update=neither) for e, can in fleet.publisher.endpoints.items()}
-    with pytest.raises(UnsupportedError, match="local does not declare lora"):
+    with pytest.raises(UnsupportedError, match="local does not support lora"):
         fleet.publish(worker_of(fleet, 1), endpoints=less)

@@ -19,7 +19,7 @@ from inflight.conformance.transport.pair import open_pair
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.errors import ConfigError
 from inflight.weights.send.module import ModuleWeights
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender, named_transport
 from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess
@@ -66,7 +66,7 @@ def test_a_server_declares_an_installed_transport_and_a_publish_goes_over_it(
             weights.version = version
             publish_weights(weights, publisher)
             assert httpx.get(f"{server.url}/weight_version").json()["version"] == version
-        assert publisher.transport == "tcp"
+        assert publisher.group.transport == "tcp"
 
 
 def test_a_spec_chooses_among_what_is_installed_and_is_read_as_its_transport_says(server: ServerProcess) -> None:

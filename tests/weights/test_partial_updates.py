@@ -24,7 +24,7 @@ from inflight.weights.encode.buckets import manifest_difference, plan_buckets
 from inflight.weights.encode.lora_tensors import changed_names, lora_difference
 from inflight.weights.receive.base_weights import AdaptedWeights, merged
 from inflight.weights.receive.states import UpdateSession
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, EndpointState, LoraSpec, Manifest
 from tests.weights.lora import adapted, lora_of, merged_with
@@ -245,7 +245,7 @@ def test_loras_that_do_not_fit_are_refused_by_name(fleet: OneServer) -> None:
 
 def test_an_endpoint_that_declares_no_loras_is_not_asked(fleet: OneServer) -> None:
     less = {e: can.model_copy(update={"lora": False}) for e, can in fleet.publisher.endpoints.items()}
-    with pytest.raises(UnsupportedError, match="local does not declare lora"):
+    with pytest.raises(UnsupportedError, match="local does not support lora"):
         fleet.publish(LoraWorker(lora_of(fleet.tensors, ["q_proj"], 4, seed=1), 1), endpoints=less)
 
 
@@ -254,8 +254,8 @@ def test_an_endpoint_without_loras_refuses_one_that_comes_all_the_same(fleet: On
     manifest = Manifest(tensors=tuple(spec_of(n, t) for n, t in lora.items()), lora=SPEC)
     update = announcement_of(PlainWorker(lora), "here", manifest=manifest)
     updates = fleet.endpoint._updates
-    updates._declared = updates._declared.model_copy(update={"lora": False})
-    with pytest.raises(UnsupportedError, match="this endpoint does not declare lora"):
+    updates._capabilities = updates._capabilities.model_copy(update={"lora": False})
+    with pytest.raises(UnsupportedError, match="this endpoint does not support lora"):
         fleet.publisher.run(fleet.endpoint.request_weight_update, update)
 
 

@@ -17,8 +17,8 @@ from inflight.errors import FencedError, InflightError, PoisonedError, TransferE
 from inflight.weights.encode.bucket_bytes import checksum, pack
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.weights.encode.delta import element_runs, encode_delta, find_changes
-from inflight.weights.receive.bucket_sinks import StagedIntake
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.staged_sink import StagedSink
 from inflight.wire import (
     BucketTransfer,
     Capabilities,
@@ -30,6 +30,7 @@ from inflight.wire import (
     UpdateRef,
     WeightUpdate,
 )
+from tests.gates import SOON_S
 
 RUN = "run"
 SPECS = tuple(TensorSpec(name=f"t{i}", dtype="float32", shape=(40,)) for i in range(3))
@@ -70,8 +71,8 @@ class Wire:
 class RecordingEndpoint(ReceivingEndpoint):
     """A model of three tensors, and whether sampling is paused. Satisfies `PausableEngine`."""
 
-    def __init__(self, intake: StagedIntake) -> None:
-        self.intake = intake
+    def __init__(self, sink: StagedSink) -> None:
+        self.sink = sink
         self.tensors: Tensors = {spec.name: torch.zeros(NUM_ELEMENTS) for spec in SPECS}
         self.is_paused = False
         self.tear = False
@@ -83,7 +84,7 @@ class RecordingEndpoint(ReceivingEndpoint):
 
     async def apply(self, update: WeightUpdate) -> None:
         assert self.is_paused, "weights change between two token steps only"
-        for name, tensor in self.intake.take():
+        for name, tensor in self.sink.take():
             self.tensors[name] = tensor.clone()
             if self.tear:
                 raise RuntimeError("loading failed")
@@ -92,7 +93,7 @@ class RecordingEndpoint(ReceivingEndpoint):
     async def resume(self) -> None:
         self.is_paused = False
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         self.is_paused = False
 
     async def num_running(self) -> int:
@@ -139,9 +140,9 @@ class Publisher(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.wire = Wire()
-        self.intake = StagedIntake(lambda spec: self.wire)
-        self.engine = RecordingEndpoint(self.intake)
-        self.receiver = UpdateReceiver(self.engine, self.intake, SPECS, DECLARED)
+        self.sink = StagedSink(lambda spec: self.wire)
+        self.engine = RecordingEndpoint(self.sink)
+        self.receiver = UpdateReceiver(self.engine, self.sink, SPECS, DECLARED)
         self.engine.updates = self.receiver
         self.sessions: list[Session] = []
         self.model_tensors: Tensors = dict(self.engine.tensors)
@@ -162,7 +163,7 @@ class Publisher(RuleBasedStateMachine):
 
     def do(self, call: Coroutine[Any, Any, Any]) -> Any:
         async def bounded() -> Any:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(SOON_S):
                 return await call
 
         return self.loop.run_until_complete(bounded())

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.weights.encode import streams
-from inflight.weights.encode.streams import beside, finish, finish_all, queued_beside, recorded
+from inflight.weights.encode import transit
+from inflight.weights.encode.transit import beside, finish, finish_all, queued_beside, recorded
 
 GPU = torch.device("cuda", 0)
 
@@ -57,9 +57,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(recorder, "ours"))
     monkeypatch.setattr(torch.cuda, "stream", recorder.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder.current)
-    streams._stream.cache_clear()
+    transit._stream.cache_clear()
     yield recorder
-    streams._stream.cache_clear()
+    transit._stream.cache_clear()
 
 
 def test_the_host_waits_for_our_stream_which_waits_for_the_event_and_never_for_theirs(recorder: Recorder) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from inflight.base.extensions import installed, load_installed
 from inflight.contracts import Transport
 from inflight.errors import ConfigError, UnsupportedError
-from inflight.wire import Capabilities, TransportSpec
+from inflight.wire import Capabilities, Needs, TransportSpec
 
 GROUP = "transports"
 
@@ -19,19 +19,19 @@ def installed_transports() -> list[Transport]:
 
 
 def receivable(*, on_gpu: bool) -> tuple[str, ...]:
-    """Return the names of the transports that a server declares, given whether its weights are on a GPU.
+    """Return the names of the transports that a server supports, given whether its weights are on a GPU.
 
     Raises `ConfigError` as `find_transport` does.
     """
     return tuple(transport.name for transport in installed_transports() if on_gpu or not transport.needs_gpu)
 
 
-def refusal(declared: Capabilities, name: str) -> str | None:
-    """Return why an endpoint does not take a transport, in words that follow "does not declare"; None if it does."""
-    lack = declared.lacks(transport=name)
+def refusal(capabilities: Capabilities, name: str) -> str | None:
+    """Return why an endpoint does not take a transport, in words that follow "does not support"; None if it does."""
+    lack = capabilities.missing(Needs(transport=name)).get("transport")
     if lack is None or name not in (found := installed(GROUP)) or not find_transport(name).needs_gpu:
         return lack
-    if any(other in found and find_transport(other).needs_gpu for other in declared.transports):
+    if any(other in found and find_transport(other).needs_gpu for other in capabilities.transports):
         return lack
     return f"{lack}. {name} brings weights to a GPU, and this server's weights are on the CPU or arrive there"
 

@@ -27,7 +27,7 @@ from inflight.errors import ConfigError, InflightError
 from inflight.http.client import HttpEndpoint
 from inflight.types import PublishReport
 from inflight.weights.send.module import ModuleWeights
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.wire import GenerateRequest, SamplingParams
 
 TRANSPORTS = (

@@ -9,9 +9,11 @@ import sys
 import time
 
 from inflight.base.json_files import check_writable, write_json
+from inflight.base.requirements import require
 from inflight.commands.shared import add_deadline_scale, add_json_argument, print_progress, require_at_least
 from inflight.conformance.fleet.plan import TRANSPORTS
-from inflight.errors import ConfigError, UnsupportedError
+from inflight.errors import ConfigError
+from inflight.wire import Needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ServedPlace(command, arguments.servers, scale, print_progress) as place:
         declared = place.capabilities
         print_progress(f"{declared.engine} {declared.engine_version} over {', '.join(declared.transports)}")
-        if arguments.transport is not None and arguments.transport not in declared.transports:
-            raise UnsupportedError(f"the servers do not declare {declared.lacks(transport=arguments.transport)}")
+        require(declared, Needs(transport=arguments.transport), "a server")
         try:
             for seed in range(arguments.seed, arguments.seed + arguments.schedules):
                 result = judged(seed, place, arguments.transport)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from inflight.commands.shared import event_of_signals, print_line, require_positive
-from inflight.errors import ConfigError, InflightError
+from inflight.errors import ConfigError, InflightError, transfer_failed
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 
@@ -76,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _directory(given: Path | None) -> Iterator[Path]:
     """Yield the given directory, or a new one in this host's memory, which is removed at the end."""
-    from inflight.weights.receive.states import transfer_failed
     from inflight.weights.transports.private_directory import PrivateDirectory, memory_directory
 
     if given is not None:

@@ -17,7 +17,7 @@ from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
-    from inflight.replay.training import Life
+    from inflight.replay.training import Incarnation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train or sample again and print the report; returns 1 if something differs."""
     from inflight.observe.trace.records import MANIFEST, RECORD, read_manifest, record_of
     from inflight.replay.report import as_json, described, first_beyond_rounding
-    from inflight.replay.training import replay_lives, replay_training
+    from inflight.replay.training import replay_incarnations, replay_training
 
     require_at_least(arguments, ranks=1, steps=1, groups=1)
     record = record_of(arguments.record)
@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{str(arguments.to)!r} is the directory of a run or a record: choose another with --to")
     check_writable({"json": arguments.json})
 
-    def make(directory: Path) -> list[Life]:
-        return replay_lives(
+    def make(directory: Path) -> list[Incarnation]:
+        return replay_incarnations(
             manifest,
             directory,
             base=None if arguments.config is None else read_toml(arguments.config, "configuration"),
@@ -97,14 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
     return int(first_beyond_rounding(replayed) is not None)
 
 
-def _sample_again(arguments: argparse.Namespace, record: Path, lives: Sequence[Life]) -> int:
+def _sample_again(arguments: argparse.Namespace, record: Path, incarnations: Sequence[Incarnation]) -> int:
     """Print where what an endpoint samples now parts from the record; return 1 if it does."""
     from inflight.http.kinds import connect_endpoint
     from inflight.model.checkpoints import load_tokenizer
     from inflight.replay.report import described_sampling
     from inflight.replay.sampling import replay_sampling
 
-    config = next(it.config for it in lives if it.until is None or arguments.version < it.until)
+    config = next(it.config for it in incarnations if it.until is None or arguments.version < it.until)
     endpoint = connect_endpoint(arguments.engine, token=os.environ.get(TOKEN_VARIABLE))
     found = replay_sampling(
         record, config, endpoint, version=arguments.version, num_groups=arguments.groups, tolerance=arguments.tolerance

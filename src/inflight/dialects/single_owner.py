@@ -14,13 +14,15 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from inflight.base.requirements import require
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.detached_calls import Attaching
 from inflight.engines.requests import check_fit
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.version_labels import ServedVersion
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.adapter import PausableEngine
+from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
 from inflight.wire import (
     Capabilities,
     ChatCompletion,
@@ -28,6 +30,7 @@ from inflight.wire import (
     Completion,
     GenerateRequest,
     GenerateResponse,
+    Needs,
     TensorSpec,
     UpdateTimings,
     WeightUpdate,
@@ -78,13 +81,13 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         """Replace the server's weights. If it raises anything, they count as torn."""
 
     async def _attached(self) -> Capabilities:
-        from inflight.weights.receive.bucket_sinks import StagedIntake
+        from inflight.weights.receive.staged_sink import StagedSink
         from inflight.weights.transports import make_receiver
 
         can, specs = await self._attach()
         self._slots = asyncio.Semaphore(can.max_concurrent_sequences)
-        self._intake = StagedIntake(make_receiver)
-        self._updates = UpdateReceiver(self, self._intake, specs, can)
+        self._sink = StagedSink(make_receiver)
+        self._updates = UpdateReceiver(self, self._sink, specs, can)
         served = await self._served()
         self._updates.session.found(served.version, served.run_id, torn=served.torn, session_id=served.session_id)
         self._version = served.version
@@ -110,9 +113,8 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         can = await self.capabilities()
+        require(can, Needs.of_request(request), self.name)
         check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
-        if request.sampling.seed is not None and not can.seeds:
-            raise UnsupportedError(f"seed {request.sampling.seed}: {self.name} does not declare seeds")
         if request.request_id in self._running:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
         self._running.add(request.request_id)
@@ -147,7 +149,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
                     self._idle.set()
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        raise UnsupportedError(f"{self.name} does not declare chat")
+        raise UnsupportedError(f"{self.name} does not support chat")
 
     async def pause(self, update: WeightUpdate) -> None:
         self._gate.clear()
@@ -159,7 +161,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     async def apply(self, update: WeightUpdate) -> None:
         started = time.monotonic()
-        await self._replace(update, dict(self._intake.take()))
+        await self._replace(update, dict(self._sink.take()))
         seconds = time.monotonic() - started
         self._timings = UpdateTimings(paused_s=seconds, load_s=seconds)
         self._version = update.version
@@ -168,7 +170,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
     async def resume(self) -> None:
         self._gate.set()
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         """No request runs: the weights changed after a drain. Those that wait are refused."""
         self._gate.set()
 

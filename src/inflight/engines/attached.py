@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from inflight.base.requirements import require
 from inflight.engines.detached_calls import Attaching, BackgroundCalls
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
@@ -24,6 +25,7 @@ from inflight.wire import (
     ChatCompletionRequest,
     GenerateRequest,
     GenerateResponse,
+    Needs,
     PromptImage,
     TransportSpec,
     WeightVersion,
@@ -123,7 +125,7 @@ class AttachedEndpoint(ABC):
         if not (await self.capabilities()).releases_memory:
             raise UnsupportedError(
                 f"{self.name} was started without {' '.join(self._release_arguments)}, which need a GPU: it does not "
-                "declare releases_memory"
+                "support releases_memory"
             )
         await self._found()
         return self._memory
@@ -136,8 +138,7 @@ class AttachedEndpoint(ABC):
 
     async def abort_requests(self, requests: AbortRequests) -> None:
         """Ends requests of this instance only: ids are unique among the requests of one caller."""
-        if not (await self.capabilities()).partial_rollouts:
-            raise UnsupportedError(f"{self.name} does not declare partial_rollouts")
+        require(await self.capabilities(), Needs(partial_rollouts=True), self.name)
         await self._gate.abort(requests.request_ids, self._end)
 
     @abstractmethod
@@ -155,7 +156,7 @@ class AttachedEndpoint(ABC):
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         """The server renders the messages and decodes the tokens."""
         can = await self.capabilities()
-        check_chat(request, model=can.model, offers_chat=can.chat, images=can.images)
+        check_chat(request, can)
         generate_request = generate_request_of(request, *await self._rendered(request))
         response = await self.generate(generate_request)
         sampled = [completion.token_ids for completion in response.completions]

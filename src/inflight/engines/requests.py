@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from inflight.engines.version_labels import began_under_another
-from inflight.errors import BusyError, InvalidRequestError, ProtocolError, UnsupportedError
+from inflight.errors import BusyError, InvalidRequestError, ProtocolError
 from inflight.wire import Completion, GenerateRequest
 
 Item = TypeVar("Item")
@@ -34,25 +34,8 @@ class Asked:
     """Completions with different keys share no cached prefix."""
 
 
-def check_fit(
-    request: GenerateRequest,
-    *,
-    max_model_len: int,
-    vocab_size: int,
-    images: bool = False,
-    routed_experts: bool = False,
-) -> None:
-    """Raise `InvalidRequestError` if a request is too long for the model, or has token ids outside its vocabulary.
-
-    Raises `UnsupportedError` if it has images and ``images`` are not declared, or asks for experts and
-    ``routed_experts`` are not.
-    """
-    if request.routed_experts and not routed_experts:
-        raise UnsupportedError(
-            f"request {request.request_id!r} asks for routed_experts, but the endpoint does not declare them"
-        )
-    if request.images and not images:
-        raise UnsupportedError(f"request {request.request_id!r} has images, but the endpoint does not declare images")
+def check_fit(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> None:
+    """Raise `InvalidRequestError` if a request is too long for the model, or has token ids outside its vocabulary."""
     num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     room = max_model_len - num_prompt
     if room < 1 or (max_tokens or 1) > room:

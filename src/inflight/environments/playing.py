@@ -54,7 +54,7 @@ class PlayingEpisode(Episode):
     """Longest conversation."""
     proxy: Proxy | None = None
     stream: Stream | None = None
-    """None where the endpoint does not declare streaming."""
+    """None where the endpoint does not support streaming."""
     routed_experts: bool = False
     """Whether the experts of each token are asked for, which cannot be streamed."""
     whole_reward: float | None = None

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 
 import pydantic
 
+from inflight.base.requirements import require
 from inflight.base.validation import describe_problems
-from inflight.errors import InvalidRequestError, UnsupportedError
+from inflight.errors import InvalidRequestError
 from inflight.wire import (
+    Capabilities,
     ChatAnswer,
     ChatChoice,
     ChatCompletion,
@@ -21,21 +23,19 @@ from inflight.wire import (
     Completion,
     GenerateRequest,
     GenerateResponse,
+    Needs,
     PromptImage,
 )
 
 
-def check_chat(request: ChatCompletionRequest, *, model: str, offers_chat: bool, images: bool) -> None:
-    """Raise `UnsupportedError` if no chat is offered, or messages have images and ``images`` are not declared.
+def check_chat(request: ChatCompletionRequest, can: Capabilities) -> None:
+    """Raise `UnsupportedError` if the endpoint does not support chat, or images where messages have some.
 
     Raises `InvalidRequestError` if another model is asked for.
     """
-    if not offers_chat:
-        raise UnsupportedError("this endpoint does not offer chat; call generate with token ids")
-    if request.model != model:
-        raise InvalidRequestError(f"model {request.model!r} is not served here; the served model is {model!r}")
-    if not images and any(message.image_urls for message in request.messages):
-        raise UnsupportedError("the messages have images, but this endpoint does not declare images")
+    require(can, Needs.of_chat(request), "this endpoint")
+    if request.model != can.model:
+        raise InvalidRequestError(f"model {request.model!r} is not served here; the served model is {can.model!r}")
 
 
 def generate_request_of(

@@ -50,8 +50,8 @@ class Route(Generic[Response]):
     request: type[wire.WireModel] | None
     response: type[Response] | None
     control: bool = False
-    capability: str | None = None
-    """Field of `wire.Capabilities` without which the route is refused."""
+    needs: wire.Needs | None = None
+    """What the server has to support for it."""
     request_size: Size = Size(0)
     response_size: Size = Size(MB)
 
@@ -62,9 +62,9 @@ def _control(
     request: type[wire.WireModel],
     response: type[Response],
     request_size: Size = Size(64 * KB),
-    capability: str | None = None,
+    needs: wire.Needs | None = None,
 ) -> Route[Response]:
-    return Route("POST", f"/{operation}", operation, summary, request, response, True, capability, request_size)
+    return Route("POST", f"/{operation}", operation, summary, request, response, True, needs, request_size)
 
 
 CAPABILITIES = Route("GET", "/capabilities", "capabilities", "What this server can do", None, wire.Capabilities)
@@ -99,7 +99,7 @@ ABORT_REQUESTS = _control(
     wire.AbortRequests,
     wire.Acknowledgement,
     Size(4 * MB),  # 1024 ids of 256 characters, of which JSON may write each in 12 bytes
-    capability="partial_rollouts",
+    needs=wire.Needs(partial_rollouts=True),
 )
 RELEASE_MEMORY = Route(
     "POST",
@@ -109,7 +109,7 @@ RELEASE_MEMORY = Route(
     None,
     wire.WeightVersion,
     True,
-    capability="releases_memory",
+    needs=wire.Needs(releases_memory=True),
 )
 RESTORE_MEMORY = Route(
     "POST",
@@ -119,7 +119,7 @@ RESTORE_MEMORY = Route(
     None,
     wire.WeightVersion,
     True,
-    capability="releases_memory",
+    needs=wire.Needs(releases_memory=True),
 )
 RECORD_HISTORY = _control(
     "record_history",
@@ -127,7 +127,7 @@ RECORD_HISTORY = _control(
     wire.DraftHistory,
     wire.Acknowledgement,
     Size(64 * MB),  # four million tokens
-    capability="drafts",
+    needs=wire.Needs(drafts=True),
 )
 GENERATE = Route(
     "POST",

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as StarletteRoute
 
+from inflight.base.requirements import require
 from inflight.base.transport_registry import spec_type
 from inflight.contracts import InferenceEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, InvalidRequestError, UnauthorizedError, UnsupportedError
@@ -111,8 +112,8 @@ def create_app(
         return JSONResponse(openapi_document())
 
     async def control(request: Request, route: Route[Any]) -> Response:
-        if route.capability and not getattr(await endpoint.capabilities(), route.capability):
-            raise UnsupportedError(f"{endpoint.name} does not declare {route.capability}")
+        if route.needs is not None:
+            require(await endpoint.capabilities(), route.needs, endpoint.name)
         call = getattr(endpoint, route.operation)
         if route.request is None:
             return _json(await call())
@@ -176,7 +177,7 @@ async def _message(request: Request, kind: type[Body], content: bytes) -> Body:
 
 def _streaming(endpoint: InferenceEndpoint) -> StreamingEndpoint:
     if not isinstance(endpoint, StreamingEndpoint):
-        raise UnsupportedError(f"{endpoint.name} does not declare streaming")
+        raise UnsupportedError(f"{endpoint.name} does not support streaming")
     return endpoint
 
 

@@ -23,13 +23,13 @@ from inflight.planning.setup import Setup
 from inflight.planning.training import Batch, Trainer, batch_of
 from inflight.rollouts.dispatcher import Dispatcher
 from inflight.rollouts.driver_commands import (
-    GroupDropped,
-    GroupFinished,
-    ItemDropped,
-    PhaseComposed,
+    ComposedPhase,
+    ComposedStep,
+    DroppedGroup,
+    DroppedItem,
+    FinishedGroup,
     ScoreGroup,
     SendRequest,
-    StepComposed,
     StopRequests,
 )
 from inflight.types import Group
@@ -213,14 +213,14 @@ class SimulatedRun:
                             self._stop(self.requests[request_id], keeps_partials=keeps_partials)
                     case ScoreGroup():
                         self.timeline.after(self.setup.score_time, lambda command=command: self._score(command))  # type: ignore[misc]
-                    case GroupFinished(group):
+                    case FinishedGroup(group):
                         self._record_group(group)
-                    case GroupDropped(_, reason) | ItemDropped(_, reason):
+                    case DroppedGroup(_, reason) | DroppedItem(_, reason):
                         self.outcome.dropped[reason] += 1
-                    case StepComposed(version, groups):
+                    case ComposedStep(version, groups):
                         self.composed = self._batch(groups, version)
                         self._train_if_idle()
-                    case PhaseComposed(steps):
+                    case ComposedPhase(steps):
                         self.phase.extend(steps)
                         self._next_of_phase()
                     case _:

@@ -27,17 +27,19 @@ class Trace:
     @classmethod
     def read(cls, directory: Path) -> Trace:
         """Raises `ConfigError` if the directory does not hold a run that trained."""
-        kinds: dict[str, list[dict[str, Any]]] = {k: [] for k in ("began", "request", "group", "train", "publish")}
+        kinds: dict[str, list[dict[str, Any]]] = {
+            k: [] for k in ("run_started", "request", "group", "train", "publish")
+        }
         for event in read_events(directory, kinds):
             kinds[event["kind"]].append(event)
         steps = [*read_steps(directory)]
-        if not kinds["began"] or len(steps) < 4 or not kinds["request"]:
+        if not kinds["run_started"] or len(steps) < 4 or not kinds["request"]:
             raise ConfigError(
                 f"{directory} does not hold the events of a run with at least 4 steps: give the directory of a run"
             )
         whole = [it for it in kinds["request"] if it["parts"] and it["error"] is None]
         _count_sampled(whole)
-        began = kinds["began"][0]
+        began = kinds["run_started"][0]
         return cls(directory, began["config"], whole, kinds["group"], kinds["train"], kinds["publish"], steps)
 
 

@@ -27,7 +27,7 @@ _STOP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class Incarnation:
     """How training is configured up to a version, at which the run was resumed; None: to the end."""
 
     until: int | None
@@ -104,13 +104,17 @@ _KEPT = {"num_steps", "seed", "start_timeout_s", "step_timeout_s", "save_timeout
 """Of ``run``: what trains. The rest says where files go, and how sampling and training take turns."""
 
 
-def replay_lives(
+def replay_incarnations(
     manifest: Manifest, directory: Path, *, base: Mapping[str, Any] | None = None, **changes: Any
-) -> list[Life]:
-    """Return the lives of the recorded run, each configured by `replay_config`; ``base`` stands in for all of them."""
+) -> list[Incarnation]:
+    """Return the incarnations of the recorded run, each configured by `replay_config`; ``base`` stands in for all of
+    them.
+    """
     earlier = () if base is not None else manifest.earlier
-    lives = [Life(it.until, replay_config(manifest, directory, base=it.config, **changes)) for it in earlier]
-    return [*lives, Life(None, replay_config(manifest, directory, base=base, **changes))]
+    incarnations = [
+        Incarnation(it.until, replay_config(manifest, directory, base=it.config, **changes)) for it in earlier
+    ]
+    return [*incarnations, Incarnation(None, replay_config(manifest, directory, base=base, **changes))]
 
 
 def check_record(record: Path, manifest: Manifest, config: RunConfig, num_steps: int | None = None) -> None:
@@ -161,7 +165,7 @@ def check_tokens(step: RecordedStep, vocab_size: int) -> None:
 
 async def train_again(
     record: Path,
-    lives: Sequence[Life],
+    incarnations: Sequence[Incarnation],
     *,
     num_steps: int | None = None,
     note: Callable[[str], None],
@@ -169,13 +173,13 @@ async def train_again(
 ) -> Replayed:
     """Train the steps of a record again, and return how each differs from what was recorded.
 
-    As in the run, each of its lives begins with new ranks, from a checkpoint. Files go to ``run.directory``: ``logs``,
-    and ``weights`` with the final checkpoint. Raises `ConfigError` for a record that cannot be trained on, and what
-    `TrainerGroup` raises.
+    As in the run, each of its incarnations begins with new ranks, from a checkpoint. Files go to ``run.directory``:
+    ``logs``, and ``weights`` with the final checkpoint. Raises `ConfigError` for a record that cannot be trained on,
+    and what `TrainerGroup` raises.
     """
-    manifest, config = read_manifest(record), lives[-1].config
-    for life in lives:
-        check_record(record, manifest, life.config, num_steps)
+    manifest, config = read_manifest(record), incarnations[-1].config
+    for incarnation in incarnations:
+        check_record(record, manifest, incarnation.config, num_steps)
     directory = config.run.directory
     try:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
@@ -188,11 +192,11 @@ async def train_again(
         differences.append(difference)
         on_step(difference)
 
-    for life in lives:
-        rest = [it for it in versions[len(differences) :] if life.until is None or it <= life.until]
+    for incarnation in incarnations:
+        rest = [it for it in versions[len(differences) :] if incarnation.until is None or it <= incarnation.until]
         if rest:
             checkpoint = directory / "weights" if differences else None
-            await _train_life(record, life.config, rest, checkpoint, note, add)
+            await _train_incarnation(record, incarnation.config, rest, checkpoint, note, add)
     final = weights_of(directory / "weights")
     recorded_final = manifest.final if manifest.final_version == differences[-1].version else None
     return Replayed(
@@ -208,7 +212,7 @@ async def train_again(
     )
 
 
-async def _train_life(
+async def _train_incarnation(
     record: Path,
     config: RunConfig,
     versions: Sequence[int],
@@ -253,14 +257,16 @@ def _weight_difference(config: RunConfig, final: Weights, recorded: Weights | No
 
 def replay_training(
     record: Path,
-    make_lives: Callable[[Path], Sequence[Life]],
+    make_incarnations: Callable[[Path], Sequence[Incarnation]],
     directory: Path | None,
     *,
     num_steps: int | None = None,
     note: Callable[[str], None],
     on_step: Callable[[StepDifference], None] = lambda step: None,
 ) -> Replayed:
-    """Train again with the lives that ``make_lives`` configures for a directory; None: one that is removed."""
+    """Train again with the incarnations that ``make_incarnations`` configures for a directory; None: one that is
+    removed.
+    """
     with tempfile.TemporaryDirectory(prefix="inflight-replay-") as temporary:
-        lives = make_lives(Path(temporary) if directory is None else directory)
-        return asyncio.run(train_again(record, lives, num_steps=num_steps, note=note, on_step=on_step))
+        incarnations = make_incarnations(Path(temporary) if directory is None else directory)
+        return asyncio.run(train_again(record, incarnations, num_steps=num_steps, note=note, on_step=on_step))

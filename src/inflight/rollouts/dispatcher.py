@@ -2,9 +2,9 @@
 
 A driver reports what happens, with the time, and carries out the commands that follow:
 
-    next_item, offer -> SendRequest -> request_ended -> ScoreGroup -> group_scored -> GroupFinished
+    next_item, offer -> SendRequest -> request_ended -> ScoreGroup -> group_scored -> FinishedGroup
                                                                                           |
-    settle <- StepComposed, from the groups that wait <----- want_step, begin_phase ------+
+    settle <- ComposedStep, from the groups that wait <----- want_step, begin_phase ------+
 
 The live run sends the requests to endpoints; a simulation turns them into simulated time. All decisions are made here
 and in the policies, so that both make the same ones.
@@ -28,11 +28,11 @@ from inflight.contracts.scheduling import (
 from inflight.errors import CheckpointError, InvalidRequestError
 from inflight.rollouts.driver_commands import (
     Command,
+    DroppedItem,
     EndRun,
     Failure,
-    ItemDropped,
-    ItemRequeued,
     Outbox,
+    RequeuedItem,
     SampledTokens,
     ScoredGroup,
     ScoreGroup,
@@ -182,7 +182,7 @@ class Dispatcher:
         """Return an item to the ledger, which gives it out again: its group could not be offered or scored."""
         self.ledger.requeue(item)
         self._close(item, now)
-        self._outbox.command(ItemRequeued(item))
+        self._outbox.command(RequeuedItem(item))
         self._compose_if_ready(now)
 
     def _offer(self, group: OpenGroup, now: float) -> None:
@@ -194,7 +194,7 @@ class Dispatcher:
     def _drop_item(self, item: int, reason: str, what: str, now: float, lengths: tuple[int, ...] = ()) -> None:
         self._failed_requests.pop(item, None)
         self.ledger.drop(item, reason)
-        self._outbox.command(ItemDropped(item, reason, what, lengths))
+        self._outbox.command(DroppedItem(item, reason, what, lengths))
         self._close(item, now)
         self._compose_if_ready(now)
 

@@ -89,8 +89,8 @@ class ScoreGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFinished:
-    """A group has its rewards. It waits for a step, or else `GroupDropped` follows."""
+class FinishedGroup:
+    """A group has its rewards. It waits for a step, or else `DroppedGroup` follows."""
 
     group: Group
     is_waiting: bool
@@ -98,7 +98,7 @@ class GroupFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupDropped:
+class DroppedGroup:
     """A finished group will not be trained on: ``equal rewards``, ``filtered`` or ``stale``, as the ledger counts."""
 
     group: Group
@@ -106,7 +106,7 @@ class GroupDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class ItemDropped:
+class DroppedItem:
     """An item was dropped before it had its rewards."""
 
     item: int
@@ -118,14 +118,14 @@ class ItemDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class ItemRequeued:
+class RequeuedItem:
     """An item went back to the ledger, and will be offered again."""
 
     item: int
 
 
 @dataclass(frozen=True, slots=True)
-class StepComposed:
+class ComposedStep:
     """The groups of the step that starts from ``version``."""
 
     version: int
@@ -133,14 +133,14 @@ class StepComposed:
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseComposed:
+class ComposedPhase:
     """The groups of each step of a conventional phase; nothing runs any more."""
 
     steps: Sequence[Sequence[Group]]
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointIdle:
+class IdleEndpoint:
     """A retired endpoint has no request left, and is forgotten."""
 
     endpoint: str
@@ -157,13 +157,13 @@ Command = (
     SendRequest
     | StopRequests
     | ScoreGroup
-    | GroupFinished
-    | GroupDropped
-    | ItemDropped
-    | ItemRequeued
-    | StepComposed
-    | PhaseComposed
-    | EndpointIdle
+    | FinishedGroup
+    | DroppedGroup
+    | DroppedItem
+    | RequeuedItem
+    | ComposedStep
+    | ComposedPhase
+    | IdleEndpoint
     | EndRun
 )
 

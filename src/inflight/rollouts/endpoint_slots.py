@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from inflight.contracts.scheduling import Joined, Left, Published
-from inflight.rollouts.driver_commands import EndpointIdle, Outbox, SendRequest, StopRequests
+from inflight.rollouts.driver_commands import IdleEndpoint, Outbox, SendRequest, StopRequests
 from inflight.rollouts.slots import SlotAccount
 
 
@@ -142,7 +142,7 @@ class EndpointPool:
         if slots.is_retired and not slots.requests and self.slots.pop(slots.name, None) is not None:
             self.account.forget(now, slots.name)
             self.lost.pop(slots.name, None)
-            self.outbox.command(EndpointIdle(slots.name))
+            self.outbox.command(IdleEndpoint(slots.name))
 
     def _leave(self, slots: EndpointSlots, now: float) -> None:
         if slots.takes_work:

@@ -10,7 +10,7 @@ from inflight.contracts.scheduling import Settled, StepReady, StepWanted
 from inflight.rollouts.admission import Admission
 from inflight.rollouts.batching import WaitingGroups, split_evenly
 from inflight.rollouts.credit import Credit, teaches
-from inflight.rollouts.driver_commands import GroupDropped, GroupFinished, Outbox, PhaseComposed, StepComposed
+from inflight.rollouts.driver_commands import ComposedPhase, ComposedStep, DroppedGroup, FinishedGroup, Outbox
 from inflight.rollouts.ledger import Ledger
 from inflight.rollouts.littles_law import LittlesLaw
 from inflight.rollouts.staleness import num_trained_tokens
@@ -91,7 +91,7 @@ class StepQueue:
             reason = "stale"
         if reason != "stale":
             self.admission.finished(0 if reason else self.rules.size_of(group))
-        self.outbox.command(GroupFinished(group, reason is None, num_rewritten))
+        self.outbox.command(FinishedGroup(group, reason is None, num_rewritten))
         if reason is not None:
             self._drop(group, reason, now)
 
@@ -113,7 +113,7 @@ class StepQueue:
         else:
             groups = self.waiting.take(oldest, self.admission.groups_per_step)
             self.num_training += len(groups)
-            self.outbox.command(StepComposed(self.version, groups))
+            self.outbox.command(ComposedStep(self.version, groups))
         self.outbox.notify(StepReady(now, self.version))
 
     def end_phase(self, now: float) -> None:
@@ -122,7 +122,7 @@ class StepQueue:
         self.drop_stale(now)
         groups = self.waiting.take_all()
         self.num_training += len(groups)
-        self.outbox.command(PhaseComposed(split_evenly(groups, self.rules.steps_per_phase)))
+        self.outbox.command(ComposedPhase(split_evenly(groups, self.rules.steps_per_phase)))
 
     def settle(self, groups: Sequence[Group], num_open: int, num_issued: int, now: float) -> None:
         """A step has trained on these groups; of ``num_open`` others that are under way, some were issued."""
@@ -137,7 +137,7 @@ class StepQueue:
     def _drop(self, group: Group, reason: str, now: float) -> None:
         self.ledger.drop(group.item_index, reason)
         self._leave(group, is_trained=False)
-        self.outbox.command(GroupDropped(group, reason))
+        self.outbox.command(DroppedGroup(group, reason))
         self.outbox.notify(Settled(now, group.item_index, is_trained=False))
 
     def _leave(self, group: Group, *, is_trained: bool) -> None:

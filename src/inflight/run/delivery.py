@@ -11,7 +11,7 @@ from typing import Protocol
 
 from inflight.observe.trace import events
 from inflight.run.ranks.group import TrainerGroup
-from inflight.run.ranks.messages import Served
+from inflight.run.ranks.messages import PublishResult
 from inflight.run.record.journal import Journal
 from inflight.run.sampling.sampling_endpoint import version_of
 from inflight.run.servers.servers import REAP_S, Servers, nobody_left
@@ -33,11 +33,11 @@ class Delivery(Protocol):
     """Version that each server reported, None if it gave no answer; empty when versions are pushed."""
 
     @abstractmethod
-    async def start(self, served: Served | None) -> None:
+    async def start(self, published: PublishResult | None) -> None:
         """Give work to the servers that have the first version."""
 
     @abstractmethod
-    def published(self, served: Served | None) -> None:
+    def record(self, published: PublishResult | None) -> None:
         """Record a publish, if there was one, and give work to the servers that it reached."""
 
     @abstractmethod
@@ -52,43 +52,43 @@ class PushDelivery(Delivery):
     servers: Servers
     trainers: TrainerGroup
     serving: Mapping[str, int | None] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    noted: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=set)
     """Names of the servers that took part from the start, or have held a version since."""
 
-    async def start(self, served: Served | None) -> None:
-        self.known = set() if served is None else {*served.states}
-        self.published(served)
+    async def start(self, published: PublishResult | None) -> None:
+        self.known = set() if published is None else {*published.states}
+        self.record(published)
 
-    def published(self, served: Served | None) -> None:
-        _note(served, self.servers.journal)
-        if served is None:
+    def record(self, published: PublishResult | None) -> None:
+        _record(published, self.servers.journal)
+        if published is None:
             return
         version = self.servers.journal.version
-        news = [text for text in served.lost if text not in self.told]
-        self.told.update(news)
+        news = [text for text in published.notes if text not in self.noted]
+        self.noted.update(news)
         for text in news:
             self.servers.note(f"a server was left out: {text}")
-        came = sorted(change for change in served.changes if change.after is MemberState.HEALTHY)
+        came = sorted(change for change in published.changes if change.after is MemberState.HEALTHY)
         restored = [name for name, before, _ in came if name in self.known and before in _LEFT_OUT]
         joined = [name for name, _, _ in came if name not in self.known]
-        self.known = {*served.endpoints} | (self.known & served.states.keys())
+        self.known = {*published.endpoints} | (self.known & published.states.keys())
         for name in restored:
             self.servers.note(f"{name} is back, at version {version}")
         for name in joined:
             self.servers.note(f"{name} has joined, at version {version}")
-        if any(change.before is not MemberState.JOINING for change in served.changes) or news:
+        if any(change.before is not MemberState.JOINING for change in published.changes) or news:
             self.servers.journal.fleet(
-                served.span,
+                published.span,
                 restored=restored,
                 joined=joined,
-                removed=served.removed,
-                changes=served.changes,
-                states=served.states,
-                serving=served.endpoints,
+                removed=published.removed,
+                changes=published.changes,
+                states=published.states,
+                serving=published.endpoints,
             )
-        self.servers.actor.serve(served.endpoints, version)
-        self.servers.served(served.endpoints)
+        self.servers.actor.serve(published.endpoints, version)
+        self.servers.served(published.endpoints)
 
     async def watch(self) -> None:
         """Whenever no server is left, publish again until one answers. (Otherwise each step's publish asks them.)"""
@@ -101,7 +101,7 @@ class PushDelivery(Delivery):
             deadline = time.monotonic() + timeout_s
             while actor.unserved.is_set():
                 is_late = time.monotonic() > deadline
-                self.published((await self.trainers.publish(self.servers.members())).served)
+                self.record((await self.trainers.publish(self.servers.members())).published)
                 if actor.unserved.is_set():
                     if is_late:
                         raise nobody_left(actor)
@@ -118,12 +118,12 @@ class PullDelivery(Delivery):
     servers: Servers
     serving: Mapping[str, int | None] = field(default_factory=dict)
 
-    async def start(self, served: Served | None) -> None:
-        self.published(served)
+    async def start(self, published: PublishResult | None) -> None:
+        self.record(published)
         await self._look()
 
-    def published(self, served: Served | None) -> None:
-        _note(served, self.servers.journal)
+    def record(self, published: PublishResult | None) -> None:
+        _record(published, self.servers.journal)
 
     async def watch(self) -> None:
         actor, last_seen = self.servers.actor, time.monotonic()
@@ -150,12 +150,13 @@ class PullDelivery(Delivery):
             elif version is None and before.get(name) is not None:
                 self.servers.note(f"{name} does not answer or has incomplete weights: it gets no work")
         if self.serving != before:
-            self.servers.journal.event(events.Versions, trainer=self.servers.journal.version, servers=self.serving)
+            self.servers.journal.event(
+                events.ServedVersions, trainer=self.servers.journal.version, servers=self.serving
+            )
         self.servers.actor.serve([name for name, version in self.serving.items() if version is not None], 0)
 
 
-def _note(served: Served | None, journal: Journal) -> None:
-    if served is not None and served.facts is not None:
-        facts = served.facts.model_dump(exclude={"gb_per_s"})
-        journal.event(events.Publish, served.span, **facts)
-        journal.paused(served.facts.paused_s)
+def _record(published: PublishResult | None, journal: Journal) -> None:
+    if published is not None and published.is_published:
+        journal.event(events.WeightsPublished, published.span, **published.event_fields())
+        journal.paused(published.paused_s)

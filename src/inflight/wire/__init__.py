@@ -27,6 +27,7 @@ from inflight.wire.discovery import (
     ErrorBody,
     ErrorDetail,
     Health,
+    Needs,
 )
 from inflight.wire.fields import (
     PROTOCOL_VERSION,
@@ -135,6 +136,7 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "Natural",
+    "Needs",
     "ProcessGroupSpec",
     "PromptHistory",
     "PromptImage",

@@ -2,17 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from pydantic import Field
 
+from inflight.wire.chat import ChatCompletionRequest
 from inflight.wire.fields import PROTOCOL_VERSION, Items, Natural, TokenCount, WireModel
-from inflight.wire.weights import Encoding, EndpointState, InFlightPolicy, TransportName
+from inflight.wire.generation import GenerateRequest
+from inflight.wire.weights import Encoding, EndpointState, InFlightPolicy, TransportName, WeightUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run, an update or a request requires of an endpoint. A default requires nothing.
+
+    Flags that are named like a field of `Capabilities` require it; see there.
+    """
+
+    in_flight: InFlightPolicy | None = None
+    transport: TransportName | None = None
+    encodings: tuple[Encoding, ...] = ()
+    staging: bool = False
+    partial_updates: bool = False
+    lora: bool = False
+    lora_or_merged: bool = False
+    """Updates of a LoRA, either as it is or merged into the weights that it changes, which are partial updates."""
+    partial_rollouts: bool = False
+    processed_logprobs: bool = False
+    dtype: str | None = None
+    vocab_size: int | None = None
+    streaming: bool = False
+    chat: bool = False
+    seeds: bool = False
+    releases_memory: bool = False
+    images: bool = False
+    drafts: bool = False
+    routed_experts: bool = False
+
+    @classmethod
+    def of_update(cls, update: WeightUpdate) -> Needs:
+        """Return what an endpoint has to support for an update."""
+        return cls(
+            in_flight=update.in_flight,
+            encodings=tuple(update.encodings),
+            staging=update.staged,
+            partial_updates=bool(update.manifest.frozen),
+            lora=update.manifest.lora is not None,
+        )
+
+    @classmethod
+    def of_request(cls, request: GenerateRequest) -> Needs:
+        """Return what an endpoint has to support for a request."""
+        return cls(
+            seeds=request.sampling.seed is not None,
+            images=bool(request.images),
+            routed_experts=request.routed_experts,
+        )
+
+    @classmethod
+    def of_chat(cls, request: ChatCompletionRequest) -> Needs:
+        """Return what an endpoint has to support for a chat request."""
+        return cls(chat=True, images=any(message.image_urls for message in request.messages))
 
 
 class Capabilities(WireModel):
-    """What an endpoint can do. A request for anything not declared here is refused."""
+    """What an endpoint can do. A request for anything else is refused."""
 
     protocol_version: Natural = PROTOCOL_VERSION
     engine: str
@@ -56,32 +111,33 @@ class Capabilities(WireModel):
     manifest_digest: str | None = None
     """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
 
-    def lacks(
-        self,
-        *,
-        in_flight: InFlightPolicy | None = None,
-        transport: TransportName | None = None,
-        encodings: Collection[Encoding] = (),
-        partial_updates: bool = False,
-        lora: bool = False,
-        releases_memory: bool = False,
-        routed_experts: bool = False,
-    ) -> str | None:
-        """Return the first of these needs that is not declared, in words that follow "does not declare"."""
-        if in_flight is not None and in_flight not in self.in_flight_policies:
-            return f"the in-flight policy {in_flight}; it declares {', '.join(self.in_flight_policies) or 'none'}"
-        if transport is not None and transport not in self.transports:
-            return f"the {transport} transport; it declares {', '.join(self.transports) or 'none'}"
-        for encoding in encodings:
-            if encoding not in ("raw", *self.encodings):
-                return f"the encoding {encoding}; it declares {', '.join(('raw', *self.encodings))}"
-        if partial_updates and not self.partial_updates:
-            return "partial updates"
-        if lora and not self.lora:
-            return "lora"
-        if routed_experts and not self.routed_experts:
-            return "routed_experts"
-        return "releases_memory" if releases_memory and not self.releases_memory else None
+    def missing(self, needs: Needs) -> dict[str, str]:
+        """Return what an endpoint with these capabilities does not meet, by the name of the need.
+
+        Each value follows the words "does not support".
+        """
+        found: dict[str, str] = {}
+        if needs.in_flight not in (None, *self.in_flight_policies):
+            supported = ", ".join(self.in_flight_policies) or "none"
+            found["in_flight"] = f"the in-flight policy {needs.in_flight}; it supports {supported}"
+        if needs.transport not in (None, *self.transports):
+            supported = ", ".join(self.transports) or "none"
+            found["transport"] = f"the {needs.transport} transport; it supports {supported}"
+        encodings = ("raw", *self.encodings)
+        if unknown := [encoding for encoding in needs.encodings if encoding not in encodings]:
+            found["encodings"] = f"the encoding {unknown[0]}; it supports {', '.join(encodings)}"
+        if needs.lora_or_merged and not (self.lora or self.partial_updates):
+            found["lora_or_merged"] = "lora or partial_updates"
+        if needs.processed_logprobs and self.logprob_kind != "processed":
+            found["processed_logprobs"] = "processed logprobs; its raw logprobs ignore the temperature"
+        if needs.dtype not in (None, self.dtype):
+            found["dtype"] = f"dtype {needs.dtype}; it serves {self.model} in {self.dtype}"
+        if needs.vocab_size not in (None, self.vocab_size):
+            found["vocab_size"] = (
+                f"a vocabulary of {needs.vocab_size} tokens; it serves {self.model} with {self.vocab_size}"
+            )
+        flags = [field.name for field in fields(needs) if getattr(needs, field.name) is True]
+        return found | {name: name for name in flags if getattr(self, name, True) is False}
 
 
 class Health(WireModel):

@@ -105,16 +105,16 @@ def decoding(decoded: Callable[..., torch.Tensor]) -> Callable[[LocalEndpoint], 
     """Another way to decode a bucket: takes the staging, its own way, and that one's arguments."""
 
     def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
-        intake: Any = endpoint._intake
-        begin = intake.begin
+        sink: Any = endpoint._sink
+        begin = sink.begin
 
         def faulty(update: WeightUpdate) -> None:
             begin(update)
-            staging = intake._staging
+            staging = sink._staging
             own = staging._decoded
             staging._decoded = lambda *arguments: decoded(staging, own, *arguments)
 
-        intake.begin = faulty
+        sink.begin = faulty
         return endpoint
 
     return infect
@@ -163,7 +163,7 @@ def takes_any_base(endpoint: LocalEndpoint) -> LocalEndpoint:
 
     async def request(update: WeightUpdate) -> None:
         if update.base is not None:
-            kept = endpoint._intake.kept
+            kept = endpoint._sink.kept
             changes = {"base": kept} if kept is not None else {"base": None, "encodings": ()}
             update = update.model_copy(update=changes)
         await LocalEndpoint.request_weight_update(endpoint, update)
@@ -176,15 +176,15 @@ def receiving(change: Callable[[Any], None]) -> Callable[[LocalEndpoint], LocalE
     """Another receiver of a transport that stores."""
 
     def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
-        intake: Any = endpoint._intake
-        own = intake._make_receiver
+        sink: Any = endpoint._sink
+        own = sink._make_receiver
 
         def make(spec: TransportSpec) -> Any:
             receiver = own(spec)
             change(receiver)
             return receiver
 
-        intake._make_receiver = make
+        sink._make_receiver = make
         return endpoint
 
     return infect

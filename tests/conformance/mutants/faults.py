@@ -173,7 +173,7 @@ def applies_as_they_arrive(endpoint: LocalEndpoint) -> LocalEndpoint:
 
     async def receive(bucket: BucketTransfer) -> None:
         await LocalEndpoint.receive_weights(endpoint, bucket)
-        staged = faulty._intake.take()
+        staged = faulty._sink.take()
         await asyncio.wrap_future(faulty._engine.call(lambda: apply(staged)))
 
     faulty.receive_weights = receive
@@ -300,22 +300,22 @@ def compares_versions_of_any_run(endpoint: LocalEndpoint) -> LocalEndpoint:
 def gives_up_nothing(endpoint: LocalEndpoint) -> LocalEndpoint:
     faulty: Any = endpoint
 
-    async def give_up() -> None:
+    async def fail_requests() -> None:
         return
 
-    faulty.give_up = give_up
+    faulty.fail_requests = fail_requests
     return endpoint
 
 
 def poisoned_in_name_only(endpoint: LocalEndpoint) -> LocalEndpoint:
     faulty: Any = endpoint
 
-    async def give_up() -> None:
-        await LocalEndpoint.give_up(endpoint)
+    async def fail_requests() -> None:
+        await LocalEndpoint.fail_requests(endpoint)
         await LocalEndpoint.resume(endpoint)
 
     faulty._updates.session.refuse_to_sample = lambda: None
-    faulty.give_up = give_up
+    faulty.fail_requests = fail_requests
     return endpoint
 
 

@@ -77,9 +77,9 @@ def tied_head_left_old(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 
 def last_bucket_only(endpoint: LocalEndpoint) -> LocalEndpoint:
-    intake: Any = endpoint._intake
-    own = intake._prepare
-    intake._prepare = lambda update, arrived: own(update, arrived[update.buckets[-1].start :])
+    sink: Any = endpoint._sink
+    own = sink._prepare
+    sink._prepare = lambda update, arrived: own(update, arrived[update.buckets[-1].start :])
     return endpoint
 
 

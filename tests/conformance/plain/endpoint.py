@@ -8,8 +8,9 @@ from safetensors.torch import save
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.weights.receive.bucket_sinks import StagedIntake
-from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.adapter import PausableEngine
+from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.staged_sink import StagedSink
 from inflight.weights.transports import make_receiver
 from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan
 
@@ -26,7 +27,7 @@ class PlainEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         self.info = (await self.http.get("/info")).json()
         tensors = self.info["tensors"].items()
         specs = [TensorSpec(name=n, dtype=dtype, shape=tuple(shape)) for n, (dtype, shape) in tensors]
-        self.arrived = StagedIntake(make_receiver)
+        self.arrived = StagedSink(make_receiver)
         self.declared = Capabilities(
             engine="plain", engine_version="1", model=self.name, dtype=next(iter(self.info["tensors"].values()))[0],
             vocab_size=self.info["vocab"], max_model_len=self.info["context"], max_concurrent_sequences=1, num_ranks=1,
@@ -86,7 +87,7 @@ class PlainEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
     async def resume(self):
         self.slot.release()
 
-    async def give_up(self):
+    async def fail_requests(self):
         self.slot.release()
 
     async def aclose(self):

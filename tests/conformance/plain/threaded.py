@@ -18,8 +18,9 @@ from transformers import (
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InvalidRequestError, PoisonedError, UnsupportedError
-from inflight.weights.receive.bucket_sinks import StagedIntake
-from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.adapter import PausableEngine
+from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.staged_sink import StagedSink
 from inflight.weights.transports import make_receiver
 from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan
 
@@ -66,7 +67,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         self.parameters, self.config = dict(self.model.named_parameters()), self.model.config
         self.dtype = str(self.model.dtype)[6:]
         specs = [TensorSpec(name=n, dtype=self.dtype, shape=tuple(p.shape)) for n, p in self.parameters.items()]
-        self.arrived = StagedIntake(make_receiver)
+        self.arrived = StagedSink(make_receiver)
         self.declared = Capabilities(
             engine="threaded", engine_version="1", model=self.name, dtype=self.dtype, num_ranks=1,
             vocab_size=self.config.vocab_size, max_model_len=self.max_model_len,
@@ -167,7 +168,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
     async def resume(self):
         await self.in_engine(self.sample_again)
 
-    async def give_up(self):
+    async def fail_requests(self):
         await self.in_engine(self.end_all)  # and is paused still: nothing samples from torn weights
 
     async def num_running(self):

@@ -1,16 +1,15 @@
-"""An engine whose `apply` can be made to fail, between an endpoint's receiving half and its own engine.
+"""An engine whose `apply` can be made to fail, between an endpoint's `UpdateReceiver` and its own engine.
 
-`inflight.weights.receive.receiver.engine_between` puts it there while the kit makes the endpoint in its own process.
-It cannot reach endpoints in other processes, or endpoints that take weights without an `UpdateReceiver`.
+It cannot reach endpoints in other processes, or endpoints that receive weights without an `UpdateReceiver`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Literal
 
-from inflight.weights.receive.receiver import PausableEngine, engine_between
+from inflight.contracts import InferenceEndpoint
+from inflight.weights.receive.adapter import PausableEngine
+from inflight.weights.receive.receiver import ReceivingEndpoint
 from inflight.wire import WeightUpdate
 
 Failure = Literal["instead", "afterwards"]
@@ -37,24 +36,17 @@ class FailingEngine(PausableEngine):
     async def resume(self) -> None:
         await self._engine.resume()
 
-    async def give_up(self) -> None:
-        await self._engine.give_up()
+    async def fail_requests(self) -> None:
+        await self._engine.fail_requests()
 
     async def num_running(self) -> int:
         return await self._engine.num_running()
 
 
-@contextlib.contextmanager
-def engines_that_fail() -> Iterator[list[FailingEngine]]:
-    """Put a `FailingEngine` under every receiver that is made meanwhile, and collect them in the yielded list."""
-    made: list[FailingEngine] = []
-
-    def between(engine: PausableEngine) -> PausableEngine:
-        made.append(FailingEngine(engine))
-        return made[-1]
-
-    token = engine_between.set(between)
-    try:
-        yield made
-    finally:
-        engine_between.reset(token)
+async def let_engine_fail(endpoint: InferenceEndpoint) -> FailingEngine | None:
+    """Put a `FailingEngine` before the engine of an endpoint in this process and return it; None for any other."""
+    if not isinstance(endpoint, ReceivingEndpoint):
+        return None
+    receiver = await endpoint.receiver()
+    receiver.engine = failing = FailingEngine(receiver.engine)
+    return failing

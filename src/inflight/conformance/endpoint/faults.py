@@ -115,7 +115,7 @@ async def abort_while_receiving(subject: EndpointSubject) -> None:
 
 @check("U-37", "updates failing", deadline_s=60)
 @look_at(
-    "give_up of the adapter: it ends what runs and what waits, whether sampling is paused or goes on already; and that "
+    "fail_requests of the adapter: it ends what runs and what waits, whether sampling is paused or not; and that "
     "nothing but a commit makes weights whole"
 )
 async def in_and_out(subject: EndpointSubject) -> None:

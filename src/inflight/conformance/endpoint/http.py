@@ -100,7 +100,7 @@ async def stalled_connections(subject: EndpointSubject) -> None:
 
 
 def _is_offered(subject: EndpointSubject, route: Route[Any]) -> bool:
-    return route.capability is None or bool(getattr(subject.capabilities, route.capability))
+    return route.needs is None or not subject.capabilities.missing(route.needs)
 
 
 def _malformed(good: dict[str, Any], key: str) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.conformance.checks import CheckSkipped, fail
-from inflight.conformance.endpoint.failing import engines_that_fail
+from inflight.conformance.endpoint.failing import let_engine_fail
 from inflight.conformance.endpoint.opening import opened
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
@@ -110,11 +110,10 @@ class JudgedEndpoint(Subject):
 
     async def _open(self) -> None:
         subject, model = self._subject, None if self._reference is None else self._reference.path
-        with engines_that_fail() as made:
-            opening = opened(self._target, model, subject.directory, self._start_deadline_s)
-            subject.opened = await self._stack.enter_async_context(opening)
-        subject.can_fail = made[-1] if made else None
+        opening = opened(self._target, model, subject.directory, self._start_deadline_s)
+        subject.opened = await self._stack.enter_async_context(opening)
         async with asyncio.timeout(self._start_deadline_s):
+            subject.can_fail = await let_engine_fail(subject.endpoint)
             subject.capabilities = await subject.endpoint.capabilities()
             version = await subject.endpoint.weight_version()
         if self._reference is not None:

@@ -1,6 +1,6 @@
 """A publisher that takes one step at a time, so that checks can leave out, repeat or swap its messages.
 
-Trainers use `inflight.weights.send.publish`; this one does as little as the contract allows.
+Trainers use `inflight.weights.send.publisher`; this one does as little as the contract allows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from inflight.conformance.checks import skip
 from inflight.conformance.reference import Weights
 from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.types import WeightBucket
-from inflight.weights.encode.bucket_bytes import pack
+from inflight.weights.encode.bucket_bytes import bucket_transfer, encode_bucket, pack
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.weights.encode.delta import element_runs, encode_delta, find_changes
-from inflight.weights.send.gathering import outgoing_bucket, transfer_of
 from inflight.weights.send.module import tensor_spec
 from inflight.weights.transports import make_sender
 from inflight.wire import (
@@ -159,7 +158,7 @@ class SteppedPublisher:
             patch = find_changes(pack(bucket.tensors), old, element_runs(bucket.specs), max_share=1.0)
             assert patch is not None  # no share is too large
             delta = encode_delta(patch)
-        return outgoing_bucket(bucket, update.ref, encoding=(*update.encodings, "raw")[0], payload=delta)
+        return encode_bucket(bucket, update.ref, encoding=(*update.encodings, "raw")[0], payload=delta)
 
     async def send(
         self,
@@ -183,7 +182,7 @@ class SteppedPublisher:
         """Send a bucket: the endpoint receives it meanwhile, or once it is stored."""
         transfer = self.transfer(update, bucket.index)
         if bucket.checksum is not None:
-            transfer = transfer_of(bucket, update.ref, TRANSFER_TIMEOUT_S)
+            transfer = bucket_transfer(bucket, update.ref, TRANSFER_TIMEOUT_S)
         if not self._sender.is_collective:
             await self.send_only(bucket)
             await self._endpoint.receive_weights(transfer)

@@ -23,10 +23,9 @@ from inflight.contracts import PartialWeightSource
 from inflight.errors import FencedError, InflightError, PublishError
 from inflight.types import EndpointOutcome, PublishReport, WeightBucket
 from inflight.weights.encode.bucket_bytes import Rounding
-from inflight.weights.send.endpoint_update import answers, declared
+from inflight.weights.send.endpoint_update import query_endpoint, query_endpoints
 from inflight.weights.send.module import tensor_spec
-from inflight.weights.send.publish import publish_weights
-from inflight.weights.send.publisher import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 from inflight.wire import DTYPE_SIZES, BucketSpec, InFlightPolicy, TensorSpec
 
@@ -241,8 +240,8 @@ class Trainer:
 
     def _take_back(self, names: Collection[str], timeout_s: float) -> None:
         assert self.publisher is not None
-        calls = {it.name: partial(declared, it) for it in self.publisher.endpoints if it.name in names}
-        found: Mapping[str, object] = self.publisher.run(answers, calls, 0, timeout_s)
+        calls = {it.name: partial(query_endpoint, it) for it in self.publisher.endpoints if it.name in names}
+        found: Mapping[str, object] = self.publisher.run(query_endpoints, calls, 0, timeout_s)
         self._left_out -= {name for name, answer in found.items() if not isinstance(answer, BaseException)}
 
     def close(self) -> None:

@@ -173,7 +173,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         """One choice, as PipelineRL's own client asks for it; texts are the server's."""
         can = await self.capabilities()
-        check_chat(request, model=can.model, offers_chat=True, images=False)
+        check_chat(request, can)
         body = request.model_dump(mode="json", include={"model", "messages", "temperature", "top_p", "top_k", "min_p"})
         body |= {"logprobs": True, "top_logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
         body |= {"include_stop_str_in_output": True, "repetition_penalty": 1.0, "cache_salt": self._salt}

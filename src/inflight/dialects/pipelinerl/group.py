@@ -23,10 +23,8 @@ import torch
 import torch.distributed
 
 from inflight.base.threads import run_unless
-from inflight.errors import ConfigError, TransferError
-from inflight.weights.receive.states import transfer_failed
-from inflight.weights.transports.groups import GlooGroup, Group, new_gloo_group
-from inflight.weights.transports.rendezvous import GRACE_S, address_towards, timeout_of
+from inflight.errors import ConfigError, TransferError, transfer_failed
+from inflight.weights.transports.groups import GRACE_S, GlooGroup, Group, address_towards, new_gloo_group, timeout_of
 from inflight.weights.transports.store import GIVEN_UP, give_up
 
 dist: Any = torch.distributed  # its stubs leave out the stores

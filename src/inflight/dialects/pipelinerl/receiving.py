@@ -16,8 +16,7 @@ from inflight.dialects.pipelinerl.group import WeightGroup
 from inflight.dialects.pipelinerl.messages import WeightUpdateRequest
 from inflight.errors import InvalidRequestError, TransferError
 from inflight.types import PublishReport, WeightBucket
-from inflight.weights.send.publish import publish_weights
-from inflight.weights.send.publisher import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.wire import BucketSpec, InFlightPolicy, TensorSpec
 
 

@@ -18,7 +18,7 @@ import torch
 
 from inflight.engines.embedded.slots import Arena, AttentionPlan, DecodingRows, Slot, attend_rows
 from inflight.errors import ConfigError
-from inflight.weights.encode.streams import cuda
+from inflight.weights.encode.transit import cuda
 
 DecodeStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From token ids and positions [2, B], and the numbers 0 to C - 1 [C], to logits [B, V]."""

@@ -25,11 +25,12 @@ from inflight.errors import EndpointError, InflightError, InvalidRequestError, N
 from inflight.http.chat import chat_completion_of, check_chat
 from inflight.model.images import ImageProcessor
 from inflight.types import EngineStats
-from inflight.weights.encode.streams import beside
+from inflight.weights.encode.transit import beside
+from inflight.weights.receive.adapter import PausableEngine
 from inflight.weights.receive.base_weights import AdaptedLoad, AdaptedWeights, Named
-from inflight.weights.receive.bucket_sinks import StagedIntake
-from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
 from inflight.weights.receive.releasing import MemoryRelease, ReleasableEngine
+from inflight.weights.receive.staged_sink import StagedSink
 from inflight.weights.send.module import tensor_spec
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
@@ -89,10 +90,10 @@ class LocalEndpoint(
         self._adapted = AdaptedWeights()
         self._is_borrowed = False
         """Whether weights arrive in memory that only lasts as long as the trainer's process."""
-        self._intake = StagedIntake(self._make_receiver, self._prepare)
+        self._sink = StagedSink(self._make_receiver, self._prepare)
         self._manifest = Manifest(tensors=specs)
         self._capabilities = self._declared(parameter)
-        self._updates = UpdateReceiver(self, self._intake, specs, self._capabilities)
+        self._updates = UpdateReceiver(self, self._sink, specs, self._capabilities)
         self._memory = MemoryRelease(self, self._updates.session)
         self._last_timings: UpdateTimings | None = None
         engine.start()
@@ -190,7 +191,7 @@ class LocalEndpoint(
             return load, made_ready(parameters, stored.joined(load.tensors, parameters.__getitem__))
 
     async def apply(self, update: WeightUpdate) -> None:
-        load, ready = self._intake.prepared()
+        load, ready = self._sink.prepared()
 
         def apply() -> UpdateTimings:
             started = time.monotonic()
@@ -205,7 +206,7 @@ class LocalEndpoint(
     async def resume(self) -> None:
         await self._in_engine(self._engine.resume)
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         await self._in_engine(self._engine.cancel_all)
 
     async def release_memory(self) -> WeightVersion:
@@ -248,7 +249,7 @@ class LocalEndpoint(
     async def record_history(self, history: DraftHistory) -> None:
         speculation = self._engine.speculation
         if not speculation.takes_history:
-            raise UnsupportedError(f"{self._name} does not declare drafts; serve it with --drafts history or both")
+            raise UnsupportedError(f"{self._name} does not support drafts; serve it with --drafts history or both")
         largest = max(token for entry in history.entries for ids in (*entry.completions, (0,)) for token in ids)
         if largest >= self._engine.vocab_size:
             raise InvalidRequestError(
@@ -261,7 +262,7 @@ class LocalEndpoint(
         self._updates.session.refuse_to_sample()
         if request.routed_experts and not self._engine.records_routing:
             raise UnsupportedError(
-                f"{self._name} does not declare routed_experts: its model has no routers that are known, or its decode "
+                f"{self._name} does not support routed_experts: its model has no routers that are known, or its decode "
                 "step is compiled"
             )
         finished: Future[list[Completion]] = _outcome()
@@ -330,7 +331,7 @@ class LocalEndpoint(
             return None
         images = self._images
         if images is None:
-            raise UnsupportedError(f"{self._name} does not declare images: its model has no vision tower")
+            raise UnsupportedError(f"{self._name} does not support images: its model has no vision tower")
 
         def tensors() -> dict[str, Any]:
             images.check(request.prompt_token_ids, request.images)
@@ -359,8 +360,7 @@ class LocalEndpoint(
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
         """Return the token request that a chat request is rendered to."""
-        images = self._images is not None
-        check_chat(request, model=self._name, offers_chat=self._chat is not None, images=images)
+        check_chat(request, self._capabilities)
         return self._chat_format().render(request)
 
     def _refuse_non_finite(self, logprobs: Iterable[float]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from inflight.weights.encode.streams import finish
+from inflight.weights.encode.transit import finish
 
 Parameters = Mapping[str, torch.nn.Parameter]
 

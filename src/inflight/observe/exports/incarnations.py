@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class Incarnation:
     """One process of a run. ``began_at`` is second 0 of its events, in seconds since 1970."""
 
     began_at: float
@@ -39,36 +39,36 @@ class Turn:
     """Start, end and version of each stretch of it, over the indices of the episode's sampled tokens."""
 
 
-class Lives:
+class Incarnations:
     """Reads a run, and knows which of its processes wrote what."""
 
     def __init__(self, directory: Path) -> None:
         if not event_files(directory):
             raise ConfigError(f"{str(directory)!r} holds no events of a run: name a run directory")
         self._directory = directory
-        self._lives: list[Life] = []
+        self._incarnations: list[Incarnation] = []
 
     def events(self) -> Iterator[tuple[float, Row]]:
         """Yield every event but the steps, with its process's second 0 in seconds since 1970."""
         for event in read_events(self._directory):
-            if event["kind"] == "began":
-                life = Life(event["began_at"], event["version"])
-                if not self._lives or self._lives[-1].began_at != life.began_at:
-                    self._lives.append(life)
-            if not self._lives:
+            if event["kind"] == "run_started":
+                incarnation = Incarnation(event["began_at"], event["version"])
+                if not self._incarnations or self._incarnations[-1].began_at != incarnation.began_at:
+                    self._incarnations.append(incarnation)
+            if not self._incarnations:
                 raise ConfigError(
                     f"the events in {str(self._directory)!r} begin with {event['kind']!r}, so when they were is not "
-                    "known: write a 'began' event first"
+                    "known: write a 'run_started' event first"
                 )
-            yield self._lives[-1].began_at, event
+            yield self._incarnations[-1].began_at, event
 
     def steps(self) -> Iterator[tuple[float, Row]]:
         """Yield every step likewise, once `events` is exhausted. Steps that a resumed run made again are left out."""
-        lives = iter(self._lives)
-        present, following = next(lives, None), next(lives, None)
+        incarnations = iter(self._incarnations)
+        present, following = next(incarnations, None), next(incarnations, None)
         for step in read_steps(self._directory):
             while following is not None and step["version"] > following.version:
-                present, following = following, next(lives, None)
+                present, following = following, next(incarnations, None)
             if present is not None:
                 yield present.began_at, step
 

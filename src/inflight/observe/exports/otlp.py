@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 from inflight import __version__
 from inflight.errors import ConfigError
-from inflight.observe.exports.incarnations import Lives, Row, publish_parts, turns_of
+from inflight.observe.exports.incarnations import Incarnations, Row, publish_parts, turns_of
 
 _BATCH = 500
 _TIMEOUT_S = 30.0
@@ -62,7 +62,7 @@ def _batches(directory: Path) -> Iterator[Row]:
     run_id = name.read_text().strip() if name.exists() else directory.resolve().name
     resource = {"attributes": _attributes({"service.name": "inflight", "rl.run_id": run_id})}
     scope = {"name": "inflight", "version": __version__}
-    spans = _Spans(run_id, Lives(directory)).spans()
+    spans = _Spans(run_id, Incarnations(directory)).spans()
     while batch := list(islice(spans, _BATCH)):
         yield {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": scope, "spans": batch}]}]}
 
@@ -136,25 +136,25 @@ class _Step:
 class _Spans:
     """Turns events into spans. Holds the items that are not settled, and one step."""
 
-    def __init__(self, run_id: str, lives: Lives) -> None:
+    def __init__(self, run_id: str, incarnations: Incarnations) -> None:
         self._run_id = run_id
-        self._lives = lives
+        self._incarnations = incarnations
         self._items: dict[int, _Item] = {}
         self._step: _Step | None = None
         self._began_at: float | None = None
 
     def spans(self) -> Iterator[Span]:
-        for began_at, event in self._lives.events():
+        for began_at, event in self._incarnations.events():
             match event["kind"]:
-                case "began":
+                case "run_started":
                     if began_at != self._began_at:
-                        yield from self._end_life()
+                        yield from self._end_incarnation()
                     self._began_at = began_at
                 case "request":
                     yield from self._request(event, began_at)
                 case "group":
                     self._group(event, began_at)
-                case "drop":
+                case "item_dropped":
                     yield from self._settle(event["item"], event["reason"])
                 case "train":
                     yield from self._end_step()
@@ -172,7 +172,7 @@ class _Spans:
                     trace_id = self._id("failure", event["start_s"], began_at)
                     what = event["what"]
                     yield self._span("failure", trace_id, None, _placed(event, began_at), {"rl.what": what}, error=what)
-        yield from self._end_life()
+        yield from self._end_incarnation()
         yield from self._metrics_of_steps()
 
     def _request(self, event: Row, began_at: float) -> Iterator[Span]:
@@ -218,7 +218,7 @@ class _Spans:
             facts = {**item.facts, "rl.outcome": outcome, **(facts or {})}
             yield self._span("item", item.trace_id, None, (item.start, item.end), facts, span_id=item.span_id)
 
-    def _end_life(self) -> Iterator[Span]:
+    def _end_incarnation(self) -> Iterator[Span]:
         """Settle what the end of a process left: a process after it samples those items again."""
         yield from self._end_step()
         for index in list(self._items):
@@ -254,7 +254,7 @@ class _Spans:
 
     def _metrics_of_steps(self) -> Iterator[Span]:
         """Yield a span without duration for the metrics of each step, in its trace."""
-        for began_at, step in self._lives.steps():
+        for began_at, step in self._incarnations.steps():
             trace_id = self._id("step", step["version"], began_at)
             facts = {f"rl.{name}": step[name] for name in _OF_STEPS if step.get(name) is not None}
             yield self._span("metrics", trace_id, trace_id[:16], _placed(step, began_at), facts)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from inflight.errors import ConfigError
-from inflight.observe.exports.incarnations import Lives, Row, Turn, publish_parts, turns_of
+from inflight.observe.exports.incarnations import Incarnations, Row, Turn, publish_parts, turns_of
 
 _RUN, _TRAINER = "run", "trainer"
 _COUNTERS = {
@@ -28,7 +28,7 @@ _COUNTERS = {
     "utilisation": "slot utilisation",
 }
 """Metrics of a step, and what they are called."""
-_INSTANTS = ("drop", "episode failed", "saved", "scale", "failure", "ended")
+_INSTANTS = ("item_dropped", "episode_failed", "checkpoint_saved", "fleet_scaled", "failure", "run_ended")
 """Kinds without a duration that are told on the run's own track."""
 
 
@@ -37,7 +37,7 @@ def write_perfetto(directory: Path, out: Path) -> int:
 
     Raises `ConfigError` if the directory holds no run, or if the file cannot be written.
     """
-    trace = _Trace(Lives(directory))
+    trace = _Trace(Incarnations(directory))
     try:
         with out.open("w") as file:
             return _write_array(trace.rows(), file)
@@ -88,8 +88,8 @@ class _Tracks:
 class _Trace:
     """Turns events into rows of the format."""
 
-    def __init__(self, lives: Lives) -> None:
-        self._lives = lives
+    def __init__(self, incarnations: Incarnations) -> None:
+        self._incarnations = incarnations
         self._origin: float | None = None
         self._tracks: dict[tuple[str, str], _Tracks] = {}
         self._processes: dict[str, int] = {}
@@ -98,21 +98,21 @@ class _Trace:
             "request": self._request,
             "train": self._train,
             "publish": self._publish,
-            "versions": self._versions,
-            "running": self._running,
-            "fleet": self._fleet,
-            "released": self._memory_turn,
-            "restored": self._memory_turn,
+            "served_versions": self._versions,
+            "running_groups": self._running,
+            "fleet_changed": self._fleet,
+            "memory_released": self._memory_turn,
+            "memory_restored": self._memory_turn,
             **dict.fromkeys(_INSTANTS, self._instant),
         }
 
     def rows(self) -> Iterator[Row]:
-        for began_at, event in self._lives.events():
+        for began_at, event in self._incarnations.events():
             if self._origin is None:
                 self._origin = began_at
             if (of_kind := self._of_kind.get(event["kind"])) is not None:
                 yield from of_kind(event, began_at - self._origin)
-        for began_at, step in self._lives.steps():
+        for began_at, step in self._incarnations.steps():
             yield from self._step(step, began_at - (self._origin or 0.0))
 
     # ---------------------------------------------------------------------------------------------------------- kinds

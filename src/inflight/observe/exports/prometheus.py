@@ -33,106 +33,119 @@ _OF_STEPS = {
 """Metrics of a step that are shown as they are."""
 
 
+_COUNTERS = {
+    "steps": ("Optimizer steps",),
+    "trained_tokens": ("Tokens of optimizer steps",),
+    "stale_tokens": ("Tokens that were masked for their lag",),
+    "completions": ("Rollouts of complete groups",),
+    "completion_tokens": ("Sampled tokens of complete groups",),
+    "requests": ("Requests to servers that ended", "endpoint", "outcome"),
+    "items": ("Items that the ledger settled", "outcome"),
+    "publishes": ("Publishes by what became of each server", "outcome"),
+    "published_bytes": ("Bytes that were sent or stored",),
+    "failed_episodes": ("Episodes that count for nothing", "reason"),
+    "failures": ("What ended an incarnation of the run",),
+}
+_GAUGES = {
+    "weight_version": ("Trained versions so far",),
+    "groups": ("Groups being sampled, and complete ones that wait", "state"),
+    "items_outstanding": ("Items issued and not settled",),
+    "servers": ("Servers by state", "state"),
+}
+_HISTOGRAMS = {
+    "train_seconds": ("Optimizer steps, without the publish",),
+    "request_seconds": ("Requests to servers", "endpoint"),
+    "publish_seconds": ("Parts of publishes", "part"),
+}
+"""Help text and labels of each metric by its name without ``inflight_run_``."""
+
+
 class RunMetrics:
     """Counts what a run does. Counters begin with this process."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(name, text, labels, registry=registry)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, labels, registry=registry)
-
-        def histogram(name: str, text: str, *labels: str) -> Histogram:
-            return Histogram(name, text, labels, registry=registry, buckets=_SECONDS)
-
         self._info = Info("inflight_run", "The run", registry=registry)
-        self._version = gauge("inflight_run_weight_version", "Trained versions so far")
-        self._of_steps = {key: gauge(name, text) for key, (name, text) in _OF_STEPS.items()}
+        self._counters = {
+            name: Counter(f"inflight_run_{name}", text, labels, registry=registry)
+            for name, (text, *labels) in _COUNTERS.items()
+        }
+        self._gauges = {
+            name: Gauge(f"inflight_run_{name}", text, labels, registry=registry)
+            for name, (text, *labels) in _GAUGES.items()
+        }
+        self._histograms = {
+            name: Histogram(f"inflight_run_{name}", text, labels, registry=registry, buckets=_SECONDS)
+            for name, (text, *labels) in _HISTOGRAMS.items()
+        }
+        self._of_steps = {key: Gauge(name, text, registry=registry) for key, (name, text) in _OF_STEPS.items()}
         for of_step in self._of_steps.values():
-            of_step.set(math.nan)  # nothing is known of them before the first step
-        self._steps = counter("inflight_run_steps", "Optimizer steps")
-        self._train = histogram("inflight_run_train_seconds", "Optimizer steps, without the publish")
-        self._trained_tokens = counter("inflight_run_trained_tokens", "Tokens of optimizer steps")
-        self._stale_tokens = counter("inflight_run_stale_tokens", "Tokens that were masked for their lag")
-        self._completions = counter("inflight_run_completions", "Rollouts of complete groups")
-        self._completion_tokens = counter("inflight_run_completion_tokens", "Sampled tokens of complete groups")
-        self._requests = counter("inflight_run_requests", "Requests to servers that ended", "endpoint", "outcome")
-        self._request_s = histogram("inflight_run_request_seconds", "Requests to servers", "endpoint")
-        self._groups = gauge("inflight_run_groups", "Groups being sampled, and complete ones that wait", "state")
-        self._items = counter("inflight_run_items", "Items that the ledger settled", "outcome")
-        self._outstanding = gauge("inflight_run_items_outstanding", "Items issued and not settled")
-        self._publishes = counter("inflight_run_publishes", "Publishes by what became of each server", "outcome")
-        self._publish_s = histogram("inflight_run_publish_seconds", "Parts of publishes", "part")
-        self._published_bytes = counter("inflight_run_published_bytes", "Bytes that were sent or stored")
-        self._servers = gauge("inflight_run_servers", "Servers by state", "state")
-        self._episodes = counter("inflight_run_failed_episodes", "Episodes that count for nothing", "reason")
-        self._failures = counter("inflight_run_failures", "What ended a life of the run")
-        self._is_fleet_told = False
+            of_step.set(math.nan)  # unknown before the first step
+        self._has_server_states = False
 
-    def heard(self, event: events.Event) -> None:
+    def count(self, event: events.Event) -> None:
         """Count an event."""
+        counters, gauges = self._counters, self._gauges
         match event:
-            case events.Began():
+            case events.RunStarted():
                 task = event.config.get("task", {}).get("name", "")
                 directory = event.config.get("run", {}).get("directory", "")
                 self._info.info({"inflight": event.inflight, "task": task, "directory": directory})
-                self._version.set(event.version)
-            case events.Request():
+                gauges["weight_version"].set(event.version)
+            case events.RequestEnded():
                 outcome = "ended" if event.error is None else "cancelled" if event.error == "cancelled" else "failed"
-                self._requests.labels(_address(event.endpoint), outcome).inc()
-                self._request_s.labels(_address(event.endpoint)).observe(event.end_s - event.start_s)
-            case events.Running():
-                self._groups.labels("running").set(event.num_groups)
-            case events.Group():
-                self._completions.inc(len(event.rewards))
-                self._completion_tokens.inc(sum(event.lengths))
-            case events.Drop():
-                self._items.labels(event.reason).inc()
+                address = _address(event.endpoint)
+                counters["requests"].labels(address, outcome).inc()
+                self._histograms["request_seconds"].labels(address).observe(event.end_s - event.start_s)
+            case events.RunningGroups():
+                gauges["groups"].labels("running").set(event.num_groups)
+            case events.GroupFinished():
+                counters["completions"].inc(len(event.rewards))
+                counters["completion_tokens"].inc(sum(event.lengths))
+            case events.ItemDropped():
+                counters["items"].labels(event.reason).inc()
             case events.EpisodeFailed():
-                self._episodes.labels(event.reason).inc()
-            case events.Train():
-                self._version.set(event.version)
-                self._items.labels("trained").inc(len(event.items))
-                self._train.observe(event.end_s - event.start_s)
-            case events.Publish():
-                self._published(event)
-            case events.Fleet():
-                self._is_fleet_told = self._is_fleet_told or bool(event.states)
+                counters["failed_episodes"].labels(event.reason).inc()
+            case events.StepTrained():
+                gauges["weight_version"].set(event.version)
+                counters["items"].labels("trained").inc(len(event.items))
+                self._histograms["train_seconds"].observe(event.end_s - event.start_s)
+            case events.WeightsPublished():
+                self._count_publish(event)
+            case events.FleetChanged():
+                self._has_server_states = self._has_server_states or bool(event.states)
                 if event.states:
-                    self._tell_servers(Tally(event.states.values()))
-            case events.Step():
-                self._stepped(event.model_extra or {}, event)
+                    self._set_servers(Tally(event.states.values()))
+            case events.StepCompleted():
+                self._count_step(event.model_extra or {}, event)
             case events.Failure():
-                self._failures.inc()
+                counters["failures"].inc()
 
-    def _published(self, event: events.Publish) -> None:
+    def _count_publish(self, event: events.WeightsPublished) -> None:
         for part in _PARTS:
             if (seconds := getattr(event, part)) is not None:
-                self._publish_s.labels(part.removesuffix("_s")).observe(seconds)
-        self._published_bytes.inc(event.sent_bytes)
+                self._histograms["publish_seconds"].labels(part.removesuffix("_s")).observe(seconds)
+        self._counters["published_bytes"].inc(event.sent_bytes)
         for outcome in event.outcomes.values():
-            self._publishes.labels(outcome).inc()
-        if not self._is_fleet_told:  # a fleet that never changed
-            self._tell_servers(Tally("healthy" if it == "applied" else "suspect" for it in event.outcomes.values()))
+            self._counters["publishes"].labels(outcome).inc()
+        if not self._has_server_states:  # a fleet that never changed
+            self._set_servers(Tally("healthy" if it == "applied" else "suspect" for it in event.outcomes.values()))
 
-    def _tell_servers(self, by_state: Mapping[str, int]) -> None:
-        self._servers.clear()
+    def _set_servers(self, by_state: Mapping[str, int]) -> None:
+        self._gauges["servers"].clear()
         for state, number in by_state.items():
-            self._servers.labels(state).set(number)
+            self._gauges["servers"].labels(state).set(number)
 
-    def _stepped(self, facts: Mapping[str, Any], step: events.Step) -> None:
-        self._steps.inc()
+    def _count_step(self, facts: Mapping[str, Any], step: events.StepCompleted) -> None:
+        self._counters["steps"].inc()
         for key, gauge in self._of_steps.items():
             value = step.reward if key == "reward" else facts.get(key)
             if value is not None:
                 gauge.set(value)
-        self._trained_tokens.inc(facts.get("num_step_tokens", 0))
-        self._stale_tokens.inc(facts.get("num_stale_tokens", 0))
-        self._groups.labels("waiting").set(facts.get("groups_waiting", 0))
-        self._outstanding.set(facts.get("ledger", {}).get("outstanding", 0))
+        self._counters["trained_tokens"].inc(facts.get("num_step_tokens", 0))
+        self._counters["stale_tokens"].inc(facts.get("num_stale_tokens", 0))
+        self._gauges["groups"].labels("waiting").set(facts.get("groups_waiting", 0))
+        self._gauges["items_outstanding"].set(facts.get("ledger", {}).get("outstanding", 0))
 
 
 class MetricsServer:

@@ -1,8 +1,8 @@
-"""The events of a run: one line of JSON each, told apart by ``kind``.
+"""The events of a run: one line of JSON each, distinguished by ``kind``.
 
-Times are seconds since the run began, without the time between its processes; `Began` says when that was. An event has
-a start and an end, which are equal for what has no duration. Versions count optimizer steps. Readers ignore fields
-that they do not know; `SCHEMA_VERSION` rises when a field changes its meaning or disappears.
+Times are seconds since the run began, without the time between its processes; `RunStarted` records when that was. An
+event has a start and an end, which are equal if it has no duration. Versions count optimizer steps. Readers ignore
+unknown fields; `SCHEMA_VERSION` rises when a field changes its meaning or disappears.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Event(BaseModel):
     end_s: float
 
 
-class Began(Event):
+class RunStarted(Event):
     """A process of the run began, or a new file of events: the first line of each."""
 
-    kind: Literal["began"] = "began"
+    kind: Literal["run_started"] = "run_started"
     schema_version: int = SCHEMA_VERSION
     """Of the lines that follow."""
     began_at: float
@@ -61,7 +61,7 @@ class SampledPart(BaseModel):
     """Of an episode: start, end and sampled tokens of each turn. Between them its environment was at work."""
 
 
-class Request(Event):
+class RequestEnded(Event):
     """A request was at an endpoint: completions of one group, or an episode's stay there."""
 
     kind: Literal["request"] = "request"
@@ -79,14 +79,14 @@ class Request(Event):
     """Why it brought nothing; ``cancelled`` if the run wanted it no longer."""
 
 
-class Running(Event):
+class RunningGroups(Event):
     """The number of groups that are being sampled or scored changed."""
 
-    kind: Literal["running"] = "running"
+    kind: Literal["running_groups"] = "running_groups"
     num_groups: int
 
 
-class Group(Event):
+class GroupFinished(Event):
     """A group is complete and has its rewards. One entry per rollout; an episode may bring several."""
 
     kind: Literal["group"] = "group"
@@ -102,10 +102,10 @@ class Group(Event):
     """Sampled tokens."""
 
 
-class Drop(Event):
+class ItemDropped(Event):
     """The ledger settled an item that no step will train on."""
 
-    kind: Literal["drop"] = "drop"
+    kind: Literal["item_dropped"] = "item_dropped"
     reason: str
     """``equal rewards``, ``filtered``, ``stale``, ``unusable``, ``failed`` or ``failed episodes``."""
     item: int
@@ -116,7 +116,7 @@ class Drop(Event):
 class EpisodeFailed(Event):
     """An episode counts for nothing."""
 
-    kind: Literal["episode failed"] = "episode failed"
+    kind: Literal["episode_failed"] = "episode_failed"
     item: int
     reason: str
     """The class of failure, by which the run counts."""
@@ -128,7 +128,7 @@ class EpisodeFailed(Event):
 # Training and publishing
 
 
-class Train(Event):
+class StepTrained(Event):
     """An optimizer step, from the first forward to the end of the step, without the publish."""
 
     kind: Literal["train"] = "train"
@@ -140,7 +140,7 @@ class Train(Event):
     """What the ledger settled with it, in the order of the batch."""
 
 
-class Publish(Event):
+class WeightsPublished(Event):
     """A version went to the servers. ``gather_s`` and ``wire_s`` overlap."""
 
     kind: Literal["publish"] = "publish"
@@ -167,7 +167,7 @@ class Publish(Event):
     """By endpoint, as `inflight.types.EndpointOutcome`."""
 
 
-class Step(Event):
+class StepCompleted(Event):
     """An optimizer step is complete, with all its metrics; the rows of ``metrics.jsonl``."""
 
     model_config = ConfigDict(extra="allow")
@@ -181,10 +181,10 @@ class Step(Event):
     """Mean of the rollouts finished since the step before; None if there were none."""
 
 
-class Saved(Event):
+class CheckpointSaved(Event):
     """A checkpoint of a version is complete."""
 
-    kind: Literal["saved"] = "saved"
+    kind: Literal["checkpoint_saved"] = "checkpoint_saved"
     version: int
 
 
@@ -192,10 +192,10 @@ class Saved(Event):
 # Servers
 
 
-class Fleet(Event):
+class FleetChanged(Event):
     """Which servers came, went or changed state."""
 
-    kind: Literal["fleet"] = "fleet"
+    kind: Literal["fleet_changed"] = "fleet_changed"
     version: int
     """Trained versions so far."""
     restored: tuple[str, ...] = ()
@@ -214,28 +214,28 @@ class Fleet(Event):
     """Those that get work."""
 
 
-class Versions(Event):
+class ServedVersions(Event):
     """Which version each server serves that pulls by itself; None: it gets no work."""
 
-    kind: Literal["versions"] = "versions"
+    kind: Literal["served_versions"] = "served_versions"
     trainer: int
     """Trained versions so far."""
     servers: dict[str, int | None]
 
 
-class Scale(Event):
+class FleetScaled(Event):
     """The run started or stopped a server of its own."""
 
-    kind: Literal["scale"] = "scale"
+    kind: Literal["fleet_scaled"] = "fleet_scaled"
     change: Literal["grow", "shrink"]
     servers: tuple[str, ...]
     """Those that it has started and that still run."""
 
 
-class MemoryTurn(Event):
+class MemoryMoved(Event):
     """Servers gave up their memory for the trainers, or have it back."""
 
-    kind: Literal["released", "restored"]
+    kind: Literal["memory_released", "memory_restored"]
     servers: tuple[str, ...]
 
 
@@ -244,16 +244,16 @@ class MemoryTurn(Event):
 
 
 class Failure(Event):
-    """What ended the run, or a life of it that the run outlived."""
+    """What ended the run, or an incarnation of it that the run outlived."""
 
     kind: Literal["failure"] = "failure"
     what: str
 
 
-class Ended(Event):
+class RunEnded(Event):
     """The run came to its end."""
 
-    kind: Literal["ended"] = "ended"
+    kind: Literal["run_ended"] = "run_ended"
     version: int
     is_interrupted: bool
     ledger: dict[str, Any] = {}
@@ -262,22 +262,22 @@ class Ended(Event):
 
 
 AnyEvent = Annotated[
-    Began
-    | Request
-    | Running
-    | Group
-    | Drop
+    RunStarted
+    | RequestEnded
+    | RunningGroups
+    | GroupFinished
+    | ItemDropped
     | EpisodeFailed
-    | Train
-    | Publish
-    | Step
-    | Saved
-    | Fleet
-    | Versions
-    | Scale
-    | MemoryTurn
+    | StepTrained
+    | WeightsPublished
+    | StepCompleted
+    | CheckpointSaved
+    | FleetChanged
+    | ServedVersions
+    | FleetScaled
+    | MemoryMoved
     | Failure
-    | Ended,
+    | RunEnded,
     Field(discriminator="kind"),
 ]
 

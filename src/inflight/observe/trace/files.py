@@ -45,7 +45,7 @@ class EventWriter:
         file = self._steps if event.kind == "step" else self._events
         try:
             _append(file, event.model_dump_json().encode() + b"\n")
-            if event.kind in ("step", "began") or file.tell() <= PART_BYTES:
+            if event.kind in ("step", "run_started") or file.tell() <= PART_BYTES:
                 return False
             self._rotate()
         except OSError as error:
@@ -151,7 +151,7 @@ class EventFollower:
 
     def __init__(self, directory: Path) -> None:
         self._events, self._steps = _EventReader(directory), _Tail(directory / STEPS)
-        self._life_of_steps: float | None = None
+        self._incarnation_of_steps: float | None = None
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the events since the call before, the steps after all others. Raises `ConfigError` as `read_events`.
@@ -162,9 +162,9 @@ class EventFollower:
         was yielded before belongs to it.
         """
         for event in self._events.read():
-            if event["kind"] == "began":
+            if event["kind"] == "run_started":
                 # Steps that were read before any event may be of a run that was replaced since.
-                if self._life_of_steps is None and self._steps.is_replaced():
+                if self._incarnation_of_steps is None and self._steps.is_replaced():
                     event["is_new_run"] = True
                 if event.get("is_new_run"):
                     self._steps.reopen()
@@ -174,10 +174,10 @@ class EventFollower:
     def read_steps(self) -> Iterator[dict[str, Any]]:
         """Yield the steps since the call before; those that a resumed run replaces again, from the first one."""
         if self._steps.is_replaced():
-            if self._events.life == self._life_of_steps:
+            if self._events.incarnation == self._incarnation_of_steps:
                 return  # the process that replaced them is about to write its `Began`
             self._steps.reopen()
-        self._life_of_steps = self._events.life
+        self._incarnation_of_steps = self._events.incarnation
         yield from self._steps.read()
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class _EventReader:
         self._tail: _Tail | None = None
         self._is_lost = False
         """Whether the file that was read last is no longer there: of a new run, or of one that was read too late."""
-        self.life: float | None = None
+        self.incarnation: float | None = None
         """When the process began whose events were read last."""
 
     def read(self) -> Iterator[dict[str, Any]]:
@@ -208,11 +208,11 @@ class _EventReader:
             # Asked first: what is read after that is all of it.
             is_complete = self._tail.is_complete() or self._newest() >= self._number
             for event in self._tail.read():
-                if event.get("kind") == "began":
+                if event.get("kind") == "run_started":
                     check_schema(event, self._directory)
-                    if self._is_lost and event["began_at"] != self.life:
+                    if self._is_lost and event["began_at"] != self.incarnation:
                         event["is_new_run"] = True
-                    self._is_lost, self.life = False, event["began_at"]
+                    self._is_lost, self.incarnation = False, event["began_at"]
                 yield event
             if not is_complete:
                 return

@@ -40,7 +40,7 @@ class Weights(Kept):
     size_bytes: int
 
 
-class EarlierLife(Kept):
+class EarlierIncarnation(Kept):
     """How a run was configured until it was resumed."""
 
     until: int
@@ -58,7 +58,7 @@ class Manifest(Kept):
     """The framework whose run it is."""
     config: dict[str, Any] | None = None
     """The run's configuration as far as it was set, the last one if it was resumed; None: not known."""
-    earlier: tuple[EarlierLife, ...] = ()
+    earlier: tuple[EarlierIncarnation, ...] = ()
     """Those before it, in order."""
     num_ranks: int | None = None
     start: Weights | None = None

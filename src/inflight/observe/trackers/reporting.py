@@ -1,4 +1,4 @@
-"""Tells trackers what a run does, each in a thread of its own, so that none of them can harm the run."""
+"""Reports what a run does to its trackers, each in a thread of its own, so that none of them can harm the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inflight.observe.trace import events
 from inflight.observe.trackers.tracker import TrackedRun, Tracker, numbers_of
 
 _MAX_WAITING = 1000
-"""Steps that a slow tracker may be behind; later ones are not told to it."""
+"""Steps that a slow tracker may be behind; later ones are left out."""
 _END_S = 30.0
 """How long all trackers together may take to write everything down once the run has ended."""
 _NOT_METRICS = {"kind", "start_s", "end_s", "version"}
@@ -31,20 +31,20 @@ def load_trackers(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]
 
 
 class Reporting:
-    """Hands steps of a run to its trackers. ``note`` is told where each is found, and once if one fails."""
+    """Hands steps of a run to its trackers. ``note`` receives where each is found, and a line if one fails."""
 
     def __init__(self, trackers: Mapping[str, Tracker], run: TrackedRun, note: Callable[[str], None]) -> None:
         self._threads = [_TrackerThread(name, tracker, run, note) for name, tracker in trackers.items()]
 
-    def heard(self, event: events.Event) -> None:
+    def report(self, event: events.Event) -> None:
         """Hand on a step; other events are not for trackers."""
-        if self._threads and isinstance(event, events.Step):
+        if self._threads and isinstance(event, events.StepCompleted):
             metrics = dict(numbers_of(event.model_dump(exclude=_NOT_METRICS)))
             for thread in self._threads:
-                thread.tell(event.version, metrics)
+                thread.log_step(event.version, metrics)
 
     def end(self, failure: str | None, within_s: float = _END_S) -> None:
-        """Let the trackers write everything down. One that takes too long is left alone, and ``note`` says so."""
+        """Let the trackers write everything down. ``note`` receives a line on one that takes too long."""
         deadline = time.monotonic() + within_s
         for thread in self._threads:
             thread.finish(failure)
@@ -66,9 +66,9 @@ class _TrackerThread:
         self._thread = threading.Thread(target=self._call, args=(run,), name=f"inflight-tracker-{name}", daemon=True)
         self._thread.start()
 
-    def tell(self, version: int, metrics: Mapping[str, float]) -> None:
+    def log_step(self, version: int, metrics: Mapping[str, float]) -> None:
         if not self._thread.is_alive():
-            return  # it failed, and was told of
+            return  # it failed, and that was noted
         if self._waiting.qsize() < _MAX_WAITING:
             self._waiting.put(lambda: self._tracker.step(version, metrics))
         elif not self._is_behind:
@@ -89,5 +89,5 @@ class _TrackerThread:
             self._note(f"tracker {self._name!r}: {self._tracker.begin(run)}")
             while (call := self._waiting.get()) is not None:
                 call()
-        except BaseException as error:  # whatever a tracker raises, even SystemExit, the run goes on
+        except BaseException as error:  # whatever a tracker raises, even SystemExit, the run continues
             self._note(f"tracker {self._name!r} failed, and gets no more steps: {type(error).__name__}: {error}")

@@ -3,26 +3,59 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from inflight.observe.watch.lanes import Lane
+from inflight.observe.watch.notices import Notices
 from inflight.observe.watch.rollouts import Items, longest_part
 from inflight.observe.watch.series import Counts, StepTable, TimeBins, columns_of
+from inflight.observe.watch.server_states import ServerStates
 
 Event = Mapping[str, Any]
 
-_NUM_FAILURES = 500
-_NUM_MARKS = 2000
 _PARTS = ("gather_s", "wire_s", "load_s", "pause_s", "first_token_s")
 """Of a publish; their order is that of the rows of its lane."""
 _SECTIONS = ("publish", "ledger", "littles_law")
 """Dicts within a step whose numbers are series too."""
 _QUIET_REASONS = ("equal rewards", "stale", "filtered", "surplus")
 """Reasons for a drop that are no failures."""
+
+
+@dataclass
+class Reading:
+    """How far the files of a run have been read."""
+
+    has_steps: threading.Event = field(default_factory=threading.Event)
+    """Unset while a follower reads the steps that the files held at first."""
+    is_complete: bool = False
+    """Whether all that the files held at first has been folded."""
+    problem: str = ""
+    """Why the files cannot be read, if they cannot."""
+
+
+class Rates:
+    """What was at work over time: tokens and busy time by server, training by rank, and running groups."""
+
+    def __init__(self) -> None:
+        self.tokens, self.busy, self.training, self.running = TimeBins(), TimeBins(), TimeBins(), TimeBins()
+        self._num_running = (0.0, 0)
+
+    def set_running(self, time_s: float, num_groups: int) -> None:
+        """Note how many groups are sampled or scored from now on."""
+        since_s, num = self._num_running
+        if time_s > since_s:
+            self.running.add("running", since_s, time_s, num * (time_s - since_s))
+        self._num_running = (time_s, num_groups)
+
+    def forget_after(self, time_s: float) -> None:
+        """Remove what an ended process did and that is repeated."""
+        for bins in (self.tokens, self.busy, self.training, self.running):
+            bins.forget_after(time_s)
+        self._num_running = (time_s, 0)
 
 
 class RunModel:
@@ -33,57 +66,36 @@ class RunModel:
         self.lock = threading.Lock()
         self.revision = 0
         """Changes whenever something was folded."""
-        self.has_steps = threading.Event()
-        """Unset while a follower reads the steps that the files held at first."""
-        self.has_steps.set()
-        self.is_read = False
-        """Whether all that the files held at first has been folded."""
-        self.unreadable = ""
-        """Why the files cannot be read, if they cannot."""
+        self.reading = Reading()
+        self.reading.has_steps.set()
         self.number = 0
         """How many runs have taken the place of the first one in the directory."""
-        self._folds: dict[str, Callable[[Event], None]] = {
-            "began": self._began,
-            "request": self._request,
-            "running": self._running,
-            "group": self._group,
-            "drop": self._drop,
-            "episode failed": self._episode_failed,
-            "train": self._train,
-            "publish": self._publish,
-            "saved": lambda event: self._mark(event, "saved", f"checkpoint of version {event['version']}"),
-            "fleet": self._fleet,
-            "versions": self._versions,
-            "scale": lambda event: self._mark(event, "scale", f"{event['change']}: {', '.join(event['servers'])}"),
-            "released": self._memory,
-            "restored": self._memory,
-            "failure": self._failure,
-            "ended": self._ended,
-        }
         self._forget_all()
 
     def _forget_all(self) -> None:
         """Begin with nothing folded."""
         self.began: Event = {}
-        self.config: Mapping[str, Any] = {}
         self.version = 0
         self.end_s = 0.0
         """Time of the newest event."""
         self.status = "empty"
         """``empty``, ``running``, ``finished``, ``interrupted`` or ``failed``."""
-        self.steps, self.ages, self.lags = StepTable(), Counts(), Counts()
+        self.steps = StepTable()
+        self.counts = {"ages": Counts(), "lags": Counts()}
         self.ledger: Event = {}
         self._last_ledger: dict[str, Any] = {}
         """At the end, if the run has come to it."""
-        self.tokens, self.busy, self.training = TimeBins(), TimeBins(), TimeBins()
-        self.running = TimeBins()
-        self._num_running = (0.0, 0)
+        self.rates = Rates()
         self.items = Items()
         self.lanes: dict[str, Lane] = {}
-        self.servers: dict[str, dict[str, Any]] = {}
-        self.marks: deque[dict[str, Any]] = deque(maxlen=_NUM_MARKS)
-        self.failures: deque[dict[str, Any]] = deque(maxlen=_NUM_FAILURES)
-        self.num_failures: Counter[str] = Counter()
+        self.servers = ServerStates()
+        self.notices = Notices()
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The run's configuration; empty before the first event."""
+        config: Mapping[str, Any] = self.began.get("config") or {}
+        return config
 
     # ------------------------------------------------------------------------------------------------------- folding
 
@@ -99,8 +111,8 @@ class RunModel:
                 for event in chunk:
                     if event["kind"] == "step":
                         steps.append(event)
-                    elif fold := self._folds.get(event["kind"]):
-                        fold(event)
+                    elif fold := _FOLDS.get(event["kind"]):
+                        fold(self, event)
                         self.end_s = max(self.end_s, event["end_s"])
                 self._fold_steps(steps)
                 self.revision += 1
@@ -115,7 +127,7 @@ class RunModel:
             if step["version"] <= last:
                 self._add_steps(steps[first:i])
                 self.steps.forget_from(step["version"])
-                self.ages.forget_from(step["version"])
+                self.counts["ages"].forget_from(step["version"])
                 first = i
             last = step["version"]
         self._add_steps(steps[first:])
@@ -125,7 +137,7 @@ class RunModel:
             return
         for step in steps:
             if ages := step.get("completions_by_age"):
-                self.ages.add(step["version"], zip(map(int, ages), ages.values(), strict=True))
+                self.counts["ages"].add(step["version"], zip(map(int, ages), ages.values(), strict=True))
         columns = columns_of(steps)
         for section in _SECTIONS:
             parts = columns_of([it if isinstance(it, dict) else {} for it in columns.pop(section, [{}])])
@@ -142,27 +154,23 @@ class RunModel:
             self._forget_all()
             self.number += 1
         is_again = bool(self.began) and abs(event["began_at"] - self.began["began_at"]) > 0.5
-        self.began = event
-        self.config = event.get("config") or self.config
+        self.began = {**event, "config": event.get("config") or self.config}
         self.version = max(self.version, event["version"]) if not is_again else event["version"]
         self.status, self._last_ledger = "running", {}
         if is_again:
             self._forget_after(event["start_s"], event["version"])
-            self._mark(event, "resumed", f"resumed from version {event['version']}")
+            self.notices.mark(event, "resumed", f"resumed from version {event['version']}")
 
     def _forget_after(self, time_s: float, version: int) -> None:
         """Forget what an ended process did after the checkpoint from which the run went on."""
         self.end_s = time_s
-        self.lags.forget_from(version + 1)
+        self.counts["lags"].forget_from(version + 1)
         for lane in self.lanes.values():
             lane.forget_after(time_s)
-        for bins in (self.tokens, self.busy, self.training, self.running):
-            bins.forget_after(time_s)
-        self._num_running = (time_s, 0)
+        self.rates.forget_after(time_s)
         self.items.forget_after(time_s, version)
-        self.marks = deque((mark for mark in self.marks if mark["time_s"] <= time_s), _NUM_MARKS)
-        for server in self.servers.values():  # those that the new process finds again are heard of again
-            self._go(server, time_s, "left")
+        self.notices.forget_marks_after(time_s)
+        self.servers.leave_all(time_s)
 
     def _request(self, event: Event) -> None:
         start_s, end_s, name = event["start_s"], event["end_s"], event["endpoint"]
@@ -194,15 +202,15 @@ class RunModel:
         self._lane(f"server {name}", name, "server").add(
             start_s, end_s, (event["item"], num_tokens, segments, _outcome(error), self._turns(event))
         )
-        self.tokens.add(name, start_s, end_s, num_tokens)
-        self.busy.add(name, start_s, end_s, end_s - start_s)
-        server = self._heard_of(name, end_s)
+        self.rates.tokens.add(name, start_s, end_s, num_tokens)
+        self.rates.busy.add(name, start_s, end_s, end_s - start_s)
+        server = self.servers.working(name, end_s)
         server["num_requests"] += 1
         server["num_tokens"] += num_tokens
         server["last_s"] = end_s
         if _outcome(error) == 1:
             server["num_errors"] += 1
-            self._fail(event, "request lost", error, name)
+            self.notices.fail(event, "request lost", error, name)
 
     @staticmethod
     def _turns(event: Event) -> list[list[float]]:
@@ -211,10 +219,7 @@ class RunModel:
         return sorted([turn[0], turn[1]] for turns in parts for turn in turns if turn[1] >= event["start_s"])
 
     def _running(self, event: Event) -> None:
-        since_s, num = self._num_running
-        if event["end_s"] > since_s:
-            self.running.add("running", since_s, event["end_s"], num * (event["end_s"] - since_s))
-        self._num_running = (event["end_s"], event["num_groups"])
+        self.rates.set_running(event["end_s"], event["num_groups"])
 
     def _group(self, event: Event) -> None:
         item = self.items.at(event["item"], event["start_s"], event["end_s"])
@@ -227,22 +232,22 @@ class RunModel:
         if event["what"]:
             item.what.append(event["what"])
         if event["reason"] not in _QUIET_REASONS:
-            self._fail(event, f"dropped: {event['reason']}", event["what"], f"item {event['item']}")
+            self.notices.fail(event, f"dropped: {event['reason']}", event["what"], f"item {event['item']}")
 
     def _episode_failed(self, event: Event) -> None:
         self.items.at(event["item"], event["start_s"], event["end_s"]).what.append(event["what"])
-        self._fail(event, f"episode: {event['reason']}", event["what"], f"item {event['item']}")
+        self.notices.fail(event, f"episode: {event['reason']}", event["what"], f"item {event['item']}")
 
     def _train(self, event: Event) -> None:
         version = event["version"]
         self.version = max(self.version, version)
         for rank, (start_s, end_s) in enumerate(event["ranks"]):
             self._lane(f"rank {rank}", f"trainer rank {rank}", "rank").add(start_s, end_s, version, 0)
-            self.training.add(f"rank {rank}", start_s, end_s, end_s - start_s)
+            self.rates.training.add(f"rank {rank}", start_s, end_s, end_s - start_s)
         for number in event["items"]:
             item = self.items.at(number, event["start_s"], event["end_s"])
             item.state, item.version = "trained", version
-            self.lags.add(
+            self.counts["lags"].add(
                 version,
                 (
                     (version - 1 - of_token, end - start)
@@ -266,13 +271,13 @@ class RunModel:
             if (length := event[part]) is not None:
                 lane.add(begins[part], begins[part] + length, event["version"], row)
         for name, outcome in event["outcomes"].items():
-            server = self._heard_of(name, end_s) if outcome == "applied" else self._server(name)
+            server = self.servers.working(name, end_s) if outcome == "applied" else self.servers.at(name)
             server["outcome"] = outcome
             server["paused_s"] += event["paused_s"].get(name, 0.0)
             if outcome == "applied":
                 server["version"] = event["version"]
             else:
-                self._fail(event, "publish", f"version {event['version']}: {outcome}", name)
+                self.notices.fail(event, "publish", f"version {event['version']}: {outcome}", name)
 
     def _fleet(self, event: Event) -> None:
         for name, before, after in event["changes"]:
@@ -280,27 +285,29 @@ class RunModel:
         for name in event.get("left") or ():
             self._change(event, name, "left", None)
         for name, state in (event.get("states") or {}).items():
-            if self._server(name)["state"] != state:
+            if self.servers.at(name)["state"] != state:
                 self._change(event, name, state, None)
 
     def _change(self, event: Event, name: str, state: str, before: str | None) -> None:
-        self._go(self._server(name), event["end_s"], state, before)
-        self._mark(event, "fleet", f"{name} {state}")
+        self.servers.change(name, event["end_s"], state, before)
+        self.notices.mark(event, "fleet", f"{name} {state}")
         if state in ("suspect", "dead"):
-            self._fail(event, "server", state, name)
+            self.notices.fail(event, "server", state, name)
 
     def _versions(self, event: Event) -> None:
         for name, version in event["servers"].items():
-            self._server(name)["version"] = version
+            self.servers.at(name)["version"] = version
 
     def _memory(self, event: Event) -> None:
         for name in event["servers"]:
-            self._lane("memory", "memory turns", "memory").add(event["start_s"], event["end_s"], (event["kind"], name))
+            self._lane("memory", "memory turns", "memory").add(
+                event["start_s"], event["end_s"], (event["kind"].removeprefix("memory_"), name)
+            )
 
     def _failure(self, event: Event) -> None:
         self.status = "failed"
-        self._mark(event, "failure", event["what"])
-        self._fail(event, "run", event["what"], "")
+        self.notices.mark(event, "failure", event["what"])
+        self.notices.fail(event, "run", event["what"], "")
 
     def _ended(self, event: Event) -> None:
         if self.status != "failed":
@@ -315,43 +322,31 @@ class RunModel:
             self.lanes[key] = Lane(name, kind)
         return self.lanes[key]
 
-    @staticmethod
-    def _go(server: dict[str, Any], time_s: float, state: str, before: str | None = None) -> None:
-        if not server["history"]:
-            server["history"].append((0.0, before or "healthy"))
-        server["history"].append((time_s, state))
-        server["state"] = state
+    def _saved(self, event: Event) -> None:
+        self.notices.mark(event, "saved", f"checkpoint of version {event['version']}")
 
-    def _heard_of(self, name: str, time_s: float) -> dict[str, Any]:
-        """Return a server that works; one of an ended process goes on then."""
-        server = self._server(name)
-        if server["state"] == "left":
-            self._go(server, time_s, "healthy")
-        return server
+    def _scaled(self, event: Event) -> None:
+        self.notices.mark(event, "scale", f"{event['change']}: {', '.join(event['servers'])}")
 
-    def _server(self, name: str) -> dict[str, Any]:
-        return self.servers.setdefault(
-            name,
-            {
-                "name": name,
-                "state": "healthy",
-                "version": None,
-                "num_requests": 0,
-                "num_errors": 0,
-                "num_tokens": 0,
-                "paused_s": 0.0,
-                "last_s": None,
-                "outcome": None,
-                "history": deque(maxlen=1000),
-            },
-        )
 
-    def _mark(self, event: Event, kind: str, what: str) -> None:
-        self.marks.append({"time_s": event["end_s"], "kind": kind, "what": what})
-
-    def _fail(self, event: Event, kind: str, what: str, where: str) -> None:
-        self.num_failures[kind] += 1
-        self.failures.append({"time_s": event["end_s"], "kind": kind, "what": what[:2000], "where": where})
+_FOLDS: Mapping[str, Callable[[RunModel, Event], None]] = {
+    "run_started": RunModel._began,
+    "request": RunModel._request,
+    "running_groups": RunModel._running,
+    "group": RunModel._group,
+    "item_dropped": RunModel._drop,
+    "episode_failed": RunModel._episode_failed,
+    "train": RunModel._train,
+    "publish": RunModel._publish,
+    "checkpoint_saved": RunModel._saved,
+    "fleet_changed": RunModel._fleet,
+    "served_versions": RunModel._versions,
+    "fleet_scaled": RunModel._scaled,
+    "memory_released": RunModel._memory,
+    "memory_restored": RunModel._memory,
+    "failure": RunModel._failure,
+    "run_ended": RunModel._ended,
+}
 
 
 def _outcome(error: str | None) -> int:

@@ -35,7 +35,7 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
         follower = EventFollower(directory)
         run.fold(follower.read())
         follower.close()
-        run.is_read = True
+        run.reading.is_complete = True
         runs.append(_embedded(run))
     try:
         output.write_text(_page(to_json({"runs": runs}, inf_nan_mode="null").decode()), encoding="utf-8")

@@ -58,7 +58,7 @@ class Follower(threading.Thread):
     def __init__(self, run: RunModel) -> None:
         super().__init__(name=f"inflight-watch-{run.directory.name}", daemon=True)
         self.run_model = run
-        run.has_steps.clear()
+        run.reading.has_steps.clear()
         self._stop_it = threading.Event()
 
     def run(self) -> None:
@@ -66,15 +66,15 @@ class Follower(threading.Thread):
         try:
             # Steps first: they have few bytes, and are most of what the page shows.
             self.run_model.fold(follower.read_steps())
-            self.run_model.has_steps.set()
+            self.run_model.reading.has_steps.set()
             while not self._stop_it.is_set():
                 self.run_model.fold(follower.read())
-                self.run_model.is_read = True
+                self.run_model.reading.is_complete = True
                 self._stop_it.wait(FOLLOW_S)
         except InflightError as error:
-            self.run_model.unreadable = str(error)
+            self.run_model.reading.problem = str(error)
         finally:
-            self.run_model.has_steps.set()
+            self.run_model.reading.has_steps.set()
             follower.close()
 
     def stop(self) -> None:
@@ -107,7 +107,7 @@ def create_app(runs: Sequence[RunModel], token: str, closing: threading.Event | 
 
     def overview(request: Request) -> Response:
         run = run_of(request)
-        run.has_steps.wait(_STEPS_S)  # a page that draws meanwhile slows the reading down
+        run.reading.has_steps.wait(_STEPS_S)  # a page that draws meanwhile slows the reading down
         return _json(views.overview(run, request.query_params.get("names", "").split(",")))
 
     def timeline(request: Request) -> Response:

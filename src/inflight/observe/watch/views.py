@@ -26,8 +26,8 @@ def overview(run: RunModel, names: Sequence[str]) -> dict[str, Any]:
             "name": run.directory.name or str(run.directory),
             "directory": str(run.directory),
             "status": run.status,
-            "is_read": run.is_read,
-            "unreadable": run.unreadable,
+            "is_read": run.reading.is_complete,
+            "unreadable": run.reading.problem,
             "revision": run.revision,
             "number": run.number,
             "version": run.version,
@@ -44,23 +44,23 @@ def overview(run: RunModel, names: Sequence[str]) -> dict[str, Any]:
                 "not_finite": steps.first_not_finite,
                 "series": {name: steps.values(name, bins) for name in known},
             },
-            "ages": run.ages.total(),
-            "lags": run.lags.total(),
+            "ages": run.counts["ages"].total(),
+            "lags": run.counts["lags"].total(),
             "rates": {
-                "width_s": run.tokens.width_s,
-                "tokens": run.tokens.per_second(end_s),
-                "busy": run.busy.per_second(end_s),
-                "busy_width_s": run.busy.width_s,
-                "training": run.training.per_second(end_s),
-                "training_width_s": run.training.width_s,
-                "running": run.running.per_second(end_s),
-                "running_width_s": run.running.width_s,
+                "width_s": run.rates.tokens.width_s,
+                "tokens": run.rates.tokens.per_second(end_s),
+                "busy": run.rates.busy.per_second(end_s),
+                "busy_width_s": run.rates.busy.width_s,
+                "training": run.rates.training.per_second(end_s),
+                "training_width_s": run.rates.training.width_s,
+                "running": run.rates.running.per_second(end_s),
+                "running_width_s": run.rates.running.width_s,
             },
             "ledger": run.ledger,
-            "servers": [{**server, "history": list(server["history"])} for server in run.servers.values()],
-            "marks": list(run.marks),
-            "failures": list(run.failures),
-            "num_failures": dict(run.num_failures),
+            "servers": [{**server, "history": list(server["history"])} for server in run.servers],
+            "marks": list(run.notices.marks),
+            "failures": list(run.notices.failures),
+            "num_failures": dict(run.notices.num_failures),
         }
 
 
@@ -88,7 +88,7 @@ def timeline(run: RunModel, from_s: float, to_s: float, width: int) -> dict[str,
                 }
                 for key, lane in lanes
             ],
-            "marks": [mark for mark in run.marks if from_s <= mark["time_s"] <= to_s],
+            "marks": [mark for mark in run.notices.marks if from_s <= mark["time_s"] <= to_s],
         }
 
 

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from inflight.errors import TrainerError
+from inflight.observe.trace import events
 from inflight.run.config import RunConfig
 from inflight.types import MicroBatch
 from inflight.weights.send.fleet import MemberState, StateChange
@@ -109,13 +110,16 @@ Request = Annotated[Start | Train | Publish | Save | FinishSave, Field(discrimin
 # Replies of a rank
 
 
-class PublishFacts(Message):
-    """What a publish cost, as written to a row of metrics."""
+class PublishResult(Message):
+    """What a publish cost and which servers it reached; no server is named when servers pull."""
 
+    span: tuple[float, float]
+    """Start and end, in wall-clock seconds."""
+    is_published: bool = True
+    """False if no server could be reached."""
     version: int
     size_bytes: int
     sent_bytes: int
-    gb_per_s: float | None
     gather_s: float
     wire_s: float
     total_s: float
@@ -125,16 +129,7 @@ class PublishFacts(Message):
     paused_s: dict[str, float] = {}
     """Seconds that each endpoint was paused."""
     outcomes: dict[str, str] = {}
-
-
-class Served(Message):
-    """What a publish did and which servers it reached; no server is named when servers pull."""
-
-    span: tuple[float, float]
-    """Start and end, in wall-clock seconds."""
-    facts: PublishFacts | None
-    """None if no server could be reached."""
-    lost: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     """Messages for the user about servers that were left out."""
     states: dict[str, MemberState] = {}
     """State of every member, by endpoint name."""
@@ -147,7 +142,17 @@ class Served(Message):
 
     @property
     def removed(self) -> tuple[str, ...]:
+        """Names of the members that do not hold it."""
         return tuple(name for name in self.states if name not in self.endpoints)
+
+    def event_fields(self) -> dict[str, Any]:
+        """Return the fields of its `events.WeightsPublished`."""
+        return self.model_dump(include=set(events.WeightsPublished.model_fields))
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what a row of metrics says of it."""
+        gb_per_s = self.sent_bytes / 1e9 / self.wire_s if self.wire_s > 0 else None
+        return {**self.event_fields(), "gb_per_s": gb_per_s}
 
 
 class Here(Message):
@@ -197,8 +202,8 @@ class RankAnswer(Message):
     """Base of the answers to a fulfilled request."""
 
     version: int
-    served: Served | None = None
-    """Rank 0's account of a publish, if there was one; None on the other ranks."""
+    published: PublishResult | None = None
+    """Rank 0's result of a publish, if there was one; None on the other ranks."""
     saved: int | None = None
     """Version whose checkpoint this rank has completed since the last answer."""
     notes: tuple[str, ...] = ()

@@ -16,8 +16,7 @@ from inflight.contracts import TrainerWorker
 from inflight.errors import FencedError
 from inflight.launchers.launcher import ADDRESS_VARIABLE
 from inflight.run.config import ServersSection
-from inflight.run.ranks.messages import Members, PublishFacts, Served
-from inflight.types import PublishReport
+from inflight.run.ranks.messages import Members, PublishResult
 from inflight.weights.send.fleet import Fleet
 from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.send.storing import newest_incarnation, store_weights
@@ -28,7 +27,7 @@ class Publishing(Protocol):
     """Brings the present version to servers; rank 0 calls it while the other ranks gather."""
 
     @abstractmethod
-    def publish(self, worker: TrainerWorker, members: Members) -> Served:
+    def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
         """Publish the worker's present version."""
 
     def close(self) -> None:
@@ -56,16 +55,22 @@ class Push(Publishing):
         )
         self._fleet = Fleet(publisher, quorum=servers.quorum, token=token)
 
-    def publish(self, worker: TrainerWorker, members: Members) -> Served:
+    def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
         started = time.time()
         self._fleet.set_members(members.urls)
         if members.ask_all:
             self._fleet.ask_all()
         report = self._fleet.publish(worker, in_flight=self._servers.in_flight, deadline_s=self._deadline_s)
-        return Served(
+        return PublishResult(
             span=(started, time.time()),
-            facts=_facts(report) if self._fleet.healthy else None,
-            lost=self._fleet.notes,
+            is_published=bool(self._fleet.healthy),
+            version=report.version,
+            size_bytes=report.size_bytes,
+            sent_bytes=report.sent_bytes,
+            **asdict(report.spans),
+            paused_s={e.endpoint: e.timings.paused_s for e in report.endpoints if e.timings is not None},
+            outcomes={e.endpoint: str(e.outcome) for e in report.endpoints},
+            notes=self._fleet.notes,
             states=dict(self._fleet.states),
             changes=self._fleet.changes,
         )
@@ -86,7 +91,7 @@ class Pull(Publishing):
         self._store = FileSender(self._directory)
         self._incarnation = newest_incarnation(self._directory, run_id) + 1
 
-    def publish(self, worker: TrainerWorker, members: Members) -> Served:
+    def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
         """Raises `FencedError` if a later incarnation has stored a version: servers then refuse those of this one."""
         started = time.time()
         newest = newest_incarnation(self._directory, self._run_id)
@@ -104,16 +109,15 @@ class Pull(Publishing):
                 f"incarnation {newest} has taken over. Stop this trainer"
             )
         ended = time.time()
-        facts = PublishFacts(
+        return PublishResult(
+            span=(started, ended),
             version=report.ref.version,
             size_bytes=report.size_bytes,
             sent_bytes=report.stored_bytes,
-            gb_per_s=_gb_per_s(report.stored_bytes, report.store_s),
             gather_s=report.gather_s,
             wire_s=report.store_s,
             total_s=ended - started,
         )
-        return Served(span=(started, ended), facts=facts)
 
 
 def _own_address(servers: ServersSection) -> str:
@@ -121,19 +125,3 @@ def _own_address(servers: ServersSection) -> str:
     if "address" in servers.model_fields_set:
         return servers.address
     return os.environ.get(ADDRESS_VARIABLE, servers.address)
-
-
-def _facts(report: PublishReport) -> PublishFacts:
-    return PublishFacts(
-        version=report.version,
-        size_bytes=report.size_bytes,
-        sent_bytes=report.sent_bytes,
-        gb_per_s=_gb_per_s(report.sent_bytes, report.spans.wire_s),
-        **asdict(report.spans),
-        paused_s={e.endpoint: e.timings.paused_s for e in report.endpoints if e.timings is not None},
-        outcomes={e.endpoint: str(e.outcome) for e in report.endpoints},
-    )
-
-
-def _gb_per_s(size_bytes: int, seconds: float) -> float | None:
-    return size_bytes / 1e9 / seconds if seconds > 0 else None

@@ -42,11 +42,11 @@ from inflight.run.ranks.messages import (
     Here,
     Members,
     Publish,
+    PublishResult,
     RankAnswer,
     Ready,
     Request,
     Save,
-    Served,
     Start,
     Train,
     Trained,
@@ -56,7 +56,7 @@ from inflight.run.ranks.publishing import Publishing, Pull, Push
 from inflight.types import MicroBatch
 from inflight.weights.send.fleet import take_part
 from inflight.weights.send.gathering import gather_only
-from inflight.weights.transports.rendezvous import host_store
+from inflight.weights.transports.groups import host_store
 
 _MEET_S = 300.0
 """How long rank 0's store waits for what the other ranks put into it."""
@@ -159,10 +159,10 @@ class TrainerRank:
         match request:
             case Start():  # the model is loaded already
                 data_rank = data_ranks_of(self._worker).rank
-                served = None if request.members is None else self._publish(request.members)
-                return Ready(version=version, served=served, data_rank=data_rank)
+                published = None if request.members is None else self._publish(request.members)
+                return Ready(version=version, published=published, data_rank=data_rank)
             case Publish():
-                return Done(version=version, served=self._publish(request.members))
+                return Done(version=version, published=self._publish(request.members))
             case Train():
                 return self._train(request, micro_batches_of(request.segment_lengths, tensors))
             case Save():
@@ -170,7 +170,7 @@ class TrainerRank:
             case FinishSave():
                 return Done(version=version, saved=self._finish_save(self._save_timeout_s))
 
-    def _publish(self, members: Members) -> Served | None:
+    def _publish(self, members: Members) -> PublishResult | None:
         self._begin(f"publishing version {self._worker.version}")
         if self._publishing is not None:
             return self._publishing.publish(self._worker, members)
@@ -206,14 +206,14 @@ class TrainerRank:
             metrics=encode_metrics(metrics),
             span=(started, trained),
             logprobs=tuple(logprobs_T.float().cpu().numpy() for logprobs_T in logprobs),
-            served=None if request.publish is None else self._publish(request.publish),
+            published=None if request.publish is None else self._publish(request.publish),
             saved=None if self._saver is None or self._saver.save_pending else self._finish_save(0.0),
         )
 
     def _refuse_unless_images(self) -> None:
         if not (isinstance(self._worker, ImageWorker) and self._worker.takes_images):
             raise UnsupportedError(
-                f"the rollouts have images, but {type(self._worker).__name__} does not declare images: train a model "
+                f"the rollouts have images, but {type(self._worker).__name__} does not support images: train a model "
                 "that takes them with the trainer 'fsdp'"
             )
 

@@ -18,7 +18,10 @@ from inflight import __version__
 from inflight.errors import CheckpointError
 from inflight.observe.trace import events
 from inflight.observe.trace.files import EventWriter, begin_files, resume_files
+from inflight.observe.trace.records import RECORD, remove_steps
 from inflight.rollouts.slots import SlotSeconds
+from inflight.run.config import RunConfig
+from inflight.run.record.run_directory import RunDirectory
 from inflight.types import Group
 from inflight.wire import DraftCounts
 
@@ -46,6 +49,21 @@ class _Counts(BaseModel):
     lengths: Counter[int] = Counter()
     rewards: list[float] = []
     """Mean reward of each step."""
+
+
+def open_journal(
+    config: RunConfig, directory: RunDirectory, version: int, listeners: Sequence[Callable[[events.Event], None]]
+) -> Journal:
+    """Return the journal of a run at ``version``. Rows and recorded steps of later versions are removed."""
+    remove_steps(directory.path / RECORD, version)
+    return Journal(
+        directory.path,
+        None if directory.state is None else directory.state["journal"],
+        version,
+        config=config.model_dump(mode="json"),
+        compresses=config.run.compress_events,
+        listeners=listeners,
+    )
 
 
 class Journal:
@@ -109,14 +127,14 @@ class Journal:
 
     def _write(self, event: events.Event) -> None:
         begins_file = self._files.write(event)
-        for hear in self._listeners:
-            hear(event)
+        for listener in self._listeners:
+            listener(event)
         if begins_file:
             self._begin_file()
 
     def _begin_file(self) -> None:
         self.event(
-            events.Began, version=self.version, began_at=self._started, inflight=__version__, config=self._config
+            events.RunStarted, version=self.version, began_at=self._started, inflight=__version__, config=self._config
         )
 
     def since(self, at: float) -> float:
@@ -125,23 +143,23 @@ class Journal:
 
     def fleet(self, span: tuple[float, float] | None = None, **facts: Any) -> None:
         """Write which servers came, went or changed state."""
-        self.event(events.Fleet, span, version=self.version, **facts)
+        self.event(events.FleetChanged, span, version=self.version, **facts)
 
     def running(self, num_groups: int) -> None:
         """Write for the timeline how many groups are running, if that has changed."""
         if num_groups != self._num_running:
             self._num_running = num_groups
-            self.event(events.Running, num_groups=num_groups)
+            self.event(events.RunningGroups, num_groups=num_groups)
 
     def trained(self, version: int, ranks: Sequence[tuple[float, float]], items: Sequence[int] = ()) -> None:
         """Write when each rank began and ended the step that made ``version``, and the items that it trained on."""
         self.version = version
         times = tuple((self.since(start), self.since(end)) for start, end in ranks)
-        self.event(events.Train, ranks[0], version=version, ranks=times, items=tuple(items))
+        self.event(events.StepTrained, ranks[0], version=version, ranks=times, items=tuple(items))
 
     def saved(self, version: int) -> None:
         """Write that the checkpoint of a version is complete."""
-        self.event(events.Saved, version=version)
+        self.event(events.CheckpointSaved, version=version)
 
     def paused(self, seconds: Mapping[str, float]) -> None:
         for name, paused_s in seconds.items():
@@ -197,7 +215,7 @@ class Journal:
             "accepted_per_verification": drafted.accepted_per_verification,
             **facts,
         }
-        self._write(events.Step.model_validate({"start_s": now, "end_s": now, **row}))
+        self._write(events.StepCompleted.model_validate({"start_s": now, "end_s": now, **row}))
         return row
 
     def recent_reward(self) -> float | None:

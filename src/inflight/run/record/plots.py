@@ -32,7 +32,7 @@ def plot_run(directory: Path) -> None:
         "lengths": _draw_lengths(rows, summary["completions_by_length"]),
         "timeline": _draw_timeline(directory),
     }
-    if histories := _histories(read_events(directory, ["fleet"])):
+    if histories := _histories(read_events(directory, ["fleet_changed"])):
         figures["fleet"] = _draw_fleet(histories, rows[-1]["time_s"])
     target = directory / "plots"
     try:
@@ -100,7 +100,7 @@ def _draw_timeline(directory: Path) -> Any:
     low, high = middle - _TIMELINE_S / 2, middle + _TIMELINE_S / 2
     events = _between(directory, low, high)
     figure, axes = _figure(2, 1, sharex=True, height_ratios=(2, 1))
-    running = [(event["end_s"], event["num_groups"]) for event in events if event["kind"] == "running"]
+    running = [(event["end_s"], event["num_groups"]) for event in events if event["kind"] == "running_groups"]
     running += [(high, num_groups) for _, num_groups in running[-1:]]
     times, num_groups = zip(*running, strict=True) if running else ((), ())
     axes[0].fill_between(times, num_groups, step="post", color=_COLOURS["generate"], alpha=0.6)
@@ -114,7 +114,7 @@ def _draw_timeline(directory: Path) -> Any:
     if axes[1].get_legend_handles_labels()[0]:
         axes[1].legend(loc="upper right", ncols=3, fontsize=7)
     for event in events:
-        if event["kind"] == "fleet" and low <= event["end_s"] <= high:
+        if event["kind"] == "fleet_changed" and low <= event["end_s"] <= high:
             axes[0].axvline(event["end_s"], color="#57606a", linestyle=":")
             axes[0].annotate(
                 _told(event), (event["end_s"], 0.98), xycoords=("data", "axes fraction"), fontsize=7, va="top"
@@ -132,7 +132,7 @@ def _between(directory: Path, low: float, high: float) -> list[dict[str, Any]]:
     for event in read_events(directory):
         if event["end_s"] >= low and event["start_s"] <= high:
             events.append(event)
-        elif event["kind"] == "running" and event["end_s"] < low:
+        elif event["kind"] == "running_groups" and event["end_s"] < low:
             before = event | {"end_s": low}
     return events if before is None else [before, *events]
 

@@ -16,7 +16,7 @@ from inflight.observe.trace.digests import weights_digest
 from inflight.observe.trace.records import (
     MANIFEST,
     RECORD,
-    EarlierLife,
+    EarlierIncarnation,
     Manifest,
     RecordWriter,
     Weights,
@@ -58,7 +58,7 @@ class Recording:
         record = self._writer.directory
         if version and (record / MANIFEST).exists():
             before = read_manifest(record)
-            known = {"start": before.start, "earlier": earlier_lives(before, version)}
+            known = {"start": before.start, "earlier": earlier_incarnations(before, version)}
         else:
             known = {"start": await asyncio.to_thread(weights_of, self._config.model.path)}
         if versions_of(record) != [*range(1, version + 1)]:
@@ -115,11 +115,11 @@ class Recording:
             self._writer.write_manifest(self._manifest.model_copy(update=final))
 
 
-def earlier_lives(before: Manifest, version: int) -> tuple[EarlierLife, ...]:
-    """Return the lives of a run up to ``version``, where it is resumed, from the manifest of the last one."""
-    lives = [it for it in before.earlier if it.until < version]
+def earlier_incarnations(before: Manifest, version: int) -> tuple[EarlierIncarnation, ...]:
+    """Return the incarnations of a run up to ``version``, where it is resumed, from the manifest of the last one."""
+    incarnations = [it for it in before.earlier if it.until < version]
     last = next((it.config for it in before.earlier if it.until >= version), before.config)
-    return (*lives, EarlierLife(until=version, config=last or {}))
+    return (*incarnations, EarlierIncarnation(until=version, config=last or {}))
 
 
 def recorded(batch: StepBatch, by_share: Sequence[Trained], max_tokens: int) -> RecordedStep:

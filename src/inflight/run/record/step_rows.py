@@ -42,7 +42,7 @@ class Notes:
         for answer in answers:
             metrics = add_metrics(metrics, decode_metrics(answer.metrics))
         first = answers[0]
-        published = None if first.served is None else first.served.facts
+        published = first.published
         dispatcher = self.sampling.dispatcher
         row = self.journal.step(
             batch.token_lags,
@@ -56,7 +56,7 @@ class Notes:
                 "num_stale_tokens": batch.num_stale_tokens,
                 "groups_running": self.sampling.num_running,
                 "groups_waiting": self.sampling.num_waiting,
-                "publish": None if published is None else published.model_dump(),
+                "publish": published.metrics() if published is not None and published.is_published else None,
                 **({"serving": serving} if serving else {}),
                 "resumed_tokens": dispatcher.num_resumed_tokens,
                 "scheduler": dispatcher.scheduler.metrics(),
@@ -79,7 +79,7 @@ class Notes:
             self.journal.running(self.sampling.num_running)
             await asyncio.sleep(_SAMPLE_S)
 
-    async def tell_what_is_waited_for(self) -> None:
+    async def show_what_is_waited_for(self) -> None:
         """Show from time to time what the run is waiting for, until cancelled."""
         while True:
             await asyncio.sleep(1.0)
@@ -105,7 +105,7 @@ class Notes:
         if failure is not None:
             self.journal.event(events.Failure, what=failure)
         self.journal.event(
-            events.Ended, version=self.journal.version, is_interrupted=interrupted, ledger=self._ledger_counts()
+            events.RunEnded, version=self.journal.version, is_interrupted=interrupted, ledger=self._ledger_counts()
         )
         self.journal.close()
         plot_run(self.directory)

@@ -16,17 +16,17 @@ from inflight.contracts import InferenceEndpoint
 from inflight.errors import EndpointError, InflightError, TaskError
 from inflight.rollouts.dispatcher import Dispatcher
 from inflight.rollouts.driver_commands import (
-    EndpointIdle,
+    ComposedPhase,
+    ComposedStep,
+    DroppedGroup,
+    DroppedItem,
     EndRun,
     Failure,
-    GroupDropped,
-    GroupFinished,
-    ItemDropped,
-    ItemRequeued,
-    PhaseComposed,
+    FinishedGroup,
+    IdleEndpoint,
+    RequeuedItem,
     ScoreGroup,
     SendRequest,
-    StepComposed,
     StopRequests,
 )
 from inflight.run.sampling.sampling_endpoint import SamplingEndpoint, SlowRequest, UnusableItem
@@ -41,7 +41,7 @@ _RENDER_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class RequestEnded:
+class EndedRequest:
     """A request has ended with what it sampled; ``error`` says why it failed, or that it was cancelled."""
 
     order: Order
@@ -62,13 +62,13 @@ class FailedEpisode:
 
 
 Outcome = (
-    GroupFinished
-    | GroupDropped
-    | ItemDropped
-    | ItemRequeued
-    | StepComposed
-    | PhaseComposed
-    | RequestEnded
+    FinishedGroup
+    | DroppedGroup
+    | DroppedItem
+    | RequeuedItem
+    | ComposedStep
+    | ComposedPhase
+    | EndedRequest
     | FailedEpisode
 )
 """What an actor's ``on_outcome`` is called with."""
@@ -229,13 +229,13 @@ class Actor:
                     case ScoreGroup():
                         self.work.forget(command.item)
                         self._start(self._score(command))
-                    case EndpointIdle(name):
+                    case IdleEndpoint(name):
                         if (on_idle := self._endpoints.pop(name).on_idle) is not None:
                             on_idle()
                     case EndRun(why):
                         raise TaskError(why)
                     case _:
-                        if isinstance(command, ItemDropped):
+                        if isinstance(command, DroppedItem):
                             self.work.forget(command.item)
                         self.on_outcome(command)
 
@@ -287,7 +287,7 @@ class Actor:
         """Report the end of a request, unless it was cancelled before."""
         if self._requests.pop(request.command.request_id, None) is not None:
             self.dispatcher.request_ended(request.command, sampled, self.clock(), failure)
-            self.on_outcome(RequestEnded(request.order, request.endpoint.name, request.began_at, sampled, error))
+            self.on_outcome(EndedRequest(request.order, request.endpoint.name, request.began_at, sampled, error))
 
     def _cancel(self, request: _LiveRequest) -> None:
         """End a request with nothing, whatever its task still has to clean up."""

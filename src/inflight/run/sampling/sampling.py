@@ -13,18 +13,18 @@ from inflight.observe.trace import events
 from inflight.rollouts import HistoryStore, Ledger, TurnCritic
 from inflight.rollouts.dispatcher import Dispatcher
 from inflight.rollouts.driver_commands import (
-    GroupDropped,
-    GroupFinished,
-    ItemDropped,
-    ItemRequeued,
-    PhaseComposed,
-    StepComposed,
+    ComposedPhase,
+    ComposedStep,
+    DroppedGroup,
+    DroppedItem,
+    FinishedGroup,
+    RequeuedItem,
 )
 from inflight.rollouts.step_queue import StepRules
 from inflight.run.config import RunConfig
 from inflight.run.machines.time_limits import STEP_S
 from inflight.run.record.journal import Journal
-from inflight.run.sampling.actor import Actor, FailedEpisode, Outcome, RequestEnded
+from inflight.run.sampling.actor import Actor, EndedRequest, FailedEpisode, Outcome
 from inflight.run.sampling.batches import StepBatch, make_batch
 from inflight.run.sampling.drafts import FinishedGroups
 from inflight.run.sampling.warnings import SamplingWarnings
@@ -194,33 +194,33 @@ class Sampling:
 
     def _record_outcome(self, outcome: Outcome) -> None:
         match outcome:
-            case StepComposed(version, groups):
+            case ComposedStep(version, groups):
                 self._batch = self._make_batch(groups, version)
                 self._is_composed.set()
-            case PhaseComposed(steps):
+            case ComposedPhase(steps):
                 self._phase = steps
                 self._is_composed.set()
-            case GroupFinished():
+            case FinishedGroup():
                 self._record_group(outcome)
-            case GroupDropped(group, reason):
-                self._journal.event(events.Drop, reason=reason, item=group.item_index)
+            case DroppedGroup(group, reason):
+                self._journal.event(events.ItemDropped, reason=reason, item=group.item_index)
                 self.warnings.group_dropped(group, reason)
-            case ItemDropped(item, reason, what):
-                self._journal.event(events.Drop, reason=reason, item=item, what=what)
+            case DroppedItem(item, reason, what):
+                self._journal.event(events.ItemDropped, reason=reason, item=item, what=what)
                 self.warnings.item_dropped(outcome)
             case FailedEpisode(item, kind, what):
                 self._journal.event(events.EpisodeFailed, item=item, reason=kind, what=what)
                 self.warnings.episode_failed(kind, what)
-            case RequestEnded():
+            case EndedRequest():
                 self._record_request(outcome)
-            case ItemRequeued():
+            case RequeuedItem():
                 pass
 
-    def _record_group(self, finished: GroupFinished) -> None:
+    def _record_group(self, finished: FinishedGroup) -> None:
         group = finished.group
         versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
         self._journal.event(
-            events.Group,
+            events.GroupFinished,
             endpoint=group.endpoint,
             item=group.item_index,
             oldest=min(versions, default=None),
@@ -234,11 +234,11 @@ class Sampling:
         if finished.is_waiting:
             self.warnings.group_kept()
 
-    def _record_request(self, ended: RequestEnded) -> None:
+    def _record_request(self, ended: EndedRequest) -> None:
         order, since = ended.order, self._journal.since
         parts = tuple(_part(number, one, since) for number, one in zip(order.numbers, ended.sampled, strict=False))
         self._journal.event(
-            events.Request,
+            events.RequestEnded,
             (ended.began_at, time.time()),
             endpoint=ended.endpoint,
             item=order.item.index,

@@ -91,7 +91,7 @@ class SamplingEndpoint:
         return completions
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """Yield the tokens of one completion as they are sampled; for an endpoint that supports it.
+        """Yield the tokens of one completion as they are sampled; for an endpoint that supports streaming.
 
         Closing the iterator ends the request. Raises as `sample`.
         """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inflight.rollouts.audit import BiasAudit, Comparison
-from inflight.rollouts.driver_commands import ItemDropped
+from inflight.rollouts.driver_commands import DroppedItem
 from inflight.rollouts.littles_law import LittlesLaw
 from inflight.types import Group
 
@@ -53,7 +53,7 @@ class SamplingWarnings:
             )
         self._count_drop(why)
 
-    def item_dropped(self, item: ItemDropped) -> None:
+    def item_dropped(self, item: DroppedItem) -> None:
         """Take note of an item that was dropped before it was scored; the first one of each reason is shown."""
         if item.reason not in self._shown_reasons:
             self._shown_reasons.add(item.reason)

@@ -1,19 +1,15 @@
-"""The servers of a run as endpoints: listed in a file, connected by URL, and checked against the run's model.
-
-Knows nothing of processes or of which endpoint gets work.
-"""
+"""The servers of a run as endpoints: listed in a file, connected by URL, and checked against the run's needs."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
 from inflight.http.kinds import connect_endpoint, load_engine_kind
 from inflight.run.config import RunConfig, ServersSection
-from inflight.wire import Capabilities
+from inflight.wire import Capabilities, Needs
 
 _MAX_FILE_BYTES = 1 << 20
 """Only this much of a list of servers is read."""
@@ -67,49 +63,39 @@ def read_server_list(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     return listed, problems
 
 
-async def declared(config: RunConfig, vocab_size: int, endpoint: InferenceEndpoint) -> Capabilities:
-    """Return what an endpoint declares. Raises `ConfigError` if it cannot take part in this run."""
-    can = await endpoint.capabilities()
-    if problem := _problem(config, vocab_size, can):
-        raise ConfigError(f"{endpoint.name} {problem}")
-    return can
-
-
-def _problem(config: RunConfig, vocab_size: int, can: Capabilities) -> str | None:
-    """Return why an endpoint with these capabilities cannot take part and what to change; None if it can."""
-    servers, model = config.servers, config.model
-    needs: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("servers.in_flight", {"in_flight": servers.in_flight}),
-        ("servers.transport", {"transport": servers.transport}),
-        (
-            "servers.delta" if servers.delta else "servers.encoding",
-            {"encodings": ["delta" if servers.delta else servers.encoding]},
-        ),
-        ("servers.release_memory", {"releases_memory": servers.release_memory}),
-        ("train.router_replay", {"routed_experts": config.train.router_replay}),
+def needs_of(config: RunConfig, vocab_size: int) -> Needs:
+    """Return what a run requires of each server."""
+    servers = config.servers
+    return Needs(
+        in_flight=servers.in_flight,
+        transport=servers.transport,
+        encodings=("delta" if servers.delta else servers.encoding,),
+        releases_memory=servers.release_memory,
+        routed_experts=config.train.router_replay,
+        lora_or_merged=config.train.lora is not None,
+        processed_logprobs=config.sampling.temperature != 1.0,
+        dtype=config.model.dtype,
+        vocab_size=vocab_size,
     )
-    for setting, need in needs:
-        if lack := can.lacks(**need):
-            return f"does not declare {lack}: change {setting}"
-    if config.train.lora is not None and not (can.lora or can.partial_updates):
-        return (
-            "declares neither lora nor partial updates, so it cannot serve what train.lora trains: leave train.lora "
-            "out to train and publish all weights, or use another engine"
-        )
-    if can.logprob_kind == "raw" and config.sampling.temperature != 1.0:
-        return (
-            "declares raw logprobs, which ignore the temperature, but sampling.temperature is "
-            f"{config.sampling.temperature:g}: the loss needs logprobs of the distribution that is sampled from. Set "
-            "sampling.temperature to 1, or have the endpoint return processed logprobs"
-        )
-    if can.dtype != model.dtype:
-        return (
-            f"serves {can.model} in {can.dtype}, but the run trains in {model.dtype}: set model.dtype to {can.dtype}, "
-            f"or start the server with --dtype {model.dtype}"
-        )
-    if can.vocab_size != vocab_size:
-        return (
-            f"serves {can.model} with a vocabulary of {can.vocab_size} tokens, but model.path {str(model.path)!r} has "
-            f"{vocab_size}: start the server with that model, or set model.path to the server's"
-        )
-    return None
+
+
+_ADVICE = {
+    "in_flight": "change servers.in_flight",
+    "transport": "change servers.transport",
+    "encodings": "change servers.encoding and servers.delta",
+    "releases_memory": "change servers.release_memory",
+    "routed_experts": "change train.router_replay",
+    "lora_or_merged": "leave train.lora out to train and publish all weights, or use another engine",
+    "processed_logprobs": "set sampling.temperature to 1, or have the endpoint return processed logprobs",
+    "dtype": "change model.dtype, or start the server with another --dtype",
+    "vocab_size": "start the server with the model of the run, or set model.path to the server's",
+}
+
+
+async def check_endpoint(config: RunConfig, vocab_size: int, endpoint: InferenceEndpoint) -> Capabilities:
+    """Return what an endpoint can do. Raises `ConfigError` if it cannot take part in this run."""
+    can = await endpoint.capabilities()
+    if missing := can.missing(needs_of(config, vocab_size)):
+        problems = [f"does not support {what}: {_ADVICE[need]}" for need, what in missing.items()]
+        raise ConfigError(f"{endpoint.name} {'; it '.join(problems)}")
+    return can

@@ -31,7 +31,7 @@ class MemoryTurns:
     async def to_trainers(self) -> None:
         """Return once every server has released its memory or is left out. None is started until `to_servers`."""
         self.servers.may_start.clear()
-        await self._ask_all("released", "release", _release, list(self.servers.taking_part))
+        await self._ask_all("memory_released", "release", _release, list(self.servers.taking_part))
 
     async def to_servers(self) -> None:
         """Return once every server has its memory again or is left out."""
@@ -44,7 +44,7 @@ class MemoryTurns:
             await self._restore([endpoint for endpoint, url in self.servers.taking_part.items() if url not in own])
 
     async def _restore(self, endpoints: Sequence[InferenceEndpoint]) -> None:
-        await self._ask_all("restored", "restore", lambda endpoint: endpoint.restore_memory(), endpoints)
+        await self._ask_all("memory_restored", "restore", lambda endpoint: endpoint.restore_memory(), endpoints)
         self.servers.may_start.set()
 
     async def _ask_all(
@@ -57,7 +57,7 @@ class MemoryTurns:
         started = time.time()
         problems = await asyncio.gather(*(self._ask(endpoint, ask) for endpoint in endpoints))
         done = [endpoint.name for endpoint, why in zip(endpoints, problems, strict=True) if why is None]
-        self.servers.journal.event(events.MemoryTurn, (started, time.time()), kind=kind, servers=tuple(done))
+        self.servers.journal.event(events.MemoryMoved, (started, time.time()), kind=kind, servers=tuple(done))
         for endpoint, why in zip(endpoints, problems, strict=True):
             if why is not None and endpoint.name not in self.servers.actor.dispatcher.endpoints.lost:
                 self.servers.note(f"{endpoint.name} did not {what} its memory and is left out: {why}")

@@ -65,7 +65,7 @@ class Scaling:
             else:
                 continue
             servers = tuple(server.url for server in self._running)
-            self._journal.event(events.Scale, change=change, servers=servers)
+            self._journal.event(events.FleetScaled, change=change, servers=servers)
             self._rule.begin(clock())
 
     async def _grow(self) -> None:

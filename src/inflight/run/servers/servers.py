@@ -26,7 +26,7 @@ from inflight.run.ranks.messages import Members
 from inflight.run.record.journal import Journal
 from inflight.run.record.run_directory import RunDirectory
 from inflight.run.sampling.actor import Actor
-from inflight.run.servers.checks import declared, read_server_list
+from inflight.run.servers.checks import check_endpoint, read_server_list
 from inflight.run.servers.joining import JoinDesk
 from inflight.run.servers.scaling import Scaling
 from inflight.wire import Capabilities
@@ -91,6 +91,10 @@ class Servers:
         self._note_once = functools.cache(self.note)
         self.may_start.set()
 
+    def take_over(self, before: Servers) -> None:
+        """Continue with the servers that an earlier incarnation of the run has started."""
+        self.own, self.extra = before.own, before.extra
+
     async def start(self, directory: RunDirectory) -> None:
         """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part.
 
@@ -105,7 +109,7 @@ class Servers:
         limits = {server.url: server.max_concurrent for server in running or self.own}
         limits |= dict.fromkeys(servers.urls, servers.max_concurrent)
         self.taking_part = {self._connect(url): url for url in limits}
-        capabilities = await asyncio.gather(*map(self._declared, self.taking_part))
+        capabilities = await asyncio.gather(*map(self._check_endpoint, self.taking_part))
         for (endpoint, url), can in zip(self.taking_part.items(), capabilities, strict=True):
             self.actor.add(endpoint, limits[url], can)
         if servers.join is not None:
@@ -172,9 +176,9 @@ class Servers:
         timeout_s = self.config.servers.generate_timeout_s
         return connect_endpoint(url, token=self.token, generate_timeout_s=timeout_s)
 
-    async def _declared(self, endpoint: InferenceEndpoint) -> Capabilities:
-        """Return what an endpoint declares. Raises `ConfigError` if it cannot take part."""
-        can = await declared(self.config, self.vocab_size, endpoint)
+    async def _check_endpoint(self, endpoint: InferenceEndpoint) -> Capabilities:
+        """Return what an endpoint can do. Raises `ConfigError` if it cannot take part."""
+        can = await check_endpoint(self.config, self.vocab_size, endpoint)
         if self.config.train.lora is not None:
             run_id = (await endpoint.weight_version()).run_id
             if run_id not in (None, self.run_id):
@@ -221,7 +225,7 @@ class Servers:
         if server.url in self.taking_part.values():
             return
         endpoint = self._connect(server.url)
-        can = await self._declared(endpoint)
+        can = await self._check_endpoint(endpoint)
         for old in [old for old, url in self.taking_part.items() if url == before]:
             self.actor.retire(old.name, functools.partial(self._left, old.name))
         self.taking_part[endpoint] = server.url
@@ -294,7 +298,7 @@ class Servers:
         endpoint = self._connect(line.url)
         try:
             async with asyncio.timeout(_ASK_S):
-                can = await self._declared(endpoint)
+                can = await self._check_endpoint(endpoint)
         except (TimeoutError, InflightError) as error:
             await endpoint.aclose()
             why = str(error) or f"{endpoint.name}: did not answer within {_ASK_S:g} s"

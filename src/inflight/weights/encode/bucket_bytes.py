@@ -1,10 +1,25 @@
-"""The bytes of a bucket, as they lie, as they travel, and their checksum. Knows no transport.
+"""The bytes of a bucket: how tensors are packed, encoded and decoded, and their checksums.
 
 Packed tensors lie one after another, row-major, without gaps. An encoding turns these bytes into fewer that travel, and
 back: ``bfloat16`` and ``float8`` round weights of wider dtypes. Shape and dtype alone decide which tensors are rounded:
 ``bfloat16`` rounds float32 and float64, ``float8`` all but vectors (norms, biases). The others travel unchanged. The
 endpoint loads the rounded values in the manifest's dtype. ``delta`` needs a base, and so lives in
 `inflight.weights.encode.delta`.
+
+Bytes on the host have an XXH3-128. Bytes that travel from GPU to GPU have a checksum that is computed where they lie,
+with the same result on any device. The bytes, filled up with zeros, are little-endian 64-bit words w(0), w(1), ...
+Modulo 2^64, the device adds up each row of 4096 words, and for each residue modulo 4099 the words whose index has it.
+The checksum is the XXH3-128 of the number of bytes, the sums of the rows and those of the residues, which are few
+enough for the host.
+
+The sums always differ after
+- any change of words within 32 KiB, and so after any flipped bit: 4096 words in succession have different residues;
+- any exchange of two unequal words: words of one residue are in different rows;
+- any exchange of two unequal blocks of up to 4096 words, unless a multiple of 4099 words lies between their
+  beginnings: 4099 is a prime, so a difference of blocks that moved by another distance never cancels.
+
+Other damage is missed only if it leaves every one of these sums unchanged. No checksum of this kind proves who sent the
+bytes.
 """
 
 from __future__ import annotations
@@ -19,10 +34,17 @@ import xxhash
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode import float8
-from inflight.wire import DTYPE_SIZES, Encoding, TensorSpec
+from inflight.weights.encode.transit import recorded
+from inflight.wire import DTYPE_SIZES, BucketTransfer, Encoding, TensorSpec, UpdateRef
 
 Rounding = Literal["raw", "bfloat16", "float8"]
 _WIDE = ("float32", "float64")
+_PREFIX = "sums64:"
+_ROW = 4096
+_PRIME = 4099
+_NUM_ROWS = {"cpu": 64, "cuda": 512}
+"""Rows that are added up before the next: few enough for a cache, since each byte is read twice; many enough for a GPU,
+where each of the two readings is one kernel. Another number gives the same sums."""
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -196,3 +218,88 @@ def require_bytes(flat: torch.Tensor) -> None:
 def _unreadable(flat: torch.Tensor) -> TransferError:
     what = f"{type(flat).__name__} on {flat.device}"
     return TransferError(f"a bucket's {flat.numel()} bytes cannot be read: a {what} holds no data; gather real tensors")
+
+
+def checksum_as(announced: str, flat: torch.Tensor) -> str:
+    """Return the checksum of the bytes, uint8 [size], of the kind that was announced. Raises as `sums64` does."""
+    return sums64(flat) if announced.startswith(_PREFIX) else checksum(flat)
+
+
+def sums64(flat: torch.Tensor) -> str:
+    """Return the checksum of the bytes, uint8 [size], computed on their own device: ``sums64:`` and 32 hex digits.
+
+    Waits for the device. Raises `TransferError` for a tensor without bytes.
+    """
+    require_bytes(flat)
+    sums = on_host(_sums(flat)).numpy()
+    return _PREFIX + xxhash.xxh3_128_hexdigest(flat.numel().to_bytes(8, "little") + sums.tobytes())
+
+
+def _sums(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the rows, of which the last may be short, and those of the residues, int64."""
+    num_words, num_odd_bytes = divmod(flat.numel(), 8)
+    last = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+    last[:num_odd_bytes] = flat[8 * num_words :]
+    whole = flat[: 8 * num_words]
+    if whole.storage_offset() % 8 or whole.data_ptr() % 8:
+        whole = whole.clone()
+    words, last_word = whole.view(torch.int64), last.view(torch.int64)
+    residues = torch.zeros(_PRIME, dtype=torch.int64, device=flat.device)
+    rows = []
+    num_rows = _NUM_ROWS.get(flat.device.type, 1)
+    for start in range(0, num_words // _ROW, num_rows):
+        rows.append(_whole_rows(words, _ROW, start, num_rows).sum(1))
+        residues += _whole_rows(words, _PRIME, start, num_rows).sum(0)
+    rows.append(torch.cat([words[num_words - num_words % _ROW :], last_word]).sum().reshape(1))
+    rest = torch.cat([words[num_words - num_words % _PRIME :], last_word])
+    residues[: rest.numel()] += rest
+    return torch.cat([*rows, residues])
+
+
+def _whole_rows(words: torch.Tensor, width: int, start: int, num_rows: int) -> torch.Tensor:
+    part = words[start * width : (start + num_rows) * width]
+    return part[: part.numel() - part.numel() % width].view(-1, width)
+
+
+def encode_bucket(
+    bucket: WeightBucket,
+    ref: UpdateRef,
+    *,
+    encoding: Encoding = "raw",
+    payload: torch.Tensor | None = None,
+    on_device: bool = False,
+) -> WeightBucket:
+    """Return a bucket ready to send: packed, encoded, and with the checksum of its bytes.
+
+    ``payload`` (uint8 [size]) holds bytes that are encoded already, such as a delta's. The bytes move to the host,
+    unless ``on_device`` leaves them where they are, and their checksum is then computed there. Raises `TransferError`
+    for tensors without bytes.
+    """
+    if payload is None:
+        assert encoding != "delta"  # only the publisher knows a delta's base
+        payload = encode(bucket.tensors, bucket.specs, encoding)
+    flat = payload if on_device else on_host(payload)  # one copy serves the checksum and the transport
+    found = sums64(flat) if on_device else checksum(flat)
+    is_raw = encoding == "raw"
+    specs = bucket.specs if is_raw else (payload_spec(flat.numel()),)
+    tensors: Sequence[torch.Tensor] = unpack(flat, specs) if is_raw else (flat,)
+    return WeightBucket(bucket.index, specs, tuple(tensors), encoding, found, ref, recorded(flat.device))
+
+
+def bucket_transfer(bucket: WeightBucket, ref: UpdateRef, timeout_s: float) -> BucketTransfer:
+    """Return the message that asks an endpoint to receive an encoded bucket."""
+    return BucketTransfer(
+        run_id=ref.run_id,
+        version=ref.version,
+        session_id=ref.session_id,
+        bucket_index=bucket.index,
+        encoding=bucket.encoding,
+        size_bytes=sum(spec.size_bytes for spec in bucket.specs),
+        checksum=bucket.checksum,
+        timeout_s=timeout_s,
+    )
+
+
+def payload_spec(size_bytes: int) -> TensorSpec:
+    """Return the spec of a whole bucket's bytes."""
+    return TensorSpec(name="payload", dtype="uint8", shape=(size_bytes,))

@@ -1,11 +1,13 @@
-"""Buckets: whole tensors in manifest order, cut to a size. Knows nothing of how they travel."""
+"""Buckets: whole tensors in manifest order, cut to a size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inflight.errors import TransferError
+from inflight.types import WeightBucket
 from inflight.weights.encode.lora_tensors import lora_difference
-from inflight.wire import BucketSpec, Manifest, TensorSpec
+from inflight.wire import BucketSpec, Manifest, TensorSpec, UpdateRef
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 
@@ -48,3 +50,15 @@ def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> s
     if dtypes:
         problems.append(f"{len(dtypes)} dtypes differ: {'; '.join(dtypes[:5])}")
     return ". ".join(problems) or None
+
+
+def refuse_stray(bucket: WeightBucket, ref: UpdateRef | None) -> None:
+    """Raise `TransferError` if a bucket belongs to another update than the one being sent.
+
+    An abandoned call of the update before may arrive this late, when the group is already another one.
+    """
+    if bucket.ref is not None and bucket.ref != ref:
+        raise TransferError(
+            f"bucket {bucket.index} belongs to version {bucket.ref.version}, session {bucket.ref.session_id!r}, which "
+            "is over"
+        )

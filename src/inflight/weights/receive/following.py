@@ -1,4 +1,4 @@
-"""Following: beside a server, bring it to the newest stored version of a run whenever there is a newer one.
+"""Following: beside a server, update it to the newest stored version of a run whenever there is a newer one.
 
 A follower makes the same contract calls as a publisher, so the endpoint sees no difference. It skips versions that were
 superseded while an update was under way. It leases what it reads, so that the trainer does not remove it meanwhile;
@@ -22,9 +22,8 @@ from inflight.base.validation import describe_problems
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InflightError, TransferError, UpdateAbortedError
 from inflight.types import EndpointOutcome, WeightBucket
-from inflight.weights.encode.bucket_bytes import checksum, pack
-from inflight.weights.receive.staging import payload_spec
-from inflight.weights.send.endpoint_update import bring, serves
+from inflight.weights.encode.bucket_bytes import checksum, pack, payload_spec
+from inflight.weights.send.endpoint_update import serves, update_endpoint
 from inflight.weights.transports.bucket_files import LEASE_S, StoredUpdate
 from inflight.weights.transports.files import FileReceiver
 from inflight.weights.transports.pull import PullReceiver
@@ -66,7 +65,7 @@ async def follow(
     """Keep an endpoint at the newest stored version, until cancelled.
 
     Each update has ``deadline_s`` seconds. A failed update leaves the endpoint as its contract says, and is tried again
-    after a pause. ``note`` is told of each failure, of a repeated one only once.
+    after a pause. ``note`` receives each failure, a repeated one only once.
     """
 
     async def has(ref: UpdateRef) -> bool:
@@ -93,7 +92,7 @@ async def take_each_newest(
     The version is leased meanwhile. Each has ``deadline_s`` seconds; what fails is noted and tried again after a pause.
     """
     source = StoredRun(spec)
-    told, backoff = "", Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+    noted, backoff = "", Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
     ref: UpdateRef | None = None
     taken = failed = ref
     try:
@@ -110,15 +109,15 @@ async def take_each_newest(
                         taken = ref
             except (TimeoutError, InflightError) as error:
                 why = str(error) or f"the newest version was not applied within {deadline_s:g} s"
-                if why != told:
+                if why != noted:
                     note(f"following run {spec.run_id!r}: {why}; trying again")
-                told = why
+                noted = why
                 if ref != failed:
                     backoff.reset()
                 failed = ref
                 await asyncio.sleep(backoff.next(time.monotonic()))
             else:
-                told = ""
+                noted = ""
                 backoff.reset()
                 await asyncio.sleep(poll_s)
     finally:
@@ -133,15 +132,13 @@ async def _while_held(source: StoredRun, ref: UpdateRef, taking: Coroutine[Any, 
             await asyncio.sleep(_RENEW_S)
             await source.lease(ref)
 
-    calls = [asyncio.ensure_future(taking), asyncio.ensure_future(hold())]
     try:
-        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-        for call in done:
-            call.result()
-    finally:
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            holding = tasks.create_task(hold())
+            await taking
+            holding.cancel()
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group
 
 
 async def _take(
@@ -151,7 +148,7 @@ async def _take(
     in_flight: InFlightPolicy,
     deadline_s: float,
 ) -> None:
-    """Bring an endpoint to a stored version. If a call raises, the update is ended and the error raised here."""
+    """Update an endpoint to a stored version. If a call raises, the update is aborted and the error raised here."""
     can = await endpoint.capabilities()
     update = stored.update.model_copy(
         update={
@@ -162,7 +159,7 @@ async def _take(
         }
     )
     await endpoint.init_process_group(spec.model_copy(update={"incarnation": update.incarnation}))
-    report = await bring(endpoint, update, _transfers(stored, deadline_s), asyncio.timeout(deadline_s))
+    report = await update_endpoint(endpoint, update, _transfers(stored, deadline_s), asyncio.timeout(deadline_s))
     if report.outcome is not EndpointOutcome.APPLIED:
         raise UpdateAbortedError(f"{report.endpoint} {report.outcome} version {update.version}: {report.detail}")
 

@@ -1,25 +1,26 @@
 """The receiving half of an update, shared by every endpoint that takes weights by itself.
 
-It joins the state machine, the group that carries buckets, and the lease. Buckets arrive at a `WeightIntake`.
-`StagedIntake` keeps them here until the commit, so that any failure before it leaves the old weights serving; an
-adapter's intake lets its engine receive them. A `PausableEngine` pauses, loads and resumes: no engine is known here.
+It joins the state machine, the group that carries buckets, and the lease. Buckets arrive at a `BucketSink`.
+`StagedSink` keeps them here until the commit, so that any failure before it leaves the old weights serving; an
+adapter's own sink lets its engine receive them. A `PausableEngine` pauses, loads and resumes.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
+from inflight.base.requirements import require
 from inflight.base.transport_registry import refusal
 from inflight.errors import PoisonedError, TransferError, UnsupportedError, UpdateAbortedError, UpdateRefusedError
-from inflight.weights.receive.bucket_sinks import WeightIntake
+from inflight.weights.receive.adapter import BucketSink, PausableEngine
 from inflight.weights.receive.states import OpenUpdate, UpdateSession
 from inflight.wire import (
     BucketTransfer,
     Capabilities,
+    Needs,
     TensorSpec,
     TransportSpec,
     UpdateRef,
@@ -27,61 +28,6 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
-
-
-class PausableEngine(Protocol):
-    """What an `UpdateReceiver` asks of the engine whose weights change.
-
-    After `pause` has returned, exactly one of `apply`, `resume` and `give_up` follows; after an `apply` that raised,
-    `give_up` does. All are awaited in the receiver's event loop.
-    """
-
-    @abstractmethod
-    async def pause(self, update: WeightUpdate) -> None:
-        """Return once no token is being sampled, as ``update.in_flight`` says.
-
-        For a staged update an engine may return at once, if its `apply` pauses, loads and resumes by itself. Then a
-        pause that fails is an `apply` that fails.
-
-        If the update ends meanwhile, this is cancelled and nothing else is called: before ``CancelledError`` passes on,
-        make sampling go on as if this had never been called. A pause sent to another thread or process may still be on
-        its way there: send the undo after it, through the same queue. While the weights are torn, sampling is paused
-        already, and this returns at once.
-        """
-
-    @abstractmethod
-    async def apply(self, update: WeightUpdate) -> None:
-        """Switch to the weights that arrived and sample again, from ``update.version``.
-
-        They are the whole model but for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``. The
-        version that labels tokens changes with them and in the same place: in the engine's thread if it has one, before
-        it samples the first token. `UpdateReceiver.session` says the new version only after this has returned, which is
-        too late for that label. If this raises anything, the weights count as torn.
-        """
-
-    @abstractmethod
-    async def resume(self) -> None:
-        """Sample again from the old weights: the update ended between `pause` and `apply`."""
-
-    @abstractmethod
-    async def give_up(self) -> None:
-        """End every request, running or waiting: the weights are torn.
-
-        Either `apply` raised, or part of an update had arrived in the model, or the update that was to mend torn
-        weights has ended early. Sampling stays paused until the `apply` of a complete update, which the receiver lets
-        through after a `pause`. Callers of the ended requests get `PoisonedError`, as new requests do from
-        `UpdateSession.refuse_to_sample`.
-        """
-
-    @abstractmethod
-    async def num_running(self) -> int:
-        """Return how many requests run. The refusal of a drain that does not end in time quotes this number."""
-
-
-engine_between: ContextVar[Callable[[PausableEngine], PausableEngine]] = ContextVar(
-    "engine_between", default=lambda it: it
-)
-"""Lets a check wrap the engine of each new receiver, so that a call on the engine can fail."""
 
 
 class _Open:
@@ -121,13 +67,14 @@ class UpdateReceiver:
     def __init__(
         self,
         engine: PausableEngine,
-        intake: WeightIntake,
+        sink: BucketSink,
         expected: Sequence[TensorSpec] | None,
-        declared: Capabilities,
+        capabilities: Capabilities,
     ) -> None:
-        self._engine = engine_between.get()(engine)
-        self._intake = intake
-        self._declared = declared
+        self.engine = engine
+        """What pauses, applies and resumes. It may be wrapped while no update is open."""
+        self._sink = sink
+        self._capabilities = capabilities
         self._session = UpdateSession(expected)
         self._session.joined()
         self._joining: TransportSpec | None = None
@@ -150,19 +97,19 @@ class UpdateReceiver:
             session_id=session.session_id,
             owner_run_id=session.owner,
             incarnation=session.incarnation,
-            kept=self._intake.kept,
+            kept=self._sink.kept,
             updating_to=None if session.update is None else session.update.version,
             num_running=num_running,
             last_update=last_update,
         )
 
     async def num_running(self) -> int:
-        return await self._engine.num_running()
+        return await self.engine.num_running()
 
     async def join(self, spec: TransportSpec) -> None:
         """Aborts an open update first."""
-        if lack := refusal(self._declared, spec.transport):
-            raise UnsupportedError(f"this endpoint does not declare {lack}")
+        if lack := refusal(self._capabilities, spec.transport):
+            raise UnsupportedError(f"this endpoint does not support {lack}")
         self._session.fence(spec.run_id, spec.incarnation)
         while True:  # another call may interleave
             await self._applied()  # applying still needs the group
@@ -172,7 +119,7 @@ class UpdateReceiver:
             await self._end(self._open)
         self._session.fence(spec.run_id, spec.incarnation)
         self._joining = spec
-        await self._intake.join(spec)
+        await self._sink.join(spec)
         if self._joining is not spec:
             raise TransferError("another group was formed meanwhile")
         self._session.group_formed(spec.run_id)
@@ -182,10 +129,10 @@ class UpdateReceiver:
             if self._open.pausing is not None:
                 await self._open.outlast(self._open.pausing, "ended while this call was repeated")
             return
-        self._refuse_undeclared(update)
+        self._refuse_unsupported(update)
         opened = _Open(self._session.request(update))
         try:
-            self._intake.begin(update)
+            self._sink.begin(update)
         except BaseException:
             self._session.abort()
             raise
@@ -205,7 +152,7 @@ class UpdateReceiver:
         self._renew_lease(opened)
         opened.arriving = asyncio.get_running_loop().create_future()
         try:
-            await self._intake.receive(bucket, spec, tensors)
+            await self._sink.receive(bucket, spec, tensors)
             if opened.is_over:
                 raise TransferError(
                     f"the update to version {bucket.version} ended while bucket {spec.index} was arriving"
@@ -246,21 +193,13 @@ class UpdateReceiver:
         """Leave the group and stop the lease. Does not end an open update."""
         if self._open is not None:
             self._open.stop_lease()
-        self._intake.leave()
+        self._sink.leave()
 
-    def _refuse_undeclared(self, update: WeightUpdate) -> None:
-        """Raise if an update asks for something undeclared, or for a base that was not kept."""
-        if lack := self._declared.lacks(
-            in_flight=update.in_flight,
-            encodings=update.encodings,
-            partial_updates=bool(update.manifest.frozen),
-            lora=update.manifest.lora is not None,
-        ):
-            raise UnsupportedError(f"this endpoint does not declare {lack}")
-        if update.staged and not self._declared.staging:
-            raise UnsupportedError("this endpoint does not declare staging: it pauses sampling while an update arrives")
-        if update.base is not None and update.base != self._intake.kept:
-            kept = self._intake.kept
+    def _refuse_unsupported(self, update: WeightUpdate) -> None:
+        """Raise if an update asks for something unsupported, or for a base that was not kept."""
+        require(self._capabilities, Needs.of_update(update), "this endpoint")
+        if update.base is not None and update.base != self._sink.kept:
+            kept = self._sink.kept
             raise UpdateRefusedError(
                 f"update to version {update.version} refused: it is a delta to {_named(update.base)}, but this "
                 f"endpoint has kept {'nothing' if kept is None else _named(kept)}; send all weights"
@@ -269,13 +208,13 @@ class UpdateReceiver:
     async def _pause(self, opened: _Open) -> None:
         """Pause sampling for an open update within its deadline. A failure ends the update."""
         update = opened.update
-        opened.pausing = asyncio.ensure_future(self._engine.pause(update))
+        opened.pausing = asyncio.ensure_future(self.engine.pause(update))
         try:
             async with asyncio.timeout(update.deadline_s):
                 await opened.outlast(opened.pausing, "was ended before sampling was paused")
         except TimeoutError as error:
             try:
-                num_running = await self._engine.num_running()
+                num_running = await self.engine.num_running()
             finally:
                 await self._end(opened)
             raise UpdateRefusedError(
@@ -316,19 +255,19 @@ class UpdateReceiver:
     async def _apply(self, update: WeightUpdate) -> None:
         """Apply the weights that arrived. Raises `PoisonedError` for any failure."""
         try:
-            await self._engine.apply(update)
+            await self.engine.apply(update)
         except Exception as error:  # after any error, the engine may hold a part of the update
             self._session.abort()
             self._open = None
             problem = f"applying version {update.version} failed: {type(error).__name__}: {error}"
             try:
-                await self._engine.give_up()
+                await self.engine.fail_requests()
             except Exception as lost:  # the weights are torn in any case
                 problem += f". Its requests could not be ended either: {lost}"
             raise PoisonedError(problem) from error
         self._session.committed()
         self._open = None
-        self._intake.committed()
+        self._sink.committed()
 
     async def _applied(self) -> None:
         """Return when no commit is under way. If none is, return without yielding, so that none can begin meanwhile."""
@@ -340,7 +279,7 @@ class UpdateReceiver:
         if opened.is_over:
             return
         opened.stop_lease()
-        was_torn = self._intake.has_applied
+        was_torn = self._sink.has_applied
         if self._session.has_begun:
             self._lose_group()  # a receive may be pending on it
         self._session.abort(torn=was_torn)
@@ -352,14 +291,14 @@ class UpdateReceiver:
             await asyncio.wait([pausing])
         was_paused = not pausing.cancelled() and pausing.exception() is None
         if was_torn or (was_paused and self._session.is_torn):
-            await self._engine.give_up()
+            await self.engine.fail_requests()
         elif was_paused:
-            await self._engine.resume()
+            await self.engine.resume()
 
     def _lose_group(self) -> None:
         self._joining = None
         self._session.group_lost()
-        self._intake.leave()
+        self._sink.leave()
 
     def _renew_lease(self, opened: _Open) -> None:
         opened.stop_lease()
@@ -374,6 +313,7 @@ def _named(ref: UpdateRef) -> str:
     return f"version {ref.version} of session {ref.session_id!r}"
 
 
+@runtime_checkable
 class ReceivingEndpoint(Protocol):
     """The methods of an `InferenceEndpoint` that concern its weights, for endpoints with an `UpdateReceiver`."""
 

@@ -1,7 +1,7 @@
 """What has arrived of one update, held beside the model: received, compared, decoded, and ready to load.
 
 What has arrived is never written again: an engine may serve from it, and weights kept after the commit are the base of
-the next delta, which is patched into a copy. Knows nothing of endpoints and sessions.
+the next delta, which is patched into a copy.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import torch
 
 from inflight.contracts import ReceivesAhead, WeightReceiver
 from inflight.errors import TransferError, UpdateRefusedError
-from inflight.weights.encode.bucket_bytes import decode, unpack
+from inflight.weights.encode.bucket_bytes import checksum_as, decode, payload_spec, unpack
 from inflight.weights.encode.delta import decode_delta, element_runs
-from inflight.weights.encode.device_checksum import checksum_as
-from inflight.weights.encode.host_memory import ReusedMemory
-from inflight.weights.encode.streams import beside
+from inflight.weights.encode.transit import ReusedMemory, beside
 from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, UpdateRef, WeightUpdate
 
 
@@ -129,8 +127,3 @@ class Staging:
         with self._lock:
             self._is_dropped = True
             self._flats = []
-
-
-def payload_spec(size_bytes: int) -> TensorSpec:
-    """Return the spec of a whole bucket's bytes."""
-    return TensorSpec(name="payload", dtype="uint8", shape=(size_bytes,))

@@ -21,10 +21,8 @@ from inflight.errors import (
     FencedError,
     PoisonedError,
     ReleasedError,
-    TransferError,
     UpdateRefusedError,
 )
-from inflight.types import WeightBucket
 from inflight.weights.encode.buckets import manifest_difference
 from inflight.weights.encode.lora_tensors import changed_names
 from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec, UpdateRef, WeightUpdate
@@ -429,21 +427,3 @@ class UpdateSession:
             return True
         sent = {tensor.name for tensor in update.manifest.tensors}
         return self._torn_names is not None and self._torn_names <= sent
-
-
-def refuse_stray(bucket: WeightBucket, ref: UpdateRef | None) -> None:
-    """Raise `TransferError` if a bucket belongs to another update than the one being sent.
-
-    An abandoned call of the update before may arrive this late, when the group is already another one.
-    """
-    if bucket.ref is not None and bucket.ref != ref:
-        raise TransferError(
-            f"bucket {bucket.index} belongs to version {bucket.ref.version}, session {bucket.ref.session_id!r}, which "
-            "is over"
-        )
-
-
-def transfer_failed(cause: BaseException, what: str) -> TransferError:
-    """Return the `TransferError` for a lower-level error."""
-    text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-    return TransferError(f"{what} failed: {text}")

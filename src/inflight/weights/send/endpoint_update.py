@@ -1,7 +1,4 @@
-"""One endpoint's part in an update, and questions to endpoints of which some may not answer.
-
-A publish runs `bring` for all of its endpoints at once, a follower for one. It knows the Protocols only.
-"""
+"""One endpoint's part in an update, and questions to endpoints of which some may not answer."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from inflight.contracts import InferenceEndpoint
@@ -22,33 +20,35 @@ T = TypeVar("T")
 ANSWER_S = 2.0
 """How long an endpoint may keep the others waiting for an answer that an idle endpoint gives in milliseconds."""
 _CLEAN_UP_S = 3.0
-"""How long an endpoint may take to say what it serves after its update has failed."""
-_REPEAT_PAUSES_S = (0.05, 0.2)
+"""How long an endpoint may take to report what it serves after its update has failed."""
+_RETRY_PAUSES_S = (0.05, 0.2)
 """Pauses before an unanswered call is repeated. Calls of a named session are idempotent."""
+_FIRST_TOKEN_WAIT_S = 0.05
+_FIRST_TOKEN_POLL_S = 0.002
 
 
-async def nobody_else() -> None:
-    """Return at once: an endpoint updated alone waits for nobody."""
+async def wait_for_no_one() -> None:
+    """Return at once: an endpoint that is updated alone meets no other."""
 
 
-def in_words(cause: InflightError | None) -> str:
-    """Return why an endpoint updated alone could not go on."""
+def describe_cause(cause: InflightError | None) -> str:
+    """Return why the update of an endpoint that is updated alone failed."""
     return "the deadline passed" if cause is None else str(cause)
 
 
-async def bring(
+async def update_endpoint(
     endpoint: InferenceEndpoint,
     update: WeightUpdate,
     transfers: AsyncGenerator[BucketTransfer, None],
     limit: asyncio.Timeout,
     *,
-    meet: Callable[[], Awaitable[None]] = nobody_else,
-    on_failure: Callable[[InflightError | None], str] = in_words,
+    meet: Callable[[], Awaitable[None]] = wait_for_no_one,
+    on_failure: Callable[[InflightError | None], str] = describe_cause,
 ) -> EndpointReport:
-    """Bring one endpoint to an update, and return what became of it.
+    """Update one endpoint, and return what it serves afterwards.
 
     Awaits ``meet`` twice: after the endpoint has accepted, and after it has received every bucket. ``limit`` ends the
-    attempt at a deadline, which its owner may bring forward. Calls ``on_failure`` as soon as the endpoint cannot go on,
+    attempt at a deadline, which its owner may bring forward. Calls ``on_failure`` as soon as the endpoint has failed,
     with the cause (None: others ended the attempt); it returns the cause in words. A failed update is aborted.
     """
     is_asked = is_committing = False
@@ -58,7 +58,7 @@ async def bring(
     async def ask(call: Callable[[], Awaitable[T]]) -> T:
         nonlocal is_asked
         is_asked = True
-        answer = await repeated(call)
+        answer = await retry_unanswered(call)
         is_asked = False
         return answer
 
@@ -83,12 +83,12 @@ async def bring(
         if is_asked and asyncio.get_running_loop().time() >= deadline:
             cause = DeadlineError("did not answer before the deadline", endpoint.name)
     except BaseException:
-        await resumed(endpoint, update.ref, None, "the publisher stopped")
+        await abort_and_report(endpoint, update.ref, None, "the publisher stopped")
         raise
-    return await resumed(endpoint, update.ref, cause, on_failure(cause), is_committing=is_committing)
+    return await abort_and_report(endpoint, update.ref, cause, on_failure(cause), is_committing=is_committing)
 
 
-async def resumed(
+async def abort_and_report(
     endpoint: InferenceEndpoint,
     ref: UpdateRef,
     cause: InflightError | None,
@@ -97,12 +97,12 @@ async def resumed(
     is_requested: bool = True,
     is_committing: bool = False,
 ) -> EndpointReport:
-    """End a failed update on one endpoint within a few seconds, and return what the endpoint serves."""
+    """Abort a failed update on one endpoint within a few seconds, and return what the endpoint serves."""
     detail = detail.removeprefix(f"{endpoint.name}: ")
     outcome, version = EndpointOutcome.ABORTED, None
     try:
         async with asyncio.timeout(_CLEAN_UP_S):
-            answer = await _abort(endpoint, ref) if is_requested else await repeated(endpoint.weight_version)
+            answer = await _abort(endpoint, ref) if is_requested else await retry_unanswered(endpoint.weight_version)
     except (TimeoutError, DeadlineError) as error:
         return EndpointReport(endpoint.name, EndpointOutcome.TIMED_OUT, None, detail or str(error))
     except InflightError as error:
@@ -119,9 +119,24 @@ async def resumed(
 
 async def _abort(endpoint: InferenceEndpoint, ref: UpdateRef) -> WeightVersion:
     try:
-        return await repeated(lambda: endpoint.abort_weight_update(ref))
+        return await retry_unanswered(lambda: endpoint.abort_weight_update(ref))
     except UpdateRefusedError:  # another session holds it
-        return await repeated(endpoint.weight_version)
+        return await retry_unanswered(endpoint.weight_version)
+
+
+async def wait_for_first_token(endpoint: InferenceEndpoint, ref: UpdateRef, report: EndpointReport) -> EndpointReport:
+    """Return the report of an applied update with the time of its first token, if that comes within milliseconds."""
+    with contextlib.suppress(TimeoutError, InflightError):
+        async with asyncio.timeout(_FIRST_TOKEN_WAIT_S):
+            while True:
+                answer = await endpoint.weight_version()
+                if not serves(answer, ref) or answer.last_update is None:
+                    break
+                report = replace(report, timings=answer.last_update)
+                if answer.last_update.first_token_s is not None or not answer.num_running:
+                    break
+                await asyncio.sleep(_FIRST_TOKEN_POLL_S)
+    return report
 
 
 def serves(answer: WeightVersion, ref: UpdateRef) -> bool:
@@ -132,9 +147,9 @@ def serves(answer: WeightVersion, ref: UpdateRef) -> bool:
     return served in (ref, ref.model_copy(update={"session_id": ""}))
 
 
-async def repeated(call: Callable[[], Awaitable[T]]) -> T:
+async def retry_unanswered(call: Callable[[], Awaitable[T]]) -> T:
     """Return the answer of an idempotent call, repeating the call if no answer comes."""
-    for pause_s in _REPEAT_PAUSES_S:
+    for pause_s in _RETRY_PAUSES_S:
         try:
             return await call()
         except UnreachableError:
@@ -142,32 +157,37 @@ async def repeated(call: Callable[[], Awaitable[T]]) -> T:
     return await call()
 
 
-async def declared(endpoint: InferenceEndpoint) -> tuple[Capabilities, WeightVersion]:
-    """Return what an endpoint declares and serves. A client may cache the former; the latter asks the server."""
+async def query_endpoint(endpoint: InferenceEndpoint) -> tuple[Capabilities, WeightVersion]:
+    """Return an endpoint's capabilities, which a client may cache, and what the server serves now."""
     return await endpoint.capabilities(), await endpoint.weight_version()
 
 
-async def answers(
+async def query_endpoints(
     calls: Mapping[str, Callable[[], Coroutine[Any, Any, T]]], num_needed: int = 0, timeout_s: float = ANSWER_S
-) -> dict[str, T | BaseException]:
+) -> dict[str, T | Exception]:
     """Return what each call returned or raised. Calls that took too long are cancelled and left out.
 
     Each call has `ANSWER_S` seconds. If fewer than ``num_needed`` have answered by then, the others have up to
     ``timeout_s``.
     """
-    tasks = {name: asyncio.ensure_future(call()) for name, call in calls.items()}
-    pending = set(tasks.values())
+    answers: dict[str, T | Exception] = {}
+
+    async def ask(name: str, call: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        try:
+            answers[name] = await call()
+        except Exception as error:  # the caller judges it
+            answers[name] = error
+
     deadline = time.monotonic() + timeout_s
     left_s = min(ANSWER_S, timeout_s)
     wait_for = asyncio.ALL_COMPLETED
-    try:
+    async with asyncio.TaskGroup() as tasks:
+        pending = {tasks.create_task(ask(name, call)) for name, call in calls.items()}
         while pending and left_s > 0:
             _, pending = await asyncio.wait(pending, timeout=left_s, return_when=wait_for)
-            is_enough = len(tasks) - len(pending) >= num_needed
+            is_enough = len(answers) >= num_needed
             left_s, wait_for = 0.0 if is_enough else deadline - time.monotonic(), asyncio.FIRST_COMPLETED
-        done = {name: task for name, task in tasks.items() if task not in pending}
-        return {name: task.exception() or task.result() for name, task in done.items()}
-    finally:
-        for task in tasks.values():
+        found = dict(answers)
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    return found

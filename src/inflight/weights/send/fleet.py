@@ -31,11 +31,10 @@ from inflight.errors import ConfigError, PublishError, UpdateError
 from inflight.http.kinds import connect_endpoint
 from inflight.types import EndpointOutcome, EndpointReport, PublishReport, PublishSpans
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
-from inflight.weights.send.endpoint_update import ANSWER_S, answers, declared
+from inflight.weights.send.endpoint_update import ANSWER_S, query_endpoint, query_endpoints
 from inflight.weights.send.gathering import gather_only
-from inflight.weights.send.publish import publish_weights
-from inflight.weights.send.publisher import WeightPublisher, close_all
-from inflight.wire import Capabilities, EndpointState, InFlightPolicy, WeightVersion
+from inflight.weights.send.publisher import WeightPublisher, close_all, publish_weights
+from inflight.wire import Capabilities, EndpointState, InFlightPolicy, Needs, WeightVersion
 
 _NUM_ATTEMPTS = 3
 """After losing a member, which may leave others torn, the fleet reaches the present version by publishing again."""
@@ -85,7 +84,7 @@ class _Member:
     def takes_part(self) -> bool:
         return self.capabilities is not None and self.state in (MemberState.HEALTHY, MemberState.JOINING)
 
-    def bury(self, why: str) -> None:
+    def mark_dead(self, why: str) -> None:
         """Leave it out, and ask it again after a pause that grows each time."""
         self.state, self.is_on_trial, self.why = MemberState.DEAD, False, why
         self.backoff.next(time.monotonic())
@@ -95,7 +94,7 @@ class _Member:
         if outcome is EndpointOutcome.TIMED_OUT and not self.is_on_trial:
             self.state, self.why = MemberState.SUSPECT, why
         else:
-            self.bury(why)
+            self.mark_dead(why)
 
 
 class _Verdict(IntEnum):
@@ -207,7 +206,7 @@ class Fleet:
         while verdict is _Verdict.AGAIN:
             failure: Exception | None = None
             endpoints = {m.endpoint: m.capabilities for m in self._members.values() if m.takes_part and m.capabilities}
-            had_group = self._publisher.group == endpoints.keys()
+            had_group = self._publisher.group.members == endpoints.keys()
             try:
                 report = publish_weights(
                     worker,
@@ -256,11 +255,11 @@ class Fleet:
         is_anybody_gone = has_anybody_refused = False
         for part in report.endpoints:
             member = self._members[part.endpoint]
-            is_spoilt = part.outcome is EndpointOutcome.ABORTED and silent
+            was_spoilt = part.outcome is EndpointOutcome.ABORTED and silent
             if part.outcome is EndpointOutcome.APPLIED:
                 member.state, member.is_on_trial = MemberState.HEALTHY, False
                 member.backoff.reset()
-            elif part.endpoint in silent or (member.is_on_trial and not is_spoilt):
+            elif part.endpoint in silent or (member.is_on_trial and not was_spoilt):
                 is_anybody_gone = True
                 member.leave_out(part.outcome, part.detail)
             else:
@@ -272,17 +271,17 @@ class Fleet:
         """Ask the members that take no part and whose pause is over. Those that answer are on trial."""
         now = time.monotonic()
         due = {n: m for n, m in self._members.items() if not m.takes_part and m.backoff.is_due(now)}
-        found: Mapping[str, tuple[Capabilities, WeightVersion] | BaseException] = self._publisher.run(
-            answers, {name: partial(declared, member.endpoint) for name, member in due.items()}
+        found: Mapping[str, tuple[Capabilities, WeightVersion] | Exception] = self._publisher.run(
+            query_endpoints, {name: partial(query_endpoint, member.endpoint) for name, member in due.items()}
         )
         for name, member in due.items():
             answer = found.get(name)
             if answer is None:
-                member.bury(f"{name}: did not answer within {ANSWER_S:g} s")
-            elif isinstance(answer, BaseException):
-                member.bury(str(answer) or repr(answer))
+                member.mark_dead(f"{name}: did not answer within {ANSWER_S:g} s")
+            elif isinstance(answer, Exception):
+                member.mark_dead(str(answer) or repr(answer))
             elif problem := self._problem(member, *answer, in_flight):
-                member.bury(f"{name} {problem}")
+                member.mark_dead(f"{name} {problem}")
                 self._notes.append(member.why)
             else:
                 member.capabilities, member.state, member.is_on_trial = answer[0], MemberState.JOINING, True
@@ -299,9 +298,10 @@ class Fleet:
                 f"came back with {can.model} in {can.dtype} with {can.vocab_size} tokens, "
                 f"but was {before.model} in {before.dtype} with {before.vocab_size}"
             )
-        publisher = self._publisher
-        lack = can.lacks(in_flight=in_flight, transport=publisher.transport, encodings=publisher.encodings)
-        return None if lack is None else f"does not declare {lack}"
+        group = self._publisher.group
+        needs = Needs(in_flight=in_flight, transport=group.transport, encodings=tuple(group.encodings))
+        missing = can.missing(needs)
+        return f"does not support {', '.join(missing.values())}" if missing else None
 
     def _leave_some_out(self, deadline_s: float) -> None:
         """Leave out members whose memory is released, and if enough others answer at once, those that do not.
@@ -310,12 +310,12 @@ class Fleet:
         """
         present = {name: member for name, member in self._members.items() if member.takes_part}
         calls = {name: member.endpoint.weight_version for name, member in present.items()}
-        found: Mapping[str, WeightVersion | BaseException] = self._publisher.run(
-            answers, calls, self._quorum or 1, deadline_s
+        found: Mapping[str, WeightVersion | Exception] = self._publisher.run(
+            query_endpoints, calls, self._quorum or 1, deadline_s
         )
         for name, answer in found.items():
             if isinstance(answer, WeightVersion) and answer.state is EndpointState.RELEASED:
-                present[name].bury(f"{name} {_RELEASED}")
+                present[name].mark_dead(f"{name} {_RELEASED}")
                 self._notes.append(present[name].why)
         for name in present.keys() - found.keys():
             why = f"did not say within {ANSWER_S:g} s which version it serves: left out of this publish"

@@ -1,24 +1,16 @@
-"""What leaves a trainer: the announcement of its weights, and every bucket as bytes with an encoding and a checksum.
-
-Publishing, storing and the conformance kit share it. It knows neither endpoints nor transports.
-"""
+"""Gathering: what rank 0 announces of a worker's weights, and what all ranks gather, to publish or to store them."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
-
-import torch
+from collections.abc import Iterator
 
 from inflight.contracts import LoraSource, PartialWeightSource, WeightSource
 from inflight.errors import TrainerError
 from inflight.types import WeightBucket
-from inflight.weights.encode.bucket_bytes import Rounding, checksum, encode, on_host, unpack
+from inflight.weights.encode.bucket_bytes import Rounding
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from inflight.weights.encode.device_checksum import sums64
-from inflight.weights.encode.streams import recorded
-from inflight.weights.receive.staging import payload_spec
-from inflight.wire import BucketTransfer, Encoding, InFlightPolicy, Manifest, UpdateRef, WeightUpdate
+from inflight.wire import InFlightPolicy, Manifest, WeightUpdate
 
 _LEASE_SLACK_S = 5.0
 """How far beyond the deadline an endpoint keeps an update open without hearing from the publisher."""
@@ -26,7 +18,7 @@ _PREPARATION_SHARE = 0.9
 """Share of the deadline for endpoints to prepare: a longer drain would leave no time to send anything."""
 
 
-def announcement(
+def announce_update(
     worker: WeightSource,
     *,
     run_id: str,
@@ -61,16 +53,16 @@ def gather_only(worker: WeightSource, bucket_bytes: int = DEFAULT_BUCKET_BYTES) 
 
     ``bucket_bytes`` has to equal rank 0's. Raises what gathering raises.
     """
-    exhaust(worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes)))
+    gather_rest(worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes)))
 
 
-def exhaust(gathered: Iterator[WeightBucket]) -> None:
+def gather_rest(gathered: Iterator[WeightBucket]) -> None:
     """Gather the rest, because the other ranks wait for it."""
     for _ in gathered:
         pass
 
 
-def as_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) -> Iterator[WeightBucket]:
+def require_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) -> Iterator[WeightBucket]:
     """Yield what the worker gathers. Raises `TrainerError` if it differs from what ``update`` announces."""
     num_gathered = 0
     for bucket in gathered:
@@ -90,42 +82,3 @@ def as_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) -> Iter
         yield bucket
     if num_gathered != len(update.buckets):
         raise TrainerError(f"the worker yielded {num_gathered} buckets, but {len(update.buckets)} were asked for")
-
-
-def outgoing_bucket(
-    bucket: WeightBucket,
-    ref: UpdateRef,
-    *,
-    encoding: Encoding = "raw",
-    payload: torch.Tensor | None = None,
-    on_device: bool = False,
-) -> WeightBucket:
-    """Return a bucket as it travels: packed, encoded, and with the checksum of its bytes.
-
-    ``payload`` (uint8 [size]) holds bytes that are encoded already, such as a delta's. The bytes move to the host,
-    unless ``on_device`` leaves them where they are, and their checksum is then computed there. Raises `TransferError`
-    for tensors without bytes.
-    """
-    if payload is None:
-        assert encoding != "delta"  # only the publisher knows a delta's base
-        payload = encode(bucket.tensors, bucket.specs, encoding)
-    flat = payload if on_device else on_host(payload)  # one copy serves the checksum and the transport
-    found = sums64(flat) if on_device else checksum(flat)
-    is_raw = encoding == "raw"
-    specs = bucket.specs if is_raw else (payload_spec(flat.numel()),)
-    tensors: Sequence[torch.Tensor] = unpack(flat, specs) if is_raw else (flat,)
-    return WeightBucket(bucket.index, specs, tuple(tensors), encoding, found, ref, recorded(flat.device))
-
-
-def transfer_of(bucket: WeightBucket, ref: UpdateRef, timeout_s: float) -> BucketTransfer:
-    """Return the message that asks an endpoint to receive an outgoing bucket."""
-    return BucketTransfer(
-        run_id=ref.run_id,
-        version=ref.version,
-        session_id=ref.session_id,
-        bucket_index=bucket.index,
-        encoding=bucket.encoding,
-        size_bytes=sum(spec.size_bytes for spec in bucket.specs),
-        checksum=bucket.checksum,
-        timeout_s=timeout_s,
-    )

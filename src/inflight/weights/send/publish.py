@@ -1,118 +1,334 @@
-"""Publishing: gather from the workers, move, commit on the endpoints, and report what each of them serves.
+"""One publish: updates all endpoints at the same time, while the training thread feeds the buckets.
 
-This module knows the Protocols only, no engine and no trainer.
+    request (refuse or accept) -> every bucket, compared on arrival -> commit (pause, apply, resume)
+
+The endpoints wait for each other twice: nothing is sent before all have accepted, and nothing is committed before all
+have received everything. As soon as too few endpoints are left, the publish ends for all of them, so that none waits
+for the rest of the gathering.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from inflight.contracts import InferenceEndpoint, MergingLoraSource, WeightSource
-from inflight.errors import ConfigError, PublishError, UnsupportedError
-from inflight.types import PublishReport
-from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from inflight.weights.send.gathering import announcement, as_announced, exhaust
-from inflight.weights.send.publisher import WeightPublisher
-from inflight.weights.send.session import publish
-from inflight.wire import Capabilities, InFlightPolicy
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-__all__ = ["WeightPublisher", "publish_weights"]
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import ConfigError, FencedError, InflightError, UnsupportedError, UpdateAbortedError
+from inflight.types import EndpointOutcome, EndpointReport, PublishReport, PublishSpans, WeightBucket
+from inflight.weights.encode.bucket_bytes import bucket_transfer
+from inflight.weights.send.endpoint_update import abort_and_report, update_endpoint, wait_for_first_token
+from inflight.weights.send.weight_group import WeightGroup
+from inflight.wire import BucketTransfer, Capabilities, InFlightPolicy, WeightUpdate
+
+_REFUSAL_GRACE_S = 1.0
+"""How long the other endpoints may still answer the request after one refused it."""
+_COLLECTIVE_GRACE_S = 0.1
+"""How much later receiving ends than sending: in a collective, an endpoint may only be waiting for another one."""
+CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
+"""What sending raises once either end of a stream is closed."""
 
 
-def publish_weights(
-    worker: WeightSource,
-    publisher: WeightPublisher,
-    *,
-    endpoints: Mapping[InferenceEndpoint, Capabilities] | None = None,
-    in_flight: InFlightPolicy | Literal["keep", "recompute", "drain", "abort"] = InFlightPolicy.KEEP,
-    deadline_s: float = 60.0,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    quorum: int | None = None,
-    keep_base: bool = False,
-) -> PublishReport:
-    """Bring every endpoint to the worker's present weights, between two token steps; return what each serves.
+class Publish:
+    """One attempt to bring some endpoints to one update, of whom ``num_needed`` have to apply it.
 
-    Rank 0 calls it while every other rank calls `gather_only`. The version is ``worker.version``. ``endpoints`` maps
-    the endpoints to publish to onto what each declares; None means the endpoints that ``publisher`` was connected to.
-
-    Endpoints that declare staging keep sampling until every bucket has arrived everywhere; the others are paused once
-    the first bucket is gathered. Each bucket is gathered while the one before travels. The call ends within
-    ``deadline_s`` seconds plus the time that gathering takes, and a few seconds to clean up.
-
-    ``quorum`` is how many endpoints have to apply the update, None for all of them. With a transport that is not
-    collective, an endpoint that fails is left behind while the others go on. With a collective transport, a failure
-    before the commit ends the publish for all.
-
-    ``keep_base`` makes endpoints keep these weights in host memory. Engines that fuse tensors need them if a later
-    update is a LoRA or leaves some weights out, unless the weights are those of their checkpoint.
-
-    A LoRA goes to endpoints that declare ``lora``. If one of them declares partial updates only, a `MergingLoraSource`
-    sends the weights that its LoRA changes to all of them, from then on.
-
-    Raises `PublishError` if fewer endpoints applied the update; its report names each endpoint's state. `ConfigError`
-    and `UnsupportedError` mean that no endpoint was asked for anything, `FencedError` that another trainer has taken
-    this one's place. Errors of gathering pass through. Whatever is raised, the collective gather was completed on every
-    rank, and no endpoint stays paused: reachable endpoints were told to abort, the others resume by themselves when
-    their lease ends.
+    The deadline begins when it is made. ``staged`` lets endpoints that support staging sample while weights arrive.
     """
-    source = _source(worker, publisher, endpoints, bucket_bytes)
-    gathered = source.gather_weights(plan_buckets(source.parameter_specs(), bucket_bytes))
-    try:
-        if worker.rank != 0:
-            raise ConfigError(f"publish_weights is for rank 0; rank {worker.rank} calls gather_only(worker)")
-        endpoints = publisher.endpoints if endpoints is None else endpoints
-        if not deadline_s > 0:
-            raise ConfigError(f"deadline_s must be above 0, not {deadline_s}")
-        if quorum is not None and not quorum >= 1:
-            raise ConfigError(f"quorum must be at least 1, not {quorum}")
-        if in_flight not in list(InFlightPolicy):
-            raise ConfigError(f"in_flight must be one of {', '.join(InFlightPolicy)}, not {in_flight!r}")
-        update = announcement(
-            source,
-            run_id=publisher.run_id,
-            incarnation=publisher.incarnation,
-            bucket_bytes=bucket_bytes,
-            deadline_s=deadline_s,
-            in_flight=InFlightPolicy(in_flight),
-            encoding=publisher.encoding,
-            keep=keep_base,
+
+    def __init__(
+        self,
+        group: WeightGroup,
+        endpoints: Mapping[InferenceEndpoint, Capabilities],
+        update: WeightUpdate,
+        *,
+        deadline_s: float,
+        num_needed: int,
+        staged: bool,
+    ) -> None:
+        self._group = group
+        self._endpoints = endpoints
+        self._update = update
+        self._num_needed = num_needed
+        self._deadline_s = deadline_s
+        self._deadline = time.monotonic() + deadline_s
+        may_fail = update.in_flight is InFlightPolicy.DRAIN  # then the pause must come before any commit
+        self._staged = {e.name for e, can in endpoints.items() if staged and can.staging and not may_fail}
+        """The endpoints that only their commit pauses."""
+        self._parts: dict[str, _Part] = {}
+        """Of each endpoint that still takes part."""
+        self.buckets: MemoryObjectSendStream[WeightBucket | None]
+        """Takes the buckets to send, None after the last. Sending one returns when the one before has left."""
+        self._to_send: MemoryObjectReceiveStream[WeightBucket | None]
+        self._sending: asyncio.Timeout | None = None
+        self._unfit: dict[str, InflightError] = {}
+        """Why endpoints could not join the group."""
+        self._problem = ""
+        """Why the publish has ended for all."""
+        self._fenced: FencedError | None = None
+        self._gate = _Gate()
+        self._travelling = Clock()
+        self._num_sent_bytes = 0
+        self._pause: tuple[float, float] | None = None
+        """When the first endpoint was asked to pause, and when the last one resumed."""
+
+    def encode(self, bucket: WeightBucket) -> WeightBucket:
+        """Return a gathered bucket ready to send. Called in the training thread."""
+        return self._group.encode(bucket, self._update)
+
+    async def prepare(self) -> None:
+        """Form the group unless there is one, and begin the update on the sender; the report names a failure.
+
+        Raises `ConfigError`, `UnsupportedError` and `FencedError`, before any endpoint was asked for anything.
+        """
+        group, incarnation = self._group, self._update.incarnation
+        self.buckets, self._to_send = anyio.create_memory_object_stream[WeightBucket | None](0)
+        try:
+            self._unfit = await group.form(self._endpoints, incarnation, self._remaining_s(), self._num_needed)
+            self._update = await group.begin_update(self._update, self._remaining_s())
+        except BaseException as error:
+            if isinstance(error, InflightError) and not isinstance(error, ConfigError | UnsupportedError | FencedError):
+                self._end(str(error))
+                return
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        self.buckets.close()
+        self._to_send.close()
+        for part in self._parts.values():
+            part.feed.close()
+
+    async def run(self) -> PublishReport:
+        """Update every endpoint with the buckets that are fed; return what each serves.
+
+        If an endpoint reports that another trainer has taken over, raises `FencedError` once all are resumed.
+        """
+        updates: list[asyncio.Task[EndpointReport]] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                updates = [tasks.create_task(call) for call in self._calls()]
+                tasks.create_task(self._send())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+        finally:
+            self._close()
+        reports = tuple(task.result() for task in updates)
+        is_everywhere = all(report.outcome is EndpointOutcome.APPLIED for report in reports)
+        has_failed_late = any(r.outcome is not EndpointOutcome.APPLIED for r in reports if r.endpoint in self._parts)
+        if has_failed_late and not self._problem:
+            self._abort()
+        elif not self._problem:
+            self._group.end_update(self._update, is_applied_everywhere=is_everywhere)
+        if self._fenced is not None:
+            raise self._fenced
+        return self._report(reports)
+
+    async def end(self, problem: str) -> None:
+        """End the publish for all endpoints; `run` returns when they are resumed."""
+        self._end(problem)
+
+    # ------------------------------------------------------------------------------------------------- the endpoints
+
+    def _calls(self) -> Iterator[Coroutine[Any, Any, EndpointReport]]:
+        """Yield each endpoint's call, which updates it, or asks what it serves if it cannot take part."""
+        grace_s = _COLLECTIVE_GRACE_S if self._group.sender.is_collective else 0.0
+        able = [] if self._problem else [endpoint for endpoint in self._endpoints if endpoint.name not in self._unfit]
+        for endpoint in able:
+            feed, transfers = anyio.create_memory_object_stream[BucketTransfer](0)
+            self._parts[endpoint.name] = _Part(asyncio.timeout(self._remaining_s() + grace_s), feed, transfers)
+        if any(endpoint.name not in self._staged for endpoint in able):
+            self._begin_pause()
+        for endpoint in self._endpoints:
+            if endpoint in able:
+                yield self._update_endpoint(endpoint, self._parts[endpoint.name])
+            else:
+                cause = self._unfit.get(endpoint.name)
+                detail = self._problem if cause is None else str(cause)
+                yield abort_and_report(endpoint, self._update.ref, cause, detail, is_requested=False)
+
+    async def _update_endpoint(self, endpoint: InferenceEndpoint, part: _Part) -> EndpointReport:
+        with part.transfers:
+            report = await update_endpoint(
+                endpoint,
+                self._update.model_copy(update={"staged": endpoint.name in self._staged}),
+                self._arriving(part),
+                part.limit,
+                meet=self._meet,
+                on_failure=functools.partial(self._drop, endpoint),
+            )
+        if self._pause is not None:
+            self._pause = (self._pause[0], time.monotonic())
+        is_applied = report.outcome is EndpointOutcome.APPLIED
+        return await wait_for_first_token(endpoint, self._update.ref, report) if is_applied else report
+
+    async def _arriving(self, part: _Part) -> AsyncGenerator[BucketTransfer, None]:
+        with part.transfers:
+            async for transfer in part.transfers:
+                with self._travelling:
+                    yield transfer
+
+    async def _meet(self) -> None:
+        """Return once every endpoint that still takes part has arrived here. Raises `UpdateAbortedError` if all end."""
+        self._gate.num_waiting += 1
+        opened = self._gate.opened
+        self._open_gate_if_all_wait()
+        await opened.wait()
+        if self._problem:
+            raise UpdateAbortedError(self._problem)
+
+    def _open_gate_if_all_wait(self) -> None:
+        gate = self._gate
+        if gate.num_waiting < len(self._parts):
+            return
+        if not self._problem:
+            gate.num_meetings += 1
+        if gate.num_meetings == 2:
+            self._begin_pause()
+        gate.opened.set()
+        gate.opened, gate.num_waiting = asyncio.Event(), 0
+
+    def _drop(self, endpoint: InferenceEndpoint, cause: InflightError | None) -> str:
+        """Continue without an endpoint if enough others are left and do not depend on it; else end the publish."""
+        if isinstance(cause, FencedError):
+            self._fenced = cause
+        why = str(cause or self._problem or f"the deadline of {self._deadline_s:g} s passed")
+        if self._gate.num_meetings == 2:
+            return why  # a failed commit does not keep the others from theirs
+        self._parts.pop(endpoint.name).feed.close()
+        is_collective = self._group.sender.is_collective
+        if self._fenced is not None or is_collective or len(self._parts) < self._num_needed:
+            self._end(why if cause is None else f"another endpoint failed: {why}")
+        elif not self._problem:
+            self._group.remove(endpoint)
+        self._open_gate_if_all_wait()
+        return why
+
+    def _end(self, problem: str) -> None:
+        if self._problem:
+            return
+        self._problem = problem
+        grace_s = _REFUSAL_GRACE_S if self._gate.num_meetings == 0 else 0.0
+        limits = [*(part.limit for part in self._parts.values()), *([] if self._sending is None else [self._sending])]
+        for limit in limits:
+            with contextlib.suppress(RuntimeError):  # the limit has not begun, or has just ended
+                limit.reschedule(asyncio.get_running_loop().time() + grace_s)
+        self._abort()
+
+    def _abort(self) -> None:
+        with contextlib.suppress(InflightError):  # the failure that led here is the one to report
+            self._group.abort_update()
+
+    def _begin_pause(self) -> None:
+        if self._pause is None:
+            self._pause = (time.monotonic(), time.monotonic())
+
+    # ---------------------------------------------------------------------------------------------------- the sender
+
+    async def _send(self) -> None:
+        """Send each bucket once the one before has left, and ask every endpoint to receive it."""
+        what = "the first bucket"
+        try:
+            async with asyncio.timeout(self._remaining_s()) as self._sending:
+                while self._gate.num_meetings == 0:
+                    if self._problem or not self._parts:
+                        return
+                    await self._gate.opened.wait()
+                while (bucket := await self._to_send.receive()) is not None:
+                    what = f"bucket {bucket.index} of {len(self._update.buckets)}"
+                    self._num_sent_bytes += sum(spec.size_bytes for spec in bucket.specs)
+                    with self._travelling:
+                        await self._send_one(bucket)
+                for part in self._parts.values():
+                    part.feed.close()
+        except TimeoutError:
+            self._end(f"{what} was not sent: the deadline of {self._deadline_s:g} s passed")
+        except InflightError as error:
+            self._end(f"{what} was not sent: {error}")
+
+    async def _send_one(self, bucket: WeightBucket) -> None:
+        """Send a bucket, and ask every endpoint to receive it; return when each has received the bucket before."""
+        timeout_s = self._remaining_s()
+        transfer = bucket_transfer(bucket, self._update.ref, timeout_s)
+
+        async def offer(feed: MemoryObjectSendStream[BucketTransfer]) -> None:
+            with contextlib.suppress(*CLOSED):  # the endpoint no longer takes part
+                await feed.send(transfer)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sending = tasks.create_task(self._group.send(bucket, timeout_s))
+                if not self._group.sender.is_collective:
+                    await asyncio.wait([sending])  # endpoints read buckets once they are stored
+                for part in self._parts.values():
+                    tasks.create_task(offer(part.feed))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+    # ---------------------------------------------------------------------------------------------------- the report
+
+    def _remaining_s(self) -> float:
+        return max(0.001, self._deadline - time.monotonic())
+
+    def _report(self, reports: tuple[EndpointReport, ...]) -> PublishReport:
+        timings = [report.timings for report in reports if report.timings is not None]
+        return PublishReport(
+            self._update.run_id,
+            self._update.version,
+            self._update.manifest.size_bytes,
+            reports,
+            PublishSpans(
+                gather_s=0.0,
+                pause_s=0.0 if self._pause is None else self._pause[1] - self._pause[0],
+                wire_s=self._travelling.total_s,
+                load_s=max((t.load_s for t in timings), default=0.0),
+                first_token_s=max((t.first_token_s for t in timings if t.first_token_s is not None), default=None),
+                total_s=time.monotonic() - self._deadline + self._deadline_s,
+            ),
+            num_needed=self._num_needed,
+            sent_bytes=self._num_sent_bytes,
         )
-        for endpoint, can in endpoints.items():
-            if lack := can.lacks(
-                in_flight=update.in_flight,
-                encodings=publisher.encodings,
-                partial_updates=bool(update.manifest.frozen),
-                lora=update.manifest.lora is not None,
-            ):
-                raise UnsupportedError(f"{endpoint.name} does not declare {lack}")
-        num_needed = len(endpoints) if quorum is None else quorum
-        report = publish(publisher, endpoints, update, as_announced(gathered, update), deadline_s, num_needed)
-    finally:
-        exhaust(gathered)
-    if not report.succeeded:
-        whom = "every endpoint" if quorum is None else f"{quorum} endpoints"
-        raise PublishError(f"the publish did not reach {whom}: {report.summary()}", report)
-    return report
 
 
-def _source(
-    worker: WeightSource,
-    publisher: WeightPublisher,
-    endpoints: Mapping[InferenceEndpoint, Capabilities] | None,
-    bucket_bytes: int,
-) -> WeightSource:
-    """Return the worker, or the merged weights of its LoRA if an endpoint takes no LoRA but partial updates.
+@dataclass(slots=True)
+class _Part:
+    """One endpoint's part in a publish: its time limit, and the stream that asks it to receive buckets."""
 
-    Once merged weights have been published they are the base of any LoRA that follows, so they are published from then
-    on.
-    """
-    if not isinstance(worker, MergingLoraSource) or worker.rank != 0:
-        return worker
-    declared = (publisher.endpoints if endpoints is None else endpoints).values()
-    if not publisher.merges_lora and all(can.lora for can in declared):
-        return worker
-    if not all(can.partial_updates for can in declared):
-        return worker
-    publisher.merges_lora = True
-    return worker.merged(bucket_bytes)
+    limit: asyncio.Timeout
+    feed: MemoryObjectSendStream[BucketTransfer]
+    transfers: MemoryObjectReceiveStream[BucketTransfer]
+
+
+@dataclass(slots=True)
+class _Gate:
+    """Where the endpoints of a publish wait for each other."""
+
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when those that wait now may continue."""
+    num_waiting: int = 0
+    num_meetings: int = 0
+
+
+class Clock:
+    """Adds up the time during which it is entered at least once."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._num_entered = 0
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        if self._num_entered == 0:
+            self._started = time.monotonic()
+        self._num_entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._num_entered -= 1
+        if self._num_entered == 0:
+            self.total_s += time.monotonic() - self._started

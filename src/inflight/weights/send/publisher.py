@@ -1,36 +1,38 @@
-"""The publisher: trainer rank 0's connection to endpoints, and the weight group of those that it publishes to.
+"""Publishing: trainer rank 0's connection to endpoints, and the call that publishes a worker's weights to them.
 
 Workers are sync and endpoints async: a `WeightPublisher` runs the endpoints' side in an event loop in a thread of its
-own, while the training thread gathers. This module knows the Protocols only, no engine and no trainer.
+own, while the training thread gathers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import anyio.from_thread
 
-from inflight.base.threads import run_abandonable
-from inflight.base.transport_registry import refusal
-from inflight.contracts import InferenceEndpoint, WeightSender
-from inflight.errors import ConfigError, DeadlineError, InflightError, TransferError, UnsupportedError
+from inflight.base.requirements import require
+from inflight.contracts import InferenceEndpoint, MergingLoraSource, WeightSender, WeightSource
+from inflight.errors import ConfigError, DeadlineError, PublishError
 from inflight.http.kinds import connect_endpoint
-from inflight.weights.encode.bucket_bytes import Packer, Rounding
-from inflight.weights.encode.delta import Snapshot
-from inflight.weights.send.endpoint_update import declared
+from inflight.types import PublishReport, WeightBucket
+from inflight.weights.encode.bucket_bytes import Rounding
+from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from inflight.weights.send.endpoint_update import query_endpoint
+from inflight.weights.send.gathering import announce_update, gather_rest, require_announced
+from inflight.weights.send.publish import CLOSED, Clock, Publish
+from inflight.weights.send.weight_group import WeightGroup
 from inflight.weights.transports import make_sender
-from inflight.wire import Capabilities, Encoding, TransportName, TransportSpec, WeightUpdate
+from inflight.wire import Capabilities, InFlightPolicy, Needs, TransportName, WeightUpdate
 
 T = TypeVar("T")
-
-_SLACK_S = 1.0
-"""How much longer forming a group may take than the transport's own timeout, so that the transport's reason arrives."""
 
 
 class WeightPublisher:
@@ -39,13 +41,13 @@ class WeightPublisher:
     ``incarnation`` counts the times a run's trainer was started: endpoints refuse calls of a lower incarnation than the
     highest they have seen. None takes one more than that. ``encoding`` rounds weights on the way. ``delta`` sends only
     what changed since the last publish that every endpoint applied, for one more copy of the weights in host memory on
-    each side. ``staged`` lets sampling go on while weights arrive, on the endpoints that declare it.
+    each side. ``staged`` lets sampling continue while weights arrive, on endpoints that support staging.
     ``connect_timeout_s`` is the longest wait for the endpoints' answers, and for a weight group to form.
 
     Entering asks each endpoint for its capabilities and forms the weight group. If that fails, it raises `ConfigError`,
     `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and leaves nothing
-    behind. A publish forms the group anew if it goes to other endpoints than the one before, and after a failed
-    publish. Used from one thread at a time.
+    behind. A publish forms a new group if it goes to other endpoints than the one before, and after a failed publish.
+    Used from one thread at a time.
     """
 
     def __init__(
@@ -72,21 +74,16 @@ class WeightPublisher:
                 f"delta sends changed elements without rounding them, so encoding must be 'raw', not {encoding!r}"
             )
         self.run_id = run_id
-        self.sender = sender
-        self.encoding: Rounding = encoding
         self.staged = staged
-        self.delta = delta
-        self.snapshot = Snapshot() if delta else None
-        self.packer = Packer()
+        self.group = WeightGroup(
+            sender, run_id=run_id, encoding=encoding, delta=delta, form_timeout_s=connect_timeout_s
+        )
         self.merges_lora = False
         """Whether a LoRA has been published as the weights that it changes."""
         self._incarnation = incarnation
         self._connected = tuple(endpoints)
-        self._declared: dict[InferenceEndpoint, Capabilities] = {}
+        self._endpoints: dict[InferenceEndpoint, Capabilities] = {}
         self._connect_timeout_s = connect_timeout_s
-        self._group: frozenset[InferenceEndpoint] = frozenset()
-        self._transport: TransportName | None = None
-        self._ending: asyncio.Future[None] | None = None
         self._portal: anyio.from_thread.BlockingPortal | None = None
         self._portal_context: AbstractContextManager[anyio.from_thread.BlockingPortal] | None = None
 
@@ -129,24 +126,9 @@ class WeightPublisher:
         return self._incarnation or 0
 
     @property
-    def encodings(self) -> tuple[Encoding, ...]:
-        """The encodings in which buckets may travel; every endpoint has to declare them."""
-        return ("delta",) if self.delta else (self.encoding,)
-
-    @property
     def endpoints(self) -> Mapping[InferenceEndpoint, Capabilities]:
-        """The connected endpoints, and what each declared. Their calls belong into `run` and `start`."""
-        return self._declared
-
-    @property
-    def transport(self) -> TransportName | None:
-        """The transport of the last group that was formed, None before the first."""
-        return self._transport
-
-    @property
-    def group(self) -> frozenset[InferenceEndpoint]:
-        """The endpoints of the weight group in use; empty if there is none."""
-        return self._group
+        """The connected endpoints with their capabilities. Their calls belong in `run` and `start`."""
+        return self._endpoints
 
     def __enter__(self) -> WeightPublisher:
         if self._portal is not None:
@@ -166,35 +148,12 @@ class WeightPublisher:
         self.close()
 
     def close(self) -> None:
-        """Leave the group and close the connections; servers go on. Idempotent."""
-        self.lose_group()
+        """Leave the group and close the connections; servers keep running. Idempotent."""
+        self.group.lose()
         if self._portal is not None and self._portal_context is not None:
             self._portal.call(close_all, self._connected)
             self._portal = None
             self._portal_context.__exit__(None, None, None)
-
-    async def begin_update(self, update: WeightUpdate, timeout_s: float) -> None:
-        """Prepare the sender for the buckets of ``update``, once it has cleared away the update before.
-
-        Raises `TransferError`.
-        """
-        ending, self._ending = self._ending, None
-        if ending is not None:
-            try:
-                await asyncio.wait_for(ending, timeout_s)
-            except TimeoutError as error:
-                raise TransferError(f"the previous update was not cleared away within {timeout_s:g} s") from error
-        await run_abandonable(lambda: self.sender.begin(update), "inflight-begin")
-
-    def end_update(self, *, is_done: bool) -> None:
-        """Tell the sender that every endpoint has what it will get. The sender clears away in the background.
-
-        ``is_done`` says that no endpoint will read any of the update again: false if one was left behind. Called in the
-        publisher's event loop.
-        """
-        call = run_abandonable(lambda: self.sender.end(is_done=is_done), "inflight-end")
-        self._ending = asyncio.ensure_future(call)
-        self._ending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the next update asks
 
     def run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run an async call in the publisher's event loop and return its result. Interrupting it cancels the call."""
@@ -206,109 +165,160 @@ class WeightPublisher:
             raise
 
     def start(self, call: Callable[..., Awaitable[T]], *args: Any) -> Future[T]:
+        """Start an async call in the publisher's event loop and return its future."""
         if self._portal is None:
             raise ConfigError("this WeightPublisher is not connected; use it as a context manager")
         return self._portal.start_task_soon(call, *args)
 
-    def lose_group(self) -> None:
-        """Give up the group and end what is pending on it; the next publish forms it anew. Any thread may call it."""
-        self._group = frozenset()
-        self.packer = Packer()  # an abandoned send may still read the buffers
-        if self.snapshot is not None:
-            self.snapshot = Snapshot()  # it is not known any more which endpoints hold its weights
-        self.sender.abort()
+    def publish(
+        self,
+        endpoints: Mapping[InferenceEndpoint, Capabilities],
+        update: WeightUpdate,
+        gathered: Iterator[WeightBucket],
+        *,
+        deadline_s: float,
+        num_needed: int,
+    ) -> PublishReport:
+        """Publish what is gathered to ``endpoints``, of which ``num_needed`` have to apply it.
 
-    def left_group(self, endpoint: InferenceEndpoint) -> None:
-        """Note that an endpoint has left the group; the others go on with it."""
-        self._group -= {endpoint}
+        The deadline begins when the first bucket is gathered. Whatever the worker or an interrupt raises ends the
+        publish on all endpoints before it is raised here. `publish_weights` is the call for a worker.
+        """
+        gathering = Clock()
+        with gathering:
+            bucket = next(gathered, None)
+        publish = Publish(
+            self.group, endpoints, update, deadline_s=deadline_s, num_needed=num_needed, staged=self.staged
+        )
+        self.run(publish.prepare)
+        running = self.start(publish.run)
+        try:
+            with contextlib.suppress(*CLOSED):  # the publish has ended; its report says why
+                while bucket is not None:
+                    with gathering:
+                        encoded = publish.encode(bucket)
+                    self.run(publish.buckets.send, encoded)
+                    with gathering:
+                        bucket = next(gathered, None)
+                self.run(publish.buckets.send, None)
+            report = running.result()
+        except BaseException as error:
+            self.run(publish.end, f"{type(error).__name__} in the trainer")
+            with contextlib.suppress(Exception):
+                running.result()
+            raise
+        return replace(report, spans=replace(report.spans, gather_s=gathering.total_s))
 
     async def _connect(self) -> None:
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                found = await asyncio.gather(*(declared(endpoint) for endpoint in self._connected))
+            async with asyncio.timeout(self._connect_timeout_s), asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(query_endpoint(endpoint)) for endpoint in self._connected]
         except TimeoutError as error:
             names = ", ".join(endpoint.name for endpoint in self._connected)
             raise DeadlineError(f"not all of {names} answered within {self._connect_timeout_s:g} s") from error
-        self._declared = {endpoint: can for endpoint, (can, _) in zip(self._connected, found, strict=True)}
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+        answers = [task.result() for task in asked]
+        self._endpoints = {endpoint: can for endpoint, (can, _) in zip(self._connected, answers, strict=True)}
         if self._incarnation is None:
-            self._incarnation = 1 + max((v.incarnation for _, v in found if v.owner_run_id == self.run_id), default=0)
-        await self.form_group(self._declared, self._connect_timeout_s, len(self._declared))
+            self._incarnation = 1 + max((v.incarnation for _, v in answers if v.owner_run_id == self.run_id), default=0)
+        await self.group.form(self._endpoints, self.incarnation, self._connect_timeout_s, len(self._endpoints))
 
-    async def form_group(
-        self, endpoints: Mapping[InferenceEndpoint, Capabilities], timeout_s: float, num_needed: int
-    ) -> dict[str, InflightError]:
-        """Form the weight group of some endpoints unless it is in use; return why some of them could not join it.
 
-        An endpoint can be missing only if the transport is not collective and ``num_needed`` others have joined.
-        Otherwise its error is raised, or `TransferError`, in time. Then no group is left behind, and servers that wait
-        for it are told so.
-        """
-        if not endpoints:
-            raise ConfigError("no endpoint is left to publish to")
-        if self._group == endpoints.keys():
-            return {}
-        self._group = frozenset()
-        timeout_s = min(timeout_s, self._connect_timeout_s)
-        opened = self.sender.specs(self.run_id, [can.num_ranks for can in endpoints.values()], timeout_s)
-        specs = {
-            endpoint: spec.model_copy(update={"incarnation": self.incarnation})
-            for endpoint, spec in zip(endpoints, opened, strict=True)
-        }
-        for endpoint, spec in specs.items():
-            if lack := refusal(endpoints[endpoint], spec.transport):
-                self.sender.abort()
-                raise UnsupportedError(f"{endpoint.name} does not declare {lack}")
-            self._transport = spec.transport
-        form = self._form_at_once if self.sender.is_collective else self._form_each
-        failures = await form(specs, timeout_s, num_needed)
-        self._group = frozenset(endpoint for endpoint in endpoints if endpoint.name not in failures)
-        return failures
+def publish_weights(
+    worker: WeightSource,
+    publisher: WeightPublisher,
+    *,
+    endpoints: Mapping[InferenceEndpoint, Capabilities] | None = None,
+    in_flight: InFlightPolicy | Literal["keep", "recompute", "drain", "abort"] = InFlightPolicy.KEEP,
+    deadline_s: float = 60.0,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    quorum: int | None = None,
+    keep_base: bool = False,
+) -> PublishReport:
+    """Update every endpoint to the worker's present weights, between two token steps; return what each serves.
 
-    async def _form_at_once(
-        self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, _: int
-    ) -> dict[str, InflightError]:
-        """Let all endpoints join together, or none."""
-        calls: list[asyncio.Future[None]] = [
-            asyncio.ensure_future(endpoint.init_process_group(spec)) for endpoint, spec in specs.items()
-        ]
-        calls.append(asyncio.ensure_future(run_abandonable(self.sender.join, "inflight-join")))
-        try:
-            async with asyncio.timeout(timeout_s + _SLACK_S):
-                await asyncio.gather(*calls)
-        except BaseException as error:
-            self.sender.abort()
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-            if isinstance(error, TimeoutError):
-                raise TransferError(f"the weight group was not formed within {timeout_s:g} s") from error
-            raise
-        return {}
+    Rank 0 calls it while every other rank calls `gather_only`. The version is ``worker.version``. ``endpoints`` maps
+    the endpoints to publish to onto their capabilities; None means the endpoints that ``publisher`` was connected to.
 
-    async def _form_each(
-        self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, num_needed: int
-    ) -> dict[str, InflightError]:
-        """Let each endpoint join by itself; return why some could not. Raises the first error if too few could."""
+    Endpoints that support staging keep sampling until every bucket has arrived everywhere; the others are paused once
+    the first bucket is gathered. Each bucket is gathered while the one before travels. The call ends within
+    ``deadline_s`` seconds plus the time that gathering takes, and a few seconds to clean up.
 
-        async def one(endpoint: InferenceEndpoint, spec: TransportSpec) -> InflightError | None:
-            try:
-                async with asyncio.timeout(timeout_s + _SLACK_S):
-                    await endpoint.init_process_group(spec)
-            except TimeoutError:
-                return DeadlineError(f"did not join within {timeout_s:g} s", endpoint.name)
-            except InflightError as error:
-                return error
-            return None
+    ``quorum`` is how many endpoints have to apply the update, None for all of them. With a transport that is not
+    collective, an endpoint that fails is left behind while the others continue. With a collective transport, a failure
+    before the commit ends the publish for all.
 
-        await run_abandonable(self.sender.join, "inflight-join")
-        joined = await asyncio.gather(*(one(endpoint, spec) for endpoint, spec in specs.items()))
-        failures = {e.name: error for e, error in zip(specs, joined, strict=True) if error is not None}
-        if len(specs) - len(failures) < num_needed:
-            self.sender.abort()
-            raise next(iter(failures.values()))
-        return failures
+    ``keep_base`` makes endpoints keep these weights in host memory. Engines that fuse tensors need them if a later
+    update is a LoRA or leaves some weights out, unless the weights are those of their checkpoint.
+
+    A LoRA goes to endpoints that support LoRA. If one of them supports partial updates only, a `MergingLoraSource`
+    sends the weights that its LoRA changes to all of them, from then on.
+
+    Raises `PublishError` if fewer endpoints applied the update; its report names each endpoint's state. `ConfigError`
+    and `UnsupportedError` mean that no endpoint was asked for anything, `FencedError` that another trainer has taken
+    this one's place. Errors of gathering pass through. Whatever is raised, the collective gather was completed on every
+    rank, and no endpoint stays paused: reachable endpoints have aborted, the others resume by themselves when their
+    lease ends.
+    """
+    source = _source_for(worker, publisher, endpoints, bucket_bytes)
+    gathered = source.gather_weights(plan_buckets(source.parameter_specs(), bucket_bytes))
+    try:
+        if worker.rank != 0:
+            raise ConfigError(f"publish_weights is for rank 0; rank {worker.rank} calls gather_only(worker)")
+        endpoints = publisher.endpoints if endpoints is None else endpoints
+        if not deadline_s > 0:
+            raise ConfigError(f"deadline_s must be above 0, not {deadline_s}")
+        if quorum is not None and not quorum >= 1:
+            raise ConfigError(f"quorum must be at least 1, not {quorum}")
+        if in_flight not in list(InFlightPolicy):
+            raise ConfigError(f"in_flight must be one of {', '.join(InFlightPolicy)}, not {in_flight!r}")
+        update = announce_update(
+            source,
+            run_id=publisher.run_id,
+            incarnation=publisher.incarnation,
+            bucket_bytes=bucket_bytes,
+            deadline_s=deadline_s,
+            in_flight=InFlightPolicy(in_flight),
+            encoding=publisher.group.encoding,
+            keep=keep_base,
+        )
+        needs = replace(Needs.of_update(update), encodings=tuple(publisher.group.encodings), staging=False)
+        for endpoint, can in endpoints.items():
+            require(can, needs, endpoint.name)
+        num_needed = len(endpoints) if quorum is None else quorum
+        checked = require_announced(gathered, update)
+        report = publisher.publish(endpoints, update, checked, deadline_s=deadline_s, num_needed=num_needed)
+    finally:
+        gather_rest(gathered)
+    if not report.succeeded:
+        whom = "every endpoint" if quorum is None else f"{quorum} endpoints"
+        raise PublishError(f"the publish did not reach {whom}: {report.summary()}", report)
+    return report
+
+
+def _source_for(
+    worker: WeightSource,
+    publisher: WeightPublisher,
+    endpoints: Mapping[InferenceEndpoint, Capabilities] | None,
+    bucket_bytes: int,
+) -> WeightSource:
+    """Return the worker, or the merged weights of its LoRA if an endpoint supports no LoRA but partial updates.
+
+    Once merged weights have been published they are the base of any LoRA that follows, so they are published from then
+    on.
+    """
+    if not isinstance(worker, MergingLoraSource) or worker.rank != 0:
+        return worker
+    capabilities = (publisher.endpoints if endpoints is None else endpoints).values()
+    if not publisher.merges_lora and all(can.lora for can in capabilities):
+        return worker
+    if not all(can.partial_updates for can in capabilities):
+        return worker
+    publisher.merges_lora = True
+    return worker.merged(bucket_bytes)
 
 
 async def close_all(endpoints: Iterable[InferenceEndpoint]) -> None:
-    """Close the connections to some endpoints; the servers go on."""
+    """Close the connections to some endpoints; the servers keep running."""
     await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)

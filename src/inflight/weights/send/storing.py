@@ -1,6 +1,6 @@
 """Storing: gather from the workers and store each version, without waiting for any server; servers fetch it.
 
-This module knows the Protocols only, no engine and no trainer; `inflight.weights.receive.following` is the other side.
+`inflight.weights.receive.following` is the other side.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from inflight.contracts import WeightSender, WeightSource
 from inflight.errors import ConfigError, DeadlineError
 from inflight.types import WeightBucket
-from inflight.weights.encode.bucket_bytes import Rounding
+from inflight.weights.encode.bucket_bytes import Rounding, encode_bucket
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from inflight.weights.send.gathering import announcement, as_announced, exhaust, outgoing_bucket
+from inflight.weights.send.gathering import announce_update, gather_rest, require_announced
 from inflight.weights.transports.files import FileReceiver
 from inflight.wire import DirectorySpec, TransportSpec, UpdateRef, WeightUpdate
 
 _READ_S = 60.0
-"""How long a file system may take to say what is stored."""
+"""How long a file system may take to report what is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def store_weights(
             raise ConfigError(
                 "store_weights needs a sender that stores weights: make_sender('file') or make_sender('http')"
             )
-        update = announcement(
+        update = announce_update(
             worker,
             run_id=run_id,
             incarnation=incarnation,
@@ -71,9 +71,9 @@ def store_weights(
             deadline_s=deadline_s,
             encoding=encoding,
         )
-        return _store(as_announced(gathered, update), sender, update, encoding, deadline_s)
+        return _store(require_announced(gathered, update), sender, update, encoding, deadline_s)
     finally:
-        exhaust(gathered)
+        gather_rest(gathered)
 
 
 def newest_incarnation(directory: Path, run_id: str) -> int:
@@ -96,7 +96,7 @@ def _store(
     try:
         started = time.monotonic()
         for bucket in gathered:
-            sent = outgoing_bucket(bucket, update.ref, encoding=encoding)
+            sent = encode_bucket(bucket, update.ref, encoding=encoding)
             gathered_at = time.monotonic()
             gather_s += gathered_at - started
             if gathered_at > deadline:

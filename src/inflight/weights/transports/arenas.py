@@ -28,10 +28,10 @@ from typing import Protocol
 import torch
 
 from inflight.contracts import SendsFromDevice, WeightSender
-from inflight.errors import TransferError
+from inflight.errors import TransferError, transfer_failed
 from inflight.types import WeightBucket
-from inflight.weights.encode.streams import finish_all
-from inflight.weights.receive.states import refuse_stray, transfer_failed
+from inflight.weights.encode.buckets import refuse_stray
+from inflight.weights.encode.transit import finish_all
 from inflight.weights.transports.bucket_records import PAGE, BucketRecord, aligned, await_record, write_record
 from inflight.weights.transports.private_directory import PrivateDirectory, memory_directory
 from inflight.weights.transports.store import Attempt, StoredReceiver, give_up, regular_file

@@ -27,9 +27,10 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from inflight.errors import transfer_failed
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import checksum, on_host, pack
-from inflight.weights.receive.states import refuse_stray, transfer_failed
+from inflight.weights.encode.buckets import refuse_stray
 from inflight.weights.transports.store import Attempt, bytes_of, run_name, session_name, write_all
 from inflight.wire import Encoding, TensorSpec, UpdateRef, WeightUpdate, WireModel
 

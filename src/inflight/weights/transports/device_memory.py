@@ -17,7 +17,7 @@ import torch.utils.dlpack
 from pydantic import Field
 
 from inflight.errors import ConfigError
-from inflight.weights.encode.streams import queued_beside
+from inflight.weights.encode.transit import queued_beside
 from inflight.wire import Natural, WireModel
 
 _Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=4096)]

@@ -19,8 +19,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from inflight.errors import TransferError
-from inflight.weights.receive.states import transfer_failed
+from inflight.errors import TransferError, transfer_failed
 from inflight.weights.transports.bucket_files import LATEST, LEASE_NAME, MANIFEST, SESSION_NAME, take_lease
 from inflight.weights.transports.store import regular_file
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from inflight.contracts import WeightSender
-from inflight.errors import ConfigError, TransferError
+from inflight.errors import ConfigError, TransferError, transfer_failed
 from inflight.types import WeightBucket
-from inflight.weights.encode.host_memory import ReusedMemory
-from inflight.weights.receive.states import transfer_failed
+from inflight.weights.encode.transit import ReusedMemory
 from inflight.weights.transports.bucket_files import (
     LATEST,
     LENGTH_BYTES,

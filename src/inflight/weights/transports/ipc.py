@@ -14,7 +14,7 @@ import torch
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack_into
-from inflight.weights.encode.streams import beside
+from inflight.weights.encode.transit import beside
 from inflight.weights.transports.arenas import ArenaMemory, ArenaSpec, Room
 from inflight.weights.transports.device_memory import DeviceMemory, MemoryHandle
 from inflight.weights.transports.store import Attempt, parsed

@@ -17,16 +17,18 @@ import torch.distributed
 
 from inflight.base.threads import result_unless, run_unless, started
 from inflight.contracts import ReceivesAhead, SendsFromDevice, WeightReceiver, WeightSender
-from inflight.errors import ConfigError, TransferError
+from inflight.errors import ConfigError, TransferError, transfer_failed
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack, unpack
-from inflight.weights.encode.host_memory import ReusedMemory
-from inflight.weights.encode.streams import queued_beside
-from inflight.weights.receive.states import refuse_stray, transfer_failed
-from inflight.weights.transports.groups import GLOO, NCCL, Group, GroupKind
-from inflight.weights.transports.rendezvous import (
+from inflight.weights.encode.buckets import refuse_stray
+from inflight.weights.encode.transit import ReusedMemory, queued_beside
+from inflight.weights.transports.groups import (
+    GLOO,
     GRACE_S,
     JOINING,
+    NCCL,
+    Group,
+    GroupKind,
     address_towards,
     announce_send,
     host_store,

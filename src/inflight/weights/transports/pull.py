@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from inflight.contracts import WeightSender
-from inflight.errors import TransferError
+from inflight.errors import TransferError, transfer_failed
 from inflight.types import WeightBucket
-from inflight.weights.receive.states import transfer_failed
 from inflight.weights.transports.bucket_files import LENGTH_BYTES, MAX_LATEST_BYTES, check_header, header_length
 from inflight.weights.transports.file_server import FileServer
 from inflight.weights.transports.files import FileSender, FilesReceiver

@@ -1,18 +1,74 @@
-"""Memory of this host for weights that arrive, used again from one update to the next. Knows nothing of transports."""
+"""The CUDA stream and the host memory for weights in transit, apart from those with which an engine samples.
+
+There is one stream for each device of a process. What arrives on it is handed over by the host: `beside` returns once
+the device is done, and waits for no other stream. On the CPU everything happens at once, and the functions of streams
+do nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+
+cuda: Any = torch.cuda  # its streams are not typed
+
+
+def recorded(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that comes after everything this thread has queued on a device; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    event: torch.cuda.Event = cuda.current_stream(device).record_event()
+    return event
+
+
+def finish(device: torch.device) -> None:
+    """Return once everything that this thread has queued on a device is done."""
+    if (event := recorded(device)) is not None:
+        event.synchronize()
+
+
+def finish_all(device: torch.device) -> None:
+    """Return once everything that this process has queued on a device is done, on whatever stream."""
+    if device.type == "cuda":
+        cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def queued_beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """Queue what follows on the stream for weights, after ``after``."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device)
+    if after is not None:
+        stream.wait_event(after)
+    with cuda.stream(stream):
+        yield
+
+
+@contextlib.contextmanager
+def beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """Do what follows on the stream for weights, after ``after``; on return the device has done it."""
+    with queued_beside(device, after):
+        yield
+        finish(device)
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    return cuda.Stream(device)
 
 
 class ReusedMemory:
     """Memory into which tensors are received, used again once nothing refers to the tensors in it.
 
-    Pages that the system hands out anew cost more time than the copy itself. If ``device`` is a GPU, the memory is
+    Fresh pages from the system cost more time than the copy itself. If ``device`` is a GPU, the memory is
     pinned, so that it is copied there at full speed. Any thread may call: one that was abandoned in an update that has
     ended may still be receiving when the next update begins.
     """

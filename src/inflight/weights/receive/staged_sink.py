@@ -1,14 +1,14 @@
-"""Where an endpoint receives the buckets of its updates: in this process, or in the engine's own. Knows no sessions."""
+"""The sink of endpoints that receive buckets in this process: it keeps them until the commit."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from inflight.base.threads import run_abandonable
 from inflight.contracts import WeightReceiver
 from inflight.errors import TransferError
+from inflight.weights.receive.adapter import BucketSink
 from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
 
 if TYPE_CHECKING:
@@ -18,42 +18,8 @@ if TYPE_CHECKING:
     from inflight.weights.receive.staging import KeptWeights, Staging
 
 
-class WeightIntake(Protocol):
-    """Receives the buckets of an endpoint's updates, in this process or in the engine's own."""
-
-    @property
-    @abstractmethod
-    def has_applied(self) -> bool:
-        """Return True from the moment a byte of the open update may be in the model. `begin` resets it to False."""
-
-    @property
-    @abstractmethod
-    def kept(self) -> UpdateRef | None:
-        """Return the update whose weights were kept as the base of a delta, None if there is none."""
-
-    @abstractmethod
-    async def join(self, spec: TransportSpec) -> None:
-        """Join the group that ``spec`` describes; return once all of its ranks have joined. Raises `TransferError`."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Leave the group, end what is pending on it, and drop what arrived. Returns at once. Idempotent."""
-
-    @abstractmethod
-    def begin(self, update: WeightUpdate) -> None:
-        """Drop what arrived for an earlier update, and expect the buckets of this one."""
-
-    @abstractmethod
-    async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """Return when the whole bucket has arrived and matches ``transfer``. Raises `TransferError`."""
-
-    @abstractmethod
-    def committed(self) -> None:
-        """Note that what arrived is now served. It is kept if its update asked for that."""
-
-
-class StagedIntake(WeightIntake):
-    """An intake in this process, over a transport's receiver. ``make_receiver`` makes a receiver for each group.
+class StagedSink(BucketSink):
+    """A sink in this process, over a transport's receiver. ``make_receiver`` makes a receiver for each group.
 
     ``prepare`` is called with everything that arrived, in the thread that received the last bucket, so that its work is
     done before sampling is paused. If it raises, so does the receive.

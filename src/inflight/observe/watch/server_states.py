@@ -1,0 +1,57 @@
+"""The servers of a run as its page lists them, with the history of their states."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+_NUM_STATES = 1000
+
+
+class ServerStates:
+    """One dict of facts for each server, in the order in which the servers appeared."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, dict[str, Any]] = {}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._servers.values())
+
+    def at(self, name: str) -> dict[str, Any]:
+        """Return the facts of a server, which is new if it has none."""
+        return self._servers.setdefault(
+            name,
+            {
+                "name": name,
+                "state": "healthy",
+                "version": None,
+                "num_requests": 0,
+                "num_errors": 0,
+                "num_tokens": 0,
+                "paused_s": 0.0,
+                "last_s": None,
+                "outcome": None,
+                "history": deque(maxlen=_NUM_STATES),
+            },
+        )
+
+    def working(self, name: str, time_s: float) -> dict[str, Any]:
+        """Return the facts of a server that works; one that left with an ended process is back."""
+        server = self.at(name)
+        if server["state"] == "left":
+            self.change(name, time_s, "healthy")
+        return server
+
+    def change(self, name: str, time_s: float, state: str, before: str | None = None) -> None:
+        """Note a new state of a server, and ``before`` if it is the first that is known."""
+        server = self.at(name)
+        if not server["history"]:
+            server["history"].append((0.0, before or "healthy"))
+        server["history"].append((time_s, state))
+        server["state"] = state
+
+    def leave_all(self, time_s: float) -> None:
+        """Note that the process which knew the servers has ended; those that the next one finds are back."""
+        for name in self._servers:
+            self.change(name, time_s, "left")

@@ -1,0 +1,92 @@
+"""What an `UpdateReceiver` asks of an adapter: an engine that pauses, and a sink for buckets."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
+
+
+class PausableEngine(Protocol):
+    """What an `UpdateReceiver` asks of the engine whose weights change.
+
+    After `pause` has returned, exactly one of `apply`, `resume` and `fail_requests` follows; after an `apply` that
+    raised, `fail_requests` does. All are awaited in the receiver's event loop.
+    """
+
+    @abstractmethod
+    async def pause(self, update: WeightUpdate) -> None:
+        """Return once no token is being sampled, as ``update.in_flight`` says.
+
+        For a staged update an engine may return at once, if its `apply` pauses, loads and resumes by itself. Then a
+        pause that fails is an `apply` that fails.
+
+        If the update ends meanwhile, this is cancelled and nothing else is called: before ``CancelledError`` passes on,
+        make sampling go on as if this had never been called. A pause sent to another thread or process may still be on
+        its way there: send the undo after it, through the same queue. While the weights are torn, sampling is paused
+        already, and this returns at once.
+        """
+
+    @abstractmethod
+    async def apply(self, update: WeightUpdate) -> None:
+        """Switch to the weights that arrived and sample again, from ``update.version``.
+
+        They are the whole model but for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``. The
+        version that labels tokens changes with them and in the same place: in the engine's thread if it has one, before
+        it samples the first token. `UpdateReceiver.session` says the new version only after this has returned, which is
+        too late for that label. If this raises anything, the weights count as torn.
+        """
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Sample again from the old weights: the update ended between `pause` and `apply`."""
+
+    @abstractmethod
+    async def fail_requests(self) -> None:
+        """End every request, running or waiting: the weights are torn.
+
+        Either `apply` raised, or part of an update had arrived in the model, or the update that was to mend torn
+        weights has ended early. Sampling stays paused until the `apply` of a complete update, which the receiver lets
+        through after a `pause`. Callers of the ended requests get `PoisonedError`, as new requests do from
+        `UpdateSession.refuse_to_sample`.
+        """
+
+    @abstractmethod
+    async def num_running(self) -> int:
+        """Return how many requests run. The refusal of a drain that does not end in time quotes this number."""
+
+
+class BucketSink(Protocol):
+    """Receives the buckets of an endpoint's updates, in this process or in the engine's own."""
+
+    @property
+    @abstractmethod
+    def has_applied(self) -> bool:
+        """Return True from the moment a byte of the open update may be in the model. `begin` resets it to False."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> UpdateRef | None:
+        """Return the update whose weights were kept as the base of a delta, None if there is none."""
+
+    @abstractmethod
+    async def join(self, spec: TransportSpec) -> None:
+        """Join the group that ``spec`` describes; return once all of its ranks have joined. Raises `TransferError`."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Leave the group, end what is pending on it, and drop what arrived. Returns at once. Idempotent."""
+
+    @abstractmethod
+    def begin(self, update: WeightUpdate) -> None:
+        """Drop what arrived for an earlier update, and expect the buckets of this one."""
+
+    @abstractmethod
+    async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
+        """Return when the whole bucket has arrived and matches ``transfer``. Raises `TransferError`."""
+
+    @abstractmethod
+    def committed(self) -> None:
+        """Note that what arrived is now served. It is kept if its update asked for that."""

@@ -1,0 +1,215 @@
+"""The weight group: the endpoints that receive a trainer's buckets together, and the sender that feeds them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+
+from inflight.base.threads import run_abandonable, started
+from inflight.base.transport_registry import refusal
+from inflight.contracts import InferenceEndpoint, SendsFromDevice, WeightSender
+from inflight.errors import ConfigError, DeadlineError, InflightError, TransferError, UnsupportedError
+from inflight.types import WeightBucket
+from inflight.weights.encode.bucket_bytes import Packer, Rounding, encode_bucket
+from inflight.weights.encode.delta import Snapshot
+from inflight.weights.send.endpoint_update import query_endpoints, retry_unanswered
+from inflight.wire import Capabilities, Encoding, TransportName, TransportSpec, WeightUpdate, WeightVersion
+
+_SLACK_S = 1.0
+"""How much longer forming a group may take than the transport's own timeout, so that the transport's reason arrives."""
+
+
+class WeightGroup:
+    """The weight group of one trainer: formed, used for updates one at a time, and lost after a failure.
+
+    Coroutines run in the publisher's event loop, `encode` in the training thread. Forming takes at most
+    ``form_timeout_s``.
+    """
+
+    def __init__(
+        self, sender: WeightSender, *, run_id: str, encoding: Rounding, delta: bool, form_timeout_s: float
+    ) -> None:
+        self.sender = sender
+        self.encoding: Rounding = encoding
+        self._run_id = run_id
+        self._form_timeout_s = form_timeout_s
+        self._packer = Packer()
+        self._snapshot = Snapshot() if delta else None
+        self._members: frozenset[InferenceEndpoint] = frozenset()
+        self._transport: TransportName | None = None
+        self._ending: Future[None] | None = None
+
+    @property
+    def members(self) -> frozenset[InferenceEndpoint]:
+        """The endpoints of the group in use; empty if there is none."""
+        return self._members
+
+    @property
+    def transport(self) -> TransportName | None:
+        """The transport of the last group that was formed, None before the first."""
+        return self._transport
+
+    @property
+    def encodings(self) -> tuple[Encoding, ...]:
+        """The encodings in which buckets may travel; every endpoint has to support them."""
+        return (self.encoding,) if self._snapshot is None else ("delta",)
+
+    # ------------------------------------------------------------------------------------------------------ forming
+
+    async def form(
+        self, endpoints: Mapping[InferenceEndpoint, Capabilities], incarnation: int, timeout_s: float, num_needed: int
+    ) -> dict[str, InflightError]:
+        """Form the group of some endpoints unless it is in use; return why some of them could not join it.
+
+        An endpoint can be missing only if the transport is not collective and ``num_needed`` others have joined.
+        Otherwise its error is raised, or `TransferError`, in time. Then no group is left behind, and servers that wait
+        for it are notified.
+        """
+        if not endpoints:
+            raise ConfigError("no endpoint is left to publish to")
+        if self._members == endpoints.keys():
+            return {}
+        self._members = frozenset()
+        timeout_s = min(timeout_s, self._form_timeout_s)
+        opened = self.sender.specs(self._run_id, [can.num_ranks for can in endpoints.values()], timeout_s)
+        specs = {
+            endpoint: spec.model_copy(update={"incarnation": incarnation})
+            for endpoint, spec in zip(endpoints, opened, strict=True)
+        }
+        for endpoint, spec in specs.items():
+            if lack := refusal(endpoints[endpoint], spec.transport):
+                self.sender.abort()
+                raise UnsupportedError(f"{endpoint.name} does not support {lack}")
+            self._transport = spec.transport
+        form = self._form_together if self.sender.is_collective else self._form_each
+        failures = await form(specs, timeout_s, num_needed)
+        self._members = frozenset(endpoint for endpoint in endpoints if endpoint.name not in failures)
+        return failures
+
+    async def _form_together(
+        self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, _: int
+    ) -> dict[str, InflightError]:
+        """Let all endpoints join together, or none. Raises the first error, with all of them as its cause."""
+
+        async def join(call: Callable[[], Awaitable[None]]) -> None:
+            try:
+                await call()
+            except BaseException:
+                self.sender.abort()  # at once, so that no other rank waits for this one
+                raise
+
+        try:
+            async with asyncio.timeout(timeout_s + _SLACK_S), asyncio.TaskGroup() as tasks:
+                for endpoint, spec in specs.items():
+                    tasks.create_task(join(partial(endpoint.init_process_group, spec)))
+                tasks.create_task(join(partial(run_abandonable, self.sender.join, "inflight-join")))
+        except BaseException as error:
+            self.sender.abort()
+            if isinstance(error, TimeoutError):
+                raise TransferError(f"the weight group was not formed within {timeout_s:g} s") from error
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from error
+            raise
+        return {}
+
+    async def _form_each(
+        self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, num_needed: int
+    ) -> dict[str, InflightError]:
+        """Let each endpoint join by itself; return why some could not. Raises the first error if too few could."""
+        failures: dict[str, InflightError] = {}
+
+        async def join(endpoint: InferenceEndpoint, spec: TransportSpec) -> None:
+            try:
+                async with asyncio.timeout(timeout_s + _SLACK_S):
+                    await endpoint.init_process_group(spec)
+            except TimeoutError:
+                failures[endpoint.name] = DeadlineError(f"did not join within {timeout_s:g} s", endpoint.name)
+            except InflightError as error:
+                failures[endpoint.name] = error
+
+        await run_abandonable(self.sender.join, "inflight-join")
+        async with asyncio.TaskGroup() as tasks:
+            for endpoint, spec in specs.items():
+                tasks.create_task(join(endpoint, spec))
+        if len(specs) - len(failures) < num_needed:
+            self.sender.abort()
+            first, *others = failures.values()
+            raise first from ExceptionGroup("endpoints could not join the weight group", [first, *others])
+        return failures
+
+    def lose(self) -> None:
+        """Drop the group and end what is pending on it; the next publish forms a new one. Any thread may call it."""
+        self._members = frozenset()
+        self._packer = Packer()  # an abandoned send may still read the buffers
+        if self._snapshot is not None:
+            self._snapshot = Snapshot()  # it is no longer known which endpoints hold its weights
+        self.sender.abort()
+
+    def remove(self, endpoint: InferenceEndpoint) -> None:
+        """Remove an endpoint that failed; the group of the others stays in use."""
+        self._members -= {endpoint}
+
+    # ------------------------------------------------------------------------------------------------------ updates
+
+    async def begin_update(self, update: WeightUpdate, timeout_s: float) -> WeightUpdate:
+        """Prepare the sender, once it has cleared away the update before; return the update as it will be sent.
+
+        It becomes a delta if that is asked for and every member has kept the base. Raises `TransferError`.
+        """
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(ending), timeout_s)
+            except TimeoutError as error:
+                raise TransferError(f"the previous update was not cleared away within {timeout_s:g} s") from error
+        if self._snapshot is not None:
+            update = await self._with_base(update, self._snapshot)
+        await run_abandonable(lambda: self.sender.begin(update), "inflight-begin")
+        return update
+
+    async def _with_base(self, update: WeightUpdate, snapshot: Snapshot) -> WeightUpdate:
+        """Return the update as a delta if every member has kept what the snapshot holds, else unchanged."""
+        base = snapshot.ref
+        if base is not None and snapshot.is_cut_as(update):
+            calls = {e.name: partial(retry_unanswered, e.weight_version) for e in self._members}
+            answers = await query_endpoints(calls)  # a silent endpoint is asked again, for the update itself
+            kept = [answer.kept for answer in answers.values() if isinstance(answer, WeightVersion)]
+            if kept == [base] * len(self._members):
+                update = update.model_copy(update={"base": base, "encodings": ("delta",)})
+        update = update.model_copy(update={"keep": True})
+        snapshot.begin(update)
+        return update
+
+    def encode(self, bucket: WeightBucket, update: WeightUpdate) -> WeightBucket:
+        """Return a gathered bucket ready to send, valid until the second call after this one."""
+        snapshot = self._snapshot
+        if snapshot is None:
+            on_device = isinstance(self.sender, SendsFromDevice) and self.sender.sends_from_device
+            packed = self._packer.packed(bucket)
+            return encode_bucket(packed, update.ref, encoding=self.encoding, on_device=on_device)
+        delta = snapshot.encode(bucket.index, bucket.tensors, bucket.specs)
+        if delta is None or update.base is None:
+            return encode_bucket(bucket, update.ref, payload=snapshot.flat(bucket.index))
+        return encode_bucket(bucket, update.ref, encoding="delta", payload=delta)
+
+    async def send(self, bucket: WeightBucket, timeout_s: float) -> None:
+        """Send one bucket; return when it has left. Raises `TransferError`."""
+        await run_abandonable(partial(self.sender.send, bucket, timeout_s), "inflight-send")
+
+    def end_update(self, update: WeightUpdate, *, is_applied_everywhere: bool) -> None:
+        """Let the sender clear the update away in a thread, for which the next update waits.
+
+        An endpoint that did not apply it may still read it.
+        """
+        if is_applied_everywhere and self._snapshot is not None:
+            self._snapshot.applied(update.ref)
+        self._ending = started(lambda: self.sender.end(is_done=is_applied_everywhere), "inflight-end")
+
+    def abort_update(self) -> None:
+        """End the update without success, and lose the group. Raises what the sender raises, once the group is lost."""
+        try:
+            self.sender.end(is_done=False)
+        finally:
+            self.lose()
