@@ -177,7 +177,7 @@ def braked(model: Path, **options: Any) -> Any:
 
     torch.set_num_threads(options.pop("threads", 1))
     endpoint: Any = load_endpoint(model, **options)
-    Brake(Path(os.environ[BRAKE])).hold_back(endpoint._engine._model.base_model)
+    Brake(Path(os.environ[BRAKE])).hold_back(endpoint._engine.weights.model.base_model)
     return endpoint
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from inflight.base.tasks import cancel_and_wait
+from inflight.base.tasks import cancel_and_wait, finish_all
 from inflight.errors import InflightError, WorkerDiedError, error_from_code
 from inflight.launchers import Launcher, LocalLauncher
 from inflight.run.config import RunConfig
@@ -27,7 +27,7 @@ from inflight.run.ranks.messages import (
     FinishSave,
     Members,
     Message,
-    Publish,
+    PublishAgain,
     RankAnswer,
     Ready,
     Save,
@@ -130,7 +130,7 @@ class TrainerGroup:
 
         It asks every server that was left out, without waiting for its next turn.
         """
-        request = Publish(members=members.model_copy(update={"ask_all": True}))
+        request = PublishAgain(members=members.model_copy(update={"ask_all": True}))
         return (await self._ask_alike(request, self.limits.step_s))[0]
 
     async def save(self, path: Path) -> list[Done]:
@@ -159,7 +159,7 @@ class TrainerGroup:
         """End the ranks' input, wait for them to end, and remove weights that a killed rank left behind."""
         for rank in self.ranks:
             rank.meeting.close()
-        await asyncio.gather(*(rank.stop() for rank in self.ranks))
+        await finish_all(*(rank.stop() for rank in self.ranks))
         for parent in {memory_directory(), Path(tempfile.gettempdir())}:
             with contextlib.suppress(OSError):  # not worth an error at the end; the next run tries again
                 remove_left_behind(parent)

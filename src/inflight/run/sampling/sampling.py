@@ -29,6 +29,7 @@ from inflight.run.sampling.batches import StepBatch, make_batch
 from inflight.run.sampling.drafts import FinishedGroups
 from inflight.run.sampling.warnings import SamplingWarnings
 from inflight.run.sampling.work import Sampled, Work
+from inflight.run.updates import updates_of
 from inflight.types import Group
 from inflight.wire import Completion
 
@@ -73,7 +74,7 @@ class Sampling:
             ledger=ledger,
             version=journal.version,
             is_one_request=work.is_one_request,
-            knows_versions=config.servers.updates == "push",
+            knows_versions=updates_of(config).knows_versions,
             is_enough=work.is_enough,
         )
         self.actor = Actor(work, self.dispatcher, seed=config.run.seed, on_outcome=self._record_outcome)

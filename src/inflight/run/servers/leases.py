@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InflightError
 from inflight.http.kinds import connect_endpoint
@@ -65,7 +66,7 @@ class LeasedServer(Launched):
                     await self._gone()
             self.send_signal(signal.SIGKILL)
             self._ended = Ended(None, cause="the run has stopped it")
-            self._watching.cancel()
+            await cancel_and_wait(self._watching)
         await self._endpoint.aclose()
 
     async def _gone(self) -> None:
