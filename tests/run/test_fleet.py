@@ -18,8 +18,8 @@ import pytest
 from inflight.errors import ConfigError
 from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
-from inflight.rollouts import HistoryStore, Ledger, load_task
-from inflight.rollouts.schedulers import LeastLoaded
+from inflight.rollouts import Ledger, load_task
+from inflight.rollouts.driver_commands import FinishedGroup
 from inflight.run.config import load_config
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import Members, PublishResult
@@ -30,6 +30,7 @@ from inflight.types import Group
 from inflight.wire import Capabilities, SamplingParams, WeightVersion
 from tests.gates import StepGate, reserved_port
 from tests.models import make_model
+from tests.run.acting import actor_of
 from tests.run.runs import CONFIG, ROOT, RunProcess, ends_within
 from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess
@@ -535,7 +536,7 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
         groups: list[Group] = []
         ledger = Ledger()
         endpoint = HttpEndpoint(shared_server.url)
-        actor = Actor(
+        actor = actor_of(
             Completions(
                 load_task("tests.run.tasks:count_letters", {}, 0),
                 load_tokenizer(model_dir),
@@ -543,12 +544,8 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
                 4096,
                 10.0,
             ),
-            ledger,
-            LeastLoaded(group_size=2),
-            HistoryStore(),
-            seed=0,
-            may_issue=lambda: True,
-            on_end=lambda ended: groups.append(ended) if isinstance(ended, Group) else None,
+            lambda outcome: groups.append(outcome.group) if isinstance(outcome, FinishedGroup) else None,
+            ledger=ledger,
         )
         actor.add(endpoint, 4)
         actor.serve([endpoint.name], 3)  # what it has is version 0
@@ -563,7 +560,8 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
     assert not groups
     assert (ledger.outstanding, ledger.num_trained) == (0, 0)
     assert ledger.num_requeued > 0
-    assert "version 3 was published to it, but it sampled from version 0" in actor.lost[shared_server.url]
+    reason = actor.dispatcher.endpoints.lost[shared_server.url]
+    assert "version 3 was published to it, but it sampled from version 0" in reason
 
 
 def test_the_fleet_in_the_quickstart_is_a_valid_one(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ class Servers:
 
     def _load(self) -> tuple[bool, int, int]:
         """Return whether training waits, the slots of the servers that take work, and how many of them are free."""
-        return not self.is_training(), *self.actor.slots_now()
+        return not self.is_training(), *self.actor.dispatcher.endpoints.count()
 
     def _connect(self, url: str) -> InferenceEndpoint:
         timeout_s = self.config.sampling.generate_timeout_s
@@ -323,5 +323,5 @@ class Servers:
 
 def nobody_left(actor: Actor) -> EndpointError:
     """Return the error that says how every endpoint was lost."""
-    causes = "; ".join(f"{lost}: {why}" for lost, why in actor.lost.items())
+    causes = "; ".join(f"{lost}: {why}" for lost, why in actor.dispatcher.endpoints.lost.items())
     return EndpointError(f"no inference server is left ({causes})")
