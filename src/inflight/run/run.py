@@ -22,6 +22,7 @@ from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.launchers import Launcher, load_launcher
 from inflight.model.checkpoints import check_weights, load_config, load_tokenizer
 from inflight.model.images import load_image_processor
+from inflight.model.shapes import model_shape
 from inflight.observe.exports.prometheus import MetricsServer, RunMetrics
 from inflight.observe.trace.records import RECORD, remove_steps
 from inflight.observe.trackers import Reporting, TrackedRun, load_trackers
@@ -30,13 +31,12 @@ from inflight.run.config import RunConfig
 from inflight.run.delivery import Delivery, PullDelivery, PushDelivery
 from inflight.run.interrupt import Interrupt, Interrupted
 from inflight.run.machines.devices import devices_here
-from inflight.run.machines.lora_shapes import check_lora
-from inflight.run.machines.memory import model_shape
 from inflight.run.machines.memory_check import check_fits, device_uses, memory_of
 from inflight.run.machines.placement import place, place_elsewhere, uses_gpus
 from inflight.run.machines.ports import check_ports
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import Members, Trained
+from inflight.run.ranks.workers import check_lora
 from inflight.run.record.console import Progress
 from inflight.run.record.journal import Journal
 from inflight.run.record.page import serve_page
@@ -164,7 +164,7 @@ class _Run:
     def __init__(self, config: RunConfig, *, resume: bool, before: _Run | None = None) -> None:
         self.config = config
         check_servers(config.servers)
-        check_lora(config.train, config.model.path)
+        check_lora(config)
         self.launcher: Launcher = (
             before.launcher if before else load_launcher(config.run.launcher, config.run.launcher_options)
         )

@@ -15,16 +15,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from inflight.contracts import MemoryTerm
 from inflight.errors import ConfigError, InflightError
 from inflight.http.kinds import connect_endpoint
 from inflight.model.checkpoint_specs import config_number, config_of, tensor_specs_of
+from inflight.model.shapes import model_shape
 from inflight.rollouts import HistoryStore, load_composer, load_scheduler, load_staleness, load_task
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device
-from inflight.run.machines.lora_shapes import check_lora, lora_shapes
-from inflight.run.machines.memory import ON_THE_GPU, Term, gib, model_shape
+from inflight.run.machines.memory import ON_THE_GPU, gib
 from inflight.run.machines.memory_check import (
-    KNOWN_WORKERS,
     DeviceUse,
     check_fits,
     device_uses,
@@ -34,9 +34,11 @@ from inflight.run.machines.memory_check import (
 )
 from inflight.run.machines.placement import Place, place
 from inflight.run.machines.time_limits import time_limits
+from inflight.run.ranks.workers import check_lora
 from inflight.run.servers.checks import check_endpoint, check_servers, read_server_list
 from inflight.weights.encode.bucket_bytes import encoded_size
 from inflight.weights.encode.buckets import plan_buckets
+from inflight.weights.encode.lora_tensors import lora_shapes
 from inflight.wire import TensorSpec
 
 _ASK_S = 3.0
@@ -61,7 +63,7 @@ class PlannedProcess:
     what: str
     devices: tuple[int, ...]
     address: str
-    memory: tuple[Term, ...] = ()
+    memory: tuple[MemoryTerm, ...] = ()
     """On each of its GPUs; empty if it has none."""
 
 
@@ -98,7 +100,7 @@ def plan_run(config: RunConfig, devices: Sequence[Device]) -> Plan:
     Raises `ConfigError` if the configuration cannot work, or if a GPU's memory cannot hold what it needs.
     """
     check_servers(config.servers)
-    check_lora(config.train, config.model.path)
+    check_lora(config)
     config.loss.policy_loss()
     load_task(config.task.name, config.task.params, config.run.seed)
     policies = config.rollouts
@@ -117,7 +119,7 @@ def plan_run(config: RunConfig, devices: Sequence[Device]) -> Plan:
     uses = device_uses(devices, placement, memory)
     check_fits(uses, memory)
     notes = []
-    if config.train.trainer not in KNOWN_WORKERS:
+    if any(it.devices and not memory[it.name] for it in placement.trainers):
         notes.append(f"memory of {config.train.trainer!r} workers is not known, and left out")
     processes = [*_started(config, placement.trainers, placement.servers, memory)]
     urls = _urls(config)
@@ -133,7 +135,7 @@ def plan_run(config: RunConfig, devices: Sequence[Device]) -> Plan:
 
 
 def _started(
-    config: RunConfig, trainers: Sequence[Place], servers: Sequence[Place], memory: Mapping[str, tuple[Term, ...]]
+    config: RunConfig, trainers: Sequence[Place], servers: Sequence[Place], memory: Mapping[str, tuple[MemoryTerm, ...]]
 ) -> list[PlannedProcess]:
     train, num = config.train, config.train.num_ranks
     meets = "meets the others at a free port of rank 0's host" if num > 1 else "meets nobody"
