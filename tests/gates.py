@@ -14,18 +14,21 @@ has `NEVER_S`, so that only what the test is about can end it.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import inspect
 import os
 import random
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from inflight.contracts import WorkerKind
+from tests.servers import ServerProcess
 
 SOON_S = 60.0
 """What has been let go has happened by then, on a machine that does a lot of other work too."""
@@ -43,6 +46,14 @@ def wait_until(condition: Callable[[], object], what: Callable[[], str] | str, t
     while not condition():
         assert time.monotonic() < deadline, what if isinstance(what, str) else what()
         time.sleep(_LOOK_S)
+
+
+async def until(condition: Callable[[], Awaitable[object] | object], what: str) -> None:
+    """Wait until a condition, or what it awaits, is true; fail with what was waited for if it never is."""
+    deadline = time.monotonic() + SOON_S
+    while not (await met if inspect.isawaitable(met := condition()) else met):
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(_LOOK_S)
 
 
 class Gate:
@@ -166,11 +177,24 @@ BRAKE = "INFLIGHT_TESTS_BRAKE"
 
 def braked(model: Path, **options: Any) -> Any:
     """Return the embedded endpoint with a brake, for ``inflight serve --engine tests.gates:braked``."""
+    import torch
+
     from inflight.engines.embedded.loading import load_endpoint
 
+    torch.set_num_threads(options.pop("threads", 1))
     endpoint: Any = load_endpoint(model, **options)
-    Brake(Path(os.environ[BRAKE])).hold_back(endpoint._engine._model.base_model)
+    Brake(Path(os.environ[BRAKE])).hold_back(endpoint._engine.weights.model.base_model)
     return endpoint
+
+
+class BrakedServer(ServerProcess):
+    """A server process with a brake."""
+
+    def __init__(self, model: Path, directory: Path, *arguments: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.brake = Brake(directory / "brake")
+        engine = ("--engine", f"{__name__}:braked")
+        super().__init__(model, directory, *engine, *arguments, environment={BRAKE: str(self.brake.path)})
 
 
 class StartGate(Gate):

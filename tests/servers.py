@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.zygote import python
@@ -18,7 +19,9 @@ TOKEN = "test-token"
 class ServerProcess:
     """A server in a process of its own, stopped with the test process at the latest."""
 
-    def __init__(self, model: Path, directory: Path, *arguments: str) -> None:
+    def __init__(
+        self, model: Path, directory: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._ready_file = directory / "ready.json"
         self._log = directory / "server.log"
@@ -30,7 +33,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", **(environment or {})},
                 start_new_session=True,
             )
         self.url = ""
@@ -70,6 +73,6 @@ class ServerProcess:
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid or self.process.pid, signal.SIGKILL)
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
         if self.process.stdin is not None:
             self.process.stdin.close()

@@ -22,7 +22,7 @@ from inflight.conformance.fleet.servers import Call, Loop, Place, Server
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention
+from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.errors import UnreachableError
 from inflight.model.checkpoints import load_causal_lm
 from inflight.wire import TransportSpec, UpdateRef, WeightVersion

@@ -129,7 +129,7 @@ def test_a_server_that_finds_no_memory_to_restore_is_left_out_until_it_does(
         run = start_run(
             *RELEASING, "--run.num_steps", "100000", "--servers.urls", urls, environment={"INFLIGHT_TOKEN": TOKEN}
         )
-        (back,) = run.wait_for_events("fleet_changed", lambda event: servers[0].url in event["memory_restored"])
+        (back,) = run.wait_for_events("fleet_changed", lambda event: servers[0].url in event["restored"])
         for server in servers:
             run.wait_for_events(
                 "request",
@@ -240,7 +240,7 @@ def test_killed_server_is_left_out_started_again_and_given_work_again(
     run.wait_for_steps(len(run.rows()) + 3)  # the run goes on without it
     num_steps = len(run.rows())
     start.open()
-    (back,) = run.wait_for_events("fleet_changed", lambda event: url in event["memory_restored"])
+    (back,) = run.wait_for_events("fleet_changed", lambda event: url in event["restored"])
     run.wait_for_events("group", lambda event: event["endpoint"] == url and event["oldest"] >= back["version"])
     assert back["version"] >= num_steps
     again, _ = run.servers()

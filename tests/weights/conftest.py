@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from inflight.weights.send.publisher import WeightPublisher
+from tests.gates import BrakedServer
 from tests.models import make_model
 from tests.servers import TOKEN, ServerProcess
 
@@ -17,9 +18,9 @@ from tests.servers import TOKEN, ServerProcess
 @pytest.fixture(scope="module")
 def two_servers(
     model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[ServerProcess, ServerProcess]]:
-    """Two servers of the tiny model. A test may publish to them, and leaves them ready."""
-    servers = [ServerProcess(model_dir, tmp_path_factory.mktemp(f"server-{i}")) for i in range(2)]
+) -> Iterator[tuple[BrakedServer, BrakedServer]]:
+    """Two servers of the tiny model. A test may publish to them, and leaves them ready and without brakes."""
+    servers = [BrakedServer(model_dir, tmp_path_factory.mktemp(f"server-{i}")) for i in range(2)]
     for server in servers:
         server.wait_until_ready()
     yield servers[0], servers[1]

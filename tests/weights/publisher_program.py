@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
-from inflight.wire import BucketTransfer
+from inflight.wire import BucketTransfer, EndpointState
+from tests.gates import wait_until
 from tests.servers import TOKEN
 from tests.weights.workers import PlainWorker, announcement_of, checkpoint, silenced
 
-LEASE_S = 1.5
+LEASE_S = 5.0
+"""Long enough for a test to look at the server twice, on a machine that does other work too."""
 
 
 def main(url: str, model: Path, way: str) -> None:
@@ -25,7 +27,10 @@ def main(url: str, model: Path, way: str) -> None:
     if way == "sending":  # the server waits in the collective for a bucket that never comes
         transfer = BucketTransfer(run_id=update.run_id, version=2, bucket_index=0, timeout_s=60)
         publisher.start(endpoint.receive_weights, transfer)
-        time.sleep(0.3)
+        wait_until(
+            lambda: publisher.run(endpoint.weight_version).state is EndpointState.UPDATING,
+            "the server does not receive",
+        )
     print(way, flush=True)
     time.sleep(60)
 

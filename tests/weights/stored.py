@@ -33,6 +33,7 @@ from inflight.wire import (
     UpdateRef,
     WeightUpdate,
 )
+from tests.gates import SOON_S
 
 MIXED = (
     TensorSpec(name="model.norm", dtype="bfloat16", shape=(3,)),
@@ -120,12 +121,12 @@ def raw_bytes(bucket: WeightBucket) -> torch.Tensor:
 def publish(sender, update: WeightUpdate, buckets: Sequence[WeightBucket]) -> None:  # type: ignore[no-untyped-def]
     sender.begin(update)
     for bucket in buckets:
-        sender.send(bucket, 10.0)
+        sender.send(bucket, SOON_S)
 
 
 def receive(receiver, update: WeightUpdate, buckets: Sequence[WeightBucket]) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
     receiver.begin(update.ref)
-    return [receiver.receive((payload(raw_bytes(bucket).numel()),), 10.0)[0] for bucket in buckets]
+    return [receiver.receive((payload(raw_bytes(bucket).numel()),), SOON_S)[0] for bucket in buckets]
 
 
 def file_reader(directory: Path, run_id: str) -> FileReceiver:

@@ -19,16 +19,16 @@ import torch
 
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention
+from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.errors import PoisonedError, PublishError, UnreachableError, UpdateRefusedError
 from inflight.model.checkpoints import load_causal_lm
 from inflight.types import EndpointOutcome
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, EndpointState, GenerateResponse, UpdateRef
+from tests.gates import NEVER_S, SOON_S, BrakedServer, wait_until
 from tests.selection import first_of_each
 from tests.servers import ServerProcess
-from tests.weights.publisher_program import LEASE_S
 from tests.weights.test_publish import start_request
 from tests.weights.workers import (
     PlainWorker,
@@ -46,8 +46,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def server(large_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = ServerProcess(large_model_dir, tmp_path_factory.mktemp("server"))
+def server(large_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrakedServer]:
+    server = BrakedServer(large_model_dir, tmp_path_factory.mktemp("server"))
     server.wait_until_ready()
     yield server
     server.kill()
@@ -69,8 +69,8 @@ def test_a_server_whose_publisher_was_killed_resumes_by_itself_when_the_lease_en
         publisher.kill()
         publisher.wait(timeout=10)
         assert weight_version(server).state is EndpointState.PAUSED
-        assert wait_until_ready(server, LEASE_S + 2) > 0.2
-    completion = running.result(timeout=60).completions[0]
+    wait_until_ready(server)
+    completion = running.result(SOON_S).completions[0]
     assert (completion.finish_reason, len(completion.token_ids)) == ("length", 1000)
     assert_serves(server, 1)
 
@@ -86,8 +86,8 @@ def test_a_server_whose_publisher_was_killed_in_the_middle_of_a_bucket_resumes_b
         assert weight_version(server).state is EndpointState.UPDATING
         publisher.kill()
         publisher.wait(timeout=10)
-    wait_until_ready(server, 5)
-    completion = running.result(timeout=60).completions[0]
+    wait_until_ready(server)
+    completion = running.result(SOON_S).completions[0]
     assert completion.finish_reason == "length"
     assert 2 not in [span.version for span in completion.version_spans]
     assert_serves(server, 1)
@@ -101,8 +101,13 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupt_after(delay_s: float) -> None:
-    threading.Timer(delay_s, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+def interrupt_soon() -> None:
+    threading.Timer(0.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+
+def interrupt_when_it_drains(server: ServerProcess) -> None:
+    wait_until(lambda: weight_version(server).updating_to == 2, "the drain has not begun")
+    interrupt_soon()
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -110,7 +115,7 @@ def interrupt_after(delay_s: float) -> None:
     "moment", first_of_each(["while gathering", "while the requests drain", "while a bucket travels"], lambda _: "any")
 )
 def test_an_interrupted_publish_holds_no_server_and_the_next_one_succeeds(
-    moment: str, server: ServerProcess, large_model_dir: Path, connect: Callable[..., WeightPublisher]
+    moment: str, server: BrakedServer, large_model_dir: Path, connect: Callable[..., WeightPublisher]
 ) -> None:
     tensors = checkpoint(large_model_dir)
     publisher = connect(server)
@@ -121,23 +126,26 @@ def test_an_interrupted_publish_holds_no_server_and_the_next_one_succeeds(
 
         def on_bucket(index: int) -> None:
             if index == 1:
-                interrupt_after(0.0)
-                time.sleep(10)
+                interrupt_soon()
+                time.sleep(NEVER_S)
 
         worker.on_bucket = on_bucket
     elif moment == "while the requests drain":
         options["in_flight"] = "drain"
-        interrupt_after(0.15)
+        server.brake.put_on()
+        when_drained = threading.Thread(target=interrupt_when_it_drains, args=(server,))
+        when_drained.start()
     else:
-        worker.on_bucket = lambda index: interrupt_after(0.0) if index == 3 else None
+        worker.on_bucket = lambda index: interrupt_soon() if index == 3 else None
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        publish_weights(worker, publisher, deadline_s=30, **options)
-    assert time.monotonic() - started < 5
+        publish_weights(worker, publisher, deadline_s=NEVER_S, **options)
+    assert time.monotonic() - started < SOON_S
+    server.brake.release()
     assert worker.num_exhausted == worker.num_started == 1
-    wait_until_ready(server, 2)
+    wait_until_ready(server)
     assert weight_version(server).version == 1
-    assert running.result(timeout=60).completions[0].finish_reason == "length"
+    assert running.result(SOON_S).completions[0].finish_reason == "length"
     report = publish_weights(PlainWorker(tensors, version=3), publisher, deadline_s=20)
     assert report is not None
     assert report.applied_everywhere
@@ -176,10 +184,7 @@ def connected(local: Local) -> WeightPublisher:
 
 
 def wait_until_running(publisher: WeightPublisher, local: Local) -> None:
-    deadline = time.monotonic() + 10
-    while publisher.run(local.endpoint.weight_version).num_running == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: publisher.run(local.endpoint.weight_version).num_running, "the request does not run")
 
 
 def test_without_a_group_nothing_is_accepted(local: Local) -> None:
@@ -206,7 +211,7 @@ def test_weights_torn_while_applied_poison_the_endpoint_until_a_complete_update(
         assert (report.outcome, report.serves) == (EndpointOutcome.POISONED, None)
         assert "applying version 2 failed" in report.detail
 
-        assert running.result(timeout=10).completions[0].finish_reason == "abort"
+        assert running.result(SOON_S).completions[0].finish_reason == "abort"
         assert publisher.run(endpoint.weight_version).state is EndpointState.POISONED
         with pytest.raises(PoisonedError):
             publisher.run(endpoint.generate, request())
@@ -265,14 +270,19 @@ def test_requests_that_come_while_good_weights_are_applied_wait_and_are_not_refu
                 tensors = tuple(silenced(local.tensors).values())[part]
                 filled = WeightBucket(bucket.index, update.manifest.tensors[part], tensors)
                 await asyncio.gather(endpoint.receive_weights(transfer), asyncio.to_thread(sender.send, filled, 10.0))
-            # The engine is kept busy, so that the commit takes a while.
-            busy = endpoint._engine.call(lambda: time.sleep(0.3))
+            # The engine is kept busy, so that the commit takes as long as the test wants.
+            go_on = threading.Event()
+            busy = endpoint._engine.call(lambda: go_on.wait(SOON_S))
             committing = asyncio.ensure_future(endpoint.commit_weight_update(update.ref))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0)  # it begins
             with pytest.raises(UpdateRefusedError, match="being applied already"):
                 await endpoint.commit_weight_update(update.ref)
             early = asyncio.ensure_future(endpoint.generate(request()))
-            aborted = await endpoint.abort_weight_update(UpdateRef(run_id="here", version=2))
+            aborting = asyncio.ensure_future(endpoint.abort_weight_update(UpdateRef(run_id="here", version=2)))
+            await asyncio.sleep(0.1)  # long enough for an abort that does not wait
+            assert not aborting.done()
+            go_on.set()
+            aborted = await aborting
             assert busy.done()
             assert (aborted.state, aborted.version) == (EndpointState.READY, 2)
             assert (await committing).version == 2
@@ -325,9 +335,11 @@ def test_a_hold_that_comes_after_its_deadline_is_refused_and_the_engine_goes_on(
 
         async def conversation() -> None:
             update = announcement_of(PlainWorker(local.tensors, version=3), "here", deadline_s=0.2)
-            endpoint._engine.call(lambda: time.sleep(0.5))  # a long step: the pause comes too late
+            go_on = threading.Event()
+            endpoint._engine.call(lambda: go_on.wait(SOON_S))  # a long step: the pause comes too late
             with pytest.raises(UpdateRefusedError, match="still running"):
                 await endpoint.request_weight_update(update)
+            go_on.set()
             completion = (await endpoint.generate(request())).completions[0]
             assert [span.version for span in completion.version_spans] == [2]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,8 @@ from inflight.http.client import HttpEndpoint
 from inflight.types import EndpointOutcome, PublishReport
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
-from inflight.wire import BucketTransfer, ProcessGroupSpec, UpdateRef, WeightUpdate, WeightVersion
+from inflight.wire import BucketTransfer, EndpointState, ProcessGroupSpec, UpdateRef, WeightUpdate, WeightVersion
+from tests.gates import NEVER_S, SOON_S, reserved_port, until
 from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess
 from tests.threads import wait_for_call
@@ -43,6 +43,8 @@ from tests.weights.workers import (
 
 BUCKET_BYTES = 21_000_000  # the large model travels in three buckets
 LAST_BUCKET = 2
+DEADLINE_S = 5.0
+"""Of publishes to a server that hangs: the others do their part meanwhile, on a machine that does other work too."""
 STAGES = ("before the publish", "after it accepted", "during a bucket", "before the commit")
 
 
@@ -146,8 +148,8 @@ def test_a_server_killed_at_any_stage_is_reported_and_the_others_go_on(
         assert publish(PlainWorker(tensors), publisher).applied_everywhere
         saboteur.stage, saboteur.act = stage, victim.kill
         started = time.monotonic()
-        report = failed(PlainWorker(silenced(tensors), version=2), publisher, 20)
-        assert time.monotonic() - started < 5
+        report = failed(PlainWorker(silenced(tensors), version=2), publisher, NEVER_S)
+        assert time.monotonic() - started < SOON_S
         assert_only_this_was_lost(victim.url, EndpointOutcome.UNREACHABLE, report, stage, survivor)
 
         report = failed(PlainWorker(tensors, version=3), publisher, 20)
@@ -167,15 +169,15 @@ def test_a_server_that_hangs_at_any_stage_is_reported_in_time_and_the_others_go_
         saboteur.stage, saboteur.act = stage, sleeper.stop_in_place
         started = time.monotonic()
         try:
-            report = failed(PlainWorker(silenced(tensors), version=2), publisher, 1.5)
-            assert time.monotonic() - started < 1.5 + 3 + 2
+            report = failed(PlainWorker(silenced(tensors), version=2), publisher, DEADLINE_S)
+            assert time.monotonic() - started < SOON_S
             assert_only_this_was_lost(sleeper.url, EndpointOutcome.TIMED_OUT, report, stage, survivor)
             assert publish(PlainWorker(tensors, version=3), publisher, without=sleeper).applied_everywhere
             assert_serves(survivor, 3)
         finally:
             sleeper.go_on()
         # What reached it while it slept is answered now; at the latest its lease ends. It is never torn.
-        wait_until_ready(sleeper, 1.5 + 5 + 2)
+        wait_until_ready(sleeper)
         assert weight_version(sleeper).version in (1, 2)
         assert generate(sleeper).completions[0].finish_reason == "length"
 
@@ -191,8 +193,8 @@ def test_a_group_that_a_hanging_server_never_joins_is_given_up_in_time(
         sleeper.stop_in_place()
         try:
             started = time.monotonic()
-            report = failed(PlainWorker(tensors, version=2), publisher, 1.5)
-            assert time.monotonic() - started < 1.5 + 3 + 2
+            report = failed(PlainWorker(tensors, version=2), publisher, DEADLINE_S)
+            assert time.monotonic() - started < SOON_S
             assert [(e.outcome, e.serves) for e in report.endpoints] == [
                 (EndpointOutcome.ABORTED, 1),
                 (EndpointOutcome.TIMED_OUT, None),
@@ -200,14 +202,8 @@ def test_a_group_that_a_hanging_server_never_joins_is_given_up_in_time(
             assert_serves(survivor, 1)
         finally:
             sleeper.go_on()
-        wait_until_ready(sleeper, 5)
+        wait_until_ready(sleeper)
         assert publish(PlainWorker(tensors, version=2), publisher).applied_everywhere
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_group_whose_trainer_never_comes_fails_in_time_and_the_server_serves_on(sleeper: ServerProcess) -> None:
@@ -216,7 +212,7 @@ def test_a_group_whose_trainer_never_comes_fails_in_time_and_the_server_serves_o
         transport="gloo",
         group_name="absent",
         master_address="127.0.0.1",
-        master_port=free_port(),
+        master_port=reserved_port(),
         rank=1,
         world_size=2,
         timeout_s=1.0,
@@ -224,13 +220,13 @@ def test_a_group_whose_trainer_never_comes_fails_in_time_and_the_server_serves_o
     started = time.monotonic()
     with pytest.raises(TransferError, match="store"):
         ask(sleeper.url, lambda e: e.init_process_group(spec))
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < SOON_S
     assert generate(sleeper).completions[0].finish_reason == "length"
 
 
 def test_a_sender_that_gives_a_group_up_ends_every_join_at_once() -> None:
     sender = ProcessGroupSender()
-    sender.specs("run", [1], 30.0)
+    sender.specs("run", [1], NEVER_S)
     ended: list[BaseException] = []
 
     def join() -> None:
@@ -242,10 +238,8 @@ def test_a_sender_that_gives_a_group_up_ends_every_join_at_once() -> None:
     joining = threading.Thread(target=join)
     joining.start()
     wait_for_call(joining, ProcessGroupSender.join)
-    started = time.monotonic()
     sender.abort()
-    joining.join(timeout=10)
-    assert time.monotonic() - started < 2
+    joining.join(SOON_S)
     assert len(ended) == 1
 
 
@@ -258,15 +252,14 @@ class Refuser(HttpEndpoint):
 
 def test_a_refusal_to_join_ends_the_others_joins_at_once(survivor: ServerProcess, sleeper: ServerProcess) -> None:
     endpoints = [HttpEndpoint(survivor.url, token=TOKEN), Refuser(sleeper.url, token=TOKEN)]
-    publisher = WeightPublisher(endpoints, ProcessGroupSender(), run_id="refused", connect_timeout_s=30)
+    publisher = WeightPublisher(endpoints, ProcessGroupSender(), run_id="refused", connect_timeout_s=NEVER_S)
     started = time.monotonic()
     with pytest.raises(ConfigError, match="does not join"), publisher:
         pass
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < SOON_S
     second, _ = fleet("after the refusal", survivor, sleeper)
     with second:
         assert [endpoint.name for endpoint in second.endpoints] == [survivor.url, sleeper.url]
-    assert time.monotonic() - started < 6
 
 
 def test_a_publisher_that_lost_all_its_servers_says_so(
@@ -297,12 +290,16 @@ def test_a_receive_that_ends_late_does_not_touch_the_group_formed_meanwhile(
         publish(PlainWorker(tensors), first)
         worker = PlainWorker(tensors, version=2)
         update = announcement_of(worker, first.run_id, bucket_bytes=BUCKET_BYTES)
-        transfer = BucketTransfer(run_id=first.run_id, version=2, bucket_index=0, timeout_s=1.0)
+        transfer = BucketTransfer(run_id=first.run_id, version=2, bucket_index=0, timeout_s=5.0)
 
         async def conversation(endpoint: HttpEndpoint) -> None:
             await endpoint.request_weight_update(update)
             late = asyncio.ensure_future(endpoint.receive_weights(transfer))  # and nobody sends
-            await asyncio.sleep(0.2)
+
+            async def receives() -> bool:
+                return (await endpoint.weight_version()).state is EndpointState.UPDATING
+
+            await until(receives, "the receive does not begin")
             with pytest.raises(UpdateRefusedError, match="still being received"):
                 await endpoint.receive_weights(transfer)
             await endpoint.abort_weight_update(update.ref)

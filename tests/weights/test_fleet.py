@@ -17,6 +17,7 @@ from inflight.weights.send.endpoint_update import ANSWER_S
 from inflight.weights.send.fleet import Fleet, MemberState, StateChange
 from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports import make_sender
+from tests.gates import NEVER_S, SOON_S
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import PlainWorker, assert_serves, checkpoint, weight_version
 
@@ -92,7 +93,7 @@ def test_who_is_silent_is_a_suspect_and_asked_once_more_before_it_counts_as_dead
     fleet = make_fleet(steady, slow)
     publish(fleet, worker)
     slow.stop_in_place()
-    publish(fleet, worker, deadline_s=2.0)
+    publish(fleet, worker, deadline_s=6.0)
     assert fleet.states == {steady.url: MemberState.HEALTHY, slow.url: MemberState.SUSPECT}
     publish(fleet, worker)
     assert fleet.states == {steady.url: MemberState.HEALTHY, slow.url: MemberState.DEAD}
@@ -110,8 +111,8 @@ def test_a_stopped_server_costs_a_publish_two_seconds_and_comes_back_by_itself(
     publish(fleet, worker)
     slow.stop_in_place()
     began = time.monotonic()
-    assert publish(fleet, worker, deadline_s=60.0) == {steady.url: EndpointOutcome.APPLIED}
-    assert time.monotonic() - began < ANSWER_S + 3.0
+    assert publish(fleet, worker, deadline_s=NEVER_S) == {steady.url: EndpointOutcome.APPLIED}
+    assert time.monotonic() - began < SOON_S
     assert fleet.states == {steady.url: MemberState.HEALTHY, slow.url: MemberState.SUSPECT}
     assert fleet.notes == (f"{slow.url} did not say within 2 s which version it serves: left out of this publish",)
     slow.go_on()
@@ -129,7 +130,7 @@ def test_one_that_is_slow_to_answer_is_waited_for_where_nobody_could_go_on_witho
     slow.stop_in_place()
     timer = threading.Timer(ANSWER_S + 1.0, slow.go_on)
     timer.start()
-    assert publish(fleet, worker, deadline_s=60.0) == {slow.url: EndpointOutcome.APPLIED}
+    assert publish(fleet, worker, deadline_s=NEVER_S) == {slow.url: EndpointOutcome.APPLIED}
     timer.join()
 
 

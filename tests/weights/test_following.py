@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -35,6 +35,7 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
+from tests.gates import NEVER_S, SOON_S, until, wait_until
 from tests.selection import first_of_each
 from tests.servers import ServerProcess
 from tests.weights.stored import latest, lease, read_manifest
@@ -42,13 +43,6 @@ from tests.weights.workers import LORA, LoraWorker, PlainWorker, checkpoint, log
 
 Start = Callable[..., ServerProcess]
 RUN_ID = "followed"
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def stored(worker: PlainWorker, sender: FileSender, version: int, incarnation: int = 1) -> StoreReport:
@@ -77,12 +71,12 @@ def test_a_server_takes_what_is_stored_and_goes_to_the_newest_when_it_comes_late
         token_file.write_text(report.spec.token)
         place = ["--follow", report.spec.url, "--follow-token-file", str(token_file)]
     server = start_server(model_dir, *place, "--follow-run", RUN_ID)
-    wait_until(lambda: weight_version(server).version == 3, server.log())
+    wait_until(lambda: weight_version(server).version == 3, server.log)
     before = logprobs(server)
     worker.tensors = scaled(tensors, 0.9)
     worker.version = 4
     store_weights(worker, sender, run_id=RUN_ID)
-    wait_until(lambda: weight_version(server).version == 4, server.log())
+    wait_until(lambda: weight_version(server).version == 4, server.log)
     assert logprobs(server) != before
     log = server.log()
     assert f"serving version 3 of run '{RUN_ID}'" in log
@@ -101,10 +95,10 @@ def test_a_damaged_version_is_told_and_left_for_the_next_one(
     content[-1] ^= 1
     bucket.write_bytes(content)
     server = start_server(model_dir, "--follow", str(tmp_path), "--follow-run", RUN_ID)
-    wait_until(lambda: "trying again" in server.log(), server.log())
+    wait_until(lambda: "trying again" in server.log(), server.log)
     assert weight_version(server).version == 0
     stored(worker, sender, 2)
-    wait_until(lambda: weight_version(server).version == 2, server.log())
+    wait_until(lambda: weight_version(server).version == 2, server.log)
 
 
 def test_a_later_incarnation_is_followed_and_an_older_one_is_not(
@@ -115,12 +109,12 @@ def test_a_later_incarnation_is_followed_and_an_older_one_is_not(
     assert newest_incarnation(tmp_path, RUN_ID) == 0
     server = start_server(model_dir, "--follow", str(tmp_path), "--follow-run", RUN_ID)
     stored(worker, sender, 7, incarnation=1)
-    wait_until(lambda: weight_version(server).version == 7, server.log())
+    wait_until(lambda: weight_version(server).version == 7, server.log)
     stored(worker, sender, 3, incarnation=2)
-    wait_until(lambda: weight_version(server).version == 3, server.log())
+    wait_until(lambda: weight_version(server).version == 3, server.log)
     assert newest_incarnation(tmp_path, RUN_ID) == 2
     stored(worker, sender, 8, incarnation=1)
-    wait_until(lambda: "incarnation 2 has taken over" in server.log(), server.log())
+    wait_until(lambda: "incarnation 2 has taken over" in server.log(), server.log)
     assert weight_version(server).version == 3
 
 
@@ -177,12 +171,12 @@ def test_a_place_that_cannot_be_followed_is_no_configuration(place: str, run_id:
 
 
 class SlowReader:
-    """An endpoint that takes ``pause_s`` before each bucket, and notes what it serves."""
+    """An endpoint that waits for something before each bucket, and notes what it serves."""
 
     name = "slow"
 
-    def __init__(self, pause_s: float) -> None:
-        self.pause_s = pause_s
+    def __init__(self, pause: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.pause = pause
         self.served: list[UpdateRef] = []
         self.state = EndpointState.READY
         self.is_ready = asyncio.Event()
@@ -204,7 +198,8 @@ class SlowReader:
         self._receiver.begin(update.ref)
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
-        await asyncio.sleep(self.pause_s)
+        if self.pause is not None:
+            await self.pause()
         assert bucket.size_bytes is not None
         spec = payload_spec(bucket.size_bytes)
         (flat,) = await run_abandonable(lambda: self._receiver.receive((spec,), bucket.timeout_s), "slow")
@@ -236,18 +231,23 @@ def test_a_reader_that_is_slower_than_many_publishes_gets_on_and_the_disk_stays_
     report = store_weights(worker, sender, run_id=RUN_ID, bucket_bytes=4000)
     assert report is not None and isinstance(report.spec, DirectorySpec | PullSpec)
     home = tmp_path if directory is not None else sender._home.path  # type: ignore[attr-defined]
-    reader, notes, most = SlowReader(0.3), list[str](), 0
+    notes, most = list[str](), 0
+
+    async def let_two_be_stored() -> None:
+        enough = worker.version + 2
+        await until(lambda: worker.version >= enough, "nothing is stored")
+
+    reader = SlowReader(let_two_be_stored)
 
     async def main(spec: DirectorySpec | PullSpec) -> None:
         nonlocal most
         endpoint = cast("InferenceEndpoint", reader)
-        following = asyncio.ensure_future(follow(endpoint, spec, note=notes.append, deadline_s=30.0))
-        deadline = time.monotonic() + 60.0
-        while len(reader.served) < 3 and time.monotonic() < deadline:
+        following = asyncio.ensure_future(follow(endpoint, spec, note=notes.append, deadline_s=NEVER_S))
+        while len(reader.served) < 3:
             worker.version += 1
             await asyncio.to_thread(store_weights, worker, sender, run_id=RUN_ID, bucket_bytes=4000)
             most = max(most, len(complete_updates(home)))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
@@ -264,12 +264,12 @@ def test_torn_weights_are_replaced_whatever_version_they_are_said_to_be(tmp_path
     sender = make_sender("file", directory=tmp_path)
     report = store_weights(PlainWorker({"w": torch.zeros(10)}, 1), sender, run_id=RUN_ID)
     assert report is not None and isinstance(report.spec, DirectorySpec)
-    reader = SlowReader(0.0)
+    reader = SlowReader()
     reader.served, reader.state = [report.ref], EndpointState.POISONED
 
     async def main(spec: DirectorySpec) -> None:
         following = asyncio.ensure_future(follow(cast("InferenceEndpoint", reader), spec, note=print))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(SOON_S):
             await reader.is_ready.wait()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -287,7 +287,7 @@ def test_a_version_that_is_removed_before_it_was_leased_is_no_trouble(
     worker = PlainWorker({"w": torch.zeros(10)}, 1)
     report = store_weights(worker, sender, run_id=RUN_ID)
     assert report is not None and isinstance(report.spec, DirectorySpec | PullSpec)
-    reader, notes, ask = SlowReader(0.0), list[str](), StoredRun.latest
+    reader, notes, ask = SlowReader(), list[str](), StoredRun.latest
 
     async def late(self: StoredRun, timeout_s: float) -> UpdateRef | None:
         answer = await ask(self, timeout_s)
@@ -345,22 +345,28 @@ def test_a_version_that_is_removed_under_a_reader_ends_its_update_at_once(tmp_pa
     worker = PlainWorker({f"w{i}": torch.zeros(1000) for i in range(4)}, 1)
     report = store_weights(worker, sender, run_id=RUN_ID, bucket_bytes=4000)
     assert report is not None and isinstance(report.spec, DirectorySpec)
-    reader, notes = SlowReader(0.5), list[str]()
+    has_come, may_go_on, num_asked = asyncio.Event(), asyncio.Event(), 0
 
-    async def main(spec: DirectorySpec) -> float:
+    async def hold_the_second_bucket() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2:
+            has_come.set()
+            await may_go_on.wait()
+
+    reader, notes = SlowReader(hold_the_second_bucket), list[str]()
+
+    async def main(spec: DirectorySpec) -> None:
         endpoint = cast("InferenceEndpoint", reader)
-        following = asyncio.ensure_future(follow(endpoint, spec, note=notes.append))
-        await asyncio.sleep(0.7)
+        following = asyncio.ensure_future(follow(endpoint, spec, note=notes.append, deadline_s=NEVER_S))
+        await has_come.wait()
         shutil.rmtree(tmp_path / RUN_ID / session_name(report.ref))
         stored(worker, sender, 2)
-        removed_at = time.monotonic()
-        while not reader.served:
-            assert time.monotonic() - removed_at < 30.0, notes
-            await asyncio.sleep(0.05)
+        may_go_on.set()
+        await until(lambda: reader.served, "no version is served")
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-        return time.monotonic() - removed_at
 
-    assert asyncio.run(main(report.spec)) < 10.0  # not a minute
+    asyncio.run(main(report.spec))
     assert [ref.version for ref in reader.served] == [2]
     assert "has been removed, or is incomplete" in notes[0]

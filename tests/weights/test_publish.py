@@ -40,6 +40,7 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
+from tests.gates import NEVER_S, SOON_S, BrakedServer, until, wait_until
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import (
     PlainWorker,
@@ -56,7 +57,7 @@ from tests.weights.workers import (
 )
 
 Connect = Callable[..., WeightPublisher]
-Servers = tuple[ServerProcess, ServerProcess]
+Servers = tuple[BrakedServer, BrakedServer]
 
 
 def publish(worker: PlainWorker, publisher: WeightPublisher, **options: Any) -> PublishReport:
@@ -84,10 +85,7 @@ def start_request(server: ServerProcess, *, max_tokens: int = 700) -> Future[Gen
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    deadline = time.monotonic() + 10
-    while weight_version(server).num_running == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: weight_version(server).num_running, "the request does not run")
     return future
 
 
@@ -114,7 +112,7 @@ def test_a_publish_reports_every_endpoint_and_where_the_time_went(
     for endpoint in report.endpoints:
         assert endpoint.timings is not None
         assert endpoint.timings.load_s <= endpoint.timings.paused_s <= spans.pause_s
-    completion = running.result(timeout=30).completions[0]
+    completion = running.result(SOON_S).completions[0]
     assert [span.version for span in completion.version_spans] == [0, 1]
     for server in two_servers:
         assert_serves(server, 1)
@@ -154,7 +152,7 @@ def test_every_policy_publishes_while_a_request_runs(
     running = start_request(server, max_tokens=300)
     report = publish(PlainWorker(silenced(checkpoint(model_dir)), version=2), publisher, in_flight=policy)
     assert report.applied_everywhere
-    completion = running.result(timeout=30).completions[0]
+    completion = running.result(SOON_S).completions[0]
     versions = [span.version for span in completion.version_spans]
     if policy in ("keep", "recompute"):
         assert versions == [1, 2]
@@ -195,7 +193,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(
         assert (endpoint.outcome, endpoint.serves) == (EndpointOutcome.REFUSED, 3)
         assert re.search(reason, endpoint.detail), endpoint.detail
     assert report.spans.wire_s == 0
-    completion = running.result(timeout=30).completions[0]
+    completion = running.result(SOON_S).completions[0]
     assert (completion.finish_reason, [s.version for s in completion.version_spans]) == ("length", [3])
     assert logprobs(two_servers[0]) == before
     for server in two_servers:
@@ -298,18 +296,20 @@ def test_a_drain_that_cannot_end_in_time_is_refused_and_the_requests_go_on(
     server = two_servers[0]
     publisher = connect(*two_servers)
     publish(PlainWorker(checkpoint(model_dir)), publisher)
+    server.brake.put_on()
     running = start_request(server, max_tokens=1000)
     started = time.monotonic()
     report = refused(
         PlainWorker(silenced(checkpoint(model_dir)), version=2), publisher, in_flight="drain", deadline_s=0.4
     )
-    assert time.monotonic() - started < 4
+    server.brake.release()
+    assert time.monotonic() - started < SOON_S
     assert [(e.outcome, e.serves) for e in report.endpoints] == [
         (EndpointOutcome.REFUSED, 1),
         (EndpointOutcome.ABORTED, 1),
     ]
     assert "1 requests were still running" in report.endpoints[0].detail
-    completion = running.result(timeout=30).completions[0]
+    completion = running.result(SOON_S).completions[0]
     assert (completion.finish_reason, len(completion.token_ids)) == ("length", 1000)
     assert [span.version for span in completion.version_spans] == [1]
     assert_serves(two_servers[1], 1)
@@ -322,16 +322,21 @@ def test_an_aborted_drain_ends_the_request_that_waits_for_it_and_no_later_update
     tensors = checkpoint(model_dir)
     publisher = connect(server)
     publish(PlainWorker(tensors), publisher)
-    running = start_request(server, max_tokens=600)
-    drain = announcement(tensors, publisher.run_id, 2, in_flight="drain", deadline_s=1.0)
+    server.brake.put_on()
+    running = start_request(server, max_tokens=1000)
+    drain = announcement(tensors, publisher.run_id, 2, in_flight="drain", deadline_s=2.0)
     later = announcement(tensors, publisher.run_id, 3)
 
     async def conversation(endpoint: Any) -> WeightVersion:
         waiting = asyncio.ensure_future(endpoint.request_weight_update(drain))
-        await asyncio.sleep(0.1)
+
+        async def drains() -> bool:
+            return (await endpoint.weight_version()).updating_to == 2
+
+        await until(drains, "the drain does not begin")
         await endpoint.abort_weight_update(drain.ref)
         await endpoint.request_weight_update(later)
-        await asyncio.sleep(1.2)  # past the drain's own deadline
+        await asyncio.sleep(2.2)  # past the drain's own deadline
         with pytest.raises(Exception, match="was ended before sampling was paused"):
             await waiting
         version = await endpoint.weight_version()
@@ -339,8 +344,9 @@ def test_an_aborted_drain_ends_the_request_that_waits_for_it_and_no_later_update
         return version
 
     paused = ask(server.url, conversation)
+    server.brake.release()
     assert (paused.state, paused.updating_to) == (EndpointState.PAUSED, 3)
-    assert running.result(timeout=30).completions[0].finish_reason == "length"
+    assert running.result(SOON_S).completions[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("initialised", [False, True])
@@ -370,17 +376,16 @@ def test_a_wrong_token_is_unauthorized_and_leaves_nothing_behind(two_servers: Se
     with pytest.raises(UnauthorizedError):
         WeightPublisher.connect([two_servers[0].url], run_id="run", token="wrong", connect_timeout_s=2)
     # A join that was given up while it connected to the store retries, for up to twice its own timeout.
-    deadline = time.monotonic() + 15
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert threading.active_count() <= before
+    wait_until(lambda: threading.active_count() <= before, "a thread is left")
 
 
 def test_an_unreachable_server_is_named(two_servers: Servers) -> None:
     started = time.monotonic()
     with pytest.raises(UnreachableError, match=r"127\.0\.0\.1:9"):
-        WeightPublisher.connect([two_servers[0].url, "http://127.0.0.1:9"], run_id="run", token=TOKEN)
-    assert time.monotonic() - started < 5
+        WeightPublisher.connect(
+            [two_servers[0].url, "http://127.0.0.1:9"], run_id="run", token=TOKEN, connect_timeout_s=NEVER_S
+        )
+    assert time.monotonic() - started < SOON_S
 
 
 def test_a_server_named_twice_is_a_mistake(two_servers: Servers) -> None:

@@ -30,6 +30,7 @@ from inflight.wire import (
     UpdateRef,
     WeightUpdate,
 )
+from tests.gates import SOON_S
 
 RUN = "run"
 SPECS = tuple(TensorSpec(name=f"t{i}", dtype="float32", shape=(40,)) for i in range(3))
@@ -162,7 +163,7 @@ class Publisher(RuleBasedStateMachine):
 
     def do(self, call: Coroutine[Any, Any, Any]) -> Any:
         async def bounded() -> Any:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(SOON_S):
                 return await call
 
         return self.loop.run_until_complete(bounded())

@@ -19,6 +19,7 @@ from inflight.weights.transports import ranges
 from inflight.weights.transports.pull import PullReceiver, PullSender
 from inflight.weights.transports.store import Attempt
 from inflight.wire import PullSpec, TensorSpec
+from tests.gates import NEVER_S, SOON_S, wait_until
 from tests.weights.stored import (
     CuttingProxy,
     assert_same,
@@ -88,7 +89,10 @@ def test_a_header_longer_than_the_first_request_is_read_whole(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "cuts", [[0], [10], [400], [70_000], [100_000, 250_000, 0, 50, 150, 170, 200, 230, 250, 1000, 300_000]]
 )
-def test_a_connection_that_is_cut_is_resumed_where_it_was(spec: PullSpec, small_parts: None, cuts: list[int]) -> None:
+def test_a_connection_that_is_cut_is_resumed_where_it_was(
+    spec: PullSpec, small_parts: None, monkeypatch: pytest.MonkeyPatch, cuts: list[int]
+) -> None:
+    monkeypatch.setattr(ranges, "_NUM_CONNECTIONS", 1)  # of several, one may have ended before its cut
     proxy = CuttingProxy(int(spec.url.rpartition(":")[2]), cuts)
     receiver = PullReceiver(spec.model_copy(update={"url": proxy.url}))
     assert_same(receive(receiver, UPDATE, BUCKETS), BUCKETS)
@@ -113,7 +117,7 @@ def test_a_server_that_goes_on_cutting_is_given_up_after_the_timeout_with_the_ca
     began = time.monotonic()
     with pytest.raises(TransferError, match=rf"bucket 0 of version 1 failed: {proxy.url}/run/1-s/00000.*after 0.5 s"):
         receiver.receive((payload(1 << 20),), 0.5)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < SOON_S
     assert proxy.num_cut < 30, "it waits between tries"
     receiver.abort()
     proxy.close()
@@ -139,22 +143,16 @@ def test_abort_ends_a_fetch_that_stalls(spec: PullSpec) -> None:
 
     thread = threading.Thread(target=pending)
     thread.start()
-    deadline = time.monotonic() + 10.0
-    while not proxy.num_cut:
-        assert time.monotonic() < deadline, "the proxy has cut nothing"
-        time.sleep(0.005)
-    began = time.monotonic()
+    wait_until(lambda: proxy.num_cut, "the proxy has cut nothing")
     receiver.abort()
-    thread.join(5.0)
-    assert raised and "given up" in raised[0] and time.monotonic() - began < 0.3
+    thread.join(SOON_S)
+    assert raised and "given up" in raised[0]
 
     def busy() -> list[str]:
         names = [thread.name for thread in threading.enumerate()]
         return [name for name in names if name.startswith(("inflight-pull", "receiving"))]
 
-    while busy() and time.monotonic() - began < 2.0:
-        time.sleep(0.01)
-    assert busy() == [], "its threads end too"
+    wait_until(lambda: not busy(), "its threads do not end")
     proxy.close()
 
 
@@ -165,11 +163,15 @@ def test_a_wrong_token_is_refused_at_once_and_never_written_anywhere(
     receiver = PullReceiver(spec.model_copy(update={"token": "very-wrong"}))
     receiver.begin(UPDATE.ref)
     began = time.monotonic()
-    for call in (receiver.join, lambda: receiver.receive((payload(1 << 20),), 5.0), lambda: receiver.latest(5.0)):
+    for call in (
+        receiver.join,
+        lambda: receiver.receive((payload(1 << 20),), NEVER_S),
+        lambda: receiver.latest(NEVER_S),
+    ):
         with pytest.raises(TransferError, match="refused the token") as raised:
             call()
         assert "very-wrong" not in str(raised.value) + repr(raised.value.__cause__)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < SOON_S
     receiver.abort()
     good = PullReceiver(spec)
     receive(good, UPDATE, BUCKETS)

@@ -8,7 +8,6 @@ import dataclasses
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ from inflight.weights.transports.file_server import FileServer
 from inflight.weights.transports.files import FileReceiver
 from inflight.weights.transports.store import run_name, session_name
 from inflight.wire import DirectorySpec, PullSpec
+from tests.gates import SOON_S, wait_until
 from tests.servers import ServerProcess
 from tests.weights.stored import CuttingProxy
-from tests.weights.test_following import wait_until
 from tests.weights.workers import PlainWorker, checkpoint, logprobs, scaled, weight_version
 from tests.zygote import python
 
@@ -60,7 +59,7 @@ class Relay:
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(lambda: self._task.cancel())
-        self._thread.join(20.0)
+        self._thread.join(SOON_S)
         assert not self._thread.is_alive()
         self._loop.close()
 
@@ -165,7 +164,7 @@ def test_servers_of_two_hosts_follow_their_relays_which_form_a_tree(
             wait_until(lambda: all(weight_version(s).version == version for s in servers), "it never came")  # noqa: B023
         size = sum(tensor.nbytes for tensor in tensors.values())
         # Three servers by themselves would take 6 times this size.
-        assert 2 * size <= proxy.num_bytes < 2.5 * size  # with headers, manifests and questions
+        assert 2 * size <= proxy.num_bytes < 3 * size  # with headers, manifests and questions
         first, *others = (logprobs(server) for server in servers)
         assert all(first == other for other in others)
 
@@ -180,9 +179,7 @@ def relay_process(source: str, token_file: Path, directory: Path, *more: str) ->
             yield lambda number: [stdout.readline() for _ in range(number)]
         finally:
             process.send_signal(signal.SIGTERM)
-            started = time.monotonic()
-            assert process.wait(20) == 0
-            assert time.monotonic() - started < 10
+            assert process.wait(SOON_S) == 0
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from inflight.weights.transports.arenas import ArenaReceiver, ArenaSender
 from inflight.weights.transports.device_memory import HostMemory
 from inflight.weights.transports.ipc import IpcMemory
 from inflight.wire import IpcSpec, TransportSpec
+from tests.gates import NEVER_S, SOON_S
 from tests.threads import wait_for_call
 from tests.weights.stored import (
     MIXED,
@@ -136,7 +137,7 @@ def test_a_bucket_that_comes_late_is_waited_for(sender: WeightSender, join: Join
     update = plain_update()
     buckets = make_buckets(update)
     publish(sender, update, buckets[:1])
-    late = threading.Timer(0.2, lambda: sender.send(buckets[1], 5.0))
+    late = threading.Timer(0.2, lambda: sender.send(buckets[1], SOON_S))
     late.start()
     assert_same(receive(receiver, update, buckets), buckets)
     late.join()
@@ -152,7 +153,7 @@ def test_a_bucket_that_is_not_there_is_named_after_the_timeout(sender: WeightSen
         TransferError, match=r"receiving bucket 1 of version 7 failed: .*00001.* does not exist after 1 s"
     ):
         receiver.receive((payload(1 << 16),), 1.0)
-    assert 0.9 < time.monotonic() - began < 4.0
+    assert 0.9 < time.monotonic() - began < SOON_S
     assert time.thread_time() - busy < 0.5
 
 
@@ -163,7 +164,7 @@ def test_buckets_of_another_session_are_not_taken_for_this_ones(sender: WeightSe
     for other in (plain_update(1, session_id="two"), plain_update(2, session_id="one"), plain_update(1, session_id="")):
         receiver.begin(other.ref)
         with pytest.raises(TransferError, match="does not exist"):
-            receiver.receive((payload(1 << 16),), 1.0)
+            receiver.receive((payload(1 << 16),), 0.2)
 
 
 def test_a_bucket_of_another_size_is_refused(sender: WeightSender, join: Join) -> None:
@@ -194,18 +195,16 @@ def test_abort_ends_a_receive_that_is_pending_in_another_thread(sender: WeightSe
 
     def pending() -> None:
         try:
-            receiver.receive((payload(1 << 16),), 30.0)
+            receiver.receive((payload(1 << 16),), NEVER_S)
         except TransferError as error:
             raised.append(error)
 
     thread = threading.Thread(target=pending)
     thread.start()
     wait_for_call(thread, type(receiver).receive)
-    began = time.monotonic()
     receiver.abort()
     receiver.abort()
-    thread.join(5.0)
-    assert not thread.is_alive() and time.monotonic() - began < 0.5
+    thread.join(SOON_S)
     assert "given up" in str(raised[0])
     with pytest.raises(TransferError, match="given up"):
         receiver.receive((payload(1 << 16),), 1.0)

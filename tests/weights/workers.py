@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
+from tests.gates import wait_until
 from tests.servers import TOKEN, ServerProcess
 
 T = TypeVar("T")
@@ -162,13 +162,9 @@ def assert_serves(server: ServerProcess, version: int) -> None:
     assert [span.version for span in completion.version_spans] == [version]
 
 
-def wait_until_ready(server: ServerProcess, timeout_s: float) -> float:
-    """Wait until the server is not paused any more; returns the seconds that it took."""
-    started = time.monotonic()
-    while weight_version(server).state is not EndpointState.READY:
-        assert time.monotonic() - started < timeout_s, f"still paused after {timeout_s} s"
-        time.sleep(0.05)
-    return time.monotonic() - started
+def wait_until_ready(server: ServerProcess) -> None:
+    """Wait until the server is not paused any more."""
+    wait_until(lambda: weight_version(server).state is EndpointState.READY, "the server is still paused")
 
 
 def announcement_of(

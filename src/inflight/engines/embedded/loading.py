@@ -13,12 +13,8 @@ from inflight.engines.embedded.chat import ChatFormat
 from inflight.engines.embedded.decoding import compiler_for
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.slots import (
-    ATTENTION_NAME,
-    decode_kernel_in_words,
-    register_slot_attention,
-    token_bytes_of,
-)
+from inflight.engines.embedded.slot_attention import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention
+from inflight.engines.embedded.slots import token_bytes_of
 from inflight.errors import ConfigError
 from inflight.model.checkpoints import load_causal_lm, load_tokenizer, max_model_len_of
 from inflight.model.compiler import check_compiler

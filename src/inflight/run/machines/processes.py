@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.errors import ConfigError, WorkerDiedError
 from inflight.http.kinds import load_engine_kind
 from inflight.http.tokens import TOKEN_VARIABLE
@@ -122,8 +123,7 @@ class Rank(Process):
                     raise WorkerDiedError(f"trainer rank {self.rank} ended before it had met the run")
                 self._channel = coming.result()
             finally:
-                coming.cancel()
-                ending.cancel()
+                await cancel_and_wait(coming, ending)
         return self._channel
 
     async def rendezvous(self) -> str:

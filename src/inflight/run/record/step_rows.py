@@ -78,7 +78,7 @@ class Notes:
             self.journal.running(self.sampling.actor.num_running)
             await asyncio.sleep(_SAMPLE_S)
 
-    async def tell_what_is_waited_for(self) -> None:
+    async def show_what_is_waited_for(self) -> None:
         """Show from time to time what the run is waiting for, until cancelled."""
         while True:
             await asyncio.sleep(1.0)

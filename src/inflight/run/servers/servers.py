@@ -91,6 +91,10 @@ class Servers:
         self._note_once = functools.cache(self.note)
         self.may_start.set()
 
+    def take_over(self, before: Servers) -> None:
+        """Continue with the servers that an earlier incarnation of the run has started."""
+        self.own, self.extra = before.own, before.extra
+
     async def start(self, directory: RunDirectory) -> None:
         """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part.
 
