@@ -21,12 +21,12 @@ from dataclasses import replace
 from typing import get_args
 
 from inflight.base.worker_kinds import load_worker_kind
-from inflight.contracts import MemoryTerm
+from inflight.contracts import GpuUse, MemoryTerm
 from inflight.contracts.trainer import Phase
 from inflight.errors import ConfigError
-from inflight.http.kinds import GpuUse
 from inflight.model.shapes import ModelShape
-from inflight.run.config import FleetMember, RunConfig
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import FleetMember
 from inflight.run.ranks.workers import training_load, worker_settings
 from inflight.wire import DTYPE_SIZES
 
@@ -69,10 +69,10 @@ def server_terms(
     sequence = context * model.kv_bytes_per_token(dtype)
     others = []
     sampling: Phase | None = "sampling" if config.servers.release_memory else None
-    if use.stages_on_gpu and config.servers.transport in ON_THE_GPU:
+    if use.stages_on_gpu and config.updates.transport in ON_THE_GPU:
         remedy = "choose a transport through host memory, such as 'shm'"
         others.append(MemoryTerm("staged update", size_bytes, remedy, sampling))
-    if member.engine == "local":
+    if use.memory_share is None:
         half = max(sequence, (memory_bytes - weights) // 2)  # trainers load their model later
         cache = min(member.max_concurrent * sequence, half)
         return (
