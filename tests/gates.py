@@ -189,7 +189,7 @@ def braked(model: Path, **options: Any) -> Any:
 
 def _model_of(endpoint: Any) -> Any:
     """Return the module whose forward is a step of an embedded endpoint's engine."""
-    return endpoint._engine._model.base_model
+    return endpoint._engine.weights.model.base_model
 
 
 class Slowed:

@@ -1,11 +1,14 @@
-"""Model directories without tensors: config.json, an index, and safetensors files that end after their headers."""
+"""Model directories without values: config.json, an index, a tokenizer, and safetensors files with holes."""
 
 from __future__ import annotations
 
 import json
+import os
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from inflight.engines.embedded.tiny import byte_tokenizer
 
 LLAMA_70B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,5 +74,7 @@ def write_headers(path: Path, config: dict[str, Any], num_files: int = 2) -> Pat
             offset, index[name] = end, file.name
         header = json.dumps(entries).encode()
         file.write_bytes(len(header).to_bytes(8, "little") + header)
+        os.truncate(file, 8 + len(header) + offset)
+    byte_tokenizer().save_pretrained(path)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return path

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention, token_bytes_of
+from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
+from inflight.engines.embedded.slots import token_bytes_of
 from inflight.engines.embedded.tiny import EOS, PAD, VOCAB_SIZE, save_tiny_model
 
 MAX_MODEL_LEN = 4096

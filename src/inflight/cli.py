@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from inflight import __version__
+from inflight.base.tasks import text_of
 from inflight.errors import InflightError
 
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(module.run(arguments))
     except InflightError as error:
-        print(f"inflight: {error}", file=sys.stderr)
+        print(f"inflight: {text_of(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -17,8 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.base.threads import run_abandonable
-from inflight.engines.detached_calls import BackgroundCalls
+from inflight.base.threads import BackgroundCalls, run_abandonable
 from inflight.errors import TransferError
 from inflight.weights.receive.adapter import BucketSink
 from inflight.weights.receive.staged_sink import StagedSink

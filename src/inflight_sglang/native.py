@@ -13,8 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from inflight.base.threads import run_abandonable
-from inflight.engines.detached_calls import BackgroundCalls
+from inflight.base.threads import BackgroundCalls, run_abandonable
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import DeadlineError, ProtocolError, TransferError
 from inflight.weights.receive.adapter import BucketSink

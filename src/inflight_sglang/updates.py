@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from pathlib import Path
 from typing import Any
 
+from inflight.base.threads import BackgroundCalls
 from inflight.base.transfer_time import MOVE_S
-from inflight.engines.detached_calls import BackgroundCalls, quietly
+from inflight.engines.detached_calls import quietly
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.timings import LastUpdate

@@ -12,8 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from inflight.base.threads import BackgroundCalls
 from inflight.base.transfer_time import MOVE_S
-from inflight.engines.detached_calls import BackgroundCalls, quietly
+from inflight.engines.detached_calls import quietly
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate

@@ -18,14 +18,14 @@ def start(model: Path, fault: str) -> LocalEndpoint:
 
 def layer_scales(endpoint: LocalEndpoint) -> LocalEndpoint:
     """Layer 2 attends with another scale."""
-    model: Any = endpoint._engine._model
+    model: Any = endpoint._engine.weights.model
     model.base_model.layers[2].self_attn.scaling *= 1.3
     return endpoint
 
 
 def loses_an_activation(endpoint: LocalEndpoint) -> LocalEndpoint:
     """The MLPs of all layers have another activation."""
-    model: Any = endpoint._engine._model
+    model: Any = endpoint._engine.weights.model
     for layer in model.base_model.layers:
         layer.mlp.act_fn = torch.nn.GELU()
     return endpoint
@@ -33,7 +33,7 @@ def loses_an_activation(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 def rounds_logits(endpoint: LocalEndpoint) -> LocalEndpoint:
     """The head's logits have 8 significant bits."""
-    head: Any = endpoint._engine._head
+    head: Any = endpoint._engine.weights.model.get_output_embeddings()
     head.register_forward_hook(lambda _, __, logits: logits.to(torch.bfloat16).to(logits.dtype))
     return endpoint
 
@@ -42,12 +42,12 @@ def keeps_a_projection(endpoint: LocalEndpoint) -> LocalEndpoint:
     """Updates leave out the output projection of the attention of layer 1, whose copy is another one."""
     engine: Any = endpoint._engine
     load, kept = engine.load, "model.layers.1.self_attn.o_proj.weight"
-    mine = dict(engine._model.named_parameters())[kept].detach().clone()
+    mine = dict(engine.weights.model.named_parameters())[kept].detach().clone()
 
     def faulty(tensors: Any, *others: Any) -> None:
         load(tensors, *others)
         with torch.no_grad():
-            dict(engine._model.named_parameters())[kept].copy_(mine * 1.1)
+            dict(engine.weights.model.named_parameters())[kept].copy_(mine * 1.1)
 
     engine.load = faulty
     return endpoint

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import inflight.engines.embedded.engine
+import inflight.engines.embedded.stepping
 import inflight.weights.encode.float8
 from inflight.conformance.checks import Check
 from inflight.conformance.endpoint import CHECKS
@@ -38,7 +38,7 @@ EMBEDDED = "inflight.engines.embedded.loading:load_endpoint"
 
 pytestmark = pytest.mark.usefixtures("forks")
 PATCHED = (
-    *((inflight.engines.embedded.engine, "sample"), (inflight.weights.encode.float8, "decode_float8")),
+    *((inflight.engines.embedded.stepping, "sample"), (inflight.weights.encode.float8, "decode_float8")),
     *((device_memory, "CudaMemory"), (IpcTransport, "needs_gpu")),
 )
 """What mutants change for a whole process."""

@@ -10,7 +10,7 @@ import torch
 
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.sampler import sample
-from inflight.engines.embedded.slots import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention
+from inflight.engines.embedded.slot_attention import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention
 from inflight.model.checkpoints import load_causal_lm
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 from tests.devices.gpu_on_paper import CUDA, move_parameters, on_cuda, paper_gpu
@@ -57,7 +57,7 @@ def generated(engine: Engine) -> dict[str, list[Completion]]:
     while engine._commands:
         engine._commands.popleft()()
     while engine._has_work():
-        engine._step()
+        engine.steps.step()
     return finished
 
 
@@ -89,11 +89,11 @@ def test_the_engine_leaves_nothing_on_a_gpu_on_paper_while_its_memory_is_release
         engine = Engine(move_parameters(model), max_model_len=256, max_concurrent=4)
         first = generated(engine)
         engine.free_memory()
-        held = [*engine.parameters.values()]
-        held += [tensor for arena in engine._store.arenas for tensor in (arena.keys_LSKCD, arena.values_LSKCD)]
+        held = [*engine.weights.by_name.values()]
+        held += [tensor for arena in engine.scheduler.store.arenas for tensor in (arena.keys_LSKCD, arena.values_LSKCD)]
         assert {tensor.device.type for tensor in held if tensor.numel()} == {"cpu"}
         engine.take_memory()
-        assert {parameter.device for parameter in engine.parameters.values()} == {CUDA}
+        assert {parameter.device for parameter in engine.weights.by_name.values()} == {CUDA}
         again = generated(engine)
     assert first == again
     assert {name: [it.token_ids for it in found] for name, found in again.items()} == {

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from inflight.engines.embedded.decoding import Captured, Compiler, DecodeStep, Recorded
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention
+from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.model.checkpoints import load_causal_lm
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-import inflight.engines.embedded.engine
+import inflight.engines.embedded.parameters
+import inflight.engines.embedded.stepping
 from inflight.conformance.endpoint import CHECKS
 from inflight.conformance.endpoint.judged import JudgedEndpoint
 from inflight.conformance.judge import judge
@@ -98,7 +99,7 @@ def publishing(path: Path, compiler: Compiler, transport: str = "shm") -> Iterat
 
 
 def addresses(endpoint: LocalEndpoint) -> dict[str, int]:
-    return {name: parameter.data_ptr() for name, parameter in endpoint._engine.parameters.items()}
+    return {name: parameter.data_ptr() for name, parameter in endpoint._engine.weights.by_name.items()}
 
 
 def assert_serves(it: Publishing, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -107,7 +108,7 @@ def assert_serves(it: Publishing, tensors: Mapping[str, torch.Tensor], path: Pat
     (found,) = completions_of(it.start(request))
     fresh = endpoint_of(path, None)
     with torch.no_grad():
-        for name, parameter in fresh._engine.parameters.items():
+        for name, parameter in fresh._engine.weights.by_name.items():
             parameter.copy_(tensors[name])
 
     async def run() -> Completion:
@@ -144,19 +145,19 @@ def test_tokens_and_logprobs_are_those_of_an_eager_engine(
 
 def test_keys_and_values_stay_where_they_are_and_within_their_limit(model_dir: Path) -> None:
     endpoint = endpoint_of(model_dir, as_it_is, max_concurrent=3)
-    (arena,) = endpoint._engine._store.arenas
+    (arena,) = endpoint._engine.scheduler.store.arenas
     before = arena.keys_LSKCD.data_ptr(), arena.values_LSKCD.data_ptr(), arena.size_bytes
-    assert arena.size_bytes == endpoint._engine._store.limit_bytes
+    assert arena.size_bytes == endpoint._engine.scheduler.store.limit_bytes
     completions(endpoint)
     assert (arena.keys_LSKCD.data_ptr(), arena.values_LSKCD.data_ptr(), arena.size_bytes) == before
-    assert endpoint._engine._store.reserved_bytes == 0
+    assert endpoint._engine.scheduler.store.reserved_bytes == 0
     for stored in (arena.keys_LSKCD, arena.values_LSKCD):
         assert not stored[:, :, :, 1:].any(), "free rows are zeroed, but for where padding writes"
 
 
 def test_a_request_that_fails_leaves_the_others_as_they_are(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = completions(endpoint_of(model_dir, as_it_is, max_concurrent=6))
-    sample, num_calls = inflight.engines.embedded.engine.sample, 0
+    sample, num_calls = inflight.engines.embedded.stepping.sample, 0
 
     def faulty(logits: Any, params: Any, uniforms: Any) -> Any:
         nonlocal num_calls
@@ -165,7 +166,7 @@ def test_a_request_that_fails_leaves_the_others_as_they_are(model_dir: Path, mon
             raise ValueError("now and then")
         return sample(logits, params, uniforms)
 
-    monkeypatch.setattr(inflight.engines.embedded.engine, "sample", faulty)
+    monkeypatch.setattr(inflight.engines.embedded.stepping, "sample", faulty)
     endpoint = endpoint_of(model_dir, as_it_is, max_concurrent=6)
 
     async def run() -> list[Any]:
@@ -217,13 +218,13 @@ def test_a_captured_step_sees_each_update_at_the_addresses_of_before(
     with publishing(path, recording, transport) as it:
         before = addresses(it.endpoint)
         completions_of(it.start(make_request("first", random_prompt(9, 4), max_tokens=12)))  # captures the shapes
-        whole = {name: parameter.detach().clone() for name, parameter in it.endpoint._engine.parameters.items()}
+        whole = {name: parameter.detach().clone() for name, parameter in it.endpoint._engine.weights.by_name.items()}
         for version in (1, 2):
             whole = scaled(whole, 1.25)
             it.publish(whole, version, "keep")
             assert_serves(it, whole, path)
         assert addresses(it.endpoint) == before
-        assert it.endpoint._engine.replaced == []
+        assert it.endpoint._engine.weights.replaced == []
 
 
 def test_a_captured_step_sees_loras_and_partial_updates(model_dir: Path) -> None:
@@ -245,7 +246,7 @@ def test_a_captured_step_goes_on_with_old_weights_if_memory_is_exchanged(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-in shows what the tests above are for."""
-    monkeypatch.setattr(inflight.engines.embedded.engine, "overwrite", exchange)
+    monkeypatch.setattr(inflight.engines.embedded.parameters, "overwrite", exchange)
     new = scaled(checkpoint(model_dir), 1.25)
     with publishing(model_dir, recording) as it:
         completions_of(it.start(make_request("first", random_prompt(9, 4), max_tokens=12)))
@@ -322,7 +323,7 @@ def test_a_compiled_engine_samples_what_an_eager_one_does_and_compiles_nothing_l
 def test_a_compiled_engine_sees_each_update(tmp_path: Path, tied: bool) -> None:
     path = make_model(tmp_path / "model", tied=tied)
     with publishing(path, ON_THE_CPU) as it:
-        whole = {name: parameter.detach().clone() for name, parameter in it.endpoint._engine.parameters.items()}
+        whole = {name: parameter.detach().clone() for name, parameter in it.endpoint._engine.weights.by_name.items()}
         before = addresses(it.endpoint)
         futures = it.start(*ragged(max_tokens=160))
         for version in (1, 2):

@@ -14,7 +14,7 @@ import torch
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.parameters import exchange, made_ready
-from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention
+from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.errors import PublishError
 from inflight.model.checkpoints import load_causal_lm
 from inflight.weights.encode.transit import ReusedMemory, _Block
@@ -192,7 +192,7 @@ def test_partial_updates_and_loras_leave_the_rest_as_it_is(served: Served, model
 def test_memory_that_was_replaced_is_let_go(served: Served, model_dir: Path) -> None:
     for version in (1, 2):
         served.publish(PlainWorker(scaled(checkpoint(model_dir), 1.0 + version), version))
-        assert served.endpoint._engine.replaced == []
+        assert served.endpoint._engine.weights.replaced == []
 
 
 def test_tied_parameters_share_what_arrived(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import inflight.engines.embedded.engine
+import inflight.engines.embedded.stepping
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.errors import EndpointError, InvalidRequestError
 from inflight.wire import Completion, GenerateRequest
@@ -46,18 +46,18 @@ class FaultyModel(torch.nn.Module):
 
 
 def in_sampling(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = inflight.engines.embedded.engine.sample
+    sample = inflight.engines.embedded.stepping.sample
 
     def faulty(logits: Any, params: Any, uniforms: Any) -> Any:
         if any(p.temperature == POISON for p in params):
             raise ValueError("a processor that cannot do this")
         return sample(logits, params, uniforms)
 
-    monkeypatch.setattr(inflight.engines.embedded.engine, "sample", faulty)
+    monkeypatch.setattr(inflight.engines.embedded.stepping, "sample", faulty)
 
 
 def in_sampling_later(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = inflight.engines.embedded.engine.sample
+    sample = inflight.engines.embedded.stepping.sample
     num_calls = 0
 
     def faulty(logits: Any, params: Any, uniforms: Any) -> Any:
@@ -68,7 +68,7 @@ def in_sampling_later(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) 
                 raise ValueError("a processor that cannot do this")
         return sample(logits, params, uniforms)
 
-    monkeypatch.setattr(inflight.engines.embedded.engine, "sample", faulty)
+    monkeypatch.setattr(inflight.engines.embedded.stepping, "sample", faulty)
 
 
 def in_the_model(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,12 +79,12 @@ def in_the_model(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> No
         return bool(((ids[0, :-1] == before) & (ids[0, 1:] == last)).any())
 
     engine = endpoint._engine
-    faulty = FaultyModel(engine._model.base_model, raises, torch.OutOfMemoryError("out of memory"))
-    monkeypatch.setattr(type(engine._model), "base_model", property(lambda _: faulty))
+    faulty = FaultyModel(engine.weights.model.base_model, raises, torch.OutOfMemoryError("out of memory"))
+    monkeypatch.setattr(type(engine.weights.model), "base_model", property(lambda _: faulty))
 
 
 def in_the_store(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = endpoint._engine._store
+    store = endpoint._engine.scheduler.store
     open_slot, reserve = store.open, store.reserve
     poisoned: set[Any] = set()
 
@@ -94,10 +94,10 @@ def in_the_store(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> No
             poisoned.add(slot)
         return slot
 
-    def reserving(slot: Any) -> None:
+    def reserving(slot: Any, num: int) -> None:
         if slot in poisoned and slot.length == 64:
             raise MemoryError("none left")
-        reserve(slot)
+        reserve(slot, num)
 
     monkeypatch.setattr(store, "open", opening)
     monkeypatch.setattr(store, "reserve", reserving)
@@ -107,7 +107,7 @@ def in_decoding(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> Non
     def faulty(self: Any, sequence: Any) -> bool:
         raise KeyError("no such piece")
 
-    monkeypatch.setattr(type(endpoint._engine), "_hit_stop_string", faulty)
+    monkeypatch.setattr(type(endpoint._engine.steps), "_hit_stop_string", faulty)
 
 
 FAULTS = (in_sampling, in_sampling_later, in_the_model, in_the_store, in_decoding)
@@ -154,13 +154,13 @@ def test_the_request_that_makes_a_step_fail_ends_and_the_others_are_not_disturbe
                 healthy = [asyncio.ensure_future(endpoint.generate(request)) for request in healthy_requests()]
                 await wait_until(lambda: endpoint.stats().num_tokens > 20)
                 for i in range(2):
-                    ended = rf"request 'p{i}' was ended .*other requests go on"
+                    ended = rf"request 'p{i}' was ended .*other requests continue"
                     with pytest.raises(InvalidRequestError, match=ended):
                         await answer_of(endpoint, poison(f"p{i}"), streamed)
                 async with asyncio.timeout(60):
                     answers = await asyncio.gather(*healthy)
             assert endpoint._engine.failure is None
-            assert endpoint._engine._store.size_bytes == endpoint._engine._store.reserved_bytes == 0
+            assert endpoint._engine.scheduler.store.size_bytes == endpoint._engine.scheduler.store.reserved_bytes == 0
             assert endpoint.stats().num_running == endpoint.stats().num_waiting == 0
             again = await endpoint.generate(healthy_requests()[0])
             assert again.completions[0].token_ids == answers[0].completions[0].token_ids
@@ -191,9 +191,9 @@ def test_memory_that_is_short_for_all_at_once_only_costs_nobody_anything(
         async with serving(model_dir) as endpoint:
             engine = endpoint._engine
             faulty = FaultyModel(
-                engine._model.base_model, lambda ids: ids.shape[1] > 130, torch.OutOfMemoryError("out of memory")
+                engine.weights.model.base_model, lambda ids: ids.shape[1] > 130, torch.OutOfMemoryError("out of memory")
             )
-            monkeypatch.setattr(type(engine._model), "base_model", property(lambda _: faulty))
+            monkeypatch.setattr(type(engine.weights.model), "base_model", property(lambda _: faulty))
             answers = await asyncio.gather(*(endpoint.generate(request) for request in healthy_requests()))
             return [completion.token_ids for answer in answers for completion in answer.completions]
 
@@ -210,11 +210,11 @@ def test_requests_of_the_same_prompt_are_told_apart(model_dir: Path, monkeypatch
             prompt = poison("p").prompt_token_ids
             gate: list[asyncio.Future[Any]] = []
             pause = inflight.wire.InFlightPolicy.KEEP
-            engine.call(lambda: engine.pause(pause, lambda: None)).result(30)
+            engine.call(lambda: engine.pauses.pause(pause, lambda: None)).result(30)
             for request in (poison("p", n=1), make_request("good", prompt, max_tokens=4, ignore_eos=True)):
                 gate.append(asyncio.ensure_future(endpoint.generate(request)))
                 await wait_until(lambda: endpoint.stats().num_waiting == len(gate))
-            engine.call(engine.resume).result(30)
+            engine.call(engine.pauses.resume).result(30)
             bad, good = await asyncio.gather(*gate, return_exceptions=True)
             assert isinstance(bad, InvalidRequestError)
             assert len(good.completions[0].token_ids) == 4
@@ -232,8 +232,8 @@ def test_a_fault_that_no_request_is_to_blame_for_ends_the_engine_which_says_so(
             with slowed(endpoint):
                 running = asyncio.ensure_future(endpoint.generate(make_request("r", [1, 2], n=3, ignore_eos=True)))
                 await wait_until(lambda: endpoint.stats().num_running == 3)
-            faulty = FaultyModel(engine._model.base_model, lambda _: True, RuntimeError("the device is gone"))
-            monkeypatch.setattr(type(engine._model), "base_model", property(lambda _: faulty))
+            faulty = FaultyModel(engine.weights.model.base_model, lambda _: True, RuntimeError("the device is gone"))
+            monkeypatch.setattr(type(engine.weights.model), "base_model", property(lambda _: faulty))
             async with asyncio.timeout(60):
                 with pytest.raises(EndpointError, match=r"the engine failed .*the device is gone.*restart"):
                     await running

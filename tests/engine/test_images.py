@@ -84,9 +84,9 @@ async def test_running_requests_are_computed_again_with_their_images(path: Path,
         await wait_until(lambda: engine.stats().num_tokens >= 2)
 
         def recompute() -> None:
-            engine.pause(InFlightPolicy.RECOMPUTE, lambda: None)
+            engine.pauses.pause(InFlightPolicy.RECOMPUTE, lambda: None)
             engine.load([], 1, InFlightPolicy.RECOMPUTE)
-            engine.resume()
+            engine.pauses.resume()
 
         await asyncio.wrap_future(engine.call(recompute))
         stack.close()

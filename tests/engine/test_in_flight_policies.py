@@ -164,17 +164,17 @@ def test_sequences_that_wait_to_be_recomputed_count_as_running(model_dir: Path, 
         wait_in_thread(lambda: it.endpoint.stats().num_running == 8)
 
         def two_updates_at_once() -> None:
-            engine.pause(InFlightPolicy.KEEP, lambda: None)
+            engine.pauses.pause(InFlightPolicy.KEEP, lambda: None)
             engine.load([], 1, InFlightPolicy.RECOMPUTE)
-            engine.resume()
-            engine.pause(policy, paused.set)
+            engine.pauses.resume()
+            engine.pauses.pause(policy, paused.set)
 
         engine.call(two_updates_at_once).result(WAIT_S)
         assert paused.wait(WAIT_S)
         running, (waiting,) = futures[:8], futures[8:]
         completions = completions_of(running)
         assert not waiting.done()
-        engine.call(engine.resume).result(WAIT_S)
+        engine.call(engine.pauses.resume).result(WAIT_S)
         assert completions_of([waiting])[0].finish_reason == "length"
     for completion in completions:
         if policy is InFlightPolicy.DRAIN:

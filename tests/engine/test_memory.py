@@ -136,7 +136,7 @@ def test_requests_that_do_not_fit_now_wait_and_are_answered_as_if_they_had(model
 
     async def run(**options: int) -> tuple[list[Completion], int]:
         async with serving(model_dir, max_model_len=256, **options) as endpoint:
-            store, most = endpoint._engine._store, 0
+            store, most = endpoint._engine.scheduler.store, 0
             reserve = store.reserve
 
             def noting(slot: Slot, num: int) -> None:
@@ -192,7 +192,7 @@ def test_a_limit_that_holds_no_sequence_is_no_configuration(model_dir: Path, opt
 def test_requests_that_end_early_give_everything_back(model_dir: Path, way: str) -> None:
     async def run() -> None:
         async with serving(model_dir, max_concurrent=4) as endpoint:
-            store = endpoint._engine._store
+            store = endpoint._engine.scheduler.store
             for i in range(3):
                 request = make_request(f"r{i}", random_prompt(70, i), n=6, ignore_eos=True)
                 if way == "closed":
@@ -204,13 +204,13 @@ def test_requests_that_end_early_give_everything_back(model_dir: Path, way: str)
                         task = asyncio.ensure_future(endpoint.generate(request))
                         await wait_until(lambda: endpoint.stats().num_running == 4)
                         if way == "aborted":
-                            endpoint._engine.call(endpoint._engine.cancel_all).result(SOON_S)
+                            endpoint._engine.call(endpoint._engine.scheduler.cancel_all).result(SOON_S)
                         else:
                             task.cancel()
                     if way == "aborted":
                         assert {c.finish_reason for c in (await task).completions} == {"abort"}
                     await asyncio.gather(task, return_exceptions=True)
-                await wait_until(lambda: not endpoint._engine._requests)
+                await wait_until(lambda: not endpoint._engine.scheduler.requests)
                 assert endpoint.stats().num_running == endpoint.stats().num_waiting == 0
                 assert held_bytes(store) == store.reserved_bytes == 0
 

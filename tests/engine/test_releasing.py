@@ -29,7 +29,7 @@ def test_no_keys_and_values_are_held_while_memory_is_released_and_tokens_are_the
     async def run() -> None:
         nonlocal is_full
         async with serving(model_dir) as endpoint:
-            store = endpoint._engine._store
+            store = endpoint._engine.scheduler.store
             first = await endpoint.generate(make_request("r", random_prompt(9, 1), max_tokens=20, seed=1))
             assert held_bytes(store) > 0
             is_full = False

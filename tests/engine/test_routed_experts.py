@@ -101,11 +101,11 @@ def test_an_update_leaves_the_experts_that_computed_earlier_tokens(model_path: P
             await wait_until(lambda: engine.stats().num_tokens > 20)
 
             def update() -> None:
-                engine.pause(InFlightPolicy.RECOMPUTE, lambda: None)
+                engine.pauses.pause(InFlightPolicy.RECOMPUTE, lambda: None)
                 stored = stored_names(changed)
                 named = {stored[name]: parameter for name, parameter in changed.named_parameters()}
-                engine.load([(name, named[name].data) for name in engine.parameters], 1, InFlightPolicy.RECOMPUTE)
-                engine.resume()
+                engine.load([(name, named[name].data) for name in engine.weights.by_name], 1, InFlightPolicy.RECOMPUTE)
+                engine.pauses.resume()
 
             await asyncio.wrap_future(engine.call(update))
             stack.close()
@@ -129,7 +129,7 @@ def test_a_continued_completion_has_the_experts_of_both_parts(model_path: Path) 
             with slowed(endpoint, after=10):
                 running = asyncio.ensure_future(endpoint.generate(request))
                 await wait_until(lambda: endpoint.stats().num_tokens > 10)
-                await asyncio.wrap_future(engine.call(lambda: engine.abort(["first"])))
+                await asyncio.wrap_future(engine.call(lambda: engine.scheduler.abort(["first"])))
             (first,) = (await running).completions
             (rest,) = (await endpoint.generate(continuation(request, first, "rest"))).completions
         whole = joined(first, rest)

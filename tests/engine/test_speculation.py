@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import inflight.engines.embedded.engine
+import inflight.engines.embedded.stepping
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.engines.embedded.sampler import sample
@@ -344,7 +344,7 @@ def test_a_failing_request_leaves_the_drafted_tokens_of_others_as_they_are(
             raise ValueError("a processor that cannot do this")
         return sample(logits, params, uniforms)
 
-    monkeypatch.setattr(inflight.engines.embedded.engine, "sample", faulty)
+    monkeypatch.setattr(inflight.engines.embedded.stepping, "sample", faulty)
     poisoned = make_request("poisoned", requests[0].prompt_token_ids, temperature=0.123, ignore_eos=True)
 
     async def run() -> tuple[Any, list[Any], EngineStats]:

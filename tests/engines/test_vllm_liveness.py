@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from inflight.engines.detached_calls import BackgroundCalls
+from inflight.base.threads import BackgroundCalls
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate

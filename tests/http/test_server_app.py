@@ -28,7 +28,7 @@ def test_a_server_whose_engine_died_is_not_healthy(model_dir: Path) -> None:
         async with serving(model_dir) as endpoint:
 
             def break_down() -> None:
-                endpoint._engine._waiting.append(None)  # type: ignore[arg-type]  # whatever may go wrong in a step
+                endpoint._engine.scheduler.waiting.append(None)  # type: ignore[arg-type]  # any error
 
             endpoint._engine.call(break_down).result(10)
             await wait_until(lambda: not endpoint._engine._thread.is_alive())

@@ -12,13 +12,15 @@ from safetensors.torch import load_file
 
 from inflight.errors import ConfigError
 from inflight.run.config import load_config
-from inflight.run.machines.dry_run import plan_run
+from inflight.run.dry_run import planned_update
+from inflight.run.preflight import Hosts, Machine, preflight
 from inflight.run.servers.checks import needs_of
 from inflight.wire import Capabilities
 from tests.run.runs import CONFIG, RunProcess
 from tests.weights.test_publisher_machine import DECLARED
 
 LORA = ("--train.lora.rank", "4", "--train.lora.alpha", "8", "--train.lora.targets", '["q_proj", "down_proj"]')
+MACHINE = Machine(Hosts("127.0.0.1", 0, None, can_outlive=True), devices=lambda: ())
 
 
 def test_a_run_trains_and_publishes_a_lora_alone(model_dir: Path, tmp_path: Path) -> None:
@@ -70,14 +72,14 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(
     file = tmp_path / "run.toml"
     file.write_text(CONFIG.format(directory=tmp_path / "run", model=model_dir))
     with pytest.raises(ConfigError, match=says):
-        plan_run(load_config(file, [*LORA, *words]), ())
+        preflight(load_config(file, [*LORA, *words]), MACHINE)
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_the_planned_update_is_that_of_the_lora(model_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(CONFIG.format(directory=tmp_path / "run", model=model_dir))
-    whole, lora = (plan_run(load_config(file, words), ()).update for words in ((), LORA))
+    whole, lora = (planned_update(preflight(load_config(file, words), MACHINE)) for words in ((), LORA))
     assert lora.size_bytes < whole.size_bytes / 4
 
 

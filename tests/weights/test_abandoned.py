@@ -19,7 +19,7 @@ import torch
 
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention
+from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.errors import PoisonedError, PublishError, UnreachableError, UpdateRefusedError
 from inflight.model.checkpoints import load_causal_lm
 from inflight.types import EndpointOutcome

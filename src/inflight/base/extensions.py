@@ -64,6 +64,13 @@ def load_installed(kind: str, group: str, name: str, also_known: tuple[str, ...]
         raise ConfigError(f"{kind} {name!r} cannot be loaded: {error}{advice}") from error
 
 
+def find_factory(kind: str, group: str, name: str, built_in: Mapping[str, Callable[..., object]]) -> Any:
+    """Return the factory called ``name``: built in, installed, or ``module:attribute``. Raises `ConfigError`."""
+    if ":" in name:
+        return resolve(name)
+    return built_in.get(name) or load_installed(kind, group, name, (*built_in, "module:attribute"))
+
+
 def make(
     protocols: Any,
     kind: str,
@@ -78,10 +85,7 @@ def make(
     The name is built in, installed, or ``module:attribute``. Raises `ConfigError` if there is no such factory, if it
     refuses its arguments, or if the result implements none of the protocols, which are one or a tuple.
     """
-    if ":" in name:
-        factory = resolve(name)
-    else:
-        factory = built_in.get(name) or load_installed(kind, group, name, (*built_in, "module:attribute"))
+    factory = find_factory(kind, group, name, built_in)
     try:
         made = factory(**arguments, **params)
     except TypeError as error:

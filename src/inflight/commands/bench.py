@@ -7,7 +7,8 @@ import asyncio
 from pathlib import Path
 
 from inflight.base.json_files import check_writable, write_json
-from inflight.commands.shared import add_json_argument, parse_size_bytes, print_progress, require_at_least
+from inflight.base.sizes import parse_size_bytes
+from inflight.commands.shared import add_json_argument, print_progress, require_at_least
 from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
@@ -74,7 +75,7 @@ def _measure_engine(arguments: argparse.Namespace) -> int:
                 num_tokens=arguments.tokens,
                 num_prompt_tokens=arguments.prompt_tokens,
                 num_rounds=arguments.rounds,
-                tell=print_progress,
+                report_progress=print_progress,
             )
         finally:
             await endpoint.aclose()
@@ -103,7 +104,7 @@ def _measure_weights(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             num_threads=arguments.threads,
             directory=arguments.directory,
-            tell=print_progress,
+            report_progress=print_progress,
         )
         print(table(measured), flush=True)
         results += measured

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import asyncio
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inflight.base.json_files import check_writable, write_json
 from inflight.commands.shared import add_json_argument
 from inflight.errors import ConfigError
+
+if TYPE_CHECKING:
+    from inflight.run.config import RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,27 +46,28 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = list(arguments.overrides)
     if arguments.launcher is not None:
         overrides += ["--run.launcher", arguments.launcher]
-    if arguments.dry_run:
-        return _dry_run(arguments, overrides)
-    if arguments.json is not None or arguments.devices is not None:
+    if not arguments.dry_run and (arguments.json is not None or arguments.devices is not None):
         raise ConfigError("--json and --devices apply only to --dry-run")
-    from inflight.run.run import train
-
     config = load_config(arguments.config, overrides)
     is_begun = arguments.resume_if_begun and (config.run.directory / "config.json").exists()
-    return train(config, resume=arguments.resume or is_begun)
+    resume = arguments.resume or is_begun
+    if arguments.dry_run:
+        return _dry_run(config, arguments, resume=resume)
+    from inflight.run.run import train
+
+    return train(config, resume=resume)
 
 
-def _dry_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print what a run would do. Raises what the run would raise before it starts."""
-    from inflight.run.config import load_config
+def _dry_run(config: RunConfig, arguments: argparse.Namespace, *, resume: bool) -> int:
+    """Print what a run would do. Raises what the run would raise before it starts a process."""
+    from inflight.run.dry_run import dry_run, hosts_of_dry_run, render_text
     from inflight.run.machines.devices import described_devices, devices_here
-    from inflight.run.machines.dry_run import described, plan_run
+    from inflight.run.preflight import Machine, preflight
 
     check_writable({"json": arguments.json})
-    config = load_config(arguments.config, overrides)
     devices = devices_here() if arguments.devices is None else described_devices(arguments.devices)
-    plan = plan_run(config, devices)
-    print(described(plan))
-    write_json(arguments.json, plan.to_json())
+    machine = Machine(hosts_of_dry_run(config, devices), devices=lambda: devices)
+    found = asyncio.run(dry_run(preflight(config, machine, resume=resume)))
+    print(render_text(found))
+    write_json(arguments.json, asdict(found))
     return 0

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from inflight.base.requirements import require
-from inflight.engines.detached_calls import Attaching, BackgroundCalls
+from inflight.base.threads import BackgroundCalls
+from inflight.engines.detached_calls import Attaching
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
@@ -170,6 +171,6 @@ class AttachedEndpoint(ABC):
             if (update := self._updates.session.update) is not None:
                 with contextlib.suppress(InflightError):
                     await self._updates.abort(update.ref)
-            self._updates.close()
+            await self._updates.aclose()
         await self._background.aclose(self._close_s)
         await self._routes.aclose()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from inflight.base.extensions import make
+from inflight.base.extensions import find_factory, make
 from inflight.launchers.launcher import Launcher
 from inflight.launchers.local import LocalLauncher
 from inflight.launchers.outside import OutsideLauncher
+
+_BUILT_IN = {"local": LocalLauncher, "outside": OutsideLauncher}
 
 
 def load_launcher(name: str, options: Mapping[str, Any]) -> Launcher:
@@ -16,7 +18,10 @@ def load_launcher(name: str, options: Mapping[str, Any]) -> Launcher:
 
     Raises `ConfigError` if there is none, or if it cannot reach the hosts that it launches on.
     """
-    launcher: Launcher = make(
-        Launcher, "launcher", "launchers", name, {}, options, {"local": LocalLauncher, "outside": OutsideLauncher}
-    )
+    launcher: Launcher = make(Launcher, "launcher", "launchers", name, {}, options, _BUILT_IN)
     return launcher
+
+
+def check_launcher(name: str) -> None:
+    """Raise `ConfigError` unless there is a launcher of this name. None is made: that may start a cluster."""
+    find_factory("launcher", "launchers", name, _BUILT_IN)

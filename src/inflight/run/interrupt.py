@@ -7,6 +7,8 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from inflight.base.tasks import cancel_and_wait
+
 T = TypeVar("T")
 
 
@@ -45,6 +47,4 @@ class Interrupt:
                 raise Interrupted
             return calling.result()
         finally:
-            interrupted.cancel()
-            calling.cancel()
-            await asyncio.gather(calling, return_exceptions=True)
+            await cancel_and_wait(calling, interrupted)

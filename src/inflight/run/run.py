@@ -10,47 +10,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import secrets
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from inflight.base.tasks import also_failing, finish_all, run_together, running, text_of
 from inflight.environments.proxy.run_server import ProxyServer
-from inflight.errors import CheckpointError, ConfigError, FencedError, InflightError, WorkerDiedError
-from inflight.http.tokens import TOKEN_VARIABLE
+from inflight.errors import CheckpointError, FencedError, InflightError, WorkerDiedError
 from inflight.launchers import Launcher, load_launcher
-from inflight.model.checkpoints import check_weights, load_config, load_tokenizer
-from inflight.model.images import load_image_processor
-from inflight.observe.exports.prometheus import MetricsServer, RunMetrics
-from inflight.observe.trace.records import RECORD, remove_steps
-from inflight.observe.trackers import Reporting, TrackedRun, load_trackers
-from inflight.rollouts import EssGuard, HistoryStore, Ledger, load_composer, load_scheduler, load_staleness, load_task
+from inflight.rollouts import Ledger
 from inflight.run.config import RunConfig
-from inflight.run.delivery import Delivery, PullDelivery, PushDelivery
 from inflight.run.interrupt import Interrupt, Interrupted
-from inflight.run.machines.devices import devices_here
-from inflight.run.machines.lora_shapes import check_lora
-from inflight.run.machines.memory import model_shape
-from inflight.run.machines.memory_check import check_fits, device_uses, memory_of
-from inflight.run.machines.placement import place, place_elsewhere, uses_gpus
-from inflight.run.machines.ports import check_ports
+from inflight.run.preflight import Machine, Prepared, hosts_of, preflight
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import Members, Trained
 from inflight.run.record.console import Progress
-from inflight.run.record.journal import Journal
-from inflight.run.record.page import serve_page
+from inflight.run.record.journal import open_journal
+from inflight.run.record.observers import Observers
 from inflight.run.record.recording import Recording
-from inflight.run.record.run_directory import claim
+from inflight.run.record.run_directory import RunDirectory, claim
 from inflight.run.record.saving import Saving
 from inflight.run.record.step_rows import Notes
 from inflight.run.sampling.batches import StepBatch, frames_of
 from inflight.run.sampling.groups import work_of
 from inflight.run.sampling.sampling import Sampling
-from inflight.run.servers.checks import check_servers
-from inflight.run.servers.leases import kept_token
+from inflight.run.servers.leases import token_of
 from inflight.run.servers.memory_turns import MemoryTurns
 from inflight.run.servers.servers import Servers, nobody_left
+from inflight.run.updates import updates_of
 
 
 def train(config: RunConfig, *, resume: bool = False) -> int:
@@ -58,22 +45,30 @@ def train(config: RunConfig, *, resume: bool = False) -> int:
 
     Raises the `InflightError` that stopped the run; the last checkpoint is whole then.
     """
-    return asyncio.run(_until_over(config, resume=resume))
+    with contextlib.ExitStack() as stack:
+        launcher = load_launcher(config.run.launcher, config.run.launcher_options)
+        stack.callback(launcher.close)
+        machine = Machine(hosts_of(launcher))
+        prepared = preflight(config, machine, resume=resume)
+        config_json, note = config.model_dump_json(indent=2), Progress(config.run.num_steps).note
+        directory = claim(config.run.directory, config_json, resume=resume, note=note)
+        stack.callback(directory.release)
+        return asyncio.run(_run_until_over(prepared, machine, directory, launcher))
 
 
-async def _until_over(config: RunConfig, *, resume: bool) -> int:
-    """Run; as long as ``run.restarts`` allows, begin again from the last checkpoint when a rank is lost."""
-    run = _Run(config, resume=resume)
-    try:
-        num_left = config.run.restarts
-        while (status := await run.run(may_restart=num_left > 0)) is None:
-            again = _Run(config, resume=True, before=run)
-            num_left = num_left - 1 if again.directory.checkpoint == run.directory.checkpoint else config.run.restarts
-            run = again
-        return status
-    finally:
-        run.launcher.close()
-        run.directory.release()
+async def _run_until_over(prepared: Prepared, machine: Machine, directory: RunDirectory, launcher: Launcher) -> int:
+    """Run; as long as ``run.restarts`` allows, start again from the last checkpoint when a rank is lost."""
+    config, token = prepared.config, token_of(prepared.config, directory.path)
+    run = _Run(prepared, directory, launcher, token)
+    num_left = config.run.restarts
+    while (status := await run.run(may_restart=num_left > 0)) is None:
+        latest = directory.at_latest_checkpoint()
+        num_left = num_left - 1 if latest.checkpoint == directory.checkpoint else config.run.restarts
+        directory = latest
+        following = _Run(preflight(config, machine.held_by(directory)), directory, launcher, token)
+        following.servers.take_over(run.servers)
+        run = following
+    return status
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -118,8 +113,8 @@ async def _train_last(run: _Run, batch: StepBatch) -> list[Trained]:
 
 async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> list[Trained]:
     """Take one optimizer step on every rank, and publish the new version unless ``publish`` is None."""
-    train = run.config.train
-    shares, max_tokens = run.trainers.num_shares, train.max_tokens_per_micro_batch
+    shares = run.trainers.num_shares
+    max_tokens = run.prepared.config.train.max_tokens_per_micro_batch
     # In a thread: numpy and safetensors release the lock, and requests go out meanwhile.
     frames = await asyncio.to_thread(
         frames_of,
@@ -127,7 +122,7 @@ async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> lis
         max_tokens,
         shares,
         publish=publish,
-        images=run.images,
+        images=run.prepared.model.images,
         returns_logprobs=run.recording is not None,
     )
     return await run.trainers.train(frames)
@@ -156,122 +151,62 @@ def _note(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
 
 
 class _Run:
-    """Makes the parts of one run, starts them, watches them during the loop, and stops them.
+    """The parts of one incarnation of a run, made of what `preflight` has returned: started, watched and stopped.
 
-    One that comes after another (``before``), whose ranks were lost, takes over its servers and its directory.
+    An incarnation ends with its trainer ranks. The next one takes over its servers and its directory.
     """
 
-    def __init__(self, config: RunConfig, *, resume: bool, before: _Run | None = None) -> None:
-        self.config = config
-        check_servers(config.servers)
-        check_lora(config.train, config.model.path)
-        self.launcher: Launcher = (
-            before.launcher if before else load_launcher(config.run.launcher, config.run.launcher_options)
-        )
-        if self.launcher.port and not config.servers.others_may_come:
-            raise ConfigError(
-                f"launcher {config.run.launcher!r} starts no servers: set servers.join, where they come by themselves"
-            )
-        if config.servers.lease_s and not self.launcher.can_outlive:
-            raise ConfigError(
-                f"servers.lease_s lets servers outlive the run, but those of launcher {config.run.launcher!r} cannot: "
-                "leave it out, or use launcher 'local'"
-            )
-        devices = devices_here() if uses_gpus(config) and self.launcher.num_gpus is None else ()
-        num_gpus = self.launcher.num_gpus
-        placement = place(config, devices) if num_gpus is None else place_elsewhere(config, num_gpus)
-        if config.servers.colocated:
-            memory = memory_of(config, model_shape(config.model.path), placement)
-            check_fits(device_uses(devices, placement, memory), memory)
-        config.loss.policy_loss()  # raises before anything is written
-        task = load_task(config.task.name, config.task.params, config.run.seed)
-        policies = config.rollouts
-        staleness = load_staleness(policies.staleness, policies.staleness_params, policies.max_lag)
-        if policies.min_ess is not None:
-            staleness = EssGuard(staleness, policies.min_ess, stops=policies.on_low_ess == "stop")
-        composer = load_composer(policies.composer, policies.composer_params, config.tokens_per_step)
-        history = HistoryStore()
-        scheduler = load_scheduler(
-            policies.scheduler,
-            policies.scheduler_params,
-            group_size=config.sampling.group_size + config.task.extra_episodes,
-            history=history,
-            seed=config.run.seed,
-        )
-        trackers = load_trackers(config.run.trackers, config.run.tracker_options)
-        check_weights(config.model.path)
-        vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
-        tokenizer = load_tokenizer(config.model.path)
-        if tokenizer is None:
-            raise ConfigError(f"model directory {str(config.model.path)!r} has no tokenizer")
-        self.images = load_image_processor(config.model.path)
-        self.progress = Progress(config.run.num_steps)
-        note, config_json = self.progress.note, config.model_dump_json(indent=2)
-        self.proxy = ProxyServer(config.model.path.resolve().name, note)
-        work = work_of(config, task, tokenizer, self.images, self.proxy.serve)
-        if before is None:
-            check_ports(config, self.launcher)
-            self.directory = claim(config.run.directory, config_json, resume=resume, note=note)
-        else:
-            self.directory = before.directory.at_latest_checkpoint()
-        if self.directory.checkpoint is not None:
-            check_weights(self.directory.checkpoint)
-        path, state = self.directory.path, self.directory.state
+    def __init__(self, prepared: Prepared, directory: RunDirectory, launcher: Launcher, token: str) -> None:
+        config, policies, path, state = prepared.config, prepared.policies, directory.path, directory.state
         version = 0 if state is None else state["version"]
-        remove_steps(path / RECORD, version)
-        ledger = Ledger() if state is None else Ledger.from_json(state["ledger"])
-        settings = config.model_dump(mode="json")
-        self.metrics = None if config.run.metrics_port is None else RunMetrics()
-        self.reporting = Reporting(trackers, TrackedRun(self.directory.run_id, path, settings, version), note)
-        journal = Journal(
-            path,
-            None if state is None else state["journal"],
-            version,
-            config=settings,
-            compresses=config.run.compress_events,
-            listeners=[self.reporting.report] if self.metrics is None else [self.reporting.report, self.metrics.count],
-        )
-        self.token: str = before.token if before else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
-        if config.servers.lease_s:
-            self.token = kept_token(path, self.token)
-        token = self.token
-
-        self.journal = journal
-        if placement.placed:
-            note("; ".join(map(str, placement.placed)))
+        self.prepared = prepared
+        self.directory = directory
+        self.progress = Progress(config.run.num_steps)
+        note = self.progress.note
+        self.observers = Observers(config, prepared.trackers, directory, version, note)
+        self.journal = open_journal(config, directory, version, self.observers.listeners)
         self.interrupt = Interrupt(note, self._kill)
-        self.sampling = Sampling(config, work, staleness, composer, scheduler, ledger, history, journal, note)
+        self.proxy = ProxyServer(config.model.path.resolve().name, note)
+        work = work_of(config, prepared.task, prepared.model.tokenizer, prepared.model.images, self.proxy.serve)
+        self.sampling = Sampling(
+            config,
+            work,
+            policies.staleness,
+            policies.composer,
+            policies.scheduler,
+            Ledger() if state is None else Ledger.from_json(state["ledger"]),
+            policies.history,
+            self.journal,
+            note,
+        )
         if state is not None:
             self.sampling.restore(state)
-        self.notes = Notes(config, path, self.sampling, journal, self.progress)
-        logs, lock = self.directory.logs, self.directory.lock
-        self.trainers = TrainerGroup(config, logs, token, note, lock, placement.trainers, self.launcher)
+        self.notes = Notes(config, path, self.sampling, self.journal, self.progress)
+        self.trainers = TrainerGroup(
+            config, directory.logs, token, note, directory.lock, prepared.placement.trainers, launcher
+        )
         self.servers = Servers(
             config,
             token,
-            vocab_size,
+            prepared.model.vocab_size,
             self.sampling.actor,
-            journal,
+            self.journal,
             note,
-            placement.servers,
-            self.launcher,
+            prepared.placement.servers,
+            launcher,
             lambda: self.sampling.is_training,
         )
-        if before is not None:
-            self.servers.own, self.servers.extra = before.servers.own, before.servers.extra
-        self.memory: MemoryTurns | None = None
-        if config.servers.release_memory:
-            self.memory = MemoryTurns(self.servers, self.trainers.limits.publish_s)
-        is_pulled = config.servers.updates == "pull"
-        self.delivery: Delivery = PullDelivery(self.servers) if is_pulled else PushDelivery(self.servers, self.trainers)
+        self.memory = MemoryTurns(self.servers, prepared.limits.publish_s) if config.servers.release_memory else None
+        self.delivery = updates_of(config).delivery(self.servers, self.trainers)
         self.recording = Recording(config, path, note) if config.run.record else None
         self.saving = Saving(self.trainers, path, config.run, self._state, version, self.journal.saved, self.recording)
 
     def _is_done(self) -> bool:
         """Return whether all steps are made, or the run has reached ``stop_at_reward``."""
-        target, reward = self.config.run.stop_at_reward, self.journal.recent_reward()
+        settings, reward = self.prepared.config.run, self.journal.recent_reward()
+        target = settings.stop_at_reward
         is_reached = target is not None and reward is not None and reward >= target
-        return is_reached or self.journal.version >= self.config.run.num_steps
+        return is_reached or self.journal.version >= settings.num_steps
 
     def is_over(self) -> bool:
         return self._is_done() or self.interrupt.is_set()
@@ -288,54 +223,35 @@ class _Run:
         Returns None if a rank was lost and ``may_restart`` is set: then only the servers run.
         """
         self.interrupt.listen()
-        with self._serving_metrics():
-            return await self._run_and_report(may_restart=may_restart)
-
-    @contextlib.contextmanager
-    def _serving_metrics(self) -> Iterator[None]:
-        """Serve the metrics during the body, if the configuration names a port."""
-        port = self.config.run.metrics_port
-        if self.metrics is None or port is None:
-            yield
-            return
-        with MetricsServer(self.metrics, port) as server:
-            self.progress.note(f"metrics for Prometheus at {server.url}")
-            yield
-
-    async def _run_and_report(self, *, may_restart: bool) -> int | None:
-        beside = [self.notes.tell_what_is_waited_for()]
-        if self.config.run.page:
-            beside.append(serve_page(self.directory.path, self.directory.logs, self.progress.note))
-        async with self.proxy, _beside(*beside):
-            try:
-                status = await self._run(may_restart=may_restart)
-            except InflightError as error:
-                await asyncio.to_thread(self.reporting.end, str(error))
-                raise
-            await asyncio.to_thread(self.reporting.end, None)
-            return status
+        waiting = self.notes.show_what_is_waited_for()
+        async with self.proxy, running(waiting, *self.observers.calls()), self.observers:
+            if self.prepared.placement.placed:
+                self.progress.note("; ".join(map(str, self.prepared.placement.placed)))
+            return await self._run(may_restart=may_restart)
 
     async def _run(self, *, may_restart: bool) -> int | None:
         try:
             with contextlib.suppress(Interrupted):  # before the first step
                 await self.interrupt.unless(self._start())
-                await self._train_beside_watchers()
-        except FencedError:  # the servers now belong to another run
-            await self._stop()
+                await self._train_and_watch()
+        except FencedError as error:  # the servers now belong to another run
+            with also_failing(error):
+                await self._stop()
             raise
         except InflightError as error:
             if may_restart and isinstance(error, WorkerDiedError) and not self.interrupt.is_set():
-                self.progress.note(f"{error}\nall trainer ranks start again from the last checkpoint")
+                self.progress.note(f"{text_of(error)}\nall trainer ranks start again from the last checkpoint")
                 self.progress.close()
-                await asyncio.gather(self.trainers.stop(), self.servers.disconnect())
+                await finish_all(self.trainers.stop(), self.servers.disconnect())
                 self.journal.close()
                 if self.recording is not None:
                     await self.recording.written()
                 return None
-            await self.servers.tell_dead()
-            await self._stop()
-            with contextlib.suppress(CheckpointError):  # report the first failure
-                self.notes.finish(str(error), interrupted=self.interrupt.is_set())
+            with also_failing(error):
+                await self.servers.tell_dead()
+                await self._stop()
+            with also_failing(error):
+                self.notes.finish(text_of(error), interrupted=self.interrupt.is_set())
             raise
         await self._stop()
         self.notes.finish(None, interrupted=self.interrupt.is_set())
@@ -346,7 +262,7 @@ class _Run:
         self.progress.note(self.notes.doing)
         await self.trainers.spawn()
         beginning = [] if self.recording is None else [self.recording.begin(self.journal.version)]
-        await asyncio.gather(self.servers.start(self.directory), *beginning)
+        await run_together(self.servers.start(self.directory), *beginning)
         if self.memory is not None:
             await self.memory.to_servers()  # an earlier run may have been killed when it was the trainers' turn
         started = await self.trainers.load_and_connect(
@@ -358,11 +274,11 @@ class _Run:
             raise nobody_left(self.sampling.actor)
         self.notes.doing = ""
 
-    async def _train_beside_watchers(self) -> None:
+    async def _train_and_watch(self) -> None:
         if self._is_done():
             self.progress.note(f"the run is already done: it has made {self.journal.version} steps")
             return
-        async with _beside(
+        async with running(
             self.sampling.actor.run(),
             self.notes.note_what_runs(),
             self.trainers.watch(),
@@ -371,7 +287,7 @@ class _Run:
             *self.servers.watching(),
         ):
             with contextlib.suppress(Interrupted):  # earlier steps are kept
-                await (_pipeline if self.config.run.mode == "pipeline" else _conventional)(self)
+                await (_pipeline if self.prepared.config.run.mode == "pipeline" else _conventional)(self)
             await self.saving.finish(self.journal.version)
             if self.recording is not None:
                 await self.recording.finish()
@@ -382,7 +298,7 @@ class _Run:
         if self.memory is not None:
             await self.trainers.stop()
             await self.memory.end()
-        await asyncio.gather(self.trainers.stop(), self.servers.stop())
+        await finish_all(self.trainers.stop(), self.servers.stop())
         if self.recording is not None:
             with contextlib.suppress(CheckpointError):  # report the first failure
                 await self.recording.written()
@@ -390,19 +306,3 @@ class _Run:
     def _kill(self) -> None:
         for child in (*self.trainers.ranks, *self.servers.own, *self.servers.extra):
             child.process.send_signal(signal.SIGKILL)
-
-
-@contextlib.asynccontextmanager
-async def _beside(*calls: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run calls while the body runs. The first exception ends all of them and is raised once they have ended."""
-    failure: Exception | None = None
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-            yield
-            for task in tasks:
-                task.cancel()
-    except ExceptionGroup as failures:
-        failure = failures.exceptions[0]
-    if failure is not None:
-        raise failure

@@ -36,7 +36,7 @@ def clears_frozen_tensors(endpoint: LocalEndpoint) -> LocalEndpoint:
     def load(tensors: Any, *others: Any) -> None:
         arrived = dict(tensors)
         with torch.no_grad():
-            for name, parameter in engine._model.named_parameters():
+            for name, parameter in engine.weights.model.named_parameters():
                 if name not in arrived:
                     parameter.zero_()
         own(arrived.items(), *others)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inflight.engines.embedded.endpoint import LocalEndpoint
-from inflight.engines.embedded.slots import StepPlan
+from inflight.engines.embedded.slot_attention import StepPlan
 from inflight.wire import InFlightPolicy
 from tests.conformance.mutants.mutant import Mutant
 
@@ -32,7 +32,7 @@ def dropped_unless_held(endpoint: LocalEndpoint) -> LocalEndpoint:
     load = engine.load
 
     def faulty(*arguments: Any) -> None:
-        held = {sequence.request.prompt_token_ids for sequence in engine._running.values()}
+        held = {sequence.request.prompt_token_ids for sequence in engine.scheduler.running.values()}
         for prompt in cache.keys() - held:
             del cache[prompt]
         load(*arguments)
@@ -44,7 +44,7 @@ def dropped_unless_held(endpoint: LocalEndpoint) -> LocalEndpoint:
 def _cache_prompts(endpoint: LocalEndpoint, page: int) -> Cache:
     """Give the engine a prefix cache that nothing drops; return it."""
     engine: Any = endpoint._engine
-    append = engine._append
+    append = engine.steps._append
     cache: Cache = {}
 
     def faulty(drawn: Any) -> Any:
@@ -58,7 +58,7 @@ def _cache_prompts(endpoint: LocalEndpoint, page: int) -> Cache:
             cache[prompt[:length]] = (keys.clone(), values.clone())
         return append(drawn)
 
-    engine._append = faulty
+    engine.steps._append = faulty
     return cache
 
 
@@ -71,11 +71,11 @@ def recomputing_four(endpoint: LocalEndpoint) -> LocalEndpoint:
     load = engine.load
 
     def faulty(tensors: Any, version: int, policy: InFlightPolicy) -> None:
-        others = dict(list(engine._running.items())[4:]) if policy is InFlightPolicy.RECOMPUTE else {}
+        others = dict(list(engine.scheduler.running.items())[4:]) if policy is InFlightPolicy.RECOMPUTE else {}
         for slot in others:
-            del engine._running[slot]
+            del engine.scheduler.running[slot]
         load(tensors, version, policy)
-        engine._running |= others
+        engine.scheduler.running |= others
 
     engine.load = faulty
     return endpoint
@@ -84,26 +84,26 @@ def recomputing_four(endpoint: LocalEndpoint) -> LocalEndpoint:
 def keeping_chunks(endpoint: LocalEndpoint) -> LocalEndpoint:
     """Read the first half of a long prompt in a step of its own, and keep it over updates."""
     engine: Any = endpoint._engine
-    step, append = engine._step, engine._append
+    step, append = engine.steps.step, engine.steps._append
     chunks: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def read(sequence: Any) -> None:
         ids = sequence.request.prompt_token_ids[: len(sequence.request.prompt_token_ids) // 2]
-        slot = engine._store.open(len(ids), len(ids) + 1)
-        plan = StepPlan(engine._store, [slot], [len(ids)], engine._device)
+        slot = engine.scheduler.store.open(len(ids), len(ids) + 1)
+        plan = StepPlan(engine.scheduler.store, [slot], [len(ids)], engine.weights.device)
         decoding = plan.decoding_slots
         assert not decoding
-        packed = torch.tensor([ids], device=engine._device)
-        positions = torch.tensor([plan.positions()], device=engine._device)
-        engine._model.base_model(input_ids=packed, position_ids=positions, use_cache=False, step_plan=plan)
+        packed = torch.tensor([ids], device=engine.weights.device)
+        positions = torch.tensor([plan.positions()], device=engine.weights.device)
+        engine.weights.model.base_model(input_ids=packed, position_ids=positions, use_cache=False, step_plan=plan)
         keys, values = cached(slot, len(ids))
         chunks[sequence] = (keys.clone(), values.clone())
-        engine._store.close(slot)
+        engine.scheduler.store.close(slot)
 
     def faulty_step() -> None:
-        for sequence in engine._waiting:
+        for sequence in engine.scheduler.waiting:
             is_long = len(sequence.request.prompt_token_ids) > 512
-            if is_long and not sequence.token_ids and not engine._running and sequence not in chunks:
+            if is_long and not sequence.token_ids and not engine.scheduler.running and sequence not in chunks:
                 return read(sequence)
         return step()
 
@@ -115,7 +115,7 @@ def keeping_chunks(endpoint: LocalEndpoint) -> LocalEndpoint:
                 stored.copy_(kept)
         return append(drawn)
 
-    engine._step, engine._append = faulty_step, faulty_append
+    engine.steps.step, engine.steps._append = faulty_step, faulty_append
     return endpoint
 
 
@@ -125,7 +125,7 @@ def restarting_numbers(endpoint: LocalEndpoint) -> LocalEndpoint:
 
     def faulty(tensors: Any, version: int, policy: InFlightPolicy) -> None:
         if policy is InFlightPolicy.RECOMPUTE:
-            for sequence in engine._running.values():
+            for sequence in engine.scheduler.running.values():
                 sequence.uniform = random.Random(f"{sequence.request.sampling.seed}:{sequence.index}").random
         load(tensors, version, policy)
 

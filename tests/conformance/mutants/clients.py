@@ -22,7 +22,7 @@ def caches_pages(endpoint: LocalEndpoint) -> dict[str, str]:
     ``recompute`` drops all pages, ``keep`` none.
     """
     engine: Any = endpoint._engine
-    append, load = engine._append, engine.load
+    append, load = engine.steps._append, engine.load
     keys: dict[str, str] = {}
     pages: dict[tuple[str, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -41,7 +41,7 @@ def caches_pages(endpoint: LocalEndpoint) -> dict[str, str]:
             pages.clear()
         return load(tensors, version, policy)
 
-    engine._append, engine.load = appending, loading
+    engine.steps._append, engine.load = appending, loading
     return keys
 
 

@@ -25,19 +25,19 @@ def declares_what_is_free(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 
 def wider_vocabulary(endpoint: LocalEndpoint) -> LocalEndpoint:
-    return with_capabilities(vocab_size=endpoint._engine.vocab_size + 6)(endpoint)
+    return with_capabilities(vocab_size=endpoint._engine.limits.vocab_size + 6)(endpoint)
 
 
 def narrower_vocabulary(endpoint: LocalEndpoint) -> LocalEndpoint:
-    return with_capabilities(vocab_size=endpoint._engine.vocab_size - 2)(endpoint)
+    return with_capabilities(vocab_size=endpoint._engine.limits.vocab_size - 2)(endpoint)
 
 
 def longer_context(endpoint: LocalEndpoint) -> LocalEndpoint:
-    return with_capabilities(max_model_len=endpoint._engine.max_model_len + 1)(endpoint)
+    return with_capabilities(max_model_len=endpoint._engine.limits.max_model_len + 1)(endpoint)
 
 
 def shorter_context(endpoint: LocalEndpoint) -> LocalEndpoint:
-    return with_capabilities(max_model_len=endpoint._engine.max_model_len - 1)(endpoint)
+    return with_capabilities(max_model_len=endpoint._engine.limits.max_model_len - 1)(endpoint)
 
 
 def acknowledging(transport: str) -> Callable[[LocalEndpoint], LocalEndpoint]:
@@ -98,7 +98,7 @@ def refuses_when_full(endpoint: LocalEndpoint) -> LocalEndpoint:
 
     async def faulty(request: GenerateRequest) -> GenerateResponse:
         nonlocal num_open
-        if num_open + request.sampling.n > endpoint._engine.max_concurrent:
+        if num_open + request.sampling.n > endpoint._engine.scheduler.max_concurrent:
             raise InvalidRequestError("the server is full; try again later")
         num_open += request.sampling.n
         try:
@@ -150,7 +150,7 @@ MUTANTS = (
         "requests counted as sequences",
         "E-07",
         "num_running counts requests, whatever their n.",
-        reporting(lambda endpoint, _: len(endpoint._engine._requests)),
+        reporting(lambda endpoint, _: len(endpoint._engine.scheduler.requests)),
     ),
     Mutant(
         "never at rest",

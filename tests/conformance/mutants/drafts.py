@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import inflight.engines.embedded.engine
+import inflight.engines.embedded.stepping
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.sampler import sample
 from inflight.engines.embedded.speculation import Drawn, num_accepted
@@ -71,7 +71,7 @@ def drawing_again_after_a_rejection(endpoint: LocalEndpoint) -> LocalEndpoint:
         return kept
 
     speculation.verify = faulty
-    inflight.engines.embedded.engine.sample = draw
+    inflight.engines.embedded.stepping.sample = draw
     return endpoint
 
 
@@ -82,7 +82,7 @@ def counting_those_of_the_engine(endpoint: LocalEndpoint) -> LocalEndpoint:
     def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
         kept = verify(sequences, token_ids, logprobs)
         for it in kept:
-            it.sequence.num_verifications, it.sequence.num_accepted = 1, speculation.num_accepted
+            it.sequence.num_verifications, it.sequence.num_accepted = 1, speculation._counters.num_accepted
         return kept
 
     speculation.verify = faulty

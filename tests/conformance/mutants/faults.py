@@ -164,7 +164,7 @@ def refuses_a_group(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 def applies_as_they_arrive(endpoint: LocalEndpoint) -> LocalEndpoint:
     faulty: Any = endpoint
-    parameters = dict(faulty._engine._model.named_parameters())
+    parameters = dict(faulty._engine.weights.model.named_parameters())
 
     @torch.no_grad()
     def apply(staged: Any) -> None:
@@ -234,7 +234,7 @@ def outlives_its_launcher(endpoint: LocalEndpoint) -> LocalEndpoint:
 def acknowledged_under_load(
     engine: Any, pause: Callable[..., None], policy: InFlightPolicy, on_paused: Callable[[], None]
 ) -> None:
-    if len(engine._running) <= 4:
+    if len(engine.scheduler.running) <= 4:
         return pause(policy, on_paused)
     threading.Timer(0.5, lambda: engine.call(lambda: pause(policy, lambda: None))).start()
     return on_paused()
@@ -279,8 +279,8 @@ def tires_of_pauses(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 def deaf_while_paused(endpoint: LocalEndpoint) -> LocalEndpoint:
     engine: Any = endpoint._engine
-    cancel = engine.cancel
-    engine.cancel = lambda request: None if engine._paused_since is not None else cancel(request)
+    cancel = engine.scheduler.cancel
+    engine.scheduler.cancel = lambda request: None if engine.pauses.paused_since is not None else cancel(request)
     return endpoint
 
 

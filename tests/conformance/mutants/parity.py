@@ -15,7 +15,7 @@ def positions_shift(endpoint: LocalEndpoint) -> LocalEndpoint:
         positions = keywords["position_ids"]
         return arguments, {**keywords, "position_ids": torch.where(positions >= 64, positions + 1, positions)}
 
-    model: Any = endpoint._engine._model
+    model: Any = endpoint._engine.weights.model
     model.base_model.register_forward_pre_hook(shifted, with_kwargs=True)
     return endpoint
 
@@ -27,7 +27,7 @@ def wears_away(endpoint: LocalEndpoint) -> LocalEndpoint:
     def faulty(tensors: Any, *others: Any) -> None:
         load(tensors, *others)
         with torch.no_grad():
-            engine._head.weight.mul_(1.00002**engine._num_updates)
+            engine.weights.model.get_output_embeddings().weight.mul_(1.00002**engine.counters.num_updates)
 
     engine.load = faulty
     return endpoint

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inflight.engines.embedded.endpoint import LocalEndpoint
-from inflight.engines.embedded.slots import StepPlan
+from inflight.engines.embedded.slot_attention import StepPlan
 from inflight.errors import InvalidRequestError
 from inflight.wire import AbortRequests
 from tests.conformance.mutants.caches import cached
@@ -20,21 +20,21 @@ from tests.conformance.mutants.patches import answering, without_last
 def _at_abort(endpoint: LocalEndpoint, change: Any) -> LocalEndpoint:
     """Change each sequence that is aborted with tokens; ``change`` takes the engine and the sequence."""
     engine: Any = endpoint._engine
-    finish = engine._finish
+    finish = engine.scheduler.finish
 
     def faulty(sequence: Any, reason: str) -> None:
         if reason == "abort" and sequence.token_ids:
             change(engine, sequence)
         finish(sequence, reason)
 
-    engine._finish = faulty
+    engine.scheduler.finish = faulty
     return endpoint
 
 
 def goes_on_behind_old_keys(endpoint: LocalEndpoint) -> LocalEndpoint:
     """Keep the keys and values of requests that are aborted, and go on behind them whatever the weights are."""
     engine: Any = endpoint._engine
-    append = engine._append
+    append = engine.steps._append
     kept: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(engine: Any, sequence: Any) -> None:
@@ -52,18 +52,24 @@ def goes_on_behind_old_keys(endpoint: LocalEndpoint) -> LocalEndpoint:
                     values.copy_(old_values)
         return append(drawn)
 
-    engine._append = faulty
+    engine.steps._append = faulty
     return _at_abort(endpoint, keep)
 
 
 def scored_at_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
     def score(engine: Any, sequence: Any) -> None:
         ids, num_tokens = sequence.all_ids(), len(sequence.token_ids)
-        slot = engine._store.open(len(ids), len(ids))
+        store, model = engine.scheduler.store, engine.weights.model
+        slot = store.open(len(ids), len(ids))
+        plan = StepPlan(store, [slot], [len(ids)], engine.weights.device, only=())
         with torch.inference_mode():
-            hidden = engine._hidden(ids, StepPlan(engine._store, [slot], [len(ids)], engine._device, only=()))
-            logits = engine._head(hidden)[-num_tokens - 1 : -1] / sequence.request.sampling.temperature
-        engine._store.close(slot)
+            positions = torch.tensor([plan.positions()])
+            output = model.base_model(
+                input_ids=torch.tensor([ids]), position_ids=positions, use_cache=False, step_plan=plan
+            )
+            logits = model.get_output_embeddings()(output.last_hidden_state[0])[-num_tokens - 1 : -1]
+            logits = logits / sequence.request.sampling.temperature
+        store.close(slot)
         targets = torch.tensor(sequence.token_ids)[:, None]
         sequence.logprobs = torch.log_softmax(logits, -1).gather(1, targets)[:, 0].tolist()
 
@@ -72,7 +78,7 @@ def scored_at_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 def labelled_at_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
     def label(engine: Any, sequence: Any) -> None:
-        sequence.spans = [(engine._version, 0)]
+        sequence.spans = [(engine.steps.version, 0)]
 
     return _at_abort(endpoint, label)
 
@@ -89,25 +95,25 @@ def ignored(endpoint: LocalEndpoint) -> LocalEndpoint:
 def _aborting(endpoint: LocalEndpoint, abort: Any) -> LocalEndpoint:
     """Another abort: ``abort`` takes the engine, its own abort, and the ids."""
     engine: Any = endpoint._engine
-    own = engine.abort
-    engine.abort = lambda request_ids: abort(engine, own, request_ids)
+    own = engine.scheduler.abort
+    engine.scheduler.abort = lambda request_ids: abort(engine, own, request_ids)
     return endpoint
 
 
 def everything_ends(endpoint: LocalEndpoint) -> LocalEndpoint:
-    return _aborting(endpoint, lambda engine, own, _: own(list(engine._requests)))
+    return _aborting(endpoint, lambda engine, own, _: own(list(engine.scheduler.requests)))
 
 
 def by_the_beginning(endpoint: LocalEndpoint) -> LocalEndpoint:
     def abort(engine: Any, own: Any, request_ids: Iterable[str]) -> None:
-        own([it for it in engine._requests if it.startswith(tuple(request_ids))])
+        own([it for it in engine.scheduler.requests if it.startswith(tuple(request_ids))])
 
     return _aborting(endpoint, abort)
 
 
 def strict_about_ids(endpoint: LocalEndpoint) -> LocalEndpoint:
     def abort(engine: Any, own: Any, request_ids: Iterable[str]) -> None:
-        if unknown := [it for it in request_ids if it not in engine._requests]:
+        if unknown := [it for it in request_ids if it not in engine.scheduler.requests]:
             raise InvalidRequestError(f"no such requests: {unknown}")
         own(request_ids)
 
@@ -116,9 +122,9 @@ def strict_about_ids(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 def those_that_wait_stay(endpoint: LocalEndpoint) -> LocalEndpoint:
     def abort(engine: Any, _: Any, request_ids: Iterable[str]) -> None:
-        for sequence in list(engine._running.values()):
+        for sequence in list(engine.scheduler.running.values()):
             if sequence.request.request_id in request_ids:
-                engine._finish(sequence, "abort")
+                engine.scheduler.finish(sequence, "abort")
 
     return _aborting(endpoint, abort)
 
@@ -130,7 +136,7 @@ def answered_and_sampled_on(endpoint: LocalEndpoint) -> LocalEndpoint:
     answered: set[Any] = set()
 
     def abort(engine: Any, _: Any, request_ids: Iterable[str]) -> None:
-        for request in [engine._requests[it] for it in request_ids if it in engine._requests]:
+        for request in [engine.scheduler.requests[it] for it in request_ids if it in engine.scheduler.requests]:
             if request not in answered:
                 answered.add(request)
                 so_far = [s if s.finish_reason else replace(s, finish_reason="abort") for s in request.sequences]
@@ -138,7 +144,7 @@ def answered_and_sampled_on(endpoint: LocalEndpoint) -> LocalEndpoint:
                 request.on_finished = lambda _: None
 
     def without_those_that_were_answered() -> Any:
-        num_running = sum(sequence.request not in answered for sequence in list(engine._running.values()))
+        num_running = sum(sequence.request not in answered for sequence in list(engine.scheduler.running.values()))
         return replace(stats(), num_running=num_running)
 
     engine.stats = without_those_that_were_answered

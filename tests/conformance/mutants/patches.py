@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import inflight.engines.embedded.engine
+import inflight.engines.embedded.stepping
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.sampler import sample
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
@@ -74,7 +74,7 @@ def drawing(
     """Another sampler."""
 
     def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
-        inflight.engines.embedded.engine.sample = draw
+        inflight.engines.embedded.stepping.sample = draw
         return endpoint
 
     return infect
@@ -94,7 +94,7 @@ def numbering(
 
     def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
         engine: Any = endpoint._engine
-        add = engine._add
+        add = engine.scheduler.add
 
         def faulty(request: Any) -> None:
             add(request)
@@ -102,7 +102,7 @@ def numbering(
                 if request.sampling.seed is not None:
                     sequence.uniform = change(request.sampling.seed, sequence.index)
 
-        engine._add = faulty
+        engine.scheduler.add = faulty
         return endpoint
 
     return infect
@@ -113,8 +113,8 @@ def pausing(pause: Callable[..., None]) -> Callable[[LocalEndpoint], LocalEndpoi
 
     def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
         engine: Any = endpoint._engine
-        own = engine.pause
-        engine.pause = lambda policy, on_paused: pause(engine, own, policy, on_paused)
+        own = engine.pauses.pause
+        engine.pauses.pause = lambda policy, on_paused: pause(engine, own, policy, on_paused)
         return endpoint
 
     return infect

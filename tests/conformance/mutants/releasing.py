@@ -15,7 +15,7 @@ def ends_requests(endpoint: LocalEndpoint) -> LocalEndpoint:
     own = engine.free_memory
 
     def free_memory() -> None:
-        engine.cancel_all()
+        engine.scheduler.cancel_all()
         own()
 
     engine.free_memory = free_memory
@@ -53,10 +53,10 @@ def does_not_tell(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 def comes_back_with_the_checkpoint(endpoint: LocalEndpoint) -> LocalEndpoint:
     engine: Any = endpoint._engine
-    stored = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
+    stored = {name: parameter.detach().clone() for name, parameter in engine.weights.by_name.items()}
 
     def take_memory() -> None:
-        for name, parameter in engine.parameters.items():
+        for name, parameter in engine.weights.by_name.items():
             parameter.data = stored[name]
 
     engine.take_memory = take_memory

@@ -11,7 +11,7 @@ from tests.conformance.mutants.mutant import Mutant
 
 
 def of_a_neighbour(endpoint: LocalEndpoint) -> LocalEndpoint:
-    recorder: Any = endpoint._engine._recorder
+    recorder: Any = endpoint._engine.steps.recorder
     if recorder is not None:
         take = recorder.take
 
@@ -26,7 +26,7 @@ def of_a_neighbour(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 def without_the_prompt(endpoint: LocalEndpoint) -> LocalEndpoint:
     engine: Any = endpoint._engine
-    forward = engine._forward
+    forward = engine.steps._forward
 
     def faulty(groups: list[list[Sequence]]) -> Any:
         drawn = forward(groups)
@@ -36,7 +36,7 @@ def without_the_prompt(endpoint: LocalEndpoint) -> LocalEndpoint:
                     sequence.routed[0] = sequence.routed[0][:0]
         return drawn
 
-    engine._forward = faulty
+    engine.steps._forward = faulty
     return endpoint
 
 

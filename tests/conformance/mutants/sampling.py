@@ -67,7 +67,7 @@ _PLAIN = SamplingParams()
 
 def with_the_checkpoints_defaults(endpoint: LocalEndpoint) -> LocalEndpoint:
     """What an engine does that reads generation_config.json."""
-    config: Any = endpoint._engine._model.generation_config
+    config: Any = endpoint._engine.weights.model.generation_config
     return drawing_otherwise(top_k=config.top_k, top_p=config.top_p)(endpoint)
 
 
@@ -80,7 +80,7 @@ class _NumberOf(float):
 def penalising_repetitions(endpoint: LocalEndpoint) -> LocalEndpoint:
     """Penalise what a sequence has seen, as transformers does; logprobs are as without it."""
     engine: Any = endpoint._engine
-    add = engine._add
+    add = engine.scheduler.add
 
     def faulty(request: Any) -> None:
         add(request)
@@ -97,7 +97,7 @@ def penalising_repetitions(endpoint: LocalEndpoint) -> LocalEndpoint:
         tokens, _ = sample(penalised, params, uniforms)
         return tokens, _reported(logits, params, tokens)
 
-    engine._add = faulty
+    engine.scheduler.add = faulty
     return drawing(draw)(endpoint)
 
 

@@ -21,7 +21,7 @@ def says_paused_while_staging(endpoint: LocalEndpoint) -> LocalEndpoint:
     async def request(update: WeightUpdate) -> None:
         await LocalEndpoint.request_weight_update(endpoint, update)
         if update.staged:
-            await faulty._in_engine(lambda: faulty._engine.pause(InFlightPolicy.KEEP, lambda: None))
+            await faulty._in_engine(lambda: faulty._engine.pauses.pause(InFlightPolicy.KEEP, lambda: None))
 
     faulty.request_weight_update = request
     return endpoint
@@ -35,7 +35,7 @@ def ends_requests_with_a_staged_update(endpoint: LocalEndpoint) -> LocalEndpoint
         is_staged = session.update is not None and session.update.staged
         own(torn=torn)
         if is_staged:
-            endpoint._engine.call(endpoint._engine.cancel_all)
+            endpoint._engine.call(endpoint._engine.scheduler.cancel_all)
 
     session.abort = abort
     return endpoint

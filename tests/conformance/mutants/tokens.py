@@ -62,7 +62,7 @@ def rows_mixed_up(logits: Any, params: Any, uniforms: Any) -> Any:
 
 
 def truncating(endpoint: LocalEndpoint) -> LocalEndpoint:
-    longest = endpoint._engine.max_model_len
+    longest = endpoint._engine.limits.max_model_len
 
     def faulty(request: GenerateRequest) -> GenerateRequest:
         num_tokens = min(request.sampling.max_tokens or 1, longest - 1)
@@ -79,7 +79,7 @@ def numbering_requests() -> Any:
 
 
 def outlives_its_caller(endpoint: LocalEndpoint) -> LocalEndpoint:
-    endpoint._engine.cancel = lambda request: None
+    endpoint._engine.scheduler.cancel = lambda request: None
     return endpoint
 
 
@@ -98,7 +98,7 @@ def goes_on_unseen(endpoint: LocalEndpoint) -> LocalEndpoint:
             raise
 
     def without_those_that_were_left() -> Any:
-        running = list(endpoint._engine._running.values())
+        running = list(endpoint._engine.scheduler.running.values())
         num_running = sum(sequence.request.request_id not in left for sequence in running)
         return replace(stats(), num_running=num_running)
 
@@ -114,11 +114,11 @@ def loses_places(endpoint: LocalEndpoint) -> LocalEndpoint:
         try:
             return await generate(request)
         except asyncio.CancelledError:
-            engine.max_concurrent = max(0, engine.max_concurrent - 1)
+            engine.scheduler.max_concurrent = max(0, engine.scheduler.max_concurrent - 1)
             raise
 
     endpoint.generate = faulty
-    return with_capabilities(max_concurrent_sequences=engine.max_concurrent)(endpoint)
+    return with_capabilities(max_concurrent_sequences=engine.scheduler.max_concurrent)(endpoint)
 
 
 def stream_outlives_its_reader(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -207,12 +207,12 @@ def text_token_by_token(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 def stops_checked_rarely(endpoint: LocalEndpoint) -> LocalEndpoint:
     engine: Any = endpoint._engine
-    hit = engine._hit_stop_string
+    hit = engine.steps._hit_stop_string
 
     def faulty(sequence: Any) -> bool:
         return len(sequence.token_ids) % 8 == 0 and hit(sequence)
 
-    engine._hit_stop_string = faulty
+    engine.steps._hit_stop_string = faulty
     return endpoint
 
 

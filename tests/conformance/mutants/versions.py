@@ -11,17 +11,17 @@ from tests.conformance.mutants.mutant import Mutant
 
 def stamped_at_admission(endpoint: LocalEndpoint) -> LocalEndpoint:
     engine: Any = endpoint._engine
-    append = engine._append
+    append = engine.steps._append
 
     def faulty(drawn: Any) -> Any:
         sequence = drawn.sequence
-        present = engine._version
-        engine._version = sequence.spans[0][0] if sequence.spans else present
+        present = engine.steps.version
+        engine.steps.version = sequence.spans[0][0] if sequence.spans else present
         reason = append(drawn)
-        engine._version = present
+        engine.steps.version = present
         return reason
 
-    engine._append = faulty
+    engine.steps._append = faulty
     return endpoint
 
 
@@ -32,7 +32,7 @@ def relabelled(endpoint: LocalEndpoint) -> LocalEndpoint:
     def faulty(tensors: Any, version: int, policy: InFlightPolicy) -> None:
         load(tensors, version, policy)
         if policy is InFlightPolicy.RECOMPUTE:
-            for sequence in engine._waiting:
+            for sequence in engine.scheduler.waiting:
                 if sequence.token_ids:
                     sequence.spans = [(version, 0)]
 
@@ -42,25 +42,25 @@ def relabelled(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 def drain_that_pauses(endpoint: LocalEndpoint) -> LocalEndpoint:
     engine: Any = endpoint._engine
-    pause = engine.pause
+    pause = engine.pauses.pause
 
     def faulty(policy: InFlightPolicy, on_paused: Any) -> None:
         pause(InFlightPolicy.KEEP if policy is InFlightPolicy.DRAIN else policy, on_paused)
 
-    engine.pause = faulty
+    engine.pauses.pause = faulty
     return endpoint
 
 
 def aborted_as_new(endpoint: LocalEndpoint) -> LocalEndpoint:
     engine: Any = endpoint._engine
-    finish = engine._finish
+    finish = engine.scheduler.finish
 
     def faulty(sequence: Any, reason: str) -> None:
         if reason == "abort" and sequence.spans:
             sequence.spans[-1] = (sequence.spans[-1][0] + 1, sequence.spans[-1][1])
         finish(sequence, reason)
 
-    engine._finish = faulty
+    engine.scheduler.finish = faulty
     return endpoint
 
 

@@ -70,9 +70,10 @@ def with_own(field: str) -> Callable[[list[TensorSpec], list[TensorSpec]], list[
 
 
 def tied_head_left_old(endpoint: LocalEndpoint) -> LocalEndpoint:
-    model: Any = endpoint._engine._model
+    model: Any = endpoint._engine.weights.model
     if model.config.tie_word_embeddings:
-        endpoint._engine._head.weight = torch.nn.Parameter(model.get_input_embeddings().weight.detach().clone())
+        own = model.get_input_embeddings().weight.detach().clone()
+        model.get_output_embeddings().weight = torch.nn.Parameter(own)
     return endpoint
 
 
@@ -86,7 +87,7 @@ def last_bucket_only(endpoint: LocalEndpoint) -> LocalEndpoint:
 def told_by_place(endpoint: LocalEndpoint) -> LocalEndpoint:
     engine: Any = endpoint._engine
     load = engine.load
-    names = [name for name, _ in engine._model.named_parameters()]
+    names = [name for name, _ in engine.weights.model.named_parameters()]
 
     def faulty(tensors: Any, *others: Any) -> None:
         load([(name, tensor) for name, (_, tensor) in zip(names, tensors, strict=True)], *others)
@@ -99,7 +100,7 @@ _FIRST: dict[str, torch.Tensor] = {}
 
 
 def remembers_the_first_checkpoint(endpoint: LocalEndpoint) -> LocalEndpoint:
-    model: Any = endpoint._engine._model
+    model: Any = endpoint._engine.weights.model
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             first = _FIRST.setdefault(name, parameter.detach().clone())
@@ -113,7 +114,7 @@ def wears_out(endpoint: LocalEndpoint) -> LocalEndpoint:
     load = engine.load
 
     def faulty(tensors: Any, *others: Any) -> None:
-        load(tensors if engine._num_updates < 100 else [], *others)
+        load(tensors if engine.counters.num_updates < 100 else [], *others)
 
     engine.load = faulty
     return endpoint

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from inflight.base.threads import run_abandonable
 from inflight.base.transport_registry import receivable
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of, ids_of_tokens
 from inflight.dialects.pipelinerl.messages import CHAT_ROUTE, UPDATE_ROUTE, update_request
 from inflight.dialects.single_owner import OwnedEndpoint
@@ -32,7 +32,6 @@ from inflight.errors import (
     UnsupportedError,
 )
 from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
-from inflight.http.kinds import EngineKind, EngineOptions
 from inflight.model.checkpoint_specs import checkpoint_of, config_of
 from inflight.wire import (
     Capabilities,
@@ -52,7 +51,7 @@ from inflight.wire import (
 if TYPE_CHECKING:
     import torch
 
-    from inflight.dialects.pipelinerl.group import WeightGroup
+    from inflight.dialects.pipelinerl.group import BroadcastGroup
 
 _HEALTH_POLL_S = 0.2
 _PARTING_S = 1.0
@@ -91,15 +90,15 @@ class PipelineRlEndpoint(OwnedEndpoint):
         self._options = options
         self._model_dir = model_dir
         self._generate_timeout_s = generate_timeout_s
-        self._group: WeightGroup | None = None
+        self._group: BroadcastGroup | None = None
 
     async def _attach(self) -> tuple[Capabilities, Sequence[TensorSpec] | None]:
         options = self._options
         if options.group and (self._group is None or not self._group.is_formed):
-            from inflight.dialects.pipelinerl.group import WeightGroup, place_of
+            from inflight.dialects.pipelinerl.group import BroadcastGroup, place_of
 
             place = place_of(options.group, rank=0, world_size=options.world_size, timeout_s=options.timeout_s)
-            self._group = WeightGroup(place)
+            self._group = BroadcastGroup(place)
             await run_abandonable(self._group.join, "inflight-join")
         await self._until_healthy()
         paths = await self._routes.offered()
@@ -247,17 +246,12 @@ class PipelineRlKind(EngineKind):
     """Attaches only: PipelineRL's own launcher starts the servers."""
 
     name = "pipelinerl"
-    health_path = "/health"
-    liveness_path = None
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         raise ConfigError(
             "PipelineRL's servers are started by PipelineRL: python -m pipelinerl.entrypoints.run_vllm1. "
             f"Attach with pipelinerl+http://{host}:{port}?group=tcp://HOST:PORT"
         )
-
-    def environment(self, options: EngineOptions) -> Mapping[str, str]:
-        return {}
 
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float

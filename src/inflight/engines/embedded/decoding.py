@@ -5,7 +5,7 @@ updates that are copied (`inflight.engines.embedded.parameters.overwrite`). Rows
 positions that are attended to a few lengths.
 
 Shape suffixes: B rows of the arena, C positions that are attended, V vocabulary, and those of
-`inflight.engines.embedded.slots`.
+`inflight.engines.embedded.slot_attention`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import torch
 
-from inflight.engines.embedded.slots import Arena, AttentionPlan, DecodingRows, Slot, attend_rows
+from inflight.engines.embedded.slot_attention import AttentionPlan, DecodingRows, attend_rows
+from inflight.engines.embedded.slots import Arena, Slot
 from inflight.errors import ConfigError
 from inflight.weights.encode.transit import cuda
 

@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 
 from inflight.base.threads import run_abandonable
 from inflight.base.transport_registry import receivable
-from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, StreamingEndpoint, WeightReceiver
+from inflight.contracts import (
+    EMBEDDED,
+    AbortingEndpoint,
+    DraftingEndpoint,
+    ReleasingEndpoint,
+    StreamingEndpoint,
+    WeightReceiver,
+)
 from inflight.engines.embedded.chat import ChatChunkWriter, ChatFormat
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.parameters import HOST, made_ready
@@ -84,7 +91,7 @@ class LocalEndpoint(
         self._name = name
         self._chat = chat
         parameter = next(model.parameters())
-        stored = engine.stored.views(engine.parameters)
+        stored = engine.weights.stored.views(engine.weights.by_name)
         specs = tuple(tensor_spec(name, tensor, None) for name, tensor in stored.items())
         self._device: Any = parameter.device
         self._adapted = AdaptedWeights()
@@ -112,11 +119,11 @@ class LocalEndpoint(
         from inflight import __version__
 
         return Capabilities(
-            engine="inflight.engines.embedded",
+            engine=EMBEDDED,
             engine_version=__version__,
             model=self._name,
-            vocab_size=self._engine.vocab_size,
-            max_model_len=self._engine.max_model_len,
+            vocab_size=self._engine.limits.vocab_size,
+            max_model_len=self._engine.limits.max_model_len,
             dtype=str(parameter.dtype).removeprefix("torch."),
             in_flight_policies=tuple(InFlightPolicy),
             transports=receivable(on_gpu=parameter.is_cuda),
@@ -128,10 +135,10 @@ class LocalEndpoint(
             version_binding="spans",
             logprob_kind="processed",
             num_ranks=1,
-            max_concurrent_sequences=self._engine.max_concurrent,
+            max_concurrent_sequences=self._engine.scheduler.max_concurrent,
             streaming=True,
             chat=self._chat is not None,
-            releases_memory=not self._engine.keeps_addresses,
+            releases_memory=not self._engine.weights.keeps_addresses,
             images=self._images is not None,
             drafts=self._engine.speculation.takes_history,
             draft_counts=self._engine.speculation.is_on,
@@ -158,17 +165,19 @@ class LocalEndpoint(
         """Return the timings of the last committed update, with its first token once that has been sampled."""
         timings = self._last_timings
         if timings is not None and timings.first_token_s is None:
-            timings = timings.model_copy(update={"first_token_s": self._engine.first_token_s})
+            timings = timings.model_copy(update={"first_token_s": self._engine.pauses.first_token_s})
         return timings
 
     async def pause(self, update: WeightUpdate) -> None:
         self._last_timings = self._timings()
         paused: Future[None] = _outcome()
         try:
-            await self._in_engine(lambda: self._engine.pause(update.in_flight, lambda: paused.set_result(None)))
+            await self._in_engine(lambda: self._engine.pauses.pause(update.in_flight, lambda: paused.set_result(None)))
             await asyncio.wrap_future(paused)
         except asyncio.CancelledError:
-            self._engine.call(self._engine.resume)  # the engine runs this after the pause, which may not have begun yet
+            self._engine.call(
+                self._engine.pauses.resume
+            )  # the engine runs this after the pause, which may not have begun yet
             raise
 
     def _make_receiver(self, spec: TransportSpec) -> WeightReceiver:
@@ -177,18 +186,19 @@ class LocalEndpoint(
 
     def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Named]:
         """Return what the commit loads. Runs in the receiving thread, while tokens are sampled."""
-        parameters, stored, copies = self._engine.parameters, self._engine.stored, self._engine.keeps_addresses
+        weights = self._engine.weights
 
         def present(name: str) -> Any:
             """Return a tensor of the model in memory that the commit does not write to."""
-            tensor = stored.view(name, parameters).detach()
-            return tensor.clone() if copies else tensor
+            tensor = weights.stored.view(name, weights.by_name).detach()
+            return tensor.clone() if weights.keeps_addresses else tensor
 
         with beside(self._device):
             if self._is_borrowed:
                 arrived = [(name, tensor.clone()) for name, tensor in arrived]
             load = self._adapted.prepare(update.manifest, arrived, present)
-            return load, made_ready(parameters, stored.joined(load.tensors, parameters.__getitem__))
+            whole = weights.stored.joined(load.tensors, weights.by_name.__getitem__)
+            return load, made_ready(weights.by_name, whole)
 
     async def apply(self, update: WeightUpdate) -> None:
         load, ready = self._sink.prepared()
@@ -198,16 +208,16 @@ class LocalEndpoint(
             self._engine.load(ready, update.version, update.in_flight)
             self._adapted.loaded(load)
             load_s = time.monotonic() - started
-            return UpdateTimings(load_s=load_s, paused_s=self._engine.resume())
+            return UpdateTimings(load_s=load_s, paused_s=self._engine.pauses.resume())
 
         self._last_timings = await self._in_engine(apply)
-        await asyncio.to_thread(self._engine.replaced.clear)
+        await asyncio.to_thread(self._engine.weights.replaced.clear)
 
     async def resume(self) -> None:
-        await self._in_engine(self._engine.resume)
+        await self._in_engine(self._engine.pauses.resume)
 
     async def fail_requests(self) -> None:
-        await self._in_engine(self._engine.cancel_all)
+        await self._in_engine(self._engine.scheduler.cancel_all)
 
     async def release_memory(self) -> WeightVersion:
         await self._memory.release()
@@ -251,10 +261,8 @@ class LocalEndpoint(
         if not speculation.takes_history:
             raise UnsupportedError(f"{self._name} does not support drafts; serve it with --drafts history or both")
         largest = max(token for entry in history.entries for ids in (*entry.completions, (0,)) for token in ids)
-        if largest >= self._engine.vocab_size:
-            raise InvalidRequestError(
-                f"token id {largest} of the history is outside the vocabulary of {self._engine.vocab_size} tokens"
-            )
+        if largest >= (num := self._engine.limits.vocab_size):
+            raise InvalidRequestError(f"token id {largest} of the history is outside the vocabulary of {num} tokens")
         await self._in_engine(lambda: speculation.record(history))
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
@@ -274,7 +282,7 @@ class LocalEndpoint(
             await asyncio.wrap_future(submitted)
             completions = await asyncio.wrap_future(finished)
         except asyncio.CancelledError:
-            self._engine.call(lambda: self._engine.cancel(admitted))
+            self._engine.call(lambda: self._engine.scheduler.cancel(admitted))
             raise
         for completion in completions:
             self._refuse_non_finite(completion.logprobs)
@@ -319,7 +327,7 @@ class LocalEndpoint(
                 self._refuse_non_finite(chunk.logprobs)
                 yield chunk
         finally:
-            self._engine.call(lambda: self._engine.cancel(admitted))
+            self._engine.call(lambda: self._engine.scheduler.cancel(admitted))
 
     async def _image_tensors(self, request: GenerateRequest) -> dict[str, Any] | None:
         """Return what the vision tower takes of a request's images, None without images.
@@ -341,7 +349,7 @@ class LocalEndpoint(
 
     async def abort_requests(self, requests: AbortRequests) -> None:
         """Ends them between two token steps; a sequence that waits for a slot ends without a token."""
-        await self._in_engine(lambda: self._engine.abort(requests.request_ids))
+        await self._in_engine(lambda: self._engine.scheduler.abort(requests.request_ids))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         generate_request = await asyncio.to_thread(self.chat_request, request)
@@ -376,7 +384,7 @@ class LocalEndpoint(
 
     async def aclose(self) -> None:
         """Abort all requests and end the engine."""
-        self._updates.close()
+        await self._updates.aclose()
         await run_abandonable(self._engine.close, "inflight-close")
 
 

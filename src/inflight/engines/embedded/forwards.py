@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from inflight.engines.embedded.decoding import Decoder
-from inflight.engines.embedded.slots import Slot, SlotStore, StepPlan
+from inflight.engines.embedded.slot_attention import StepPlan
+from inflight.engines.embedded.slots import Slot, SlotStore
 from inflight.model.vision import embedded
 
 

@@ -9,21 +9,18 @@ from typing import Any
 
 import torch
 
+from inflight.contracts import DEFAULT_MAX_CONCURRENT, DraftProvider
 from inflight.engines.embedded.chat import ChatFormat
 from inflight.engines.embedded.decoding import compiler_for
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.slots import (
-    ATTENTION_NAME,
-    decode_kernel_in_words,
-    register_slot_attention,
-    token_bytes_of,
-)
+from inflight.engines.embedded.slot_attention import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention
+from inflight.engines.embedded.slots import token_bytes_of
 from inflight.errors import ConfigError
 from inflight.model.checkpoints import load_causal_lm, load_tokenizer, max_model_len_of
 from inflight.model.compiler import check_compiler
 from inflight.model.images import load_image_processor
-from inflight.rollouts.drafts import DraftProvider, DraftSource
+from inflight.rollouts.drafts import DraftSource
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +32,7 @@ def load_endpoint(
     dtype: str | None = None,
     device: str | None = None,
     max_model_len: int | None = None,
-    max_concurrent: int = 64,
+    max_concurrent: int = DEFAULT_MAX_CONCURRENT,
     kv_cache_bytes: int | None = None,
     compile: bool = False,
     drafts: DraftSource | DraftProvider | None = None,

@@ -1,14 +1,14 @@
-"""Other memory for the parameters of a model: made ready beside it, then exchanged or copied; or the host's.
-
-Knows nothing of updates and engines.
-"""
+"""The parameters of a model that is served, and other memory for them: made ready apart, then exchanged or copied."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
+from inflight.engines.embedded.stored_parameters import StoredTensors
+from inflight.model.checkpoints import stored_names
 from inflight.weights.encode.transit import finish
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -16,6 +16,40 @@ Parameters = Mapping[str, torch.nn.Parameter]
 HOST = torch.device("cpu")
 _ALIGNMENT_BYTES = 64
 """What torch aligns its own memory to."""
+
+
+class ServedParameters:
+    """The parameters of a model, by their names in checkpoints, and the device that they belong on.
+
+    With ``keeps_addresses`` their memory is only ever written to, not exchanged.
+    """
+
+    def __init__(self, model: Any, *, keeps_addresses: bool) -> None:
+        self.model = model
+        self.keeps_addresses = keeps_addresses
+        self.stored = StoredTensors(model)
+        names = stored_names(model)
+        self.by_name = {names[name]: parameter for name, parameter in model.named_parameters()}
+        first = next(model.parameters())
+        self.device: torch.device = first.device
+        self.dtype: torch.dtype = first.dtype
+        self.replaced: list[torch.Tensor] = []
+        """Memory that `load` has replaced, until the caller clears it."""
+
+    def load(self, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Make tensors that `made_ready` returned the parameters' memory, or copy them if addresses must stay."""
+        if self.keeps_addresses:
+            overwrite(self.by_name, ready)
+        else:
+            self.replaced += exchange(self.by_name, ready)
+
+    def move_to_host(self) -> None:
+        move(self.by_name, HOST)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep what was freed for itself
+
+    def move_back(self) -> None:
+        move(self.by_name, self.device)
 
 
 def made_ready(parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
@@ -43,7 +77,7 @@ def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) 
 def move(parameters: Parameters, device: torch.device) -> None:
     """Put the memory of every parameter on a device, in the same layout; those that are there already stay.
 
-    If it raises, some have moved; calling it again with either device goes on from there.
+    If it raises, some have moved; calling it again with either device continues from there.
     """
     for parameter in parameters.values():
         parameter.data = parameter.data.to(device)

@@ -1,33 +1,26 @@
-"""Keys and values of running sequences, in slots grouped by length, and attention over them.
+"""Keys and values of running sequences, in slots grouped by length.
 
 Each arena holds sequences of up to ``capacity`` tokens; a sequence that outgrows it moves to the next, twice as large.
 Decoding attends arena by arena, so a short sequence does not pay for the longest one. A sequence reserves the most it
 can need when it starts, so running sequences can always continue. Arenas grow and shrink with their sequences and never
-exceed the limit. For code that keeps addresses there is one arena of a fixed size instead. Knows nothing of requests.
+exceed the limit. For code that keeps addresses there is one arena of a fixed size instead.
 
-Shape suffixes: L layers, S slots, K key-value heads, Q query heads, C capacity, D head dimension, B decoding rows,
-W tokens of one row (at most), T packed tokens.
+Shape suffixes: L layers, S slots, K key-value heads, C capacity, D head dimension.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from transformers import AttentionInterface
 
-from inflight.model.attention import SegmentPlan, SlotIndex, heads_of, kernel_in_words, segment_attention
+from inflight.model.attention import heads_of
 
-ATTENTION_NAME = "inflight_slots"
-
-_SMALLEST_CAPACITY = 64
+SMALLEST_CAPACITY = 64
 
 
 class Arena:
@@ -136,16 +129,6 @@ def token_bytes_of(config: Any, dtype: torch.dtype) -> int:
     return token_bytes(config.num_hidden_layers, *heads_of(config)[1:], dtype)
 
 
-def decode_kernel_in_words(config: Any, dtype: torch.dtype, device: torch.device) -> str:
-    """Return which kernel torch takes to decode sequences of different lengths with a model of this configuration."""
-    num_heads, num_kv_heads, head_dim = heads_of(config)
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    query_BKGD = torch.empty(2, num_kv_heads, num_heads // num_kv_heads, head_dim, **options)
-    keys_BKCD = torch.empty(2, num_kv_heads, _SMALLEST_CAPACITY, head_dim, **options)
-    visible_B11C = torch.ones(2, 1, 1, _SMALLEST_CAPACITY, dtype=torch.bool, device=device)
-    return kernel_in_words(query_BKGD, keys_BKCD, keys_BKCD, visible_B11C, is_causal=False)
-
-
 class SlotStore:
     """Keys and values of all running sequences of one model, in at most ``limit_bytes``.
 
@@ -166,7 +149,7 @@ class SlotStore:
         num_heads, num_kv_heads, head_dim = heads_of(config)
         options = {"dtype": dtype, "device": device}
         capacities = []
-        capacity = _SMALLEST_CAPACITY
+        capacity = SMALLEST_CAPACITY
         while capacity < max_model_len and not num_fixed:
             capacities.append(capacity)
             capacity *= 2
@@ -247,185 +230,3 @@ class SlotStore:
 
     def _arena_for(self, length: int) -> Arena:
         return next((arena for arena in self.arenas if arena.capacity >= length), self.arenas[-1])
-
-
-class AttentionPlan(Protocol):
-    """How one forward attends; passed through the model as ``step_plan``."""
-
-    @abstractmethod
-    def attend(
-        self,
-        layer: int,
-        query_1QTD: torch.Tensor,
-        key_1KTD: torch.Tensor,
-        value_1KTD: torch.Tensor,
-        scale: float | None,
-    ) -> torch.Tensor:
-        """Store the keys and values of one layer and return the attention output [1, T, Q, D]."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodingRows:
-    """Decoding tokens ``start <= t < stop`` of the packed batch, which belong to rows of one arena.
-
-    ``rows_T`` and ``positions_T`` say where the keys and values of each go. ``index`` is None if each row has one
-    token. ``is_all`` says that the rows are the arena's first ones in order, so that none has to be copied.
-    """
-
-    start: int
-    stop: int
-    longest: int
-    positions_T: torch.Tensor
-    rows_T: torch.Tensor
-    rows_B: torch.Tensor
-    index: SlotIndex | None
-    visible_B1WC: torch.Tensor | None
-    is_all: bool
-
-
-def _decoding_rows(
-    owners: Sequence[Slot], counts: Sequence[int], start: int, groups: int, device: torch.device
-) -> DecodingRows:
-    """Return the part of a step in which slot i of ``owners`` decodes ``counts[i]`` tokens.
-
-    ``groups`` queries share a key-value head.
-    """
-    width = max(counts)
-    rows = [slot.row for slot in owners]
-    rows_B = rows_T = torch.tensor(rows, device=device)
-    positions = [slot.length + i for slot, count in zip(owners, counts, strict=True) for i in range(count)]
-    positions_T = positions_BW = torch.tensor(positions, device=device)
-    index = None
-    if width > 1:
-        rows_T = torch.tensor([r for r, count in zip(rows, counts, strict=True) for _ in range(count)], device=device)
-        index = SlotIndex.padded(counts, width, device)
-        positions_BW = positions_T[index.token_of_slot_P]
-    longest, visible_B1WC = max(positions) + 1, None
-    if width > 1 or min(positions) + 1 < longest:
-        seen_BWC = torch.arange(longest, device=device) <= positions_BW.view(len(rows), width, 1)
-        visible_B1WC = seen_BWC.repeat(1, groups if width > 1 else 1, 1)[:, None]
-    is_all = rows == list(range(len(rows)))
-    stop = start + len(positions)
-    return DecodingRows(start, stop, longest, positions_T, rows_T, rows_B, index, visible_B1WC, is_all)
-
-
-class StepPlan(AttentionPlan):
-    """How one forward attends: first the tokens of each decoding slot, then whole segments to prefill.
-
-    A slot decodes one token and those that ``ahead`` says for it. Decoding slots come arena by arena, in the order of
-    each arena's owners. ``only`` limits them to some slots.
-    """
-
-    def __init__(
-        self,
-        store: SlotStore,
-        prefill: Sequence[Slot],
-        lengths: Sequence[int],
-        device: torch.device,
-        only: Collection[Slot] | None = None,
-        ahead: Mapping[Slot, int] | None = None,
-    ) -> None:
-        self._decoding: list[tuple[Arena, DecodingRows]] = []
-        self.decoding_slots: list[Slot] = []
-        self._counts: list[int] = []
-        for arena in store.arenas:
-            owners = [slot for slot in arena.owners if slot.length and (only is None or slot in only)]
-            if not owners:
-                continue
-            counts = [1 + ahead.get(slot, 0) for slot in owners] if ahead else [1] * len(owners)
-            rows = _decoding_rows(owners, counts, sum(self._counts), store.groups, device)
-            self._decoding.append((arena, rows))
-            self.decoding_slots += owners
-            self._counts += counts
-        self._prefill = list(zip(prefill, lengths, strict=True))
-        self._segments = SegmentPlan.build(tuple(lengths), device) if prefill else None
-
-    def positions(self) -> list[int]:
-        counted = zip(self.decoding_slots, self._counts, strict=True)
-        decoding = [slot.length + i for slot, count in counted for i in range(count)]
-        return decoding + [position for _, length in self._prefill for position in range(length)]
-
-    def attend(
-        self,
-        layer: int,
-        query_1QTD: torch.Tensor,
-        key_1KTD: torch.Tensor,
-        value_1KTD: torch.Tensor,
-        scale: float | None,
-    ) -> torch.Tensor:
-        num_decoding = sum(self._counts)
-        outputs = []
-        for arena, rows in self._decoding:
-            stored = arena.keys_LSKCD[layer], arena.values_LSKCD[layer]
-            outputs.append(attend_rows(*stored, rows, query_1QTD, key_1KTD, value_1KTD, scale))
-        if self._segments is not None:
-            start = num_decoding
-            for slot, length in self._prefill:
-                stop = start + length
-                slot.arena.keys_LSKCD[layer, slot.row, :, :length] = key_1KTD[0, :, start:stop]
-                slot.arena.values_LSKCD[layer, slot.row, :, :length] = value_1KTD[0, :, start:stop]
-                start = stop
-            rest = slice(num_decoding, None)
-            outputs.append(
-                segment_attention(
-                    query_1QTD[:, :, rest], key_1KTD[:, :, rest], value_1KTD[:, :, rest], self._segments, scale
-                )
-            )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
-
-def attend_rows(
-    keys_SKCD: torch.Tensor,
-    values_SKCD: torch.Tensor,
-    part: DecodingRows,
-    query_1QTD: torch.Tensor,
-    key_1KTD: torch.Tensor,
-    value_1KTD: torch.Tensor,
-    scale: float | None,
-) -> torch.Tensor:
-    """Store the keys and values of decoding rows in one layer of an arena; return the attention output [1, T, Q, D]."""
-    tokens = slice(part.start, part.stop)
-    keys_SKCD[part.rows_T, :, part.positions_T] = key_1KTD[0, :, tokens].transpose(0, 1)
-    values_SKCD[part.rows_T, :, part.positions_T] = value_1KTD[0, :, tokens].transpose(0, 1)
-    num_rows = len(part.rows_B)
-    if part.is_all:
-        keys_BKCD, values_BKCD = keys_SKCD[:num_rows, :, : part.longest], values_SKCD[:num_rows, :, : part.longest]
-    else:
-        keys_BKCD, values_BKCD = (it[part.rows_B, :, : part.longest] for it in (keys_SKCD, values_SKCD))
-    query_TQD = query_1QTD[0, :, tokens].transpose(0, 1)
-    if part.index is not None:
-        query_TQD = query_TQD[part.index.token_of_slot_P]
-    num_heads, head_dim = query_TQD.shape[1:]
-    # Queries that share a key-value head become query positions of that head, so keys are not repeated in memory.
-    query_BQWD = query_TQD.view(num_rows, -1, num_heads, head_dim).transpose(1, 2)
-    output_BKXD = F.scaled_dot_product_attention(
-        query_BQWD.reshape(num_rows, keys_SKCD.shape[1], -1, head_dim),
-        keys_BKCD,
-        values_BKCD,
-        attn_mask=part.visible_B1WC,
-        scale=scale,
-    )
-    output_TQD = output_BKXD.reshape(query_BQWD.shape).transpose(1, 2).reshape(-1, num_heads, head_dim)
-    if part.index is not None:
-        output_TQD = output_TQD[part.index.slot_of_token_T]
-    return output_TQD[None]
-
-
-def register_slot_attention() -> None:
-    """Register `ATTENTION_NAME` with transformers; models built with it take a ``step_plan`` keyword."""
-    AttentionInterface.register(ATTENTION_NAME, _attention)
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    *,
-    step_plan: AttentionPlan,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    layer: Any = module.layer_idx
-    return step_plan.attend(layer, query, key, value, scaling), None

@@ -1,11 +1,11 @@
 """Drafts of running sequences and their verification, in the engine's thread.
 
-A step feeds a sequence its last token and its draft, and draws a token behind each of them as it would without a draft:
+A step feeds a sequence its last token and its draft, and draws a token after each of them as it would without a draft:
 from the same distribution, with the random number of that place in the completion. The tokens drawn are kept up to and
 including the first that differs from the draft. This is rejection sampling (arXiv:2211.17192, algorithm 1) for a draft
 distribution that is a point mass: a drafted token x is accepted with its probability p(x), and the token drawn instead
 has the distribution p without x, renormalised. Since the numbers belong to places, a seed decides the same tokens with
-any drafts. Knows nothing of models.
+any drafts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from inflight.engines.embedded.counters import EngineCounters
 from inflight.engines.embedded.sequences import Sequence
 from inflight.rollouts.drafts import DraftSource
 from inflight.wire import DraftHistory
 
 
 class Drawn(NamedTuple):
-    """The tokens that one step brings a sequence, at least one, and their logprobs."""
+    """The tokens that a sequence gets from one step, at least one, and their logprobs."""
 
     sequence: Sequence
     token_ids: list[int]
@@ -27,11 +28,11 @@ class Drawn(NamedTuple):
 
 
 class Speculation:
-    """The drafts of one engine from ``source`` (None: no drafts), and counts of their verification."""
+    """The drafts of one engine from ``source`` (None: no drafts); counts their verification in ``counters``."""
 
-    def __init__(self, source: DraftSource | None) -> None:
+    def __init__(self, source: DraftSource | None, counters: EngineCounters) -> None:
         self._source = source
-        self.num_drafted = self.num_accepted = self.num_verifications = 0
+        self._counters = counters
 
     @property
     def is_on(self) -> bool:
@@ -69,9 +70,9 @@ class Speculation:
             num = num_accepted(draft, own)
             if draft and sequence.drafter is not None:
                 sequence.drafter.verified(len(draft), num)
-                self.num_verifications += 1
-                self.num_drafted += len(draft)
-                self.num_accepted += num
+                self._counters.num_verifications += 1
+                self._counters.num_drafted += len(draft)
+                self._counters.num_accepted += num
                 sequence.num_verifications += 1
                 sequence.num_accepted += num
                 sequence.draft = []

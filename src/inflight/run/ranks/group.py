@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from inflight.base.tasks import cancel_and_wait, finish_all
 from inflight.errors import InflightError, WorkerDiedError, error_from_code
 from inflight.launchers import Launcher, LocalLauncher
 from inflight.run.config import RunConfig
@@ -26,7 +27,7 @@ from inflight.run.ranks.messages import (
     FinishSave,
     Members,
     Message,
-    Publish,
+    PublishAgain,
     RankAnswer,
     Ready,
     Save,
@@ -129,7 +130,7 @@ class TrainerGroup:
 
         It asks every server that was left out, without waiting for its next turn.
         """
-        request = Publish(members=members.model_copy(update={"ask_all": True}))
+        request = PublishAgain(members=members.model_copy(update={"ask_all": True}))
         return (await self._ask_alike(request, self.limits.step_s))[0]
 
     async def save(self, path: Path) -> list[Done]:
@@ -150,8 +151,7 @@ class TrainerGroup:
         try:
             ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in ends:
-                task.cancel()
+            await cancel_and_wait(*ends)
         async with self._asking:
             raise WorkerDiedError(ends[next(iter(ended))].how_it_ended())
 
@@ -159,7 +159,7 @@ class TrainerGroup:
         """End the ranks' input, wait for them to end, and remove weights that a killed rank left behind."""
         for rank in self.ranks:
             rank.meeting.close()
-        await asyncio.gather(*(rank.stop() for rank in self.ranks))
+        await finish_all(*(rank.stop() for rank in self.ranks))
         for parent in {memory_directory(), Path(tempfile.gettempdir())}:
             with contextlib.suppress(OSError):  # not worth an error at the end; the next run tries again
                 remove_left_behind(parent)
@@ -217,8 +217,7 @@ async def _all_of(ranks: Sequence[Rank], calls: Iterable[Coroutine[Any, Any, T]]
         silent = ", ".join(rank.during(rank.name) for rank in waiting)
         raise WorkerDiedError(f"no answer within {timeout_s:g} s: {silent}") from error
     finally:
-        for task in asking:
-            task.cancel()
+        await cancel_and_wait(*asking)
     if failures:
         cause = min(failures, key=lambda failure: failure.blames_another)
         raise _named(cause, failures, len(ranks)) from cause
@@ -274,8 +273,7 @@ async def _unless_lost(rank: Rank, call: Coroutine[Any, Any, T]) -> T:
     except InflightError as error:
         raise _RankError(rank, error) from error
     finally:
-        calling.cancel()
-        ending.cancel()
+        await cancel_and_wait(calling, ending)
 
 
 async def _last_words(rank: Rank) -> str:

@@ -18,7 +18,10 @@ from inflight import __version__
 from inflight.errors import CheckpointError
 from inflight.observe.trace import events
 from inflight.observe.trace.files import EventWriter, begin_files, resume_files
+from inflight.observe.trace.records import RECORD, remove_steps
 from inflight.rollouts.slots import SlotSeconds
+from inflight.run.config import RunConfig
+from inflight.run.record.run_directory import RunDirectory
 from inflight.types import Group
 from inflight.wire import DraftCounts
 
@@ -46,6 +49,21 @@ class _Counts(BaseModel):
     lengths: Counter[int] = Counter()
     rewards: list[float] = []
     """Mean reward of each step."""
+
+
+def open_journal(
+    config: RunConfig, directory: RunDirectory, version: int, listeners: Sequence[Callable[[events.Event], None]]
+) -> Journal:
+    """Return the journal of a run at ``version``. Rows and recorded steps of later versions are removed."""
+    remove_steps(directory.path / RECORD, version)
+    return Journal(
+        directory.path,
+        None if directory.state is None else directory.state["journal"],
+        version,
+        config=config.model_dump(mode="json"),
+        compresses=config.run.compress_events,
+        listeners=listeners,
+    )
 
 
 class Journal:

@@ -1,12 +1,13 @@
 """The directory of a run: which process owns it, and where a run in it begins.
 
 Ownership is an operating-system lock on the file ``lock``. The run's children inherit it, so that a resumed run never
-works beside processes of a killed one. Knows nothing of servers and trainers.
+works beside processes of a killed one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -26,6 +27,16 @@ _ORPHANS_S = 20.0
 _OWNER_S = 2.0
 """How long an owner that was just killed may take to disappear."""
 _POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """Where a run in a directory begins: at a checkpoint, or with version 0."""
+
+    checkpoint: Path | None
+    """What workers load; None at the beginning of a run."""
+    state: Mapping[str, Any] | None
+    """The run's own state at the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +64,35 @@ class RunDirectory:
         return replace(self, checkpoint=checkpoint, state=state)
 
     def release(self) -> None:
-        """Give up the directory; surviving children still hold it."""
+        """Release the directory; surviving children still hold it."""
         os.close(self.lock)
+
+
+def starting_point(path: Path, *, resume: bool) -> StartingPoint:
+    """Return where a run in this directory would begin, without changing anything.
+
+    Raises `ConfigError` where `claim` would: if a living process owns the directory, if it cannot be written to, if it
+    holds a run and ``resume`` is false, or if it holds none and ``resume`` is true.
+    """
+    if resume and not (path / "config.json").exists():
+        raise ConfigError(f"{str(path)!r} holds no run to resume: start one without --resume")
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = os.strerror(errno.EACCES if existing.is_dir() else errno.ENOTDIR)
+        raise ConfigError(f"run directory {str(path)!r} cannot be used: {why}")
+    _refuse_living_owner(path)
+    return _last_checkpoint(path, resume=resume)
+
+
+def _last_checkpoint(path: Path, *, resume: bool) -> StartingPoint:
+    """Return the latest checkpoint of a directory. Raises `ConfigError` if there is one and ``resume`` is false."""
+    checkpoint, state = latest_checkpoint(path)
+    if checkpoint is not None and not resume:
+        raise ConfigError(
+            f"{str(path)!r} already holds a run: continue it with --resume, "
+            "or choose another directory with --run.directory"
+        )
+    return StartingPoint(checkpoint, state)
 
 
 def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], None]) -> RunDirectory:
@@ -72,13 +110,8 @@ def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], N
         with contextlib.ExitStack() as undo:
             lock = _own(path / "lock", note)
             undo.callback(os.close, lock)
-            checkpoint, state = latest_checkpoint(path)
-            if checkpoint is not None and not resume:
-                raise ConfigError(
-                    f"{str(path)!r} already holds a run: continue it with --resume, "
-                    "or choose another directory with --run.directory"
-                )
-            if checkpoint is None:
+            start = _last_checkpoint(path, resume=resume)
+            if start.checkpoint is None:
                 if (path / "config.json").exists():
                     note(f"the run in {path} ended before its first checkpoint: it starts over")
                 (path / "config.json").write_text(config_json + "\n")
@@ -88,7 +121,7 @@ def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], N
             undo.pop_all()
     except OSError as error:
         raise ConfigError(f"run directory {str(path)!r} cannot be used: {error.strerror}") from error
-    return RunDirectory(path, run_id, lock, checkpoint, state)
+    return RunDirectory(path, run_id, lock, start.checkpoint, start.state)
 
 
 def _own(path: Path, note: Callable[[str], None]) -> int:
@@ -112,10 +145,7 @@ def _own(path: Path, note: Callable[[str], None]) -> int:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
             elif now > refuse_at:
-                raise ConfigError(
-                    f"{str(path.parent)!r} belongs to a run that has not ended ({os.pread(lock, 200, 0).decode()}): "
-                    "stop it first, or choose another directory with --run.directory"
-                )
+                raise _owned(path.parent, lock)
             time.sleep(_POLL_S)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -123,6 +153,35 @@ def _own(path: Path, note: Callable[[str], None]) -> int:
         os.close(lock)
         raise
     return lock
+
+
+def _refuse_living_owner(path: Path) -> None:
+    """Raise `ConfigError` if a living process of this host owns the directory and does not end in a moment."""
+    try:
+        lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # nobody has claimed it
+        return
+    refuse_at = time.monotonic() + _OWNER_S
+    try:
+        while _owner(lock) in _holders(lock):
+            if time.monotonic() > refuse_at:
+                raise _owned(path, lock)
+            time.sleep(_POLL_S)
+    finally:
+        os.close(lock)
+
+
+def _owned(path: Path, lock: int) -> ConfigError:
+    return ConfigError(
+        f"{str(path)!r} belongs to a run that has not ended ({os.pread(lock, 200, 0).decode()}): stop it first, or "
+        "choose another directory with --run.directory"
+    )
+
+
+def _owner(lock: int) -> int | None:
+    """Return the process of this host that is written in the lock; None if there is none."""
+    words = os.pread(lock, 200, 0).decode().split()
+    return int(words[1]) if len(words) >= 4 and words[3] == socket.gethostname() else None
 
 
 def _try_lock(lock: int) -> bool:
@@ -135,11 +194,11 @@ def _try_lock(lock: int) -> bool:
 
 def _orphans(lock: int) -> list[int]:
     """Return the processes that hold the lock of a run whose controller has ended; none if it is alive or unknown."""
-    words = os.pread(lock, 200, 0).decode().split()
-    if len(words) < 4 or words[3] != socket.gethostname():
+    owner = _owner(lock)
+    if owner is None:
         return []
     holders = _holders(lock)
-    return [] if int(words[1]) in holders else holders
+    return [] if owner in holders else holders
 
 
 def _holders(lock: int) -> list[int]:

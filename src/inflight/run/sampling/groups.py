@@ -17,10 +17,25 @@ from inflight.run.sampling.work import Work
 from inflight.wire import SamplingParams
 
 
+def check_task(config: RunConfig, task: Task | Environment) -> None:
+    """Raise `ConfigError` if the configuration has settings of environments for a task, or the other way round."""
+    name = config.task.name
+    if isinstance(task, Environment):
+        if config.task.reward_processes:
+            raise ConfigError(f"task.reward_processes is for tasks, but {name!r} is an environment: leave it out")
+        return
+    for setting, is_set in (
+        ("task.extra_episodes", config.task.extra_episodes > 0),
+        ("rollouts.credit", config.rollouts.credit != "episode"),
+    ):
+        if is_set:
+            raise ConfigError(f"{setting} is for environments, but {name!r} is a task: leave it out")
+
+
 def work_of(
     config: RunConfig, task: Task | Environment, tokenizer: Any, images: ImageProcessor | None, proxy: Proxy
 ) -> Work:
-    """Return the groups of a task or environment. Raises `ConfigError` if settings of the other kind are given.
+    """Return the groups of a task or environment, which `check_task` has accepted.
 
     ``images`` is None if the model takes none. ``proxy`` serves the episodes that ask for a URL.
     """
@@ -31,10 +46,6 @@ def work_of(
     )
     max_tokens = config.train.max_tokens_per_micro_batch
     if isinstance(task, Environment):
-        if config.task.reward_processes:
-            raise ConfigError(
-                f"task.reward_processes is for tasks, but {config.task.name!r} is an environment: leave it out"
-            )
         return Episodes(
             task,
             ChatTemplate(tokenizer, images),
@@ -46,12 +57,6 @@ def work_of(
             proxy=proxy,
             routed_experts=config.train.router_replay,
         )
-    for name, is_set in (
-        ("task.extra_episodes", config.task.extra_episodes > 0),
-        ("rollouts.credit", config.rollouts.credit != "episode"),
-    ):
-        if is_set:
-            raise ConfigError(f"{name} is for environments, but {config.task.name!r} is a task: leave it out")
     pool: ScoringPool | None = None
     if config.task.reward_processes:
         pool = ScoringPool(

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from inflight.base.tasks import finish_all
 from inflight.contracts import Task
 from inflight.errors import TaskError
 from inflight.model.checkpoints import load_tokenizer
@@ -73,7 +74,7 @@ class ScoringPool:
 
     async def aclose(self) -> None:
         """End the processes; those that score are killed."""
-        await asyncio.gather(*(process.stop() for process in self._all))
+        await finish_all(*(process.stop() for process in self._all))
         self._all.clear()
         self._idle.clear()
 

@@ -10,15 +10,19 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InflightError
 from inflight.http.kinds import connect_endpoint
+from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.launchers import Ended, Launched
+from inflight.run.config import RunConfig
 
 _BEAT_S = 0.5
 _ASK_S = 5.0
@@ -62,7 +66,7 @@ class LeasedServer(Launched):
                     await self._gone()
             self.send_signal(signal.SIGKILL)
             self._ended = Ended(None, cause="the run has stopped it")
-            self._watching.cancel()
+            await cancel_and_wait(self._watching)
         await self._endpoint.aclose()
 
     async def _gone(self) -> None:
@@ -104,6 +108,12 @@ def _announced(ready_file: Path) -> tuple[str, int] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return (url, pid) if _is_alive(pid) else None
+
+
+def token_of(config: RunConfig, directory: Path) -> str:
+    """Return the control token of a run: that of the environment, else a new one; servers with a lease keep theirs."""
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+    return kept_token(directory, token) if config.servers.lease_s else token
 
 
 def kept_token(directory: Path, token: str) -> str:

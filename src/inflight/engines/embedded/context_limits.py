@@ -1,0 +1,44 @@
+"""What a request must fit into: the context, the vocabulary, the memory of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inflight.errors import InvalidRequestError
+from inflight.wire import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLimits:
+    """``shortened_to_bytes`` is the size of keys and values that shortened the context; None if they did not."""
+
+    max_model_len: int
+    vocab_size: int
+    has_tokenizer: bool
+    shortened_to_bytes: int | None = None
+
+    def max_tokens_of(self, request: GenerateRequest) -> int:
+        """Return the most tokens a completion may have. Raises `InvalidRequestError` if the request does not fit."""
+        num_prompt = len(request.prompt_token_ids)
+        why = (
+            f" (as many as {self.shortened_to_bytes} bytes of keys and values hold)"
+            if self.shortened_to_bytes is not None
+            else ""
+        )
+        if num_prompt >= self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt} tokens, the context {self.max_model_len}{why}: shorten the prompt"
+            )
+        max_tokens = request.sampling.max_tokens or self.max_model_len - num_prompt
+        if num_prompt + max_tokens > self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt's {num_prompt} tokens and max_tokens={max_tokens} exceed the context of "
+                f"{self.max_model_len}{why}: ask for at most {self.max_model_len - num_prompt} tokens"
+            )
+        if (largest := max(request.prompt_token_ids)) >= self.vocab_size:
+            raise InvalidRequestError(
+                f"prompt token id {largest} is outside the vocabulary of {self.vocab_size} tokens"
+            )
+        if request.sampling.stop and not self.has_tokenizer:
+            raise InvalidRequestError("stop strings need a tokenizer, and this server has none; use stop_token_ids")
+        return max_tokens

@@ -1,0 +1,155 @@
+"""Which sequences of the embedded engine wait and which run, in the engine's thread."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable
+
+from inflight.engines.embedded.counters import EngineCounters
+from inflight.engines.embedded.sequences import Request, Sequence
+from inflight.engines.embedded.slots import Slot, SlotStore
+from inflight.engines.embedded.speculation import Speculation
+from inflight.errors import InvalidRequestError
+from inflight.wire import FinishReason, PromptImage
+
+_MAX_PREFILL_TOKENS = 4096
+"""Most prompt tokens in one forward: more would make running sequences wait."""
+
+
+class SequenceScheduler:
+    """The requests of an engine, and the slots of their sequences. Engine's thread only.
+
+    A sequence starts when ``store`` has room for its longest completion, and at most ``max_concurrent`` run.
+    """
+
+    def __init__(
+        self, store: SlotStore, speculation: Speculation, counters: EngineCounters, max_concurrent: int
+    ) -> None:
+        self.store = store
+        self.max_concurrent = max_concurrent
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[Slot, Sequence] = {}
+        self.requests: dict[str, Request] = {}
+        self.starts_new = True
+        """Whether sequences without a token may start; the others always may, since they have started before."""
+        self._speculation = speculation
+        self._counters = counters
+
+    def add(self, request: Request) -> None:
+        """Queue a request's sequences. Raises `InvalidRequestError` if its id is in use."""
+        if request.request_id in self.requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is already running; choose another id")
+        params = request.sampling
+        for index in range(params.n):
+            seed = f"{params.seed}:{index}" if params.seed is not None else None
+            request.sequences.append(Sequence(request, index, random.Random(seed).random))
+            self._speculation.begin(request.sequences[-1])
+        self.requests[request.request_id] = request
+        self.waiting.extend(request.sequences)
+
+    def has_work(self) -> bool:
+        """Return whether a sequence runs or may start."""
+        return bool(self.running) or self._may_start()
+
+    def has_started(self) -> bool:
+        """Return whether some sequence has started: it runs, or waits in front to be computed again."""
+        return bool(self.running) or bool(self.waiting and self.waiting[0].token_ids)
+
+    def _may_start(self) -> bool:
+        """Return whether the first waiting sequence may run now."""
+        return bool(self.waiting) and (self.starts_new or bool(self.waiting[0].token_ids))
+
+    def start_waiting(self, failed: list[tuple[Request, Exception]]) -> list[list[Sequence]]:
+        """Open slots for waiting sequences, in order; return them, grouped by equal ids and images.
+
+        The first of a group is prefilled, and the others get copies of its keys and values. A sequence without room
+        waits, and so do those after it. A request whose slot cannot be allocated, although the limit allows it, is
+        removed and put in ``failed``.
+        """
+        groups: dict[tuple[tuple[int, ...], tuple[PromptImage, ...]], list[Sequence]] = {}
+        num_tokens, num_open = 0, len(self.running)
+        while self._may_start() and num_open < self.max_concurrent and self.store.fits(self.waiting[0].request.most):
+            sequence = self.waiting[0]
+            ids = tuple(sequence.all_ids())
+            same = (ids, sequence.request.images)
+            if same not in groups and groups and num_tokens + len(ids) > _MAX_PREFILL_TOKENS:
+                break
+            try:
+                sequence.slot = self.store.open(len(ids), sequence.request.most)
+            except Exception as error:  # such as too little memory
+                failed.append((self.remove(sequence.request), error))
+                continue
+            self.waiting.popleft()
+            num_tokens += len(ids) if same not in groups else 0
+            groups.setdefault(same, []).append(sequence)
+            num_open += 1
+        return list(groups.values())
+
+    def recompute_running(self) -> None:
+        """Let every running sequence wait in front, without keys and values, to be computed again."""
+        for sequence in reversed(self.running.values()):
+            assert sequence.slot is not None
+            self.store.close(sequence.slot)
+            sequence.slot = None
+            self.waiting.appendleft(sequence)  # in front, since `_may_start` looks only at the first
+        self.running.clear()
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence, unless it has ended; with the last of a request, deliver the request."""
+        if sequence.finish_reason is not None:
+            return
+        sequence.end(reason)
+        self._close_slot(sequence)
+        request = sequence.request
+        if request.on_token is not None:
+            request.on_token(sequence)
+        self._counters.num_finished += 1
+        if all(s.finish_reason is not None for s in request.sequences):
+            del self.requests[request.request_id]
+            request.on_finished([s.completion() for s in request.sequences])
+
+    def remove(self, request: Request) -> Request:
+        """End a request that fails, without a delivery, and return it."""
+        del self.requests[request.request_id]
+        self.waiting = deque(s for s in self.waiting if s.request is not request)
+        for sequence in request.sequences:
+            sequence.end(sequence.finish_reason or "abort")
+            self._close_slot(sequence)
+        return request
+
+    def _close_slot(self, sequence: Sequence) -> None:
+        if sequence.slot is not None:
+            self.running.pop(sequence.slot, None)
+            self.store.close(sequence.slot)
+            sequence.slot = None
+
+    def cancel(self, request: Request) -> None:
+        """End a request, unless it has ended, with its tokens so far and reason ``abort``."""
+        if self.requests.get(request.request_id) is request:
+            self.waiting = deque(s for s in self.waiting if s.request is not request)
+            for sequence in request.sequences:
+                self.finish(sequence, "abort")
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """`cancel` the requests with these ids."""
+        for request_id in request_ids:
+            if (request := self.requests.get(request_id)) is not None:
+                self.cancel(request)
+
+    def cancel_started(self) -> None:
+        """`cancel` the requests of which a sequence has started."""
+        started = [*self.running.values(), *(s for s in self.waiting if s.token_ids)]
+        for request in dict.fromkeys(s.request for s in started):
+            self.cancel(request)
+
+    def cancel_all(self) -> None:
+        """End every request with its tokens so far."""
+        self.abort(list(self.requests))
+
+    def cancel_all_without_store(self) -> None:
+        """`cancel_all`, leaving slots open, for an engine whose store may have failed."""
+        for sequence in self.running.values():
+            sequence.slot = None
+        self.running.clear()
+        self.cancel_all()

@@ -1,0 +1,188 @@
+"""What ``inflight train --dry-run`` prints of a run that is prepared: its processes, their memory, and its updates."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inflight.errors import InflightError
+from inflight.http.kinds import connect_endpoint
+from inflight.http.tokens import TOKEN_VARIABLE
+from inflight.launchers import load_launcher
+from inflight.launchers.loading import check_launcher
+from inflight.run.config import RunConfig
+from inflight.run.machines.devices import Device
+from inflight.run.machines.lora_shapes import lora_shapes
+from inflight.run.machines.memory import ON_THE_GPU, Term, gib
+from inflight.run.machines.memory_check import KNOWN_WORKERS, DeviceUse, listed, totals
+from inflight.run.machines.placement import Place
+from inflight.run.preflight import Hosts, Prepared, hosts_of
+from inflight.run.servers.checks import check_endpoint
+from inflight.weights.encode.bucket_bytes import encoded_size
+from inflight.weights.encode.buckets import plan_buckets
+from inflight.wire import TensorSpec
+
+_ASK_S = 3.0
+_TRAVELS = {
+    "nccl": "broadcast from trainer-0's GPU to the servers' GPUs",
+    "gloo": "broadcast over sockets from host memory",
+    "ipc": "read by the servers from trainer-0's GPU memory",
+    "shm": "stored once in this host's shared memory, where each server reads it",
+    "file": "stored once in updates.directory, where each server reads it",
+    "http": "downloaded by each server from trainer-0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProcess:
+    """One process, or a server that runs already."""
+
+    name: str
+    what: str
+    devices: tuple[int, ...]
+    address: str
+    memory: tuple[Term, ...] = ()
+    """On each of its GPUs; empty if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUpdate:
+    """One published version."""
+
+    size_bytes: int
+    sent_bytes: int
+    """To each server, after encoding."""
+    deadline_s: float
+    num_buckets: int
+    transport: str
+    travels: str
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a run would do."""
+
+    processes: tuple[PlannedProcess, ...]
+    update: PlannedUpdate
+    devices: tuple[DeviceUse, ...]
+    notes: tuple[str, ...]
+
+
+async def dry_run(prepared: Prepared) -> DryRun:
+    """Return what a run would do, after asking the servers that run already whether they can take part now."""
+    config, notes = prepared.config, []
+    if config.train.trainer not in KNOWN_WORKERS:
+        notes.append(f"memory of {config.train.trainer!r} workers is not known, and left out")
+    if not prepared.placement.placed:
+        notes.append("no GPU: every process computes on the CPU, in host memory that is not counted here")
+    return DryRun(
+        (*_started(prepared), *await asyncio.gather(*(_ask(prepared, url) for url in prepared.attached))),
+        planned_update(prepared),
+        prepared.uses,
+        tuple(notes),
+    )
+
+
+def hosts_of_dry_run(config: RunConfig, devices: Sequence[Device]) -> Hosts:
+    """Return the hosts that a dry run plans with.
+
+    Only launchers that do nothing before they start a process are asked. Others are assumed to have the GPUs
+    ``devices``, because asking them may start a cluster.
+    """
+    if config.run.launcher in ("local", "outside"):
+        return hosts_of(load_launcher(config.run.launcher, config.run.launcher_options))
+    check_launcher(config.run.launcher)
+    return Hosts(address="", port=0, num_gpus=len(devices), can_outlive=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+def _started(prepared: Prepared) -> list[PlannedProcess]:
+    config, memory = prepared.config, prepared.memory
+    train, num = config.train, config.train.num_ranks
+    meets = "meets the others at a free port of rank 0's host" if num > 1 else "meets nobody"
+    found = [PlannedProcess("controller", "samples, scores and composes", (), "asks the others")]
+    for rank, it in enumerate(prepared.placement.trainers):
+        what = f"{train.trainer} worker, rank {rank} of {num}"
+        found.append(PlannedProcess(it.name, what, _indices(it), meets, memory.get(it.name, ())))
+    for it, member in zip(prepared.placement.servers, config.servers.started, strict=True):
+        where = "a free port of 127.0.0.1" if member.kind.runs_in_process else "two free ports of 127.0.0.1"
+        what = f"{member.engine} engine" if member.kind.runs_in_process else f"{member.engine} behind inflight serve"
+        found.append(PlannedProcess(it.name, what, _indices(it), where, memory.get(it.name, ())))
+    return found
+
+
+def _indices(it: Place) -> tuple[int, ...]:
+    return tuple(device.index for device in it.devices)
+
+
+async def _ask(prepared: Prepared, url: str) -> PlannedProcess:
+    """Return a server that runs already, and whether it can take part."""
+    config = prepared.config
+    endpoint = connect_endpoint(url, token=os.environ.get(TOKEN_VARIABLE), control_timeout_s=_ASK_S)
+    try:
+        async with asyncio.timeout(_ASK_S):
+            can = await check_endpoint(config, prepared.model.vocab_size, endpoint)
+            limit = min(can.max_concurrent_sequences, config.servers.slots_of_attached)
+        address = f"{url} answers, and runs up to {limit} sequences"
+    except (TimeoutError, InflightError) as error:
+        address = f"{url} cannot take part now: {str(error) or f'no answer within {_ASK_S:g} s'}"
+    finally:
+        await endpoint.aclose()
+    return PlannedProcess(endpoint.name, "runs already", (), address)
+
+
+def planned_update(prepared: Prepared) -> PlannedUpdate:
+    """Return how each published version travels."""
+    config, updates = prepared.config, prepared.config.updates
+    shapes = {spec.name: spec.shape for spec in prepared.model.specs}
+    if config.train.lora is not None:
+        shapes = dict(lora_shapes(config.train.lora, config.model.path))
+    dtype = str(config.train.trainer_options.get("wire_dtype") or config.model.dtype)
+    specs = [TensorSpec.model_validate({"name": n, "dtype": dtype, "shape": s}) for n, s in shapes.items()]
+    travels = _TRAVELS.get(updates.transport, "by an installed transport")
+    if updates.transport not in ON_THE_GPU:
+        travels += "; copied from and to GPUs there"
+    return PlannedUpdate(
+        size_bytes=sum(spec.size_bytes for spec in specs),
+        sent_bytes=encoded_size(specs, "raw" if updates.delta else updates.encoding),
+        deadline_s=prepared.limits.publish_s,
+        num_buckets=len(plan_buckets(specs)),
+        transport=updates.transport,
+        travels=f"only what changed, {travels}" if updates.delta else travels,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def render_text(plan: DryRun) -> str:
+    """Return a dry run as lines of text."""
+    lines = ["processes:"]
+    for it in plan.processes:
+        where = f"GPU {', '.join(map(str, it.devices))}" if it.devices else "no GPU"
+        lines.append(f"  {it.name}: {it.what}; {where}; {it.address}")
+    update = plan.update
+    lines.append(
+        f"one update: {update.size_bytes / 1e9:.3f} GB in {update.num_buckets} buckets, {update.sent_bytes / 1e9:.3f} "
+        f"GB on the wire, at most {update.deadline_s:.0f} s; {update.transport}: {update.travels}"
+    )
+    if plan.devices:
+        lines.append("memory by arithmetic, not measured:")
+    alike = itertools.groupby((it for it in plan.processes if it.devices), lambda it: it.memory)
+    for terms, group in alike:
+        names = [it.name for it in group]
+        who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        lines.append(f"  {who}: {totals(terms)} ({listed(terms) or 'not known'})")
+    for use in plan.devices:
+        has = gib(use.memory_bytes) if use.memory_bytes else "an unknown amount"
+        who = ", ".join(use.processes) or "nobody"
+        when = "" if use.phase is None else f" while {use.phase}"
+        lines.append(f"  GPU {use.index}: {gib(use.needed_bytes)} of {has}{when} ({who})")
+    return "\n".join([*lines, *plan.notes])

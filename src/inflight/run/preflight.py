@@ -1,0 +1,245 @@
+"""Everything about a run that can be checked before a process starts; ``train`` and ``--dry-run`` share it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from inflight.contracts import BatchComposer, Environment, Scheduler, StalenessPolicy, Task
+from inflight.errors import ConfigError
+from inflight.http.listening import bind
+from inflight.launchers import Launcher
+from inflight.model.checkpoint_specs import tensor_specs_of
+from inflight.model.checkpoints import check_weights, load_config, load_tokenizer
+from inflight.model.images import ImageProcessor, load_image_processor
+from inflight.observe.trackers import Tracker, load_trackers
+from inflight.rollouts import EssGuard, HistoryStore, load_composer, load_scheduler, load_staleness, load_task
+from inflight.run.config import RunConfig
+from inflight.run.machines.devices import Device, devices_here
+from inflight.run.machines.lora_shapes import check_lora
+from inflight.run.machines.memory import model_shape
+from inflight.run.machines.memory_check import DeviceUse, Memory, check_fits, device_uses, memory_of
+from inflight.run.machines.placement import Placement, place, place_elsewhere, uses_gpus
+from inflight.run.machines.time_limits import TimeLimits, time_limits
+from inflight.run.record.run_directory import RunDirectory, StartingPoint, starting_point
+from inflight.run.sampling.groups import check_task
+from inflight.run.servers.checks import check_servers, read_server_list
+from inflight.run.servers.joining import host_and_port
+from inflight.wire import TensorSpec
+
+_CONNECTS_BACK = ("gloo", "nccl", "http")
+"""Transports for which servers connect to the address of trainer rank 0."""
+_WITHIN_ONE_MACHINE = ("shm", "ipc")
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """What a launcher reports about the hosts on which it starts processes."""
+
+    address: str
+    port: int
+    num_gpus: int | None
+    """None: the processes run on this machine, of whose GPUs the run itself chooses."""
+    can_outlive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a model directory holds, without its weights."""
+
+    vocab_size: int
+    tokenizer: Any
+    images: ImageProcessor | None
+    """None if the model accepts no images."""
+    specs: tuple[TensorSpec, ...]
+    """Names and shapes of the stored tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """What decides which rollouts run where, which tokens are too old, and what makes up a step."""
+
+    scheduler: Scheduler
+    staleness: StalenessPolicy
+    composer: BatchComposer
+    history: HistoryStore
+
+
+def hosts_of(launcher: Launcher) -> Hosts:
+    """Return what a launcher reports about its hosts."""
+    return Hosts(launcher.address, launcher.port, launcher.num_gpus, launcher.can_outlive)
+
+
+def read_model(path: Path) -> ModelFiles:
+    """Return what a model directory holds, after checking its weights by their headers. Raises `ConfigError`."""
+    check_weights(path)
+    tokenizer = load_tokenizer(path)
+    if tokenizer is None:
+        raise ConfigError(f"model directory {str(path)!r} has no tokenizer")
+    return ModelFiles(
+        vocab_size=int(load_config(path).get_text_config().vocab_size),
+        tokenizer=tokenizer,
+        images=load_image_processor(path),
+        specs=tensor_specs_of(path, "float32"),
+    )
+
+
+def check_port(host: str, port: int, remedy: str) -> None:
+    """Raise `ConfigError`, with the remedy, if this process could not listen at an address."""
+    bind(host, port, remedy, listens=False).close()  # clients that wait for the run must not connect yet
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether the address of a host is one of this machine. The answer is no for an unknown name."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What `preflight` asks: the launcher's hosts, and functions that read files or ask this machine."""
+
+    hosts: Hosts
+    devices: Callable[[], Sequence[Device]] = devices_here
+    read_model: Callable[[Path], ModelFiles] = read_model
+    check_weights: Callable[[Path], None] = check_weights
+    check_port: Callable[[str, int, str], None] = check_port
+    is_this_machine: Callable[[str], bool] = is_this_machine
+    starting_point: Callable[[Path, bool], StartingPoint] = lambda path, resume: starting_point(path, resume=resume)
+
+    def held_by(self, directory: RunDirectory) -> Machine:
+        """Return this machine for a run that owns its directory and its ports already, and starts its ranks again."""
+        start = StartingPoint(directory.checkpoint, directory.state)
+        return replace(self, check_port=lambda *_: None, starting_point=lambda *_: start)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run is made of."""
+
+    config: RunConfig
+    model: ModelFiles
+    task: Task | Environment
+    policies: Policies
+    trackers: Mapping[str, Tracker]
+    placement: Placement
+    devices: tuple[Device, ...]
+    """The GPUs of this machine; none if no process uses one, or if a launcher chooses among hosts."""
+    memory: Memory
+    """What each process with GPUs needs on each of them, by its name."""
+    uses: tuple[DeviceUse, ...]
+    limits: TimeLimits
+    attached: tuple[str, ...]
+    """URLs of the servers that run already."""
+
+
+def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> Prepared:
+    """Return what the run is made of.
+
+    No process is started, no file is written and no port stays bound. Raises `ConfigError` for whatever would keep the
+    run from working, as far as it can be known before processes start.
+    """
+    check_servers(config.servers)
+    check_lora(config.train, config.model.path)
+    _check_launcher(config, machine.hosts)
+    is_local = machine.hosts.num_gpus is None
+    devices = tuple(machine.devices()) if is_local and uses_gpus(config) else ()
+    placement = place(config, devices) if is_local else place_elsewhere(config, machine.hosts.num_gpus or 0)
+    memory: Memory = {}
+    if devices:
+        memory = memory_of(config, model_shape(config.model.path), placement)
+    uses = device_uses(devices, placement, memory)
+    check_fits(uses, memory)
+    config.loss.policy_loss()
+    task = load_task(config.task.name, config.task.params, config.run.seed)
+    check_task(config, task)
+    policies = _policies_of(config)
+    trackers = load_trackers(config.run.trackers, config.run.tracker_options)
+    model = machine.read_model(config.model.path)
+    attached = _attached(config)
+    _check_reach(config, machine, attached)
+    for host, port, remedy in _addresses(config, machine.hosts):
+        machine.check_port(host, port, remedy)
+    start = machine.starting_point(config.run.directory, resume)
+    if start.checkpoint is not None:
+        machine.check_weights(start.checkpoint)
+    return Prepared(
+        config, model, task, policies, trackers, placement, devices, memory, uses, time_limits(config), attached
+    )
+
+
+def _policies_of(config: RunConfig) -> Policies:
+    rollouts, history = config.rollouts, HistoryStore()
+    staleness = load_staleness(rollouts.staleness, rollouts.staleness_params, rollouts.max_lag)
+    if rollouts.min_ess is not None:
+        staleness = EssGuard(staleness, rollouts.min_ess, stops=rollouts.on_low_ess == "stop")
+    composer = load_composer(rollouts.composer, rollouts.composer_params, config.tokens_per_step)
+    scheduler = load_scheduler(
+        rollouts.scheduler,
+        rollouts.scheduler_params,
+        group_size=config.sampling.group_size + config.task.extra_episodes,
+        history=history,
+        seed=config.run.seed,
+    )
+    return Policies(scheduler, staleness, composer, history)
+
+
+def _check_launcher(config: RunConfig, hosts: Hosts) -> None:
+    """Raise `ConfigError` if the launcher cannot do what the configuration asks of it."""
+    if hosts.port and not config.servers.attach.others_may_come:
+        raise ConfigError(
+            f"launcher {config.run.launcher!r} starts no servers: set servers.attach.join, where they come by "
+            "themselves"
+        )
+    if config.servers.lease_s and not hosts.can_outlive:
+        raise ConfigError(
+            f"servers.lease_s lets servers outlive the run, but those of launcher {config.run.launcher!r} cannot: "
+            "leave it out, or use launcher 'local'"
+        )
+
+
+def _addresses(config: RunConfig, hosts: Hosts) -> list[tuple[str, int, str]]:
+    """Return host and port of each address at which the run listens, and what to do if it is taken."""
+    found = []
+    if (port := config.run.metrics_port) is not None:
+        found.append(("127.0.0.1", port, "choose another run.metrics_port, or 0 for any"))
+    if (at := config.servers.attach.join) is not None:
+        found.append((*host_and_port(at), "choose another address for servers.attach.join"))
+    if hosts.port:
+        found.append((hosts.address, hosts.port, "choose another port in run.launcher_options"))
+    return found
+
+
+def _attached(config: RunConfig) -> tuple[str, ...]:
+    """Return the URLs of the servers that run already, from the configuration and from the file of servers."""
+    attach = config.servers.attach
+    listed = None if attach.urls_file is None else read_server_list(attach.urls_file)[0]
+    return (*attach.urls, *(listed or {}).values())
+
+
+def _check_reach(config: RunConfig, machine: Machine, urls: Sequence[str]) -> None:
+    """Raise `ConfigError` if weights cannot travel from the trainers, which run here, to servers elsewhere."""
+    updates = config.updates
+    if machine.hosts.num_gpus is not None:
+        return
+    if updates.transport in _WITHIN_ONE_MACHINE:
+        remedy = "choose 'gloo', 'nccl', 'http' or 'file'"
+    elif updates.transport in _CONNECTS_BACK and updates.address.startswith("127."):
+        remedy = "set updates.address to the address of this machine as the servers see it"
+    else:
+        return
+    for url in urls:
+        if not machine.is_this_machine(urlsplit(url).hostname or ""):
+            raise ConfigError(
+                f"{url} is on another machine, which updates.transport {updates.transport!r} at {updates.address} does "
+                f"not reach: {remedy}"
+            )
