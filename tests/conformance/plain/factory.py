@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -12,12 +13,13 @@ from pathlib import Path
 import httpx
 
 from tests.conformance.plain.endpoint import PlainEndpoint
-from tests.gates import reserved_port
 
 
 @contextlib.asynccontextmanager
 async def start(model: Path) -> AsyncIterator[PlainEndpoint]:
-    port = reserved_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     server = subprocess.Popen(  # noqa: ASYNC220 - a fork, once
         [sys.executable, Path(__file__).with_name("server.py"), model, str(port)]
     )
