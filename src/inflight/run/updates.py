@@ -88,4 +88,4 @@ class PullUpdates(Updates):
 
 def updates_of(config: RunConfig) -> Updates:
     """Return the strategy that a configuration names."""
-    return PullUpdates(config) if config.updates.mode == "pull" else PushUpdates(config)
+    return PushUpdates(config) if config.updates.followed is None else PullUpdates(config)
