@@ -49,6 +49,7 @@ from inflight.model.checkpoint_specs import config_number, config_of, tensor_spe
 from inflight.run.config import RunConfig
 from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.lora_shapes import lora_shapes
+from inflight.run.machines.server_specs import server_spec
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
 from inflight.wire import DTYPE_SIZES
 
@@ -258,7 +259,7 @@ def server_terms(
         others.append(Term("staged update", size_bytes, remedy, sampling))
     if use.memory_share is None:
         half = max(sequence, (memory_bytes - weights) // 2)  # trainers load their model later
-        cache = min(member.max_concurrent * sequence, half)
+        cache = min(server_spec(config, member).options.num_slots * sequence, half)
         return (
             Term(
                 "weights", weights, "set model.dtype to 'bfloat16', or use an engine with tensor parallelism", sampling
