@@ -63,7 +63,7 @@ def test_an_entropy_bonus_is_refused_in_a_run(config_file: Path) -> None:
         (["learning_rate=1"], "is not an override; write --section.field value"),
         (["--run.directory.name", "x"], "'directory' is a value, not a section"),
         (["--updates.transport", "shm"], "unknown key 'updates.transport'; did you mean updates.transport?"),
-        (["--servers.attach.join", "a:1"], "unknown key 'servers.attach.join'; did you mean servers.attach.join?"),
+        (["--servers.join", "a:1"], "unknown key 'servers.join'; did you mean servers.attach.join?"),
         (["--updates.transport", "pigeon"], "updates.transport: unknown transport 'pigeon'; known: file, gloo, http"),
         (["--servers.max_concurrent", "4"], "a group would never run as a whole"),
         (["--servers.drafts", "history", "--servers.compile", "true"], "servers.drafts and servers.compile exclude"),
