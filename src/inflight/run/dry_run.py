@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inflight.base.tasks import run_together
 from inflight.errors import InflightError
 from inflight.http.kinds import connect_endpoint
 from inflight.http.tokens import TOKEN_VARIABLE
@@ -79,7 +80,7 @@ async def dry_run(prepared: Prepared) -> DryRun:
     if not prepared.placement.placed:
         notes.append("no GPU: every process computes on the CPU, in host memory that is not counted here")
     return DryRun(
-        (*_started(prepared), *await asyncio.gather(*(_ask(prepared, url) for url in prepared.attached))),
+        (*_started(prepared), *await run_together(*(_ask(prepared, url) for url in prepared.attached))),
         planned_update(prepared),
         prepared.uses,
         tuple(notes),

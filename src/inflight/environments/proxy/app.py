@@ -24,6 +24,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.answers import Answer, Answers, Piece
 from inflight.environments.proxy.formats import answer_json, writer_of
@@ -65,7 +66,7 @@ class ServedEpisode:
 
     async def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Return what a call returns; raises `EpisodeOverError` if the episode ends before it does."""
-        task = asyncio.ensure_future(call)
+        task = asyncio.create_task(call)
         self.running.add(task)
         try:
             await asyncio.wait({task})
@@ -73,7 +74,7 @@ class ServedEpisode:
                 raise EpisodeOverError("the episode has ended")
             return task.result()
         finally:
-            task.cancel()
+            await cancel_and_wait(task)
             self.running.discard(task)
             self.last_used = time.monotonic()
 
@@ -276,13 +277,13 @@ async def _streamed(request: HttpRequest, served: ServedEpisode, body: Request, 
         except EpisodeOverError as error:
             parts.put_nowait(error)
 
-    running = asyncio.ensure_future(run())
+    running = asyncio.create_task(run())
     try:
         first = await unless_client_leaves(request, parts.get())
         if isinstance(first, BaseException):
             raise first
     except BaseException:
-        running.cancel()
+        await cancel_and_wait(running)
         raise
 
     async def lines() -> AsyncIterator[str]:
@@ -303,7 +304,7 @@ async def _streamed(request: HttpRequest, served: ServedEpisode, body: Request, 
                 error = part if isinstance(part, InflightError) else InflightError(f"{type(part).__name__}: {part}")
                 yield f"data: {bytes(error_response(error).body).decode()}\n\n"
         finally:
-            running.cancel()
+            await cancel_and_wait(running)
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
 
