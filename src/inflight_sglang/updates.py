@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from pathlib import Path
 from typing import Any
 
+from inflight.base.tasks import TaskOwner
 from inflight.base.transfer_time import MOVE_S
-from inflight.engines.detached_calls import BackgroundCalls, quietly
+from inflight.engines.detached_calls import quietly
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.timings import LastUpdate
@@ -44,7 +45,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         self,
         routes: EngineRoutes,
         gate: RequestGate,
-        background: BackgroundCalls,
+        background: TaskOwner,
         last: LastUpdate,
     ) -> None:
         self._routes = routes

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from inflight.base.requirements import require
-from inflight.engines.detached_calls import Attaching, BackgroundCalls
+from inflight.base.tasks import TaskOwner
+from inflight.engines.detached_calls import Attaching
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
@@ -53,7 +54,7 @@ class AttachedEndpoint(ABC):
         self._label_path = label_path
         self._close_s = close_s
         self._gate = RequestGate()
-        self._background = BackgroundCalls()
+        self._background = TaskOwner()
         self._last = LastUpdate()
         self._attaching = Attaching(self._attach)
         self._was_replaced = False

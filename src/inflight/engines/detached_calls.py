@@ -1,12 +1,13 @@
-"""Calls on an engine that go on when their callers are cancelled. Knows no engine."""
+"""Calls on an engine that continue when their callers are cancelled."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from inflight.base.tasks import cancel_and_wait, start
 from inflight.errors import InflightError
 
 T = TypeVar("T")
@@ -27,31 +28,13 @@ class Attaching(Generic[T]):
     async def result(self) -> T:
         """Return the result of ``attach``. Cancelling one caller does not affect the others."""
         if self._task is None or (self._task.done() and not self.has_succeeded):
-            self._task = asyncio.ensure_future(self._attach())
+            self._task = start(self._attach())
         return await asyncio.shield(self._task)
 
-
-class BackgroundCalls:
-    """Calls that go on when their callers are cancelled. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._calls: set[asyncio.Future[Any]] = set()
-
-    def start(self, call: Awaitable[None]) -> asyncio.Future[None]:
-        """Begin a call and return its future. A failure that nobody waits for is ignored."""
-        task = asyncio.ensure_future(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return task
-
-    async def aclose(self, wait_s: float) -> None:
-        """Wait up to ``wait_s`` seconds for the calls under way, then cancel the rest."""
-        if self._calls:
-            _, late = await asyncio.wait(self._calls, timeout=wait_s)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+    async def aclose(self) -> None:
+        """End the call, if it is under way."""
+        if self._task is not None:
+            await cancel_and_wait(self._task)
 
 
 async def quietly(call: Awaitable[object]) -> None:

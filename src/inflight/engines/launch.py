@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from inflight.base.tasks import run_together
 from inflight.engines import supervise
 from inflight.engines.process_tree import dead_part, vital_parts
 from inflight.errors import ConfigError, EndpointError
@@ -99,14 +100,10 @@ class EngineProcess:
         The parts are the processes that run when this is called, and the health that the engine's server reports. Once
         a part has died, the rest of the engine is told to end at once.
         """
-        watching = [asyncio.ensure_future(self._watch_processes())]
+        watching = [self._watch_processes()]
         if self._kind.liveness_path is not None:
-            watching.append(asyncio.ensure_future(self._watch_health(self._kind.liveness_path)))
-        try:
-            await asyncio.gather(*watching)
-        finally:
-            for task in watching:
-                task.cancel()
+            watching.append(self._watch_health(self._kind.liveness_path))
+        await run_together(*watching)
         raise AssertionError("an engine is watched until it ends")
 
     async def _watch_processes(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inflight.base.tasks import cancel_and_wait, start
 from inflight.base.threads import run_abandonable
 from inflight.base.transport_registry import receivable
 from inflight.contracts import InferenceEndpoint
@@ -210,10 +211,8 @@ class PipelineRlEndpoint(OwnedEndpoint):
             for name, tensor in tensors.items():
                 group.broadcast(tensor.contiguous(), timeout_s, f"sending {name}")
 
-        asking = asyncio.ensure_future(
-            self._routes.ask("POST", UPDATE_ROUTE, message.model_dump(mode="json"), timeout_s)
-        )
-        sending = asyncio.ensure_future(run_abandonable(broadcast, "inflight-broadcast"))
+        asking = start(self._routes.ask("POST", UPDATE_ROUTE, message.model_dump(mode="json"), timeout_s))
+        sending = start(run_abandonable(broadcast, "inflight-broadcast"))
         try:
             await asyncio.wait({asking, sending}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -227,10 +226,10 @@ class PipelineRlEndpoint(OwnedEndpoint):
             sending.result()
         except BaseException:
             group.abort()  # out of step
-            asking.cancel()
             raise
         finally:
-            await asyncio.gather(sending, return_exceptions=True)
+            await cancel_and_wait(asking)
+            await asyncio.wait({sending})
 
     @property
     def _salt(self) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from inflight.base.tasks import cancel_and_wait
+from inflight.base.tasks import result_unless, run_together
 from inflight.errors import ConfigError, WorkerDiedError
 from inflight.http.kinds import load_engine_kind
 from inflight.http.tokens import TOKEN_VARIABLE
@@ -115,15 +115,8 @@ class Rank(Process):
     async def channel(self) -> RunChannel:
         """Return the channel to it, once it is there. Raises `WorkerDiedError` if it ends before that."""
         if self._channel is None:
-            coming = asyncio.ensure_future(self.meeting.channel(self.rank))
-            ending = asyncio.ensure_future(self.process.wait())
-            try:
-                await asyncio.wait({coming, ending}, return_when=asyncio.FIRST_COMPLETED)
-                if not coming.done():
-                    raise WorkerDiedError(f"trainer rank {self.rank} ended before it had met the run")
-                self._channel = coming.result()
-            finally:
-                await cancel_and_wait(coming, ending)
+            early = WorkerDiedError(f"trainer rank {self.rank} ended before it had met the run")
+            self._channel = await result_unless(self.meeting.channel(self.rank), self.process.wait(), lambda: early)
         return self._channel
 
     async def rendezvous(self) -> str:
@@ -162,17 +155,14 @@ async def start_servers(
         servers.append(server)
         await _wait_until_ready(server)
 
-    starting = [asyncio.ensure_future(start(*it)) for it in zip(members, places, strict=True)]
     try:
         async with asyncio.timeout(timeout_s):
-            await asyncio.gather(*starting)
+            await run_together(*(start(*it) for it in zip(members, places, strict=True)))
     except BaseException as error:
-        waiting = ", ".join(place.name for place, task in zip(places, starting, strict=True) if not task.done())
-        for task in starting:
-            task.cancel()
-        await asyncio.gather(*starting, return_exceptions=True)
         await asyncio.gather(*(server.stop() for server in servers))
         if isinstance(error, TimeoutError):
+            ready = {server.name for server in servers if server.is_ready}
+            waiting = ", ".join(place.name for place in places if place.name not in ready)
             raise ConfigError(
                 f"{waiting} did not answer within {timeout_s:g} s; raise run.start_timeout_s to wait longer"
             ) from error
