@@ -172,5 +172,6 @@ class AttachedEndpoint(ABC):
                 with contextlib.suppress(InflightError):
                     await self._updates.abort(update.ref)
             self._updates.close()
+        await self._attaching.aclose()
         await self._background.aclose(self._close_s)
         await self._routes.aclose()

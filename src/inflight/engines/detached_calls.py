@@ -32,7 +32,7 @@ class Attaching(Generic[T]):
         return await asyncio.shield(self._task)
 
     async def aclose(self) -> None:
-        """End the call, if it is under way."""
+        """End ``attach``, if it is running."""
         if self._task is not None:
             await cancel_and_wait(self._task)
 
