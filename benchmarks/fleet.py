@@ -123,9 +123,7 @@ def _disturb(
         print(f"step {told[-1][0]}: server {index} {what}", flush=True)
 
     def is_back(url: str) -> bool:
-        return process.poll() is not None or any(
-            url in event["memory_restored"] for event in _events(run, "fleet_changed")
-        )
+        return process.poll() is not None or any(url in event["restored"] for event in _events(run, "fleet_changed"))
 
     after(int(0.15 * num_steps), 2, "is listed")
     servers.listed.write_text("".join(f"{url}\n" for url in urls))

@@ -158,7 +158,7 @@ class SimulatedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         raise UnsupportedError("a simulated engine has no chat")
 
     async def aclose(self) -> None:
-        self._updates.close()
+        await self._updates.aclose()
 
 
 class TimedApp:

@@ -47,7 +47,7 @@ def measure_table() -> list[dict[str, Any]]:
     rows = []
     for size_bytes in SIZES:
         results = measure(
-            size_bytes, DEFAULT_TRANSPORTS, num_rounds=NUM_ROUNDS, tell=lambda text: print(text, flush=True)
+            size_bytes, DEFAULT_TRANSPORTS, num_rounds=NUM_ROUNDS, report_progress=lambda text: print(text, flush=True)
         )
         print(table_of(results), flush=True)
         rows += [result.as_json() for result in results]

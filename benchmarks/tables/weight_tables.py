@@ -161,26 +161,26 @@ def chaos_table() -> str:
     figures = kept("chaos")
     outcomes = sorted({it for counts in figures["outcomes"].values() for it in counts} - {"returned"})
     lines = [
-        f"| transport | schedules | faults that struck | publishes that returned | "
+        f"| transport | schedules | injected faults | publishes that returned | "
         f"{' | '.join(f'that raised `{it}`' for it in outcomes)} |",
         f"|---|---|---|---|{'---|' * len(outcomes)}",
     ]
     for transport, num_schedules in figures["schedules"].items():
-        num_faults = sum(num for where, num in figures["struck"].items() if where.split()[0] == transport)
+        num_faults = sum(num for where, num in figures["injected"].items() if where.split()[0] == transport)
         counts = [f"{figures['outcomes'][transport].get(outcome, 0):,}" for outcome in ("returned", *outcomes)]
         lines.append(f"| {transport} | {num_schedules:,} | {num_faults:,} | {' | '.join(counts)} |")
     return "\n".join(lines) + (
         f"\n\n{figures['num_schedules']:,} schedules, {figures['num_publishes']:,} publishes and "
         f"{figures['num_tokens']:,} tokens in {figures['wall_s'] / 60:.0f} minutes: "
-        f"**{len(figures['failed'])} failed**. Of all pairs of a step and a fault {len(figures['never_struck'])} never "
-        f"struck; the slowest publish took {figures['slowest_publish_s']:.1f} s."
+        f"**{len(figures['failed'])} failed**. Of all pairs of a step and a fault {len(figures['never_injected'])} had "
+        f"no fault; the slowest publish took {figures['slowest_publish_s']:.1f} s."
     )
 
 
 def fleets_checked_table() -> str:
     """Return what `inflight check fleet` found over the servers of each engine."""
     lines = [
-        "| engine | schedules | faults that struck | publishes | tokens | slowest publish | minutes | failed |",
+        "| engine | schedules | injected faults | publishes | tokens | slowest publish | minutes | failed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for figures in map(kept, ("chaos-vllm", "chaos-sglang")):

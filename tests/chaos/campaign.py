@@ -44,12 +44,12 @@ def work(campaign: Campaign, number: int, results: Connection) -> None:
     import torch
 
     from inflight.conformance.fleet.schedule import judged
-    from tests.chaos.embedded import EmbeddedPlace
+    from tests.chaos.embedded import EmbeddedTestbed
 
     torch.set_num_threads(1)
-    with EmbeddedPlace() as place:
+    with EmbeddedTestbed() as testbed:
         for seed in campaign.seeds(number):
-            results.send(judged(seed, place, campaign.transport))
+            results.send(judged(seed, testbed, campaign.transport))
     results.close()
     os._exit(0)  # threads that a fault left behind must not keep the process
 

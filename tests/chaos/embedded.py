@@ -18,7 +18,7 @@ import xxhash
 
 from inflight.conformance.fleet.palette import CHECKPOINT, Palette, Shade, make_checkpoint
 from inflight.conformance.fleet.plan import INSIDE, Kind
-from inflight.conformance.fleet.servers import Call, Loop, Place, Server
+from inflight.conformance.fleet.servers import Call, Loop, Server, Testbed
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.engines.embedded.engine import Engine
@@ -58,8 +58,9 @@ class DigestedPalette(Palette):
 
 
 @dataclass(slots=True, eq=False)
-class Life:
-    """One life of a server. ``shades`` are those it was seen with, in order; ``problems`` what must not have been seen.
+class ServerProcess:
+    """One process of a server. ``shades`` are those it was seen with, in order; ``problems`` what must not have been
+    seen.
 
     ``fenced_at`` is how many shades had been seen when a later trainer had joined, and that trainer's incarnation.
     """
@@ -81,8 +82,8 @@ class EmbeddedServer(Server):
     def __init__(self, name: str, template: Any, palette: DigestedPalette) -> None:
         self.name = name
         self.num_breaks = 0
-        self.lives: list[Life] = []
-        self._life: Life | None = None
+        self.processes: list[ServerProcess] = []
+        self._process: ServerProcess | None = None
         self.is_up = self.is_gone = False
         self._template = template
         self._palette = palette
@@ -90,65 +91,65 @@ class EmbeddedServer(Server):
         self._coming_back: asyncio.Task[None] | None = None
 
     @property
-    def num_lives(self) -> int:  # type: ignore[override]
-        return len(self.lives)
+    def num_starts(self) -> int:  # type: ignore[override]
+        return len(self.processes)
 
     @property
     def was_torn(self) -> bool:  # type: ignore[override]
-        return any(life.was_torn for life in self.lives)
+        return any(process.was_torn for process in self.processes)
 
     async def start(self) -> None:
-        """Begin a life with the checkpoint."""
+        """Begin a process with the checkpoint."""
         model = copy.deepcopy(self._template)
         engine = Engine(model, max_model_len=MAX_LEN, max_concurrent=8)
         endpoint = WatchedEndpoint(engine, model, name=self.name)
-        life = Life(endpoint, engine, model)
-        endpoint.watch(self, life)
-        model.base_model.register_forward_pre_hook(lambda *_: self._look(life, is_sampling=True) and None)
+        process = ServerProcess(endpoint, engine, model)
+        endpoint.watch(self, process)
+        model.base_model.register_forward_pre_hook(lambda *_: self._look(process, is_sampling=True) and None)
         named_parameters = model.named_parameters
 
         def perhaps_torn() -> Any:
             named = list(named_parameters())
-            if life.tears and threading.current_thread().name == "inflight-engine":
-                life.tears -= 1
-                life.was_torn = True
+            if process.tears and threading.current_thread().name == "inflight-engine":
+                process.tears -= 1
+                process.was_torn = True
                 return iter(named[: len(named) // 2])  # loading fails where a name is missing
             return iter(named)
 
         model.named_parameters = perhaps_torn
-        self.lives.append(life)
-        self._life, self.is_up = life, True
+        self.processes.append(process)
+        self._process, self.is_up = process, True
 
     async def deliver(self, call: Call[T]) -> T:
-        life = self._life
-        if life is None:
+        process = self._process
+        if process is None:
             raise UnreachableError("connection refused", self.name)
-        task = asyncio.ensure_future(_made(call, life.endpoint))
+        task = asyncio.ensure_future(_made(call, process.endpoint))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
         try:
             return await task
         except BaseException as error:
-            if self._life is not life:
+            if self._process is not process:
                 raise UnreachableError("connection reset", self.name) from error
             raise
 
-    async def strike(self, kind: Kind, seconds: float) -> None:
+    async def inject(self, kind: Kind, seconds: float) -> None:
         assert kind is Kind.TEAR
-        if self._life is not None:
-            self._life.tears += 1
+        if self._process is not None:
+            self._process.tears += 1
 
     async def kill(self, back_after_s: float | None) -> None:
-        life, self._life, self.is_up = self._life, None, False
+        process, self._process, self.is_up = self._process, None, False
         self.is_gone = self.is_gone or back_after_s is None
-        if life is None:
+        if process is None:
             return
         self.num_breaks += 1
-        life.was_killed = True
+        process.was_killed = True
         for task in list(self._calls):
             task.cancel()
         with contextlib.suppress(Exception):
-            await life.endpoint.aclose()
+            await process.endpoint.aclose()
         if back_after_s is not None:
             self._coming_back = asyncio.ensure_future(self._come_back(back_after_s))
 
@@ -157,24 +158,26 @@ class EmbeddedServer(Server):
             await self._coming_back
 
     async def shade(self) -> Shade | None:
-        if self._life is None:
+        if self._process is None:
             raise UnreachableError("it is not there", self.name)
-        return await self.seen(self._life)
+        return await self.seen(self._process)
 
-    async def seen(self, life: Life) -> Shade | None:
+    async def seen(self, process: ServerProcess) -> Shade | None:
         """Return which shade the weights are of, None for torn ones, read between two token steps."""
-        return await asyncio.wrap_future(life.engine.call(lambda: self._look(life, is_sampling=False)))
+        return await asyncio.wrap_future(process.engine.call(lambda: self._look(process, is_sampling=False)))
 
     def may_have_held(self, shade: Shade) -> bool:
-        return any(shade in life.shades or life.was_killed for life in self.lives)
+        return any(shade in process.shades or process.was_killed for process in self.processes)
 
     def problems(self) -> Sequence[str]:
         problems = []
-        for life in self.lives:
-            problems += life.problems
-            for index, incarnation in life.fenced_at:
+        for process in self.processes:
+            problems += process.problems
+            for index, incarnation in process.fenced_at:
                 old = [
-                    shade for shade in life.shades[index:] if shade is not None and 0 < shade.incarnation < incarnation
+                    shade
+                    for shade in process.shades[index:]
+                    if shade is not None and 0 < shade.incarnation < incarnation
                 ]
                 if old:
                     problems.append(f"it took {old[0]} after the trainer of incarnation {incarnation} had joined")
@@ -192,22 +195,22 @@ class EmbeddedServer(Server):
             await self.start()
             self.num_breaks += 1
 
-    def _look(self, life: Life, *, is_sampling: bool) -> Shade | None:
+    def _look(self, process: ServerProcess, *, is_sampling: bool) -> Shade | None:
         """Note the shade of the weights, in the engine's thread."""
-        found = self._palette.shade_with(digest(dict(torch.nn.Module.named_parameters(life.model))))
+        found = self._palette.shade_with(digest(dict(torch.nn.Module.named_parameters(process.model))))
         if found is None and is_sampling:
-            life.problems.append("sampled from torn weights: they are of no version")
-        if not life.shades or life.shades[-1] != found:
-            life.shades.append(found)
+            process.problems.append("sampled from torn weights: they are of no version")
+        if not process.shades or process.shades[-1] != found:
+            process.shades.append(found)
         return found
 
 
 class WatchedEndpoint(LocalEndpoint):
     """An endpoint whose server looks at its weights when a trainer has joined, and after each commit."""
 
-    def watch(self, server: EmbeddedServer, life: Life) -> None:
+    def watch(self, server: EmbeddedServer, process: ServerProcess) -> None:
         """Begin to watch."""
-        self._server, self._of = server, life
+        self._server, self._of = server, process
 
     async def init_process_group(self, spec: TransportSpec) -> None:
         await super().init_process_group(spec)
@@ -220,7 +223,7 @@ class WatchedEndpoint(LocalEndpoint):
         return answer
 
 
-class EmbeddedPlace(Place):
+class EmbeddedTestbed(Testbed):
     """Three embedded servers for each schedule. Use as a context manager."""
 
     kinds = INSIDE
@@ -239,7 +242,7 @@ class EmbeddedPlace(Place):
         with self.servers(self.palette(0, ()), ()) as servers:
             self.capabilities = self.loop.run(servers[0].deliver(lambda endpoint: endpoint.capabilities()))
 
-    def __enter__(self) -> EmbeddedPlace:
+    def __enter__(self) -> EmbeddedTestbed:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -104,7 +104,7 @@ def test_a_store_is_refused_as_such_however_many_gpus_there_are(monkeypatch: pyt
 
 def test_a_peer_ends_with_its_parent() -> None:
     peer = Peer(PeerSetup(target=TransportTarget(factory="gloo")))
-    peer.place(ProcessGroupSpec)
+    peer.member(ProcessGroupSpec)
     process = peer._process
     assert process.stdin is not None
     process.stdin.close()

@@ -254,7 +254,7 @@ def test_a_server_replaced_on_its_port_gets_work_again_only_once_it_has_the_pres
     run = start_run("--servers.urls", json.dumps([steady.url, fickle.url]), "--run.num_steps", "100000")
     run.wait_for_steps(2)
     replaced(run, fickle, start_server, model_dir)
-    (back,) = run.wait_for_events("fleet_changed", lambda event: fickle.url in event["memory_restored"])
+    (back,) = run.wait_for_events("fleet_changed", lambda event: fickle.url in event["restored"])
     run.wait_for_events("group", lambda event: event["endpoint"] == fickle.url and event["oldest"] >= back["version"])
     run.interrupt()
     assert run.wait() == 130, run.output()
@@ -284,7 +284,7 @@ def test_servers_join_leave_die_and_come_back_as_a_file_lists_them(
     assert "line 3 of" in run.output() and "'nonsense' is not an endpoint" in run.output()
 
     replaced(run, second, start_server, model_dir)
-    (back,) = run.wait_for_events("fleet_changed", lambda event: second.url in event["memory_restored"])
+    (back,) = run.wait_for_events("fleet_changed", lambda event: second.url in event["restored"])
     assert second.url in back["serving"]
 
     listed.write_text(f"{second.url}\n{third.url}\n")

@@ -28,16 +28,16 @@ from inflight.weights.send.module import tensor_spec
 from inflight.wire import VersionSpan
 from tests.chaos import dying
 from tests.chaos.campaign import Campaign, results_of
-from tests.chaos.embedded import EmbeddedPlace, digest
+from tests.chaos.embedded import EmbeddedTestbed, digest
 from tests.selection import first_of_each
 
 MOST_TRIES = 14
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[EmbeddedPlace]:
-    with EmbeddedPlace() as place:
-        yield place
+def testbed() -> Iterator[EmbeddedTestbed]:
+    with EmbeddedTestbed() as testbed:
+        yield testbed
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -71,15 +71,15 @@ def test_every_step_of_every_transport_is_struck_in_every_way_by_a_campaign(kind
     assert {kind for _, _, kind in planned} == set(Kind) - ((INSIDE | OUTSIDE) - kinds)
 
 
-def test_every_shade_differs_in_every_tensor_and_travels_exactly_in_every_encoding(place: EmbeddedPlace) -> None:
-    palette = place.palette(5, ())
+def test_every_shade_differs_in_every_tensor_and_travels_exactly_in_every_encoding(testbed: EmbeddedTestbed) -> None:
+    palette = testbed.palette(5, ())
     shades = [CHECKPOINT, *(Shade(version, 1) for version in range(1, 6))]
     for shade in shades:
         palette.add(shade)
-    assert palette.shade_with(digest(place.like)) == CHECKPOINT
+    assert palette.shade_with(digest(testbed.like)) == CHECKPOINT
     for one, other in itertools.combinations(shades, 2):
         first, second = palette.tensors(one), palette.tensors(other)
-        assert all(not first[name].equal(second[name]) for name in place.like)
+        assert all(not first[name].equal(second[name]) for name in testbed.like)
     tensors = palette.tensors(shades[-1])
     specs = [tensor_spec(name, tensor, None) for name, tensor in tensors.items()]
     for encoding in ("bfloat16", "float8"):
@@ -88,11 +88,11 @@ def test_every_shade_differs_in_every_tensor_and_travels_exactly_in_every_encodi
         assert len(unpack(decoded, specs)) == len(specs)
 
 
-def test_what_is_sampled_tells_the_shade_in_every_dtype(place: EmbeddedPlace) -> None:
-    palette = place.palette(7, FROZEN)
+def test_what_is_sampled_tells_the_shade_in_every_dtype(testbed: EmbeddedTestbed) -> None:
+    palette = testbed.palette(7, FROZEN)
     palette.add(shade := Shade(1, 1))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        model = copy.deepcopy(place.template).to(dtype)
+        model = copy.deepcopy(testbed.template).to(dtype)
         model.set_attn_implementation("sdpa")
         for name, parameter in model.named_parameters():
             parameter.data.copy_(palette.tensors(shade)[name])
@@ -250,11 +250,11 @@ def test_a_campaign_finds_a_library_that_would(
     kind: Kind,
     steps: tuple[Step, ...],
     monkeypatch: pytest.MonkeyPatch,
-    place: EmbeddedPlace,
+    testbed: EmbeddedTestbed,
 ) -> None:
     mutate(monkeypatch)
     tried = seeds_with(kind, steps)[:MOST_TRIES]
-    assert any(run_schedule(seed, place).problems for seed in tried), tried
+    assert any(run_schedule(seed, testbed).problems for seed in tried), tried
 
 
 # ---------------------------------------------------------------------------------------------------------------

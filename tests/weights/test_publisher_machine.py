@@ -158,7 +158,7 @@ class Publisher(RuleBasedStateMachine):
         self.over: set[UpdateRef] = set()
 
     def teardown(self) -> None:
-        self.receiver.close()
+        self.do(self.receiver.aclose())
         self.loop.close()
 
     def do(self, call: Coroutine[Any, Any, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Blocking calls that can be abandoned: each runs in a daemon thread, which goes on alone when nobody waits for it."""
+"""Blocking calls that can be abandoned: each runs in a daemon thread, which continues when nobody waits for it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ async def measure(
     num_tokens: int,
     num_prompt_tokens: int,
     num_rounds: int,
-    tell: Callable[[str], None] = lambda _: None,
+    report_progress: Callable[[str], None] = lambda _: None,
 ) -> list[EngineTimes]:
     """Sample so many completions at a time, long and short ones in turns. Nothing else should use the server.
 
@@ -69,7 +69,7 @@ async def measure(
     found = []
     await seconds(1, num_tokens)  # what is only made once, such as compiled code
     for num_running in batches:
-        tell(f"{num_running} running")
+        report_progress(f"{num_running} running")
         tokens, besides = [], []
         for _ in range(num_rounds):
             short, long = await seconds(num_running, num_tokens // _SHORTER), await seconds(num_running, num_tokens)

@@ -98,9 +98,9 @@ def measure(
     dtype: str = "float32",
     num_threads: int = 1,
     directory: Path | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    report_progress: Callable[[str], None] = lambda text: None,
 ) -> list[TransportResult]:
-    """Measure each transport with a model of about ``size_bytes``; ``tell`` gets lines of progress.
+    """Measure each transport with a model of about ``size_bytes``; ``report_progress`` gets lines of progress.
 
     Both processes use ``num_threads`` threads; torch in this process keeps that setting. ``directory`` holds the model
     and the files of the transport ``file``. Raises `ConfigError` for an unknown transport, and what a publish raises.
@@ -111,12 +111,12 @@ def measure(
             raise ConfigError(f"unknown transport {transport!r}; known: {', '.join(TRANSPORTS)}")
     with tempfile.TemporaryDirectory(dir=directory) as made:
         place = Path(made)
-        tell(f"making a model of {size_bytes / 1e6:,.0f} MB")
+        report_progress(f"making a model of {size_bytes / 1e6:,.0f} MB")
         model = make_model(place / "model", size_bytes, dtype)
         with serving(place / "model", place, dtype, num_threads) as server:
             results = []
             for transport in transports:
-                tell(f"{transport}: {num_rounds} idle and {num_rounds} busy publishes")
+                report_progress(f"{transport}: {num_rounds} idle and {num_rounds} busy publishes")
                 results.append(
                     _measure_transport(transport, server, model, place, num_rounds, num_requests, changed_share)
                 )

@@ -74,7 +74,7 @@ def _measure_engine(arguments: argparse.Namespace) -> int:
                 num_tokens=arguments.tokens,
                 num_prompt_tokens=arguments.prompt_tokens,
                 num_rounds=arguments.rounds,
-                tell=print_progress,
+                report_progress=print_progress,
             )
         finally:
             await endpoint.aclose()
@@ -103,7 +103,7 @@ def _measure_weights(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             num_threads=arguments.threads,
             directory=arguments.directory,
-            tell=print_progress,
+            report_progress=print_progress,
         )
         print(table(measured), flush=True)
         results += measured

@@ -46,23 +46,23 @@ def run(arguments: argparse.Namespace) -> int:
 
     from inflight.conformance.fleet.campaign import summary, text_of
     from inflight.conformance.fleet.schedule import judged
-    from inflight.conformance.fleet.served import ServedPlace
+    from inflight.conformance.fleet.served import ServedTestbed
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with this process
     started, results = time.monotonic(), []
-    with ServedPlace(command, arguments.servers, scale, print_progress) as place:
-        declared = place.capabilities
+    with ServedTestbed(command, arguments.servers, scale, print_progress) as testbed:
+        declared = testbed.capabilities
         print_progress(f"{declared.engine} {declared.engine_version} over {', '.join(declared.transports)}")
         require(declared, Needs(transport=arguments.transport), "a server")
         try:
             for seed in range(arguments.seed, arguments.seed + arguments.schedules):
-                result = judged(seed, place, arguments.transport)
+                result = judged(seed, testbed, arguments.transport)
                 results.append(result)
                 said = f"FAILED: {result.problems[0]}" if result.problems else "held"
                 print_progress(f"{len(results)} of {arguments.schedules}, {result.plan}: {result.wall_s:.1f} s, {said}")
         finally:  # also the figures of a campaign that is interrupted, or whose servers do not start again
-            figures = summary(results, place.kinds, time.monotonic() - started)
+            figures = summary(results, testbed.kinds, time.monotonic() - started)
             figures |= {"serve": command, "engine": declared.engine, "engine_version": declared.engine_version}
             write_json(file, figures)
             again = ["inflight", "check", "fleet", "--serve", command, "--servers", str(arguments.servers)]

@@ -100,7 +100,7 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
     from inflight.conformance.parity.pair import Pair
     from inflight.conformance.parity.report import row_of, text_of
 
-    def tell(what: str) -> None:
+    def report(what: str) -> None:
         print_progress(what if dtype is None else f"{dtype}: {what}")
 
     worker_options = keyword_arguments(arguments.worker_option, "--worker-option")
@@ -109,7 +109,7 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
     with tempfile.TemporaryDirectory(prefix="inflight-parity-") as directory:
         subject = EndpointSubject(target, Path(directory), _START_S * scale)
         model = subject.reference.path
-        tell(f"waiting for {target.label}")
+        report(f"waiting for {target.label}")
         async with opened(target, model, subject.directory, _START_S * scale) as subject.opened:
             declared = subject.capabilities = await subject.endpoint.capabilities()
             version = (await subject.endpoint.weight_version()).version
@@ -119,7 +119,7 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
             with closing(pair):
                 try:
                     async with asyncio.timeout(_MEASURE_S * scale):
-                        measured = await measure(pair, arguments.updates, bisect=arguments.bisect, tell=tell)
+                        measured = await measure(pair, arguments.updates, bisect=arguments.bisect, report=report)
                         if target.url is not None:
                             await pair.bring(subject.reference.weights)
                 finally:

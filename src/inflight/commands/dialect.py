@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _updates(arguments: argparse.Namespace, token: str | None, stack: contextlib.ExitStack) -> Any:
     """Return the `ArrivingUpdates` of a group that is not joined yet."""
-    from inflight.dialects.pipelinerl.group import WeightGroup, place_of
+    from inflight.dialects.pipelinerl.group import BroadcastGroup, place_of
     from inflight.dialects.pipelinerl.receiving import ArrivingUpdates
     from inflight.weights.send.publisher import WeightPublisher
     from inflight.wire import InFlightPolicy
@@ -82,7 +82,7 @@ def _updates(arguments: argparse.Namespace, token: str | None, stack: contextlib
         arguments.urls, run_id=arguments.run_id, token=token, transport=arguments.transport
     )
     stack.callback(publisher.close)
-    group = WeightGroup(place)
+    group = BroadcastGroup(place)
     stack.callback(group.abort)
     return ArrivingUpdates(group, publisher, InFlightPolicy(arguments.in_flight), arguments.timeout)
 

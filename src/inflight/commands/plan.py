@@ -104,7 +104,7 @@ def _telling(num: int) -> Callable[[int], None]:
     """Return what shows how many configurations are done: at once on a terminal, else by a line from time to time."""
     told_at = time.monotonic()
 
-    def tell(done: int) -> None:
+    def report_progress(done: int) -> None:
         nonlocal told_at
         if not sys.stderr.isatty() and time.monotonic() - told_at > _LINE_EVERY_S:
             told_at = time.monotonic()
@@ -113,7 +113,7 @@ def _telling(num: int) -> Callable[[int], None]:
             text = f"{done} of {num} configurations" if done < num else " " * 40
             print(f"\r{text}\r", end="", file=sys.stderr, flush=True)
 
-    return tell
+    return report_progress
 
 
 def _print_parts(costs: Any, best: Sequence[Any], found: Sequence[Any], num_steps: int) -> None:

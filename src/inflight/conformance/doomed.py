@@ -1,7 +1,7 @@
 """A sender in its own process, which checks stop or kill: ``python -m``, lines of JSON in, lines of JSON out.
 
-It hosts the store of the weight group, joins as rank 0 and sends; the check makes the control calls. In: one `Errand`
-per group. Out: the `ProcessGroupSpec` with which the endpoint joins that group.
+It hosts the store of the weight group, joins as rank 0 and sends; the check makes the control calls. In: one
+`SendCommand` per group. Out: the `ProcessGroupSpec` with which the endpoint joins that group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _START_S = 30.0
 """For importing torch in the new process."""
 
 
-class Errand(WireModel):
+class SendCommand(WireModel):
     """Form a group, send the first ``num_buckets`` buckets of an update, then do nothing more."""
 
     transport: Literal["gloo", "nccl"]
@@ -42,18 +42,18 @@ class DoomedSender:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def begin(self, errand: Errand) -> ProcessGroupSpec:
+    async def begin(self, command: SendCommand) -> ProcessGroupSpec:
         """Return the spec with which the endpoint joins the group, which the process joins too before it sends."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(errand.model_dump_json().encode() + b"\n")
+        self._process.stdin.write(command.model_dump_json().encode() + b"\n")
         async with asyncio.timeout(_START_S):
             return ProcessGroupSpec.model_validate_json(await self._process.stdout.readline())
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -77,16 +77,16 @@ async def doomed_sender() -> AsyncIterator[DoomedSender]:
 def main() -> None:
     """Run the errands that come in."""
     for line in sys.stdin:
-        errand = Errand.model_validate_json(line)
-        sender = ProcessGroupSender(errand.transport)
-        (spec,) = sender.specs(errand.update.run_id, [errand.num_ranks], errand.timeout_s)
+        command = SendCommand.model_validate_json(line)
+        sender = ProcessGroupSender(command.transport)
+        (spec,) = sender.specs(command.update.run_id, [command.num_ranks], command.timeout_s)
         print(spec.model_dump_json(), flush=True)
         sender.join()
-        tensors, manifest = load_file(errand.weights), errand.update.manifest.tensors
-        for bucket in errand.update.buckets[: errand.num_buckets]:
+        tensors, manifest = load_file(command.weights), command.update.manifest.tensors
+        for bucket in command.update.buckets[: command.num_buckets]:
             specs = manifest[bucket.start : bucket.stop]
             sent = WeightBucket(bucket.index, specs, tuple(tensors[spec.name] for spec in specs))
-            sender.send(sent, errand.timeout_s)
+            sender.send(sent, command.timeout_s)
 
 
 if __name__ == "__main__":

@@ -173,6 +173,6 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     async def aclose(self) -> None:
         if self._attaching.has_succeeded:
-            self._updates.close()
+            await self._updates.aclose()
         await self._attaching.aclose()
         await self._routes.aclose()

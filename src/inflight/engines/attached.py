@@ -171,7 +171,7 @@ class AttachedEndpoint(ABC):
             if (update := self._updates.session.update) is not None:
                 with contextlib.suppress(InflightError):
                     await self._updates.abort(update.ref)
-            self._updates.close()
+            await self._updates.aclose()
         await self._attaching.aclose()
         await self._background.aclose(self._close_s)
         await self._routes.aclose()

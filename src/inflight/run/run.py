@@ -20,7 +20,6 @@ from inflight.errors import CheckpointError, FencedError, InflightError, WorkerD
 from inflight.launchers import Launcher, load_launcher
 from inflight.rollouts import Ledger
 from inflight.run.config import RunConfig
-from inflight.run.delivery import Delivery, PullDelivery, PushDelivery
 from inflight.run.interrupt import Interrupt, Interrupted
 from inflight.run.preflight import Machine, Prepared, hosts_of, preflight
 from inflight.run.ranks.group import TrainerGroup
@@ -38,6 +37,7 @@ from inflight.run.sampling.sampling import Sampling
 from inflight.run.servers.leases import token_of
 from inflight.run.servers.memory_turns import MemoryTurns
 from inflight.run.servers.servers import Servers, nobody_left
+from inflight.run.updates import updates_of
 
 
 def train(config: RunConfig, *, resume: bool = False) -> int:
@@ -197,8 +197,7 @@ class _Run:
             lambda: self.sampling.is_training,
         )
         self.memory = MemoryTurns(self.servers, prepared.limits.publish_s) if config.servers.release_memory else None
-        is_pulled = config.servers.updates == "pull"
-        self.delivery: Delivery = PullDelivery(self.servers) if is_pulled else PushDelivery(self.servers, self.trainers)
+        self.delivery = updates_of(config).delivery(self.servers, self.trainers)
         self.recording = Recording(config, path, note) if config.run.record else None
         self.saving = Saving(self.trainers, path, config.run, self._state, version, self.journal.saved, self.recording)
 

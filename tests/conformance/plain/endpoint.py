@@ -92,5 +92,5 @@ class PlainEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     async def aclose(self):
         if self.info is not None:
-            self.updates.close()
+            await self.updates.aclose()
         await self.http.aclose()

@@ -203,6 +203,6 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         return self.updates
 
     async def aclose(self):
-        self.updates.close()
+        await self.updates.aclose()
         await self.in_engine(self.end_all)
         self.calls.put(None)

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from inflight.conformance.checks import check, look_at
-from inflight.conformance.doomed import DoomedSender, Errand, doomed_sender
+from inflight.conformance.doomed import DoomedSender, SendCommand, doomed_sender
 from inflight.conformance.endpoint.aftermath import require_all_whole, require_old_weights, require_recovers
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
@@ -58,7 +58,7 @@ async def publisher_lost_in_a_bucket(subject: EndpointSubject) -> None:
         await subject.require_raises(pending, TransferError, receiving, _RECEIVE_S + SLACK_S)
         await require_old_weights(subject, f"after its publisher was {what} in a bucket", may_be_torn=True)
         if what == "stopped":
-            sender.go_on()
+            sender.resume()
             await require_recovers(subject, "after its publisher was stopped in a bucket")
             await subject.publisher.publish(subject.reference.weights)
     await require_recovers(subject, "after its publisher was killed in a bucket")
@@ -70,7 +70,7 @@ async def _begin(subject: EndpointSubject, sender: DoomedSender, *, num_buckets:
     update = publisher.announcement(other, bucket_bytes=other.size_bytes // 2, lease_s=lease_s)
     publisher.lose_group()
     publisher.touched = True
-    errand = Errand(
+    command = SendCommand(
         transport=publisher.transport(),
         num_ranks=subject.capabilities.num_ranks,
         update=update,
@@ -78,7 +78,7 @@ async def _begin(subject: EndpointSubject, sender: DoomedSender, *, num_buckets:
         num_buckets=num_buckets,
         timeout_s=_GROUP_S,
     )
-    await subject.endpoint.init_process_group(await sender.begin(errand))
+    await subject.endpoint.init_process_group(await sender.begin(command))
     return update
 
 

@@ -20,10 +20,10 @@ class ScheduleResult:
     seed: int
     transport: Transport
     plan: str
-    manner: str = ""
+    settings: str = ""
     problems: tuple[str, ...] = ()
-    struck: tuple[tuple[str, str], ...] = ()
-    """Pairs of a step and a kind of fault that struck there."""
+    injected: tuple[tuple[str, str], ...] = ()
+    """Pairs of a step and a kind of fault that was injected there."""
     outcomes: tuple[str, ...] = ()
     """For each publish ``returned`` or the name of its exception, followed by the outcome of each endpoint."""
     slowest_publish_s: float = 0.0
@@ -33,7 +33,7 @@ class ScheduleResult:
 
 def summary(results: Sequence[ScheduleResult], kinds: Collection[Kind], wall_s: float) -> dict[str, Any]:
     """Return the figures of a campaign as JSON-compatible values. ``kinds`` as in `sites`."""
-    struck = Counter((one.transport, *where) for one in results for where in one.struck)
+    injected = Counter((one.transport, *where) for one in results for where in one.injected)
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     for one in results:
         outcomes[one.transport].update(outcome.split(":")[0] for outcome in one.outcomes)
@@ -42,14 +42,14 @@ def summary(results: Sequence[ScheduleResult], kinds: Collection[Kind], wall_s: 
     slowest = sorted(results, key=lambda one: -one.wall_s)[:5]
     return {
         "num_schedules": len(results),
-        "num_faults": sum(struck.values()),
+        "num_faults": sum(injected.values()),
         "num_publishes": sum(len(one.outcomes) for one in results),
         "num_tokens": sum(one.num_tokens for one in results),
         "schedules": dict(schedules),
-        "struck": {" ".join(key): num for key, num in sorted(struck.items())},
-        "never_struck": [" ".join(site) for site in every if site not in struck],
+        "injected": {" ".join(key): num for key, num in sorted(injected.items())},
+        "never_injected": [" ".join(site) for site in every if site not in injected],
         "outcomes": {transport: dict(counts) for transport, counts in sorted(outcomes.items())},
-        "failed": [_part(one, "seed", "transport", "plan", "manner", "problems") for one in results if one.problems],
+        "failed": [_part(one, "seed", "transport", "plan", "settings", "problems") for one in results if one.problems],
         "slowest": [_part(one, "seed", "transport", "plan", "wall_s") for one in slowest],
         "slowest_publish_s": max((one.slowest_publish_s for one in results), default=0.0),
         "wall_s": round(wall_s, 1),
@@ -65,13 +65,13 @@ def text_of(figures: dict[str, Any], again: str) -> str:
     """
     lines = []
     for row in figures["failed"]:
-        lines += [f"FAILED {row['plan']}", f"  {row['manner']}"]
+        lines += [f"FAILED {row['plan']}", f"  {row['settings']}"]
         lines += [f"  - {problem}" for problem in row["problems"][:5]]
         lines += [f"  again: {again} --schedules 1 --seed {row['seed']}"]
     lines.append(
         f"{figures['num_schedules']} schedules, {figures['num_faults']} faults, {figures['num_publishes']} publishes, "
         f"{figures['num_tokens']} tokens in {figures['wall_s']} s: {len(figures['failed'])} failed; "
-        f"{len(figures['never_struck'])} sites were never struck"
+        f"{len(figures['never_injected'])} sites had no fault"
     )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""How faults strike calls: an endpoint behind a network that loses, repeats and reorders them.
+"""How faults are injected into calls: an endpoint behind a network that loses, repeats and reorders them.
 
 It implements the contract's Protocol, so the library cannot tell it from a real endpoint.
 """
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from inflight.base.tasks import cancel_and_wait, start
 from inflight.conformance.fleet.plan import SENDER, Fault, FaultPlan, Kind, Step
 from inflight.conformance.fleet.proxy import TcpProxy
-from inflight.conformance.fleet.servers import Call, Place, Server
+from inflight.conformance.fleet.servers import Call, Server, Testbed
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InflightError, UnreachableError
 from inflight.wire import (
@@ -44,16 +44,16 @@ _LATE_S = 6.0
 
 
 class Faults:
-    """The state of a running plan: pending faults, faults that have struck, and late calls. Used by several threads.
+    """The state of a running plan: pending faults, injected faults, and late calls. Used by several threads.
 
-    While faults strike, leases are at most ``lease_s``, so that no schedule waits for the library's own.
+    While faults are injected, leases are at most ``lease_s``, so that no schedule waits for the library's own.
     """
 
-    def __init__(self, plan: FaultPlan, place: Place, lease_s: float, *, cancel_arrives: bool) -> None:
-        self.loop = place.loop
+    def __init__(self, plan: FaultPlan, testbed: Testbed, lease_s: float, *, cancel_arrives: bool) -> None:
+        self.loop = testbed.loop
         self.lease_s = lease_s
         self.cancel_arrives = cancel_arrives
-        self.struck: list[Fault] = []
+        self.injected: list[Fault] = []
         self.problems: list[str] = []
         """Calls that servers accepted although they must refuse them."""
         self.take_over = threading.Event()
@@ -62,10 +62,10 @@ class Faults:
         self.aborted: set[Server] = set()
         """Servers that got an update with the policy ``abort``."""
         self.over: set[tuple[Server, int, UpdateRef]] = set()
-        """Sessions that a life of a server has ended: their calls must have no further effect."""
+        """Sessions that a process of a server has ended: their calls must have no further effect."""
         self.incarnations: dict[tuple[Server, int], int] = {}
-        """The highest incarnation that has joined each life of a server."""
-        self._late_s = _LATE_S * place.scale
+        """The highest incarnation that has joined each process of a server."""
+        self._late_s = _LATE_S * testbed.scale
         self._lock = threading.Lock()
         self._pending = list(plan.faults)
         self._counts: Counter[tuple[int, Step, int]] = Counter()
@@ -76,7 +76,7 @@ class Faults:
         """Calls that `flush` waits for."""
 
     def due(self, endpoint: int, step: Step, bucket: int = 0) -> Fault | None:
-        """Count one call and return the fault that strikes it, if any."""
+        """Count one call and return the fault to inject into it, if any."""
         with self._lock:
             key = (endpoint, step, bucket)
             occurrence = self._counts[key]
@@ -85,7 +85,7 @@ class Faults:
                 is_here = (fault.endpoint, fault.step) == (endpoint, step) and fault.occurrence <= occurrence
                 if is_here and (step not in (Step.RECEIVE, Step.SEND) or fault.bucket == bucket):
                     self._pending.remove(fault)
-                    self.struck.append(fault)
+                    self.injected.append(fault)
                     return fault
         return None
 
@@ -147,9 +147,9 @@ class FaultyEndpoint(InferenceEndpoint):
             spec = await self._proxied(spec)
 
         async def join(endpoint: InferenceEndpoint) -> None:
-            life = self._life
+            process = self._process
             await endpoint.init_process_group(spec)
-            self._faults.incarnations[life] = max(spec.incarnation, self._faults.incarnations.get(life, 0))
+            self._faults.incarnations[process] = max(spec.incarnation, self._faults.incarnations.get(process, 0))
 
         await self._called(Step.JOIN, join)
 
@@ -159,8 +159,8 @@ class FaultyEndpoint(InferenceEndpoint):
             self._faults.aborted.add(self.server)
 
         async def request(endpoint: InferenceEndpoint) -> None:
-            was_over = (*self._life, update.ref) in self._faults.over
-            incarnation = self._faults.incarnations.get(self._life, 0)
+            was_over = (*self._process, update.ref) in self._faults.over
+            incarnation = self._faults.incarnations.get(self._process, 0)
             await endpoint.request_weight_update(update)
             if was_over:
                 self._note(f"a late request opened session {update.session_id} again, which was over")
@@ -191,8 +191,8 @@ class FaultyEndpoint(InferenceEndpoint):
         """Does nothing: the server outlives its callers."""
 
     @property
-    def _life(self) -> tuple[Server, int]:
-        return self.server, self.server.num_lives
+    def _process(self) -> tuple[Server, int]:
+        return self.server, self.server.num_starts
 
     def _note(self, problem: str) -> None:
         self._faults.problems.append(f"{self.name}: {problem}")
@@ -201,9 +201,9 @@ class FaultyEndpoint(InferenceEndpoint):
         """Return a call that then records the end of the session."""
 
         async def ending(endpoint: InferenceEndpoint) -> T:
-            life = self._life
+            process = self._process
             answer = await call(endpoint)
-            self._faults.over.add((*life, ref))
+            self._faults.over.add((*process, ref))
             return answer
 
         return ending
@@ -253,7 +253,7 @@ class FaultyEndpoint(InferenceEndpoint):
                 finally:  # a stopped server must continue even if its caller is gone
                     await asyncio.shield(asyncio.wrap_future(hitting))
             case Kind.TEAR:
-                await self._bridged(self.server.strike(fault.kind, fault.seconds))
+                await self._bridged(self.server.inject(fault.kind, fault.seconds))
             case Kind.KILL_TRAINER:
                 self._is_dead.set()
                 raise lost
@@ -266,11 +266,11 @@ class FaultyEndpoint(InferenceEndpoint):
 
     async def _hit(self, fault: Fault) -> None:
         if fault.kind is Kind.STOP:
-            await self.server.strike(fault.kind, fault.seconds)
+            await self.server.inject(fault.kind, fault.seconds)
             return
         await asyncio.sleep(fault.seconds / 4)
         if fault.kind is Kind.DISCONNECT:
-            await self.server.strike(fault.kind, fault.seconds)
+            await self.server.inject(fault.kind, fault.seconds)
         else:
             await self.server.kill(None if fault.kind is Kind.KILL else 0.1 + fault.seconds)
 

@@ -1,4 +1,4 @@
-"""What must be true of a schedule, whichever faults struck.
+"""What must be true of a schedule, whichever faults were injected.
 
 - No hang: every publish ends within its deadline plus the time to clean up, and no pause outlives its lease.
 - No false success: a server reported to have applied a version serves it and says so; a publish that returns has
@@ -42,7 +42,7 @@ def outcome(published: Published) -> str:
 def publishes(trainers: Sequence[Trainer], servers: Sequence[Server], scale: float) -> list[str]:
     """Return what is wrong with the reports and durations of publishes."""
     problems = []
-    all_lived = all(server.num_lives == 1 for server in servers)  # a restarted server has forgotten incarnations
+    all_lived = all(server.num_starts == 1 for server in servers)  # a restarted server has forgotten incarnations
     for trainer in trainers:
         for one in trainer.published:
             what, took_s = f"the publish of {one.shade}", one.ended - one.started
@@ -99,7 +99,7 @@ async def served(servers: Sequence[Server], published: Published, *, is_alone: b
             problems += await _poisoned(server)
         if not seen.is_steady:
             continue
-        is_comparable = is_alone and server.num_lives == 1
+        is_comparable = is_alone and server.num_starts == 1
         if shade is None or shade.version != said.version:
             problems.append(f"{server.name} says that it serves version {said.version} but samples from {shade}")
         elif is_comparable and is_applied and shade != published.shade:
@@ -122,7 +122,7 @@ async def _poisoned(server: Server) -> list[str]:
 
 
 async def together(servers: Sequence[Server], shade: Shade) -> list[str]:
-    """Return which servers the last publish, which no fault struck, did not reach."""
+    """Return which servers the last publish, into which no fault was injected, did not reach."""
     problems = []
     for server in servers:
         if server.is_gone:

@@ -1,7 +1,7 @@
-"""Which faults strike where: a plan is a pure function of its seed and can be printed.
+"""Which faults are injected where: a plan is a pure function of its seed and can be printed.
 
 A site is a step of an update with a kind of fault that can happen there. Among consecutive seeds, four for each site,
-every site is the first fault of a plan. Knows nothing of how faults strike.
+every site is the first fault of a plan.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ TRANSPORTS: tuple[Transport, ...] = ("gloo", "shm", "file", "http")
 SENDER = -1
 """Stands for the trainer's end of the data plane, instead of an endpoint's number."""
 NUM_BUCKETS = 3
-"""Faults strike one of the first this many buckets; every update has at least these."""
+"""Faults are injected into one of the first this many buckets; every update has at least these."""
 
 
 class Step(StrEnum):
-    """Where a fault strikes: a call of the contract, or the trainer's sending or storing of one bucket."""
+    """Where a fault is injected: a call of the contract, or the trainer's sending or storing of one bucket."""
 
     CONNECT = "connect"
     JOIN = "join"
@@ -98,7 +98,7 @@ _OVER_TCP: dict[Transport, dict[Step, tuple[Kind, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. It strikes when ``step`` of the endpoint is called for the ``occurrence``-th time, counted from 0.
+    """One fault. It is injected when ``step`` of the endpoint is called for the ``occurrence``-th time, counted from 0.
 
     ``bucket`` selects a bucket for `RECEIVE` and `SEND`. ``seconds`` is a duration, and ``num_calls`` how many later
     calls of the endpoint come first, for the kinds that need them.
@@ -136,7 +136,7 @@ class FaultPlan:
 def sites(transport: Transport, kinds: Collection[Kind] = INSIDE) -> list[tuple[Step, Kind]]:
     """Return every step of a transport with every kind of fault that can happen there.
 
-    ``kinds`` are the kinds of `INSIDE` and `OUTSIDE` that can strike the servers.
+    ``kinds`` are the kinds of `INSIDE` and `OUTSIDE` that can be injected into the servers.
     """
     impossible = (INSIDE | OUTSIDE) - set(kinds)
     every = [(step, kind) for step in Step for kind in (*_KINDS[step], *_OVER_TCP.get(transport, {}).get(step, ()))]

@@ -19,8 +19,8 @@ from inflight.conformance.fleet.clients import Conversation, converse, problems_
 from inflight.conformance.fleet.faults import Faults, FaultyEndpoint
 from inflight.conformance.fleet.palette import FROZEN
 from inflight.conformance.fleet.plan import TRANSPORTS, Kind, Transport, fault_plan
-from inflight.conformance.fleet.servers import Place, Server
-from inflight.conformance.fleet.trainer import Manner, Trainer
+from inflight.conformance.fleet.servers import Server, Testbed
+from inflight.conformance.fleet.trainer import Trainer, TrainerSettings
 from inflight.errors import ConfigError
 
 _END_S = 15.0
@@ -30,9 +30,9 @@ _PAUSE_SLACK_S = 3.0  # of a machine that is busy with other schedules
 _JUDGE_S = 60.0
 
 
-def transport_of(seed: int, place: Place) -> Transport:
+def transport_of(seed: int, testbed: Testbed) -> Transport:
     """Return the transport of a seed's schedule. Raises `ConfigError` if the servers support none of `TRANSPORTS`."""
-    supported = [it for it in TRANSPORTS if it in place.capabilities.transports]
+    supported = [it for it in TRANSPORTS if it in testbed.capabilities.transports]
     if not supported:
         raise ConfigError(
             f"the servers support none of the transports {', '.join(TRANSPORTS)} that a fleet is checked over"
@@ -40,10 +40,10 @@ def transport_of(seed: int, place: Place) -> Transport:
     return supported[seed % len(supported)]
 
 
-def run_schedule(seed: int, place: Place, transport: Transport | None = None) -> ScheduleResult:
+def run_schedule(seed: int, testbed: Testbed, transport: Transport | None = None) -> ScheduleResult:
     """Run the schedule of a seed and judge it. ``transport`` None takes the seed's transport."""
-    schedule = _Schedule(seed, place, transport)
-    with place.servers(schedule.palette, schedule.frozen) as servers:
+    schedule = _Schedule(seed, testbed, transport)
+    with testbed.servers(schedule.palette, schedule.frozen) as servers:
         started = time.monotonic()
         try:
             schedule.run(servers)
@@ -52,39 +52,39 @@ def run_schedule(seed: int, place: Place, transport: Transport | None = None) ->
         return schedule.result(time.monotonic() - started)
 
 
-def judged(seed: int, place: Place, transport: Transport | None = None) -> ScheduleResult:
+def judged(seed: int, testbed: Testbed, transport: Transport | None = None) -> ScheduleResult:
     """Return the result of a seed's schedule; one that raises has failed.
 
     Raises `ConfigError` if the servers do not start.
     """
     try:
-        return run_schedule(seed, place, transport)
+        return run_schedule(seed, testbed, transport)
     except ConfigError:
         raise
     except Exception:
-        transport = transport or transport_of(seed, place)
+        transport = transport or transport_of(seed, testbed)
         return ScheduleResult(seed, transport, f"seed {seed}", problems=(traceback.format_exc(),))
 
 
 class _Schedule:
     """One schedule: what is drawn from its seed, and what came of it."""
 
-    def __init__(self, seed: int, place: Place, transport: Transport | None) -> None:
+    def __init__(self, seed: int, testbed: Testbed, transport: Transport | None) -> None:
         self._random = random_ = random.Random(f"schedule {seed} {transport}")
-        transport = transport or transport_of(seed, place)
-        deadline_s = random_.choice((0.5, 0.8)) * place.scale
-        self._place = place
-        self._loop = place.loop
-        self._plan = fault_plan(seed, place.num_servers, transport, deadline_s, place.kinds)
-        self._manner = Manner.drawn(random_, self._plan, place, deadline_s)
-        has_frozen = random_.random() < 0.2 and place.capabilities.partial_updates
+        transport = transport or transport_of(seed, testbed)
+        deadline_s = random_.choice((0.5, 0.8)) * testbed.scale
+        self._testbed = testbed
+        self._loop = testbed.loop
+        self._plan = fault_plan(seed, testbed.num_servers, transport, deadline_s, testbed.kinds)
+        self._settings = TrainerSettings.drawn(random_, self._plan, testbed, deadline_s)
+        has_frozen = random_.random() < 0.2 and testbed.capabilities.partial_updates
         self.frozen = FROZEN if has_frozen else ()
-        self.palette = place.palette(seed, self.frozen)
+        self.palette = testbed.palette(seed, self.frozen)
         self._first_version = 1 + max(shade.version for shade in self.palette.shades)
-        self._directory = Path(tempfile.mkdtemp(dir=place.directory))
-        lease_s = deadline_s + 0.4 * place.scale
-        self._longest_pause_s = deadline_s + lease_s + _PAUSE_SLACK_S * place.scale
-        self._faults = Faults(self._plan, place, lease_s, cancel_arrives=random_.random() < 0.5)
+        self._directory = Path(tempfile.mkdtemp(dir=testbed.directory))
+        lease_s = deadline_s + 0.4 * testbed.scale
+        self._longest_pause_s = deadline_s + lease_s + _PAUSE_SLACK_S * testbed.scale
+        self._faults = Faults(self._plan, testbed, lease_s, cancel_arrives=random_.random() < 0.5)
         self._servers: Sequence[Server] = ()
         self._trainers: list[Trainer] = []
         self._conversations: list[list[Conversation]] = []
@@ -98,7 +98,7 @@ class _Schedule:
         random_, self._servers = self._random, servers
         for i, server in enumerate(servers):
             endpoint = FaultyEndpoint(server, i, self._faults, threading.Event())
-            name, vocab_size = f"client-{self._plan.seed}-{i}", self._place.capabilities.vocab_size
+            name, vocab_size = f"client-{self._plan.seed}-{i}", self._testbed.capabilities.vocab_size
             self._conversations.append([])
             talk = converse(
                 endpoint, name, random.Random(random_.random()), vocab_size, self._is_over, self._conversations[i]
@@ -115,7 +115,7 @@ class _Schedule:
         next_version = self._train(first, random_.randint(2, 3), random.Random(random_.random()), self._first_version)
         if is_challenged:
             self._faults.take_over.set()
-            challenger.join(_END_S * self._place.scale + 20 * self._manner.deadline_s)
+            challenger.join(_END_S * self._testbed.scale + 20 * self._settings.deadline_s)
             if challenger.is_alive():
                 self._problems.append("the trainer that took over hangs")
         elif first.is_dead.is_set():
@@ -129,21 +129,21 @@ class _Schedule:
         problems = [*self._problems, *self._faults.problems]
         for trainer in self._trainers:
             problems += trainer.problems
-        problems += judge.publishes(self._trainers, self._servers, self._place.scale)
+        problems += judge.publishes(self._trainers, self._servers, self._testbed.scale)
         for server in self._servers:
             problems += [f"{server.name}: {problem}" for problem in server.problems()]
         for it in conversations:
             may_abort = it.server in self._faults.aborted
-            found = problems_of(it, self.palette, self._place.capabilities, may_abort=may_abort)
+            found = problems_of(it, self.palette, self._testbed.capabilities, may_abort=may_abort)
             problems += [f"{it.server.name}: {problem}" for problem in found]
         completions = [it for one in conversations if one.response is not None for it in one.response.completions]
         return ScheduleResult(
             seed=self._plan.seed,
             transport=self._plan.transport,
             plan=str(self._plan),
-            manner=str(self._manner),
+            settings=str(self._settings),
             problems=tuple(dict.fromkeys(problems)),
-            struck=tuple((fault.step.value, fault.kind.value) for fault in self._faults.struck),
+            injected=tuple((fault.step.value, fault.kind.value) for fault in self._faults.injected),
             outcomes=tuple(judge.outcome(one) for one in published),
             slowest_publish_s=round(max((one.ended - one.started for one in published), default=0.0), 3),
             wall_s=round(wall_s, 3),
@@ -166,7 +166,7 @@ class _Schedule:
         directory = self._directory / f"trainer-{len(self._trainers)}"
         directory.mkdir()
         trainer = Trainer(
-            self._servers, self._faults, self.palette, self.frozen, self._manner, directory, random_, incarnation
+            self._servers, self._faults, self.palette, self.frozen, self._settings, directory, random_, incarnation
         )
         self._trainers.append(trainer)
         return trainer
@@ -196,16 +196,16 @@ class _Schedule:
 
     def _compare(self, trainer: Trainer, *, is_alone: bool) -> None:
         served = judge.served(self._servers, trainer.published[-1], is_alone=is_alone)
-        self._problems += self._loop.run(served, _JUDGE_S * self._place.scale)
+        self._problems += self._loop.run(served, _JUDGE_S * self._testbed.scale)
 
     def _bring_all_together(self) -> None:
         """End the faults, and check that a clean publish brings every server that is not gone to one version."""
-        deadline_s = _FINAL_DEADLINE_S * self._place.scale
+        deadline_s = _FINAL_DEADLINE_S * self._testbed.scale
         self._faults.stop()
         self._longest_pause_s = 3 * deadline_s
         self._faults.flush()
         for server in self._servers:
-            self._loop.run(server.back(), self._place.start_s + _JUDGE_S)
+            self._loop.run(server.back(), self._testbed.start_s + _JUDGE_S)
         if all(server.is_gone for server in self._servers):
             return
         trainer = max(self._trainers, key=lambda t: t.incarnation)
@@ -221,11 +221,11 @@ class _Schedule:
             self._problems.append(f"no clean publish succeeds any more: {trainer.published[-1].error}")
         self._compare(trainer, is_alone=True)
         shade = trainer.published[-1].shade
-        self._problems += self._loop.run(judge.together(self._servers, shade), _JUDGE_S * self._place.scale)
+        self._problems += self._loop.run(judge.together(self._servers, shade), _JUDGE_S * self._testbed.scale)
 
     def _end_clients(self) -> None:
         self._is_over.set()
-        deadline = time.monotonic() + _END_S * self._place.scale
+        deadline = time.monotonic() + _END_S * self._testbed.scale
         for conversations, task in zip(self._conversations, self._tasks, strict=False):
             try:
                 task.result(max(0.01, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The trainer's end of a transport on which faults strike buckets."""
+"""The trainer's end of a transport that injects faults into buckets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inflight.wire import TransportSpec, WeightUpdate
 
 
 class FaultySender(WeightSender):
-    """A sender whose buckets faults strike. ``directory`` is where it stores them."""
+    """A sender that injects faults into its buckets. ``directory`` is where it stores them."""
 
     def __init__(self, inner: WeightSender, directory: Path, faults: Faults, is_dead: threading.Event) -> None:
         self._inner = inner
@@ -34,20 +34,20 @@ class FaultySender(WeightSender):
         return self._inner.is_collective
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> Sequence[TransportSpec]:
-        self._require_life()
+        self._require_alive()
         return self._inner.specs(run_id, num_ranks, timeout_s)
 
     def join(self) -> None:
-        self._require_life()
+        self._require_alive()
         self._inner.join()
 
     def begin(self, update: WeightUpdate) -> None:
-        self._require_life()
+        self._require_alive()
         self._update = update
         self._inner.begin(update)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        self._require_life()
+        self._require_alive()
         fault = self._faults.due(SENDER, Step.SEND, bucket.index)
         kind = None if fault is None else fault.kind
         if fault is not None and kind in (Kind.DELAY, Kind.TAKE_OVER):
@@ -78,7 +78,7 @@ class FaultySender(WeightSender):
         if self._inner.is_collective or not self._is_dead.is_set():
             self._inner.abort()
 
-    def _require_life(self) -> None:
+    def _require_alive(self) -> None:
         if self._is_dead.is_set():
             raise TransferError("this trainer is dead")
 

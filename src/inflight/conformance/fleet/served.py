@@ -24,7 +24,7 @@ from inflight.conformance.endpoint.opening import opened
 from inflight.conformance.fleet.palette import FROZEN, Palette, Shade, make_checkpoint
 from inflight.conformance.fleet.plan import OUTSIDE, Kind
 from inflight.conformance.fleet.proxy import TcpProxy
-from inflight.conformance.fleet.servers import Call, Loop, Place, Server
+from inflight.conformance.fleet.servers import Call, Loop, Server, Testbed
 from inflight.conformance.targets import EndpointTarget
 from inflight.errors import ConfigError, PoisonedError, UnreachableError
 from inflight.http.client import HttpEndpoint
@@ -42,13 +42,13 @@ _NUM_PROBED = 8
 
 
 class ServedServer(Server):
-    """A server behind its own proxy, whose port stays the same over all lives of the server."""
+    """A server behind its own proxy, whose port stays the same over all starts of the server."""
 
-    def __init__(self, name: str, place: ServedPlace) -> None:
+    def __init__(self, name: str, testbed: ServedTestbed) -> None:
         self.name = name
-        self._place = place
+        self._testbed = testbed
         self._proxy = TcpProxy("127.0.0.1", 0)
-        self._life: tuple[contextlib.AsyncExitStack, subprocess.Popen[bytes]] | None = None
+        self._process: tuple[contextlib.AsyncExitStack, subprocess.Popen[bytes]] | None = None
         self._endpoint: HttpEndpoint
         self._coming_back: asyncio.Task[None] | None = None
         self._num_probes = 0
@@ -56,41 +56,41 @@ class ServedServer(Server):
         self.begin()
 
     def begin(self) -> None:
-        self.num_lives = int(self.is_up)
+        self.num_starts = int(self.is_up)
         self.num_breaks = 0
         self.is_gone = self.was_torn = False
         self._problems: list[str] = []
 
     @property
     def _status(self) -> int | None:
-        """Exit status of this life's process; None if it runs, or was killed by a fault."""
-        return None if self._life is None else self._life[1].poll()
+        """Exit status of the server's process; None if it runs, or was killed by a fault."""
+        return None if self._process is None else self._process[1].poll()
 
     async def start(self) -> None:
-        """Begin a life, unless it is alive. Raises `ConfigError` if the command starts no server."""
+        """Start a process, unless one is alive. Raises `ConfigError` if the command starts no server."""
         if self._status is not None:
             await self.kill(None)
-        if self._life is not None:
+        if self._process is not None:
             return
-        place, stack = self._place, contextlib.AsyncExitStack()
-        target = EndpointTarget(command=place.command)
-        found = await stack.enter_async_context(opened(target, place.model, place.directory, place.start_s))
+        testbed, stack = self._testbed, contextlib.AsyncExitStack()
+        target = EndpointTarget(command=testbed.command)
+        found = await stack.enter_async_context(opened(target, testbed.model, testbed.directory, testbed.start_s))
         assert found.process is not None
         if not self._proxy.port:
             await self._proxy.start()
         self._proxy.target = ("127.0.0.1", urlsplit(found.url or "").port or 0)
         url = f"http://127.0.0.1:{self._proxy.port}"
-        scale = place.scale
+        scale = testbed.scale
         self._endpoint = HttpEndpoint(
             url, token=found.token, control_timeout_s=_CONTROL_S * scale, generate_timeout_s=_GENERATE_S * scale
         )
         stack.push_async_callback(self._endpoint.aclose)
-        self._life, self.is_up = (stack, found.process), True
-        self.num_lives += 1
+        self._process, self.is_up = (stack, found.process), True
+        self.num_starts += 1
         self.num_breaks += 1
 
     async def deliver(self, call: Call[T]) -> T:
-        if self._life is None:
+        if self._process is None:
             raise UnreachableError("it is down", self.name)
         try:
             return await call(self._endpoint)
@@ -98,23 +98,23 @@ class ServedServer(Server):
             self.was_torn = True
             raise
 
-    async def strike(self, kind: Kind, seconds: float) -> None:
+    async def inject(self, kind: Kind, seconds: float) -> None:
         if kind is Kind.DISCONNECT:
             self.num_breaks += 1
             self._proxy.cut()
-        elif self._life is not None:
-            process_group = self._life[1].pid
+        elif self._process is not None:
+            process_group = self._process[1].pid
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process_group, signal.SIGSTOP)
                 await asyncio.sleep(seconds)
                 os.killpg(process_group, signal.SIGCONT)
 
     async def kill(self, back_after_s: float | None) -> None:
-        status, life, self._life, self.is_up = self._status, self._life, None, False
+        status, running, self._process, self.is_up = self._status, self._process, None, False
         self.is_gone = self.is_gone or back_after_s is None
-        if life is None:
+        if running is None:
             return
-        stack, process = life
+        stack, process = running
         self.num_breaks += 1
         if back_after_s is not None:
             self._coming_back = start(self._come_back(back_after_s))
@@ -136,7 +136,7 @@ class ServedServer(Server):
             sampling=SamplingParams(max_tokens=_NUM_PROBED, ignore_eos=True),
         )
         found = (await self.deliver(lambda endpoint: endpoint.generate(request))).completions[0]
-        return self._place.shades.shade_of(found.token_ids, found.logprobs)
+        return self._testbed.shades.shade_of(found.token_ids, found.logprobs)
 
     def may_have_held(self, shade: Shade) -> bool:
         return True
@@ -161,7 +161,7 @@ class ServedServer(Server):
             self._problems.append(f"it did not come back: {error}")
 
 
-class ServedPlace(Place):
+class ServedTestbed(Testbed):
     """Servers that ``command`` starts, with ``{model}``, ``{port}`` and ``{token_file}`` filled in.
 
     A context manager that starts the servers when it is entered, and raises `ConfigError` if they do not come up.
@@ -180,7 +180,7 @@ class ServedPlace(Place):
         self.loop = Loop()
         self._servers: list[ServedServer] = []
 
-    def __enter__(self) -> ServedPlace:
+    def __enter__(self) -> ServedTestbed:
         try:
             like = make_checkpoint(self.model)
             self._servers = [ServedServer(f"server-{i}", self) for i in range(self.num_servers)]

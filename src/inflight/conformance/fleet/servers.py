@@ -53,10 +53,10 @@ class Loop:
 
 
 class Server(Protocol):
-    """One endpoint of a schedule. Its methods run in the loop of its `Place`."""
+    """One endpoint of a schedule. Its methods run in the loop of its `Testbed`."""
 
     name: str
-    num_lives: int
+    num_starts: int
     """Lives in this schedule, the present one included."""
     num_breaks: int
     """How often pending calls broke off because it died, came back, or lost its connections."""
@@ -72,12 +72,12 @@ class Server(Protocol):
         """Return the result of a call that arrives now. Raises `UnreachableError` if the server is or goes down."""
 
     @abstractmethod
-    async def strike(self, kind: Kind, seconds: float) -> None:
-        """Strike it with one of `Place.kinds`."""
+    async def inject(self, kind: Kind, seconds: float) -> None:
+        """Inject a fault of one of `Testbed.kinds`."""
 
     @abstractmethod
     async def kill(self, back_after_s: float | None) -> None:
-        """End this life; the next one begins after ``back_after_s``, or never if it is None."""
+        """End this process; the next one begins after ``back_after_s``, or never if it is None."""
 
     @abstractmethod
     async def back(self) -> None:
@@ -96,7 +96,7 @@ class Server(Protocol):
         """Return violations seen on this server in this schedule."""
 
 
-class Place(Protocol):
+class Testbed(Protocol):
     """Where schedules run: the servers, and what all of them support."""
 
     loop: Loop
@@ -105,7 +105,7 @@ class Place(Protocol):
     capabilities: Capabilities
     """Capabilities of the servers, which are alike."""
     kinds: Collection[Kind]
-    """Kinds of faults that can strike its servers, besides those of calls and bytes."""
+    """Kinds of faults that can be injected into its servers, in addition to those of calls and bytes."""
     num_servers: int
     scale: float
     """Factor on every deadline."""

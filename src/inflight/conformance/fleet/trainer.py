@@ -17,7 +17,7 @@ from inflight.conformance.fleet.faults import Faults, FaultyEndpoint
 from inflight.conformance.fleet.palette import Palette, Shade
 from inflight.conformance.fleet.plan import FaultPlan, Transport
 from inflight.conformance.fleet.sender import FaultySender
-from inflight.conformance.fleet.servers import Place, Server
+from inflight.conformance.fleet.servers import Server, Testbed
 from inflight.conformance.judge import Hung
 from inflight.contracts import PartialWeightSource
 from inflight.errors import FencedError, InflightError, PublishError
@@ -40,7 +40,7 @@ _HANG_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class TrainerSettings:
     """How a trainer publishes; drawn by seed."""
 
     run_id: str
@@ -55,21 +55,21 @@ class Manner:
     """Factor on every other deadline."""
 
     @staticmethod
-    def drawn(random_: random.Random, plan: FaultPlan, place: Place, deadline_s: float) -> Manner:
-        capabilities = place.capabilities
+    def drawn(random_: random.Random, plan: FaultPlan, testbed: Testbed, deadline_s: float) -> TrainerSettings:
+        capabilities = testbed.capabilities
         delta = random_.random() < 0.4 and "delta" in capabilities.encodings
         known: Sequence[Rounding] = ("raw", "raw", "bfloat16", "float8")
         roundings = [it for it in known if it == "raw" or it in capabilities.encodings]
-        return Manner(
+        return TrainerSettings(
             run_id=f"fleet-{plan.seed}",
             transport=plan.transport,
             policy=random_.choice([policy for policy in InFlightPolicy if policy in capabilities.in_flight_policies]),
             encoding="raw" if delta else random_.choice(roundings),
             delta=delta,
             staged=random_.random() < 0.75,
-            quorum=random_.choice((None, None, *range(1, place.num_servers + 1))),
+            quorum=random_.choice((None, None, *range(1, testbed.num_servers + 1))),
             deadline_s=deadline_s,
-            scale=place.scale,
+            scale=testbed.scale,
         )
 
 
@@ -126,7 +126,7 @@ class Trainer:
     faults: Faults
     palette: Palette
     frozen: tuple[str, ...]
-    manner: Manner
+    settings: TrainerSettings
     directory: Path
     random_: random.Random
     given_incarnation: int | None
@@ -139,8 +139,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._left_out: set[str] = set()
-        where = None if self.manner.transport == "gloo" else self.directory
-        self._inner_sender = make_sender(self.manner.transport, directory=where)
+        where = None if self.settings.transport == "gloo" else self.directory
+        self._inner_sender = make_sender(self.settings.transport, directory=where)
         self._sender = FaultySender(self._inner_sender, self.directory, self.faults, self.is_dead)
 
     @property
@@ -150,8 +150,8 @@ class Trainer:
 
     def connect(self, num_tries: int = 3) -> bool:
         """Connect to every server that is not gone; return whether it succeeded."""
-        manner = self.manner
-        timeout_s = _CONNECT_S * manner.scale
+        settings = self.settings
+        timeout_s = _CONNECT_S * settings.scale
         for _ in range(num_tries):
             indices = [i for i, server in enumerate(self.servers) if not server.is_gone]
             if not indices or self.is_dead.is_set() or self.is_fenced:
@@ -159,11 +159,11 @@ class Trainer:
             publisher = WeightPublisher(
                 [FaultyEndpoint(self.servers[i], i, self.faults, self.is_dead) for i in indices],
                 self._sender,
-                run_id=manner.run_id,
+                run_id=settings.run_id,
                 incarnation=self.given_incarnation,
-                encoding=manner.encoding,
-                delta=manner.delta,
-                staged=manner.staged,
+                encoding=settings.encoding,
+                delta=settings.delta,
+                staged=settings.staged,
                 connect_timeout_s=timeout_s,
             )
             try:
@@ -182,13 +182,13 @@ class Trainer:
         """Publish one version and record the result; return whether it succeeded."""
         assert self.publisher is not None
         publisher = self.publisher
-        deadline_s = deadline_s or self.manner.deadline_s
+        deadline_s = deadline_s or self.settings.deadline_s
         shade = Shade(version, self.incarnation)
         self.palette.add(shade)
         source = ShadeSource(self.palette, shade, self.frozen)
         endpoints = {e: can for e, can in publisher.endpoints.items() if e.name not in self._left_out}
         names = tuple(endpoint.name for endpoint in endpoints)
-        quorum = None if quorum_is_all or self.manner.quorum is None else min(self.manner.quorum, len(names))
+        quorum = None if quorum_is_all or self.settings.quorum is None else min(self.settings.quorum, len(names))
         report: PublishReport | None = None
         error: BaseException | None = None
         started = time.monotonic()
@@ -198,7 +198,7 @@ class Trainer:
                     source,
                     publisher,
                     endpoints=endpoints,
-                    in_flight=self.manner.policy,
+                    in_flight=self.settings.policy,
                     deadline_s=deadline_s,
                     bucket_bytes=_BUCKET_ELEMENTS * DTYPE_SIZES[source.parameter_specs()[0].dtype],
                     quorum=quorum or None,
@@ -229,13 +229,13 @@ class Trainer:
             if endpoint.outcome in lost and len(self.publisher.endpoints) - len(self._left_out) > 1:
                 self._left_out.add(endpoint.endpoint)
         if self.random_.random() < 0.5:
-            self._take_back(self._left_out, 0.3 * self.manner.scale)
+            self._take_back(self._left_out, 0.3 * self.settings.scale)
 
     def gather_all(self) -> None:
         """Leave out the servers that are gone, and take back those that live."""
         assert self.publisher is not None
         gone = {server.name for server in self.servers if server.is_gone}
-        self._take_back(self._left_out - gone, 5.0 * self.manner.scale)
+        self._take_back(self._left_out - gone, 5.0 * self.settings.scale)
         self._left_out |= gone & {endpoint.name for endpoint in self.publisher.endpoints}
 
     def _take_back(self, names: Collection[str], timeout_s: float) -> None:
@@ -253,7 +253,7 @@ class Trainer:
     def _guarded(self, call: Callable[[], T], what: str, deadline_s: float) -> T:
         """Return the result of a call. If it hangs, note that and raise `InflightError`."""
         try:
-            return PendingCall(call, "inflight-fleet-trainer").result(deadline_s + _HANG_S * self.manner.scale)
+            return PendingCall(call, "inflight-fleet-trainer").result(deadline_s + _HANG_S * self.settings.scale)
         except Hung:
             self.problems.append(f"{what} hangs")
             self.is_dead.set()

@@ -19,7 +19,6 @@ from inflight.conformance.reference import Weights
 OTHER_TEMPERATURE = 0.7
 ROUNDED = (torch.bfloat16, torch.float16)
 _ATTENTION, _MLP = "o_proj.weight", "down_proj.weight"
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +82,13 @@ class Measured:
         return all(figures.agree(self.tolerance) for figures in all_figures) and self.grown <= self.tolerance / 5
 
 
-async def measure(pair: Pair, num_updates: int, *, bisect: bool | None, tell: Tell) -> Measured:
+async def measure(pair: Pair, num_updates: int, *, bisect: bool | None, report: Callable[[str], None]) -> Measured:
     """Return what was measured; ``bisect`` None: only if the two sides do not agree.
 
     Afterwards the endpoint serves other weights than its checkpoint's. Raises what the endpoint and the worker raise.
     """
     subject = pair.subject
-    tell("the same weights on both sides")
+    report("the same weights on both sides")
     await pair.bring(subject.reference.weights)
     one, other = await pair.sample(), await pair.sample(OTHER_TEMPERATURE)
     together = (await pair.sample_together()).figures
@@ -103,7 +102,7 @@ async def measure(pair: Pair, num_updates: int, *, bisect: bool | None, tell: Te
         )
         for side_N in (one.behaviour_N, one.trainer_N)
     )
-    tell(f"{num_updates} updates with the same weights")
+    report(f"{num_updates} updates with the same weights")
     for _ in range(num_updates):
         await pair.publish_again()
     after = (await pair.sample()).figures
@@ -126,15 +125,15 @@ async def measure(pair: Pair, num_updates: int, *, bisect: bool | None, tell: Te
     if not all(any(name.endswith(part) for name in names) for part in (_ATTENTION, _MLP)):
         words = f"the model has no tensors named *.{_ATTENTION} and *.{_MLP}, so its layers cannot be switched off"
         return replace(measured, not_bisected=words)
-    return replace(measured, bisection=await _bisect(pair, measured.tolerance, tell), not_bisected="")
+    return replace(measured, bisection=await _bisect(pair, measured.tolerance, report), not_bisected="")
 
 
-async def _bisect(pair: Pair, tolerance: float, tell: Tell) -> Bisection:
+async def _bisect(pair: Pair, tolerance: float, report: Callable[[str], None]) -> Bisection:
     weights = pair.subject.reference.weights
     layers = sorted({layer for name in weights.tensors if (layer := _layer_of(name)) is not None})
 
     async def figures(label: str, is_off: Callable[[str], bool]) -> Figures:
-        tell(label)
+        report(label)
         await pair.bring(_switched_off(weights, label.replace(" ", "-"), is_off))
         return (await pair.sample()).figures
 

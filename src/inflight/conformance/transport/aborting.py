@@ -21,15 +21,15 @@ _LONG_S = 8.0
 @check("T-29", look_at="join of the sender: what it waits in must be closed or left behind")
 def abort_ends_a_pending_join_of_the_sender(t: TransportSubject) -> None:
     """abort of the sender ends its pending join from another thread with TransferError."""
-    t.places([1], _LONG_S)
+    t.members([1], _LONG_S)
     _require_ended_by_abort(t, t.start(t.sender.join, "the sender's join"), t.sender)
 
 
 @check("T-30", look_at="join of the receiver: what it waits in must be closed or left behind")
 def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
     """abort of a receiver ends its pending join from another thread with TransferError."""
-    (place,) = t.places([1], _LONG_S)
-    receiver = t.receiver(place)
+    (member,) = t.members([1], _LONG_S)
+    receiver = t.receiver(member)
     _require_ended_by_abort(t, t.start(receiver.join, "the receiver's join"), receiver)
 
 
@@ -61,7 +61,7 @@ def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
         if is_formed:
             t.form()
         else:
-            t.places([1], _LONG_S)
+            t.members([1], _LONG_S)
             joining = t.start(t.sender.join, "the sender's join")
             time.sleep(0.1)
         t.sender.abort()
@@ -85,8 +85,8 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
         seconds.append(call.ending(0.0).seconds)
 
     abort(t.sender, "before specs")
-    (place,) = t.places([1])
-    receiver = t.receiver(place)
+    (member,) = t.members([1])
+    receiver = t.receiver(member)
     abort(receiver, "before join")
     abort(t.sender, "before join")
     (receiver,) = t.form()
@@ -103,7 +103,7 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
 def nothing_listens_after_abort(t: TransportSubject) -> None:
     """Nothing of a group is left listening after both ends have aborted."""
     before = listening()
-    t.places([1])
+    t.members([1])
     t.sender.abort()
     for is_used in (False, True):
         (receiver,) = t.form()
@@ -122,9 +122,9 @@ def nothing_listens_after_abort(t: TransportSubject) -> None:
 @check("T-36", look_at="join of the receiver: connections that are refused and tried again")
 def a_join_of_a_group_given_up_ends(t: TransportSubject) -> None:
     """A receiver that joins an aborted group gets TransferError within its timeout."""
-    (place,) = t.places([1], 1.0)
+    (member,) = t.members([1], 1.0)
     t.sender.abort()
-    joining = t.start(t.receiver(place).join, "the join of a group that was given up")
+    joining = t.start(t.receiver(member).join, "the join of a group that was given up")
     error = failure_of(joining, 1.0 + SLACK_S)
     t.note(timeout_s=1.0, seconds=joining.ending(0.0).seconds, message=str(error))
 

@@ -135,7 +135,7 @@ def received_tensors_stay(t: TransportSubject) -> None:
     require(not any(wrong), f"bytes that later buckets changed, per bucket: {wrong}")
 
 
-@check("T-17", look_at="send: work in place on the trainer's tensors")
+@check("T-17", look_at="send: work in member on the trainer's tensors")
 def sending_leaves_the_tensors_as_they_are(t: TransportSubject) -> None:
     """Sending leaves the sender's tensors as they were."""
     (receiver,) = t.form()

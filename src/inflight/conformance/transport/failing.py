@@ -23,15 +23,15 @@ _WORDS = {"join": ("join", "form", "reach", "connect", "rendezvous"), "receive":
 @check("T-18", look_at="join of the receiver: the timeout_s of its spec, in every step of it")
 def a_join_without_a_sender_ends(t: TransportSubject) -> None:
     """A receiver whose sender does not join gets TransferError when its timeout is over, and not before."""
-    (place,) = t.places([1], _TIMEOUT_S)
-    _require_timely_failure(t, t.receiver(place).join, "the receiver's join, alone,")
+    (member,) = t.members([1], _TIMEOUT_S)
+    _require_timely_failure(t, t.receiver(member).join, "the receiver's join, alone,")
 
 
 @check("T-19", look_at="join of the sender: the timeout_s given to specs")
 def a_join_without_receivers_ends(t: TransportSubject) -> None:
     """A sender that waits for a rank in vain gets TransferError when its timeout is over, as do the rest."""
-    place, _ = t.places([1, 1], _TIMEOUT_S)
-    other = t.start(t.receiver(place).join, "the join of the receiver that came")
+    member, _ = t.members([1, 1], _TIMEOUT_S)
+    other = t.start(t.receiver(member).join, "the join of the receiver that came")
     _require_timely_failure(t, t.sender.join, "the sender's join with a rank missing")
     failure_of(other, _TIMEOUT_S + SLACK_S)
 
@@ -127,8 +127,8 @@ def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
 
     refused("join before specs", t.sender.join)
     refused("send before specs", lambda: t.sender.send(bucket, 0.5))
-    (place,) = t.places([1])
-    receiver = t.receiver(place)
+    (member,) = t.members([1])
+    receiver = t.receiver(member)
     refused("send before join", lambda: t.sender.send(bucket, 0.5))
     refused("receive before join", lambda: receiver.receive(bucket.specs, 0.5))
     (receiver,) = t.form()
@@ -143,8 +143,8 @@ def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
 @check("T-28", look_at="where lower errors are translated")
 def errors_name_what_was_being_done(t: TransportSubject) -> None:
     """The message of a TransferError names what was being done, and of a send which bucket."""
-    (place,) = t.places([1], 0.3)
-    joining = failure_of(t.start(t.receiver(place).join, "the join"), 0.3 + SLACK_S)
+    (member,) = t.members([1], 0.3)
+    joining = failure_of(t.start(t.receiver(member).join, "the join"), 0.3 + SLACK_S)
     (receiver,) = t.form()
     bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64), index=7)
     sending = t.start_send(bucket, 0.3).ending(0.3 + SLACK_S)

@@ -32,8 +32,8 @@ def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
     t.note(num_ranks=counts, ranks=[spec.rank for spec in specs], world_sizes=[spec.world_size for spec in specs])
     require([spec.rank for spec in specs] == [1, 2, 4], "the endpoints' first ranks must be 1, 2 and 4")
     require(all(spec.world_size == 7 for spec in specs), "world_size must be 7 for every endpoint")
-    places = {(spec.run_id, spec.group_name, spec.master_address, spec.master_port) for spec in specs}
-    require(len(places) == 1, f"the endpoints were sent to {len(places)} groups, not to one")
+    members = {(spec.run_id, spec.group_name, spec.master_address, spec.master_port) for spec in specs}
+    require(len(members) == 1, f"the endpoints were sent to {len(members)} groups, not to one")
     require(specs[0].run_id == RUN_ID, f"run_id is {specs[0].run_id!r}, not {RUN_ID!r}")
     require(all(spec.timeout_s == 2.0 for spec in specs), "the specs must carry the timeout of 2 s")
 
@@ -51,8 +51,8 @@ def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
 def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
     """An open group listens on the address in its specs and on no wider one; loopback stays loopback."""
     before = listening()
-    (place,) = t.places([1])
-    receiver = t.receiver(place)
+    (member,) = t.members([1])
+    receiver = t.receiver(member)
     results(t.start_joins([receiver]), FORM_S + SLACK_S)
     added = sorted(listening() - before)
     t.note(address=ADDRESS, listening=[f"{address} port {port}" for address, port in added])
@@ -80,7 +80,7 @@ def three_receivers_join_in_any_order(t: TransportSubject) -> None:
     # Each two ranks come first in turn; two of the receivers belong to one endpoint.
     slowest_s = 0.0
     for first, second in itertools.permutations(range(4), 2):
-        receivers = [t.receiver(place) for place in t.places([1, 2])]
+        receivers = [t.receiver(member) for member in t.members([1, 2])]
         ends: list[WeightSender | WeightReceiver] = [t.sender, *receivers]
         order = [first, second, *(rank for rank in range(4) if rank not in (first, second))]
         joins = []
@@ -97,7 +97,7 @@ def three_receivers_join_in_any_order(t: TransportSubject) -> None:
 @check("T-06", "3-receivers", look_at="join of either end: some transports connect only at their first operation")
 def a_join_waits_for_every_rank(t: TransportSubject) -> None:
     """join blocks until every rank has joined."""
-    receivers = [t.receiver(place) for place in t.places([1, 1, 1])]
+    receivers = [t.receiver(member) for member in t.members([1, 1, 1])]
     early = t.start_joins(receivers[:2])
     time.sleep(0.5)
     over = [join.what for join in early if join.has_ended()]

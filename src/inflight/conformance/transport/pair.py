@@ -21,7 +21,7 @@ ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupMember:
     """Where a receiver comes in: the spec of its endpoint, its rank there, and its rank in the whole group."""
 
     spec: TransportSpec
@@ -43,10 +43,10 @@ class TransportPair:
         entry = installed(GROUP).get(self.transport.name)
         return entry.dist.version if entry is not None and entry.dist is not None else ""
 
-    def receiver(self, place: Place) -> WeightReceiver:
-        index = 0 if self.max_receivers is None else place.group_rank % (self.max_receivers + 1)
+    def receiver(self, member: GroupMember) -> WeightReceiver:
+        index = 0 if self.max_receivers is None else member.group_rank % (self.max_receivers + 1)
         device = torch.device("cuda", index) if self.transport.needs_gpu else torch.device("cpu")
-        return self.transport.receiver(place.spec, rank=place.rank, device=device)
+        return self.transport.receiver(member.spec, rank=member.rank, device=device)
 
 
 def open_pair(target: TransportTarget) -> TransportPair:

@@ -17,7 +17,7 @@ import torch
 from inflight.conformance.calls import PendingCall
 from inflight.conformance.judge import Hung
 from inflight.conformance.targets import TransportTarget
-from inflight.conformance.transport.pair import Place, open_pair
+from inflight.conformance.transport.pair import GroupMember, open_pair
 from inflight.types import WeightBucket
 from inflight.wire import TensorSpec, TransportBody, TransportSpec, WireModel
 
@@ -48,9 +48,9 @@ class Peer:
         self._process.stdin.write(setup.model_dump_json().encode() + b"\n")
         self._process.stdin.flush()
 
-    def place(self, spec_type: type[TransportSpec]) -> Place:
-        """Return the place of the receiver for which a sender wrote a spec. Raises `Hung`."""
-        return Place(spec_type.model_validate_json(self._line("open a group")))
+    def member(self, spec_type: type[TransportSpec]) -> GroupMember:
+        """Return the member of the receiver for which a sender wrote a spec. Raises `Hung`."""
+        return GroupMember(spec_type.model_validate_json(self._line("open a group")))
 
     def wait_until_joined(self) -> None:
         self._line("join")
@@ -83,7 +83,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pair = open_pair(setup.target)
     if setup.spec is not None:
-        receiver = pair.receiver(Place(pair.transport.spec_type.model_validate(setup.spec.model_dump())))
+        receiver = pair.receiver(GroupMember(pair.transport.spec_type.model_validate(setup.spec.model_dump())))
         receiver.join()
         print("joined", flush=True)
     else:

@@ -10,7 +10,7 @@ import torch
 from inflight.conformance.calls import SLACK_S, Ending, PendingCall, results
 from inflight.conformance.checks import fail
 from inflight.conformance.targets import TransportTarget
-from inflight.conformance.transport.pair import Place, open_pair
+from inflight.conformance.transport.pair import GroupMember, open_pair
 from inflight.conformance.transport.peer import Peer, PeerSetup
 from inflight.conformance.transport.sockets import can_tell
 from inflight.contracts import WeightReceiver, WeightSender
@@ -82,19 +82,19 @@ class TransportSubject:
     def sender(self) -> WeightSender:
         return self._pair.sender
 
-    def receiver(self, place: Place) -> WeightReceiver:
+    def receiver(self, member: GroupMember) -> WeightReceiver:
         """Return a new receiver in this process; it is aborted after the check."""
-        receiver = self._pair.receiver(place)
+        receiver = self._pair.receiver(member)
         if not isinstance(receiver, WeightReceiver):
             fail(f"the receiver lacks methods of WeightReceiver: {type(receiver).__name__}")
         self._receivers.append(receiver)
         return receiver
 
-    def places(self, num_ranks: Sequence[int], timeout_s: float = FORM_S) -> list[Place]:
-        """Open a group in which endpoint i takes ``num_ranks[i]`` ranks; return the place of each rank."""
+    def members(self, num_ranks: Sequence[int], timeout_s: float = FORM_S) -> list[GroupMember]:
+        """Open a group in which endpoint i takes ``num_ranks[i]`` ranks; return the member of each rank."""
         opened = self.sender.specs(RUN_ID, num_ranks, timeout_s)
         ranks = [(spec, rank) for spec, count in zip(opened, num_ranks, strict=True) for rank in range(count)]
-        return [Place(spec, rank, group_rank) for group_rank, (spec, rank) in enumerate(ranks, 1)]
+        return [GroupMember(spec, rank, group_rank) for group_rank, (spec, rank) in enumerate(ranks, 1)]
 
     def group_specs(self, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
         return [spec for spec in self.sender.specs(RUN_ID, num_ranks, timeout_s) if isinstance(spec, ProcessGroupSpec)]
@@ -109,15 +109,15 @@ class TransportSubject:
 
     def form(self, num_receivers: int = 1, timeout_s: float = FORM_S) -> list[WeightReceiver]:
         """Form a group with receivers in this process, one rank each, and return them."""
-        receivers = [self.receiver(place) for place in self.places([1] * num_receivers, timeout_s)]
+        receivers = [self.receiver(member) for member in self.members([1] * num_receivers, timeout_s)]
         results(self.start_joins(receivers), timeout_s + SLACK_S)
         return receivers
 
     def form_with_peer(self, others: int = 0) -> tuple[Peer, list[WeightReceiver]]:
         """Form a group of a receiver in another process and ``others`` in this one; return them."""
-        first, *rest = self.places([1] * (1 + others), 2 * FORM_S)
+        first, *rest = self.members([1] * (1 + others), 2 * FORM_S)
         peer = self._peer(PeerSetup(target=self._target, spec=TransportBody.model_validate(first.spec.model_dump())))
-        receivers = [self.receiver(place) for place in rest]
+        receivers = [self.receiver(member) for member in rest]
         results(self.start_joins(receivers), 2 * FORM_S + SLACK_S)
         peer.wait_until_joined()
         return peer, receivers
@@ -125,7 +125,7 @@ class TransportSubject:
     def join_sending_peer(self, bucket: TensorSpec | None = None) -> tuple[Peer, WeightReceiver]:
         """Form a group of a sender in another process, which sends ``bucket`` at once, and a receiver in this one."""
         peer = self._peer(PeerSetup(target=self._target, bucket=bucket))
-        receiver = self.receiver(peer.place(self._pair.transport.spec_type))
+        receiver = self.receiver(peer.member(self._pair.transport.spec_type))
         self.start(receiver.join, "the receiver's join").result(2 * FORM_S)
         peer.wait_until_joined()
         return peer, receiver

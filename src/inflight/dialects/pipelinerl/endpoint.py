@@ -53,7 +53,7 @@ from inflight.wire import (
 if TYPE_CHECKING:
     import torch
 
-    from inflight.dialects.pipelinerl.group import WeightGroup
+    from inflight.dialects.pipelinerl.group import BroadcastGroup
 
 _HEALTH_POLL_S = 0.2
 _PARTING_S = 1.0
@@ -92,15 +92,15 @@ class PipelineRlEndpoint(OwnedEndpoint):
         self._options = options
         self._model_dir = model_dir
         self._generate_timeout_s = generate_timeout_s
-        self._group: WeightGroup | None = None
+        self._group: BroadcastGroup | None = None
 
     async def _attach(self) -> tuple[Capabilities, Sequence[TensorSpec] | None]:
         options = self._options
         if options.group and (self._group is None or not self._group.is_formed):
-            from inflight.dialects.pipelinerl.group import WeightGroup, place_of
+            from inflight.dialects.pipelinerl.group import BroadcastGroup, place_of
 
             place = place_of(options.group, rank=0, world_size=options.world_size, timeout_s=options.timeout_s)
-            self._group = WeightGroup(place)
+            self._group = BroadcastGroup(place)
             await run_abandonable(self._group.join, "inflight-join")
         await self._until_healthy()
         paths = await self._routes.offered()

@@ -59,7 +59,7 @@ def place_of(init_method: str, *, rank: int, world_size: int, timeout_s: float =
     return GroupPlace(host, port, rank, world_size, timeout_s)
 
 
-class WeightGroup:
+class BroadcastGroup:
     """One rank's end. Its calls block; `abort` ends them from another thread."""
 
     def __init__(self, place: GroupPlace) -> None:

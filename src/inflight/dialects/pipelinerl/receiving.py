@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from inflight.contracts import WeightSource
-from inflight.dialects.pipelinerl.group import WeightGroup
+from inflight.dialects.pipelinerl.group import BroadcastGroup
 from inflight.dialects.pipelinerl.messages import WeightUpdateRequest
 from inflight.errors import InvalidRequestError, TransferError
 from inflight.types import PublishReport, WeightBucket
@@ -26,7 +26,7 @@ class ArrivingWeights(WeightSource):
     rank = 0
     world_size = 1
 
-    def __init__(self, group: WeightGroup, version: int, specs: Sequence[TensorSpec], timeout_s: float) -> None:
+    def __init__(self, group: BroadcastGroup, version: int, specs: Sequence[TensorSpec], timeout_s: float) -> None:
         self._group = group
         self._version = version
         self._specs = specs
@@ -66,7 +66,7 @@ class ArrivingUpdates:
     """
 
     def __init__(
-        self, group: WeightGroup, publisher: WeightPublisher, in_flight: InFlightPolicy, timeout_s: float
+        self, group: BroadcastGroup, publisher: WeightPublisher, in_flight: InFlightPolicy, timeout_s: float
     ) -> None:
         self._group = group
         self._publisher = publisher

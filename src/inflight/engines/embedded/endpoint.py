@@ -377,7 +377,7 @@ class LocalEndpoint(
 
     async def aclose(self) -> None:
         """Abort all requests and end the engine."""
-        self._updates.close()
+        await self._updates.aclose()
         await run_abandonable(self._engine.close, "inflight-close")
 
 

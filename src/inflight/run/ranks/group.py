@@ -27,7 +27,7 @@ from inflight.run.ranks.messages import (
     FinishSave,
     Members,
     Message,
-    Publish,
+    PublishAgain,
     RankAnswer,
     Ready,
     Save,
@@ -130,7 +130,7 @@ class TrainerGroup:
 
         It asks every server that was left out, without waiting for its next turn.
         """
-        request = Publish(members=members.model_copy(update={"ask_all": True}))
+        request = PublishAgain(members=members.model_copy(update={"ask_all": True}))
         return (await self._ask_alike(request, self.limits.step_s))[0]
 
     async def save(self, path: Path) -> list[Done]:

@@ -83,7 +83,7 @@ class Train(Message):
     """Whether the answer has the trainer logprobs."""
 
 
-class Publish(Message):
+class PublishAgain(Message):
     """Publish the present version again. Answered by `Done`."""
 
     type: Literal["publish"] = "publish"
@@ -103,7 +103,7 @@ class FinishSave(Message):
     type: Literal["finish_save"] = "finish_save"
 
 
-Request = Annotated[Start | Train | Publish | Save | FinishSave, Field(discriminator="type")]
+Request = Annotated[Start | Train | PublishAgain | Save | FinishSave, Field(discriminator="type")]
 
 
 # ---------------------------------------------------------------------------------------------------------------

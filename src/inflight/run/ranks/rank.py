@@ -41,7 +41,7 @@ from inflight.run.ranks.messages import (
     FinishSave,
     Here,
     Members,
-    Publish,
+    PublishAgain,
     PublishResult,
     RankAnswer,
     Ready,
@@ -52,10 +52,9 @@ from inflight.run.ranks.messages import (
     Trained,
     micro_batches_of,
 )
-from inflight.run.ranks.publishing import Publishing, Pull, Push
+from inflight.run.ranks.publishing import Publishing
+from inflight.run.updates import updates_of
 from inflight.types import MicroBatch
-from inflight.weights.send.fleet import take_part
-from inflight.weights.send.gathering import gather_only
 from inflight.weights.transports.groups import host_store
 
 _MEET_S = 300.0
@@ -130,18 +129,13 @@ class TrainerRank:
             self._begin(f"loading {start.checkpoint}")
             self._worker.load(start.checkpoint)
         self._shares_memory = config.servers.release_memory
-        is_pulled = config.servers.updates == "pull"
-        self._gather = gather_only if is_pulled else take_part
-        """How the other ranks take part in rank 0's publish."""
+        self._updates = updates_of(config)
         self._publishing: Publishing | None = None
         """On rank 0 only, and only if anything is published."""
         if self._worker.rank or start.members is None:
             return
-        if is_pulled:
-            self._publishing = Pull(config.servers, start.run_id, limits.publish_s)
-        else:
-            self._begin("connecting to the servers")
-            self._publishing = Push(config.servers, start.members.urls, start.run_id, limits.publish_s)
+        self._begin("connecting to the servers")
+        self._publishing = self._updates.publishing(start, limits.publish_s)
 
     def close(self) -> None:
         if self._publishing is not None:
@@ -161,7 +155,7 @@ class TrainerRank:
                 data_rank = data_ranks_of(self._worker).rank
                 published = None if request.members is None else self._publish(request.members)
                 return Ready(version=version, published=published, data_rank=data_rank)
-            case Publish():
+            case PublishAgain():
                 return Done(version=version, published=self._publish(request.members))
             case Train():
                 return self._train(request, micro_batches_of(request.segment_lengths, tensors))
@@ -174,7 +168,7 @@ class TrainerRank:
         self._begin(f"publishing version {self._worker.version}")
         if self._publishing is not None:
             return self._publishing.publish(self._worker, members)
-        self._gather(self._worker)
+        self._updates.gather(self._worker)
         return None
 
     # --------------------------------------------------------------------------------------------- one optimizer step

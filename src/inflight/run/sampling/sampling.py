@@ -28,6 +28,7 @@ from inflight.run.sampling.batches import StepBatch, make_batch
 from inflight.run.sampling.drafts import FinishedGroups
 from inflight.run.sampling.open_group import DroppedItem, Running
 from inflight.run.sampling.work import Sampled, Work
+from inflight.run.updates import updates_of
 from inflight.types import Group
 from inflight.wire import Completion
 
@@ -255,7 +256,7 @@ class Sampling:
 
     def _drop_stale_running(self, version: int) -> None:
         """End groups that will be too old for the step that starts from ``version``, however they go on."""
-        if self._config.servers.updates == "push":  # of servers that pull, nobody knows with what a request begins
+        if updates_of(self._config).knows_versions:
             self.actor.drop_stale(lambda first_version: self._staleness.can_train(first_version, version))
 
     def _compose_if_ready(self) -> None:

@@ -78,7 +78,7 @@ def unpack(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor
 class Packer:
     """Packs buckets before they are sent, alternating between two buffers: one is filled while the other travels.
 
-    The buffers stay, because pages that the system hands out anew cost more time than the copy itself.
+    The buffers stay, because fresh pages from the system cost more time than the copy itself.
     """
 
     def __init__(self) -> None:

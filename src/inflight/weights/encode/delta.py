@@ -2,7 +2,7 @@
 
 A delta says where elements changed and what they are now ("overwrite", not XOR), so writing it twice equals writing it
 once. Elements are compared and carried as bits, so NaNs, negative zeros and every dtype travel exactly. The caller must
-know that both sides hold the same base. The module knows nothing of how payloads travel.
+know that both sides hold the same base.
 
 Payload, little-endian, everything that has a size before everything that is compressed:
 

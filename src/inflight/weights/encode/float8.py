@@ -10,7 +10,7 @@ decodes to itself (with s = a / 448 it would not: neither that quotient nor its 
 e4m3 has 3 bits after the leading one: from one power of two to the next, numbers lie 1/8 of the lower one apart, and
 rounding is off by at most half of that, 1/16. Below 2**-6 s they lie 2**-9 s apart, and half of that is s / 1024.
 
-The module knows nothing of buckets or of how payloads travel. Payload: the values row-major, one byte each; zeros up to
+Payload: the values row-major, one byte each; zeros up to
 a multiple of four bytes; the scales, float32, row-major over rows and the blocks of a row.
 """
 

@@ -24,8 +24,8 @@ class PausableEngine(Protocol):
         pause that fails is an `apply` that fails.
 
         If the update ends meanwhile, this is cancelled and nothing else is called: before ``CancelledError`` passes on,
-        make sampling go on as if this had never been called. A pause sent to another thread or process may still be on
-        its way there: send the undo after it, through the same queue. While the weights are torn, sampling is paused
+        make sampling continue as if this had never been called. A pause sent to another thread or process may still be
+        on its way there: send the undo after it, through the same queue. While the weights are torn, sampling is paused
         already, and this returns at once.
         """
 
@@ -35,7 +35,7 @@ class PausableEngine(Protocol):
 
         They are the whole model but for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``. The
         version that labels tokens changes with them and in the same place: in the engine's thread if it has one, before
-        it samples the first token. `UpdateReceiver.session` says the new version only after this has returned, which is
+        it samples the first token. `UpdateReceiver.session` has the new version only after this has returned, which is
         too late for that label. If this raises anything, the weights count as torn.
         """
 

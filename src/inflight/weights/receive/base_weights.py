@@ -1,4 +1,4 @@
-"""The weights that updates in part need besides what they send. Knows no engine.
+"""The weights that partial updates need in addition to those that they send.
 
 `BaseWeights` has those that an update left out, `AdaptedWeights` those under a LoRA.
 """
@@ -31,7 +31,7 @@ class BaseWeights:
         self._directory = Path(directory)
         self._dtype = dtype
         self._files: dict[str, Path] | None = None
-        self._brought: dict[str, torch.Tensor | None] = {}
+        self._loaded: dict[str, torch.Tensor | None] = {}
 
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Return the shape of every tensor of the checkpoint. Raises `UpdateRefusedError` if it cannot be read."""
@@ -43,7 +43,7 @@ class BaseWeights:
     def require(self, names: Iterable[str]) -> None:
         """Raise `UpdateRefusedError` unless `tensor` can return all of these."""
         known = self._stored_in()
-        if lost := [name for name in names if self._brought.get(name, known.get(name)) is None]:
+        if lost := [name for name in names if self._loaded.get(name, known.get(name)) is None]:
             raise UpdateRefusedError(
                 f"send all weights first, with keep_base=True: loading this update needs {len(lost)} tensors that it "
                 f"leaves out, and earlier updates replaced them without keeping a base: {lost[:3]}"
@@ -51,8 +51,8 @@ class BaseWeights:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor as last loaded, in the model's dtype, on the CPU or wherever it was kept."""
-        if name in self._brought:
-            kept = self._brought[name]
+        if name in self._loaded:
+            kept = self._loaded[name]
             assert kept is not None  # the caller has asked `require`
             return kept
         with safe_open(self._stored_in()[name], framework="pt") as file:
@@ -61,7 +61,7 @@ class BaseWeights:
 
     def loaded(self, tensors: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> None:
         """Note the tensors that an update sent. With ``keep`` they stay in memory."""
-        self._brought |= {name: tensor if keep else None for name, tensor in tensors}
+        self._loaded |= {name: tensor if keep else None for name, tensor in tensors}
 
     def _stored_in(self) -> Mapping[str, Path]:
         if self._files is None:

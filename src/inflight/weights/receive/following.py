@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import pydantic
 
 from inflight.base.backoff import Backoff
+from inflight.base.tasks import first_of
 from inflight.base.threads import run_abandonable
 from inflight.base.validation import describe_problems
 from inflight.contracts import InferenceEndpoint
@@ -137,8 +138,8 @@ async def _while_held(source: StoredRun, ref: UpdateRef, taking: Coroutine[Any, 
             holding = tasks.create_task(hold())
             await taking
             holding.cancel()
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from group
+    except ExceptionGroup as group:
+        raise first_of(group.exceptions) from group
 
 
 async def _take(

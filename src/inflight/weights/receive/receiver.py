@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from inflight.base.requirements import require
+from inflight.base.tasks import TaskOwner
 from inflight.base.transport_registry import refusal
 from inflight.errors import PoisonedError, TransferError, UnsupportedError, UpdateAbortedError, UpdateRefusedError
 from inflight.weights.receive.adapter import BucketSink, PausableEngine
@@ -28,6 +29,9 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
+
+_CLOSE_S = 1.0
+"""How long closing waits for an engine that is pausing or applying."""
 
 
 class _Open:
@@ -60,8 +64,8 @@ class _Open:
 class UpdateReceiver:
     """Updates of one endpoint over its life. `ReceivingEndpoint` offers its methods under the names of the contract.
 
-    ``expected`` is what the engine can load (None: not known here, the engine refuses by itself). ``declared`` is what
-    the endpoint declares. An instance belongs to one event loop.
+    ``expected`` is what the engine can load (None: not known here, the engine refuses by itself). ``capabilities``
+    are the endpoint's. An instance belongs to one event loop.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class UpdateReceiver:
         self._joining: TransportSpec | None = None
         self._open: _Open | None = None
         self._applying: asyncio.Future[None] | None = None
-        self._ending: asyncio.Future[None] | None = None
+        self._calls = TaskOwner()
 
     @property
     def session(self) -> UpdateSession:
@@ -189,11 +193,12 @@ class UpdateReceiver:
         await self._applied()
         await self._end(opened)
 
-    def close(self) -> None:
-        """Leave the group and stop the lease. Does not end an open update."""
+    async def aclose(self) -> None:
+        """Leave the group, stop the lease, and wait a moment for what is being applied. An open update stays open."""
         if self._open is not None:
             self._open.stop_lease()
         self._sink.leave()
+        await self._calls.aclose(_CLOSE_S)
 
     def _refuse_unsupported(self, update: WeightUpdate) -> None:
         """Raise if an update asks for something unsupported, or for a base that was not kept."""
@@ -208,7 +213,7 @@ class UpdateReceiver:
     async def _pause(self, opened: _Open) -> None:
         """Pause sampling for an open update within its deadline. A failure ends the update."""
         update = opened.update
-        opened.pausing = asyncio.ensure_future(self.engine.pause(update))
+        opened.pausing = self._calls.start(self.engine.pause(update))
         try:
             async with asyncio.timeout(update.deadline_s):
                 await opened.outlast(opened.pausing, "was ended before sampling was paused")
@@ -234,10 +239,9 @@ class UpdateReceiver:
         assert opened is not None  # it is complete
         if update.staged:
             self._session.pause(ref)
-            opened.committing = asyncio.ensure_future(self._pause_and_apply(opened))
+            opened.committing = self._calls.start(self._pause_and_apply(opened))
         else:  # begin at once, so that an abort finds it begun
             opened.committing = self._begin_apply(opened)
-        opened.committing.add_done_callback(lambda done: done.cancelled() or done.exception())
         return opened
 
     async def _pause_and_apply(self, opened: _Open) -> None:
@@ -249,7 +253,7 @@ class UpdateReceiver:
         """Begin to apply. From here on, only the end of applying ends the update."""
         self._session.begin_apply(opened.update.ref)
         opened.stop_lease()
-        self._applying = asyncio.ensure_future(self._apply(opened.update))
+        self._applying = self._calls.start(self._apply(opened.update))
         return self._applying
 
     async def _apply(self, update: WeightUpdate) -> None:
@@ -302,11 +306,8 @@ class UpdateReceiver:
 
     def _renew_lease(self, opened: _Open) -> None:
         opened.stop_lease()
-
-        def end() -> None:
-            self._ending = asyncio.ensure_future(self._end(opened))
-
-        opened.lease = asyncio.get_running_loop().call_later(opened.update.lease_s, end)
+        loop = asyncio.get_running_loop()
+        opened.lease = loop.call_later(opened.update.lease_s, lambda: self._calls.start(self._end(opened)))
 
 
 def _named(ref: UpdateRef) -> str:

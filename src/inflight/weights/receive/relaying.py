@@ -19,7 +19,7 @@ from inflight.weights.transports.files import FileSender
 from inflight.wire import DirectorySpec, PullSpec, UpdateRef
 
 _READ_S = 10.0
-"""How long the relay's own directory may take to say what is there."""
+"""How long reading the relay's own directory may take."""
 
 
 async def relay(

@@ -1,12 +1,12 @@
-"""Releasing one endpoint's memory and taking it back, one after the other, whoever asks. Knows no engine."""
+"""Releasing and restoring one endpoint's memory, one call at a time."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Protocol
 
+from inflight.base.tasks import TaskOwner
 from inflight.errors import BusyError
 from inflight.weights.receive.states import UpdateSession
 from inflight.wire import EndpointState
@@ -20,7 +20,7 @@ class ReleasableEngine(Protocol):
 
     @abstractmethod
     async def free_memory(self) -> None:
-        """Give up the memory of weights, keys and values, and keep the weights elsewhere.
+        """Release the memory of weights, keys and values, and keep the weights elsewhere.
 
         Raises `BusyError` if a request runs or waits in the engine, and then has changed nothing. After any other error
         `take_memory` must be able to undo what was done.
@@ -41,13 +41,14 @@ class MemoryRelease:
         self._engine = engine
         self._session = session
         self._turn = asyncio.Lock()
+        self._calls = TaskOwner()
 
     async def release(self) -> None:
         """From the moment this is called requests and updates are refused. Raises as `ReleasingEndpoint` says."""
-        await _to_its_end(self._release())
+        await asyncio.shield(self._calls.start(self._release()))
 
     async def restore(self) -> None:
-        await _to_its_end(self._restore())
+        await asyncio.shield(self._calls.start(self._restore()))
 
     async def _release(self) -> None:
         async with self._turn:
@@ -75,9 +76,3 @@ class MemoryRelease:
                 self._session.released()
                 raise
             self._session.restored()
-
-
-async def _to_its_end(call: Coroutine[Any, Any, None]) -> None:
-    task = asyncio.ensure_future(call)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    await asyncio.shield(task)

@@ -82,7 +82,7 @@ class Staging:
         update = self.update
         if not isinstance(receiver, ReceivesAhead) or update.encodings or index == len(update.buckets):
             return
-        # The publisher may take until the lease ends to go on.
+        # The publisher may pause until the lease ends.
         receiver.receive_ahead((payload_spec(update.buckets[index].size_bytes),), update.lease_s + timeout_s)
 
     def _decoded(

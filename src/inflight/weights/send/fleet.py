@@ -9,8 +9,7 @@
     HEALTHY -> JOINING            it missed a version, or its weights are torn: the next publish makes it whole
 
 Only a healthy member holds the version that was published last, and only a healthy member may be given work. A dead
-member becomes healthy only through an applied publish. This module knows publishers and workers by their contracts, no
-engine.
+member becomes healthy only through an applied publish.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class _Member:
     url: str | None = None
     """The URL that named it; None if it came connected."""
     capabilities: Capabilities | None = None
-    """What it declared last; None until it has answered."""
+    """Its capabilities when it answered last; None until then."""
     state: MemberState = MemberState.JOINING
     backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S))
     is_on_trial: bool = False
@@ -148,8 +147,9 @@ class Fleet:
     def set_members(self, wanted: Iterable[InferenceEndpoint | str]) -> None:
         """Set the members from now on: names or URLs, and connected endpoints.
 
-        A new member joins with the next publish that it answers. A member that is not named leaves: its requests go on,
-        and it gets no further publish. Raises `ConfigError` for an invalid URL, and then leaves the fleet unchanged.
+        A new member joins with the next publish that it answers. A member that is not named leaves: its requests
+        continue, and it gets no further publish. Raises `ConfigError` for an invalid URL, and then leaves the fleet
+        unchanged.
         """
         known = {member.url or name: member for name, member in self._members.items()} | self._members
         members: dict[str, _Member] = {}
@@ -176,7 +176,7 @@ class Fleet:
             member.backoff.due_at = 0.0
 
     def close(self) -> None:
-        """Close every connection, and the publisher; servers go on. Idempotent."""
+        """Close every connection, and the publisher; servers keep running. Idempotent."""
         self.set_members(())
         self._publisher.close()
 
@@ -188,14 +188,14 @@ class Fleet:
         deadline_s: float = 60.0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> PublishReport:
-        """Bring every reachable member to the worker's weights, leaving lost members out and letting returning ones in.
+        """Publish the worker's weights to every member that can be reached, returning ones too.
 
         Rank 0 calls it while every other rank calls `take_part`. Returns the report of the last attempt. If fewer
         members than the quorum can be reached, the report has not succeeded, no member is healthy, and the next publish
         asks again.
 
-        Raises what `publish_weights` does, if publishing again would not help: `FencedError` says that this trainer was
-        replaced.
+        Raises what `publish_weights` does, if publishing again would not help: `FencedError` means that this trainer
+        was replaced.
         """
         report: PublishReport | None = None
         num_failed = 0
@@ -244,8 +244,8 @@ class Fleet:
     def _judge(self, report: PublishReport, *, had_group: bool, may_fail: bool = True) -> bool:
         """Note what became of every member. Return whether publishing again to the remaining members may succeed.
 
-        A restarted server refuses whatever is sent to its former group, so a refusal counts only after the group was
-        formed anew. A member on trial has one try, but a try that silent members spoilt does not count.
+        A restarted server refuses whatever is sent to its former group, so a refusal counts only after a new group was
+        formed. A member on trial has one try, but a try that failed because of silent members does not count.
         """
         silent = {
             e.endpoint

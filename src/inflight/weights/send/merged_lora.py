@@ -1,6 +1,6 @@
 """A LoRA as a partial update: the weights that it changes, merged by the publisher, for endpoints that merge none.
 
-Knows no trainer: it takes what any `LoraSource` gathers.
+It takes what any `LoraSource` gathers.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class ModuleWeights(PartialWeightSource):
     an endpoint's capabilities; None leaves each as it is. Raises `ConfigError` for an unknown dtype.
 
     ``skip_frozen`` leaves out what does not train: parameters that do not require gradients, and buffers. Endpoints
-    then have to declare ``partial_updates``. A parameter that was sent once is sent from then on, even if it is frozen
+    then have to support partial updates. A parameter that was sent once is sent from then on, even if it is frozen
     later.
     """
 

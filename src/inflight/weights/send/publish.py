@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from inflight.base.tasks import first_of
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, FencedError, InflightError, UnsupportedError, UpdateAbortedError
 from inflight.types import EndpointOutcome, EndpointReport, PublishReport, PublishSpans, WeightBucket
@@ -37,7 +38,7 @@ CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 
 class Publish:
-    """One attempt to bring some endpoints to one update, of whom ``num_needed`` have to apply it.
+    """One attempt to update some endpoints, of which ``num_needed`` have to apply the update.
 
     The deadline begins when it is made. ``staged`` lets endpoints that support staging sample while weights arrive.
     """
@@ -61,8 +62,8 @@ class Publish:
         may_fail = update.in_flight is InFlightPolicy.DRAIN  # then the pause must come before any commit
         self._staged = {e.name for e, can in endpoints.items() if staged and can.staging and not may_fail}
         """The endpoints that only their commit pauses."""
-        self._parts: dict[str, _Part] = {}
-        """Of each endpoint that still takes part."""
+        self._participants: dict[str, _Participant] = {}
+        """The endpoints that still take part, by name."""
         self.buckets: MemoryObjectSendStream[WeightBucket | None]
         """Takes the buckets to send, None after the last. Sending one returns when the one before has left."""
         self._to_send: MemoryObjectReceiveStream[WeightBucket | None]
@@ -102,8 +103,8 @@ class Publish:
     def _close(self) -> None:
         self.buckets.close()
         self._to_send.close()
-        for part in self._parts.values():
-            part.feed.close()
+        for participant in self._participants.values():
+            participant.feed.close()
 
     async def run(self) -> PublishReport:
         """Update every endpoint with the buckets that are fed; return what each serves.
@@ -115,13 +116,15 @@ class Publish:
             async with asyncio.TaskGroup() as tasks:
                 updates = [tasks.create_task(call) for call in self._calls()]
                 tasks.create_task(self._send())
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from group
+        except ExceptionGroup as group:
+            raise first_of(group.exceptions) from group
         finally:
             self._close()
         reports = tuple(task.result() for task in updates)
         is_everywhere = all(report.outcome is EndpointOutcome.APPLIED for report in reports)
-        has_failed_late = any(r.outcome is not EndpointOutcome.APPLIED for r in reports if r.endpoint in self._parts)
+        has_failed_late = any(
+            r.outcome is not EndpointOutcome.APPLIED for r in reports if r.endpoint in self._participants
+        )
         if has_failed_late and not self._problem:
             self._abort()
         elif not self._problem:
@@ -142,24 +145,26 @@ class Publish:
         able = [] if self._problem else [endpoint for endpoint in self._endpoints if endpoint.name not in self._unfit]
         for endpoint in able:
             feed, transfers = anyio.create_memory_object_stream[BucketTransfer](0)
-            self._parts[endpoint.name] = _Part(asyncio.timeout(self._remaining_s() + grace_s), feed, transfers)
+            self._participants[endpoint.name] = _Participant(
+                asyncio.timeout(self._remaining_s() + grace_s), feed, transfers
+            )
         if any(endpoint.name not in self._staged for endpoint in able):
             self._begin_pause()
         for endpoint in self._endpoints:
             if endpoint in able:
-                yield self._update_endpoint(endpoint, self._parts[endpoint.name])
+                yield self._update_endpoint(endpoint, self._participants[endpoint.name])
             else:
                 cause = self._unfit.get(endpoint.name)
                 detail = self._problem if cause is None else str(cause)
                 yield abort_and_report(endpoint, self._update.ref, cause, detail, is_requested=False)
 
-    async def _update_endpoint(self, endpoint: InferenceEndpoint, part: _Part) -> EndpointReport:
-        with part.transfers:
+    async def _update_endpoint(self, endpoint: InferenceEndpoint, participant: _Participant) -> EndpointReport:
+        with participant.transfers:
             report = await update_endpoint(
                 endpoint,
                 self._update.model_copy(update={"staged": endpoint.name in self._staged}),
-                self._arriving(part),
-                part.limit,
+                self._arriving(participant),
+                participant.limit,
                 meet=self._meet,
                 on_failure=functools.partial(self._drop, endpoint),
             )
@@ -168,14 +173,14 @@ class Publish:
         is_applied = report.outcome is EndpointOutcome.APPLIED
         return await wait_for_first_token(endpoint, self._update.ref, report) if is_applied else report
 
-    async def _arriving(self, part: _Part) -> AsyncGenerator[BucketTransfer, None]:
-        with part.transfers:
-            async for transfer in part.transfers:
+    async def _arriving(self, participant: _Participant) -> AsyncGenerator[BucketTransfer, None]:
+        with participant.transfers:
+            async for transfer in participant.transfers:
                 with self._travelling:
                     yield transfer
 
     async def _meet(self) -> None:
-        """Return once every endpoint that still takes part has arrived here. Raises `UpdateAbortedError` if all end."""
+        """Return once every participant has arrived here. Raises `UpdateAbortedError` if the publish has ended."""
         self._gate.num_waiting += 1
         opened = self._gate.opened
         self._open_gate_if_all_wait()
@@ -185,7 +190,7 @@ class Publish:
 
     def _open_gate_if_all_wait(self) -> None:
         gate = self._gate
-        if gate.num_waiting < len(self._parts):
+        if gate.num_waiting < len(self._participants):
             return
         if not self._problem:
             gate.num_meetings += 1
@@ -201,9 +206,9 @@ class Publish:
         why = str(cause or self._problem or f"the deadline of {self._deadline_s:g} s passed")
         if self._gate.num_meetings == 2:
             return why  # a failed commit does not keep the others from theirs
-        self._parts.pop(endpoint.name).feed.close()
+        self._participants.pop(endpoint.name).feed.close()
         is_collective = self._group.sender.is_collective
-        if self._fenced is not None or is_collective or len(self._parts) < self._num_needed:
+        if self._fenced is not None or is_collective or len(self._participants) < self._num_needed:
             self._end(why if cause is None else f"another endpoint failed: {why}")
         elif not self._problem:
             self._group.remove(endpoint)
@@ -215,8 +220,8 @@ class Publish:
             return
         self._problem = problem
         grace_s = _REFUSAL_GRACE_S if self._gate.num_meetings == 0 else 0.0
-        limits = [*(part.limit for part in self._parts.values()), *([] if self._sending is None else [self._sending])]
-        for limit in limits:
+        limits = [self._sending, *(participant.limit for participant in self._participants.values())]
+        for limit in filter(None, limits):
             with contextlib.suppress(RuntimeError):  # the limit has not begun, or has just ended
                 limit.reschedule(asyncio.get_running_loop().time() + grace_s)
         self._abort()
@@ -237,7 +242,7 @@ class Publish:
         try:
             async with asyncio.timeout(self._remaining_s()) as self._sending:
                 while self._gate.num_meetings == 0:
-                    if self._problem or not self._parts:
+                    if self._problem or not self._participants:
                         return
                     await self._gate.opened.wait()
                 while (bucket := await self._to_send.receive()) is not None:
@@ -245,8 +250,8 @@ class Publish:
                     self._num_sent_bytes += sum(spec.size_bytes for spec in bucket.specs)
                     with self._travelling:
                         await self._send_one(bucket)
-                for part in self._parts.values():
-                    part.feed.close()
+                for participant in self._participants.values():
+                    participant.feed.close()
         except TimeoutError:
             self._end(f"{what} was not sent: the deadline of {self._deadline_s:g} s passed")
         except InflightError as error:
@@ -266,10 +271,10 @@ class Publish:
                 sending = tasks.create_task(self._group.send(bucket, timeout_s))
                 if not self._group.sender.is_collective:
                     await asyncio.wait([sending])  # endpoints read buckets once they are stored
-                for part in self._parts.values():
-                    tasks.create_task(offer(part.feed))
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from group
+                for participant in self._participants.values():
+                    tasks.create_task(offer(participant.feed))
+        except ExceptionGroup as group:
+            raise first_of(group.exceptions) from group
 
     # ---------------------------------------------------------------------------------------------------- the report
 
@@ -297,7 +302,7 @@ class Publish:
 
 
 @dataclass(slots=True)
-class _Part:
+class _Participant:
     """One endpoint's part in a publish: its time limit, and the stream that asks it to receive buckets."""
 
     limit: asyncio.Timeout

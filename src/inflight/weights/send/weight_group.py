@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
+from inflight.base.tasks import first_of
 from inflight.base.threads import run_abandonable, started
 from inflight.base.transport_registry import refusal
 from inflight.contracts import InferenceEndpoint, SendsFromDevice, WeightSender
@@ -109,8 +110,8 @@ class WeightGroup:
             self.sender.abort()
             if isinstance(error, TimeoutError):
                 raise TransferError(f"the weight group was not formed within {timeout_s:g} s") from error
-            if isinstance(error, BaseExceptionGroup):
-                raise error.exceptions[0] from error
+            if isinstance(error, ExceptionGroup):
+                raise first_of(error.exceptions) from error
             raise
         return {}
 
@@ -135,8 +136,7 @@ class WeightGroup:
                 tasks.create_task(join(endpoint, spec))
         if len(specs) - len(failures) < num_needed:
             self.sender.abort()
-            first, *others = failures.values()
-            raise first from ExceptionGroup("endpoints could not join the weight group", [first, *others])
+            raise first_of([*failures.values()])
         return failures
 
     def lose(self) -> None:

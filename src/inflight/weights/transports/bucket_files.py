@@ -6,7 +6,7 @@
     DIRECTORY/RUN/VERSION-SESSION/lease-NAME       a reader's lease: keeps the update while younger than `LEASE_S`
 
 A ``raw`` bucket holds the tensors of the manifest under their names; an encoded bucket holds its bytes as one tensor,
-``payload``. Every file appears whole or not at all. Knows nothing of groups and endpoints.
+``payload``. Every file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LEASE_S = 15.0
 LEASE_NAME = re.compile(r"lease-[0-9a-f]{16}")
 
 _MAX_LEASED = 4
-"""Most updates that leases keep besides the newest ones: those with the most recently renewed leases."""
+"""Most updates that leases keep in addition to the newest ones: those with the most recently renewed leases."""
 _MAX_HEADER_BYTES = 64 << 20
 _ALIGNMENT = 64
 _SUFFIX = ".safetensors"

@@ -1,4 +1,4 @@
-"""Serves a directory of updates over HTTP, in ranges, to clients with the token. Knows nothing of groups."""
+"""Serves a directory of updates over HTTP, in ranges, to clients with the token."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def new_gloo_group(keys: Any, rank: int, world_size: int, address: str, timeout_
     return dist.ProcessGroupGloo(keys, rank, world_size, options)
 
 
-GLOO = GroupKind("cpu", sends_from_device=False, make=lambda *told: GlooGroup(new_gloo_group(*told)))
+GLOO = GroupKind("cpu", sends_from_device=False, make=lambda *arguments: GlooGroup(new_gloo_group(*arguments)))
 NCCL = GroupKind(
     "cuda", sends_from_device=True, make=lambda keys, rank, size, *_: PolledGroup(new_nccl_group(keys, rank, size))
 )

@@ -1,6 +1,6 @@
 """Weights over HTTP: rank 0 stores each update in files and serves them, and endpoints fetch them in ranges.
 
-An endpoint may come later and read at its own speed. After a cut connection it goes on where it was.
+An endpoint may come later and read at its own speed. After a broken connection it continues where it was.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PullSender(WeightSender):
         return False
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[PullSpec]:
-        """The server goes on from one group to the next, until `abort`."""
+        """The server stays up from one group to the next, until `abort`."""
         try:
             files = self._files = self._files or self._stored_in()
             files.specs(run_id, num_ranks, timeout_s)

@@ -1,7 +1,7 @@
 """Reads files of an HTTP server in ranges, over a few connections at once, into existing memory.
 
 If a connection is cut, the range is asked for again from the byte reached. Built on http.client because it reads from
-the socket straight into the buffer, in a third of the time of a client that hands out chunks. Knows nothing of weights.
+the socket straight into the buffer, in a third of the time of a client that hands out chunks.
 """
 
 from __future__ import annotations

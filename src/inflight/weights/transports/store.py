@@ -1,7 +1,4 @@
-"""What the transports that store buckets share: file names, careful opening, and deadlines.
-
-Knows nothing of formats, and nothing of how the bytes get there.
-"""
+"""What the transports that store buckets share: file names, careful opening, and deadlines."""
 
 from __future__ import annotations
 

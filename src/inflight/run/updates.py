@@ -1,0 +1,91 @@
+"""How new versions reach the servers: one strategy with both halves, chosen once from the configuration.
+
+The run's half follows which server serves which version. The ranks' half publishes a version or stores it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from inflight.contracts import WeightSource
+from inflight.run.config import RunConfig
+
+if TYPE_CHECKING:
+    from inflight.run.delivery import Delivery
+    from inflight.run.ranks.group import TrainerGroup
+    from inflight.run.ranks.messages import Start
+    from inflight.run.ranks.publishing import Publishing
+    from inflight.run.servers.servers import Servers
+
+
+class Updates(Protocol):
+    """The strategy by which new versions reach the servers. Each half is loaded only where it is used."""
+
+    knows_versions: bool
+    """Whether the run knows with which version a request begins, so that groups can be withdrawn by version."""
+
+    @abstractmethod
+    def delivery(self, servers: Servers, trainers: TrainerGroup) -> Delivery:
+        """Return the run's half."""
+
+    @abstractmethod
+    def publishing(self, start: Start, deadline_s: float) -> Publishing:
+        """Return rank 0's half. Raises what connecting to the servers raises."""
+
+    @abstractmethod
+    def gather(self, worker: WeightSource) -> None:
+        """Take part in rank 0's publish. Called by every other rank."""
+
+
+@dataclass(frozen=True)
+class PushUpdates(Updates):
+    """Rank 0 publishes each version to the servers and waits for them."""
+
+    config: RunConfig
+    knows_versions: bool = True
+
+    def delivery(self, servers: Servers, trainers: TrainerGroup) -> Delivery:
+        from inflight.run.delivery import PushDelivery
+
+        return PushDelivery(servers, trainers)
+
+    def publishing(self, start: Start, deadline_s: float) -> Publishing:
+        from inflight.run.ranks.publishing import Push
+
+        urls = () if start.members is None else start.members.urls
+        return Push(self.config.servers, urls, start.run_id, deadline_s)
+
+    def gather(self, worker: WeightSource) -> None:
+        from inflight.weights.send.fleet import take_part
+
+        take_part(worker)
+
+
+@dataclass(frozen=True)
+class PullUpdates(Updates):
+    """Rank 0 stores each version, and servers load the newest one by themselves."""
+
+    config: RunConfig
+    knows_versions: bool = False
+
+    def delivery(self, servers: Servers, trainers: TrainerGroup) -> Delivery:
+        from inflight.run.delivery import PullDelivery
+
+        return PullDelivery(servers)
+
+    def publishing(self, start: Start, deadline_s: float) -> Publishing:
+        from inflight.run.ranks.publishing import Pull
+
+        return Pull(self.config.servers, start.run_id, deadline_s)
+
+    def gather(self, worker: WeightSource) -> None:
+        from inflight.weights.send.gathering import gather_only
+
+        gather_only(worker)
+
+
+def updates_of(config: RunConfig) -> Updates:
+    """Return the strategy that a configuration names."""
+    return PullUpdates(config) if config.servers.updates == "pull" else PushUpdates(config)
