@@ -44,7 +44,7 @@ from results import read_results, write_results
 NUM_ROUNDS = 5
 NUM_RUNNING = 8
 ROOT = Path(__file__).parents[1]
-FLEETS = ("local", *ENGINES, "+".join(("local", *ENGINES)))
+FLEETS = ("embedded", *ENGINES, "+".join(("embedded", *ENGINES)))
 
 
 class Tensors:
@@ -189,7 +189,7 @@ def measure_learning(fleet: str, num_steps: int) -> dict[str, Any]:
     lines = [""]
     for engine in fleet.split("+"):
         lines += ["[[servers.fleet]]", f'engine = "{engine}"']
-        lines += [] if engine == "local" else [f'python = "{python_of(engine)}"']
+        lines += [] if engine == "embedded" else [f'python = "{python_of(engine)}"']
     return {"engine": fleet, **run_quickstart(num_steps=num_steps, more_config="\n".join(lines))}
 
 

@@ -101,7 +101,7 @@ def run_fleet(num_steps: int, *, disturbed: bool) -> dict[str, Any]:
 def _start_run(directory: Path, servers: Servers, model: Path, num_steps: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "inflight", "train", str(ROOT / "examples" / "quickstart.toml")]
     command += ["--run.directory", str(directory / "run"), "--run.num_steps", str(num_steps)]
-    command += ["--model.path", str(model), "--servers.urls_file", str(servers.listed)]
+    command += ["--model.path", str(model), "--servers.attach.urls_file", str(servers.listed)]
     environment = {**os.environ, "INFLIGHT_TOKEN": servers.token}
     with (directory / "run.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)

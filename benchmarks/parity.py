@@ -34,7 +34,7 @@ def rows_of(engine: str, trainer: str, model: Path, file: Path) -> list[dict[str
     serve = (
         f"{sys.executable} -m inflight serve {{model}} --port {{port}} --token-file {{token_file}} --dtype {{dtype}}"
     )
-    serve += "" if engine == "local" else f" --engine {engine} --python {python_of(engine)}"
+    serve += "" if engine == "embedded" else f" --engine {engine} --python {python_of(engine)}"
     command = [sys.executable, "-m", "inflight", "check", "parity", "--serve", serve, "--model", str(model)]
     command += ["--worker", trainer, *(word for dtype in DTYPES for word in ("--dtype", dtype))]
     variables = {**os.environ, **(apart(trainer) if trainer == "deepspeed" else {})}
@@ -44,14 +44,14 @@ def rows_of(engine: str, trainer: str, model: Path, file: Path) -> list[dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("local", *ENGINES), action="append")
+    parser.add_argument("--engine", choices=("embedded", *ENGINES), action="append")
     parser.add_argument("--trainer", choices=TRAINERS, action="append")
     arguments = parser.parse_args()
     kept: dict[str, list[dict[str, Any]]] = {}
     with contextlib.suppress(FileNotFoundError):
         kept = read_results("parity")["rows"]
     with tempfile.TemporaryDirectory() as directory:
-        for engine in arguments.engine or ("local", *ENGINES):
+        for engine in arguments.engine or ("embedded", *ENGINES):
             for trainer in arguments.trainer or TRAINERS:
                 kept[f"{engine} {trainer}"] = rows_of(
                     engine, trainer, quickstart_model(), Path(directory) / "parity.json"

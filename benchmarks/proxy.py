@@ -1,7 +1,7 @@
 """What the recording proxy costs: agents behind it beside the same agents on the engine's own route.
 
     python benchmarks/proxy.py            # streamed tokens, and memory
-    python benchmarks/proxy.py local      # beside the embedded engine's own route
+    python benchmarks/proxy.py embedded      # beside the embedded engine's own route
     python benchmarks/proxy.py vllm       # beside vLLM's own route, after `make engines`
 
 ``at_once``: agents in one process play episodes of three turns, all at once, first against the engine's own chat
@@ -9,7 +9,7 @@ completions, which is what they would do without us, then through ``inflight pro
 process is its own, so CPU time is told apart; seconds are those of the agents, for each sampled token. A streamed token
 is timed from the moment at which the sampler gives it, every 5 ms, until the agent has read it. Memory is the resident
 set after calls in a row, ten to an episode, with a sampler that answers at once. Writes ``results/proxy.json``,
-``proxy-local.json`` and ``proxy-vllm.json``.
+``proxy-embedded.json`` and ``proxy-vllm.json``.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ async def measure(engine: str, num_episodes: int, num_tokens: int, rounds: int, 
         with tempfile.TemporaryDirectory() as directory:
             model = Path(directory) / "model"
             save_tiny_model(create_tiny_model(TinyShape("llama", 64, 2, 2, 1024), 0), model)
-            async with (embedded if engine == "local" else vllm)(model) as running:
+            async with (embedded if engine == "embedded" else vllm)(model) as running:
                 rows |= await played_at_once(running, model, num_episodes, num_tokens, rounds)
     rows["load_average_after"] = os.getloadavg()[0]
     return rows
@@ -312,7 +312,7 @@ async def measure(engine: str, num_episodes: int, num_tokens: int, rounds: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", nargs="?", choices=("none", "local", "vllm"), default="none")
+    parser.add_argument("engine", nargs="?", choices=("none", "embedded", "vllm"), default="none")
     parser.add_argument("--episodes", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128, help="of each turn, at most")
     parser.add_argument("--rounds", type=int, default=3)

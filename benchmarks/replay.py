@@ -75,7 +75,7 @@ def main() -> None:
     write_results(
         "replay",
         {
-            "engine": config.get("servers", {}).get("engine", "local"),
+            "engine": config.get("servers", {}).get("engine", "embedded"),
             "steps": len(steps),
             "completions": sum(len(group.rollouts) for step in steps for group in step.groups),
             "tokens": sum(sample.rollout.num_tokens for step in steps for sample in step.samples),

@@ -42,7 +42,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     publishes = [row["publish"] for row in rows if row["publish"] is not None]
     return {
         "task": OWN_TASK if OWN_TASK in changes else "the quickstart's",
-        "transport": changes[changes.index("--servers.transport") + 1],
+        "transport": changes[changes.index("--updates.transport") + 1],
         "num_steps": len(rows),
         "seconds": seconds,
         "first_step_s": rows[0]["time_s"],
@@ -62,7 +62,7 @@ def changes_of(settings: Settings, model: Path, directory: Path, num_gpus: int) 
         "model.dtype": "bfloat16",
         "sampling.max_tokens": 16 if settings.quick else 64,
         # On one GPU trainer and server share it; of several each has its own, and IPC reaches no other.
-        "servers.transport": ("shm", "ipc", "nccl")[min(num_gpus, 2)],
+        "updates.transport": ("shm", "ipc", "nccl")[min(num_gpus, 2)],
         "train.tokens_per_worker": 512 if settings.quick else 8192,
         "train.learning_rate": "1e-6",
         "train.train_on_equal_rewards": "true",  # a random model answers nothing right

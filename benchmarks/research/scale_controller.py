@@ -54,8 +54,10 @@ group_size = {group_size}
 max_tokens = {max_tokens}
 
 [servers]
-urls = {urls}
 max_concurrent = {max_concurrent}
+attach = {{ urls = {urls} }}
+
+[updates]
 transport = "shm"
 
 [rollouts]

@@ -118,7 +118,7 @@ async def scheduling(num_requests: int, num_ended: int) -> dict[str, float]:
         run.actor.serve([endpoint.name for endpoint in endpoints], 0)
         started = time.process_time()
         acting = asyncio.ensure_future(run.actor.run())
-        while run.actor.num_running < num_requests:
+        while run.num_running < num_requests:
             await asyncio.sleep(0.01)
         filled, draw = time.process_time(), random.Random(0)
         for _ in range(num_ended):

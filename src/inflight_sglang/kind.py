@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import DraftProvider, EngineKind, EngineOptions, GpuUse, InferenceEndpoint
+from inflight.engines.arguments import has_gpu, integer_in, number_in
 from inflight.errors import ConfigError
-from inflight.http.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
 from inflight.model.checkpoint_specs import config_number, config_of
-from inflight.rollouts.drafts import DraftProvider
 from inflight.wire import DTYPE_SIZES
 from inflight_sglang import flags
 from inflight_sglang.endpoint import SglangEndpoint
@@ -44,12 +43,11 @@ _BESIDE_STATIC = 0.1
 
 
 class SglangKind(EngineKind):
-    """SGLang's own server."""
+    """SGLang's own server. It has no `liveness_path`: it ends by itself a few seconds after a part of it has died."""
 
     name = "sglang"
     health_path = "/ready"  # ``/health`` takes a second, and samples a token
     release_arguments = flags.RELEASE_ARGUMENTS
-    liveness_path = None  # SGLang's server ends by itself a few seconds after a part of it has died
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         device = options.device or ("cuda" if has_gpu(None) else "cpu")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from inflight.contracts import InferenceEndpoint
-from inflight.http.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
-from inflight.rollouts.drafts import DraftProvider
+from inflight.contracts import DraftProvider, EngineKind, EngineOptions, GpuUse, InferenceEndpoint
+from inflight.engines.arguments import has_gpu, integer_in, number_in
 from inflight_vllm import flags
 from inflight_vllm.endpoint import VllmEndpoint
 
@@ -21,7 +20,6 @@ class VllmKind(EngineKind):
     """vLLM's own server."""
 
     name = "vllm"
-    health_path = "/health"
     liveness_path = "/health"
     release_arguments = flags.RELEASE_ARGUMENTS
 

@@ -224,16 +224,16 @@ class Disturbed:
             "sampling.max_tokens": "24",
             "servers.count": "2",
             "servers.max_concurrent": "16",
-            "servers.publish_deadline_s": f"{PUBLISH_DEADLINE_S:g}",
-            "servers.generate_timeout_s": f"{GENERATE_TIMEOUT_S:g}",
+            "updates.deadline_s": f"{PUBLISH_DEADLINE_S:g}",
+            "sampling.generate_timeout_s": f"{GENERATE_TIMEOUT_S:g}",
             "train.num_ranks": "2",
             "train.tokens_per_worker": "400",
             "train.max_tokens_per_micro_batch": "512",
             "train.learning_rate": "5e-3",
             **self._schedule.overrides,
         }
-        if settings["servers.transport"] == "file":
-            settings["servers.directory"] = str(self._place / "store")
+        if settings["updates.transport"] == "file":
+            settings["updates.directory"] = str(self._place / "store")
         arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
         command = [self._python, "-m", "inflight", "train", str(ROOT / "examples" / "quickstart.toml"), *arguments]
         with output.open("wb") as file:

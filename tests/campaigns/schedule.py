@@ -97,11 +97,11 @@ def draw(seed: int, *, plain_share: float = 0.0, num_steps: int | None = None) -
     steps = num_steps if num_steps is not None else rng.randint(6, 12)
     transport = rng.choices(("gloo", "shm", "file", "http"), (5, 2, 2, 1))[0]
     overrides = {
-        "servers.transport": transport,
-        "servers.in_flight": rng.choice(("keep", "recompute", "abort")),
+        "updates.transport": transport,
+        "updates.in_flight": rng.choice(("keep", "recompute", "abort")),
         "run.checkpoint_every_steps": str(10 if is_long else rng.randint(2, 4)),
         "run.background_saves": rng.choice(("true", "false")),
-        "servers.staged": rng.choice(("true", "true", "false")),
+        "updates.staged": rng.choice(("true", "true", "false")),
     }
     if rng.random() < 0.2:
         overrides["run.mode"] = "conventional"

@@ -40,7 +40,7 @@ def test_schedules_of_faults_hold_over_servers_of_the_embedded_engine(tmp_path: 
     assert figures["num_faults"] >= 3
     assert figures["num_tokens"] > 100
     assert any("kill" in site or "restart" in site for site in figures["injected"])
-    assert figures["engine"] == "inflight.engines.embedded"
+    assert figures["engine"] == "embedded"
     assert "3 schedules" in answer.stdout
     assert "inflight: 3 of 3, seed 3 over http" in answer.stderr
 

@@ -38,7 +38,7 @@ def test_the_embedded_engine_agrees_with_the_fsdp_worker_and_the_figures_are_kep
     (row,) = json.loads(file.read_text())["rows"]
     assert row["agrees"]
     assert (row["engine"], row["trainer"], row["findings"]) == (
-        "inflight.engines.embedded",
+        "embedded",
         "inflight_fsdp:create_worker",
         [],
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.rollouts import continuation, joined
 from inflight.wire import AbortRequests, Completion, CompletionChunk, GenerateRequest
 from tests.engine.reference import (
@@ -92,7 +92,7 @@ def test_other_requests_go_on_and_unknown_ids_are_ignored(model_dir: Path) -> No
     assert_close(completion.logprobs, forward_logprobs(load_reference(model_dir), PROMPT, completion.token_ids))
 
 
-async def streamed(endpoint: LocalEndpoint, request: GenerateRequest) -> list[CompletionChunk]:
+async def streamed(endpoint: EmbeddedEndpoint, request: GenerateRequest) -> list[CompletionChunk]:
     return [chunk async for chunk in endpoint.generate_stream(request)]
 
 

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.http.client import HttpEndpoint
-from inflight.http.kinds import EngineOptions, GpuUse
 from inflight.http.tokens import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -19,12 +18,11 @@ ENGINE_TOKEN = "token-of-the-engine"
 
 
 @dataclass(frozen=True)
-class FakeKind:
-    """Satisfies `EngineKind`: a program of its own, or the embedded engine where there is none."""
+class FakeKind(EngineKind):
+    """A program of its own, or the embedded engine where there is none."""
 
-    name: str
+    name: str = "fake"
     program: str = ""
-    health_path: str = "/health"
     liveness_path: str | None = None
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
@@ -35,9 +33,6 @@ class FakeKind:
 
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
         return {"OF_THE_KIND": "yes"} if self.program else {TOKEN_VARIABLE: ENGINE_TOKEN}
-
-    def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
-        return GpuUse()
 
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import httpx
 
-from inflight.http.kinds import EngineOptions
+from inflight.contracts import EngineOptions
 from inflight_sglang import KIND, SglangEndpoint
 
 ENVIRONMENT = Path(__file__).parents[2] / ".engines" / "sglang-0.5.23"

@@ -19,11 +19,11 @@ import httpx
 import pytest
 
 from inflight.cli import main
+from inflight.contracts import EngineOptions
 from inflight.engines import launch
 from inflight.engines.launch import EngineProcess, start_engine, started
 from inflight.errors import ConfigError, EndpointError
 from inflight.http.client import HttpEndpoint
-from inflight.http.kinds import EngineOptions
 from inflight.wire import GenerateRequest, SamplingParams
 from tests.engines.fake_engines import ENGINE_TOKEN, FAILING, SILENT, FakeKind, installed
 from tests.run.runs import RunProcess, ends_within, is_alive
@@ -388,10 +388,10 @@ def test_an_engine_that_fails_to_start_ends_the_server_with_status_1(start: Call
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--engine", "toaster"], "unknown engine 'toaster'; known: local"),
+        (["--engine", "toaster"], "unknown engine 'toaster'; known: dynamo, embedded"),
         (
-            ["--engine", "local", "--python", "python"],
-            "--python, --engine-arg, --engine-port and --log do not apply to the embedded",
+            ["--engine", "embedded", "--python", "python"],
+            "but embedded runs in this one",
         ),
         (["--engine", "vllm", "--start-timeout", "0"], "--start-timeout must be above 0"),
         (["--engine", "vllm", "--threads", "0"], "--threads must be at least 1"),
@@ -421,7 +421,7 @@ def test_a_missing_model_directory_is_named(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.timeout(300)
 def test_a_run_trains_over_an_engine_and_an_embedded_server_and_ends_both(model_dir: Path, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": installed(tmp_path / "installed")}
-    fleet = '[{ engine = "fake", engine_arguments = ["--max-concurrent", "8"] }, { engine = "local" }]'
+    fleet = '[{ engine = "fake", engine_arguments = ["--max-concurrent", "8"] }, { engine = "embedded" }]'
     run = RunProcess(tmp_path, model_dir, "--servers.fleet", fleet, "--run.num_steps", "3", environment=environment)
     assert run.wait() == 0, run.output()
     assert [row["version"] for row in run.rows()] == [1, 2, 3]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from inflight.contracts import EngineOptions
 from inflight.engines.requests import Asked
 from inflight.errors import ConfigError, InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
-from inflight.http.kinds import EngineOptions
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import GenerateRequest, Manifest, SamplingParams, TensorSpec, VersionSpan, WeightUpdate
 from inflight_sglang import KIND, flags

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import inflight_sglang
+from inflight.contracts import EngineKind, EngineOptions
 from inflight.engines.launch import start_engine
 from inflight.engines.requests import Asked
 from inflight.errors import ConfigError, UnsupportedError
-from inflight.http.kinds import EngineKind, EngineOptions
 from inflight.rollouts.drafts import LARGEST_WINDOW, SMALLEST_WINDOW
 from inflight.wire import DraftCounts, DraftHistory, PromptHistory
 from inflight_vllm import KIND, flags

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from inflight.contracts import EngineOptions
 from inflight.engines.requests import Asked
 from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
-from inflight.http.kinds import EngineOptions
 from inflight.wire import Capabilities, GenerateRequest, InFlightPolicy, SamplingParams, VersionSpan
 from inflight_vllm import KIND, flags
 from inflight_vllm.requests import bodies_of, check_request, choices_of, ids_of, labelled, response_of

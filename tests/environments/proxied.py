@@ -15,7 +15,7 @@ from inflight.contracts import InferenceEndpoint
 from inflight.environments.playing import Generate, PlayingEpisode, Stream
 from inflight.environments.proxy.run_server import ProxyServer
 from inflight.environments.transcripts import ChatTemplate
-from inflight.run.sampling.seats import Seat
+from inflight.run.sampling.sampling_endpoint import SamplingEndpoint
 from inflight.types import OBSERVED
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams, VersionSpan
 
@@ -45,10 +45,10 @@ def episode_on(
     number: int = 0,
     streams: bool = True,
 ) -> PlayingEpisode:
-    seat = Seat(endpoint, 8)
+    sampling_endpoint = SamplingEndpoint(endpoint)
 
     async def generate(request: GenerateRequest) -> Completion:
-        (completion,) = await seat.sample(request)
+        (completion,) = await sampling_endpoint.sample(request)
         return completion
 
     return PlayingEpisode(
@@ -59,7 +59,7 @@ def episode_on(
         settings,
         max_tokens,
         proxy=proxy.serve,
-        stream=seat.stream if streams else None,
+        stream=sampling_endpoint.stream if streams else None,
     )
 
 

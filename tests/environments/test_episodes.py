@@ -15,17 +15,17 @@ from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import TaskError, UnreachableError
 from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
-from inflight.rollouts import HistoryStore, Ledger
-from inflight.rollouts.schedulers import LeastLoaded
-from inflight.run.sampling.actor import Actor
+from inflight.rollouts import Ledger
+from inflight.rollouts.driver_commands import DroppedItem, FinishedGroup
+from inflight.run.sampling.actor import FailedEpisode, Outcome
 from inflight.run.sampling.episodes import Episodes
-from inflight.run.sampling.open_group import DroppedItem
-from inflight.run.sampling.seats import Seat
+from inflight.run.sampling.sampling_endpoint import SamplingEndpoint
 from inflight.run.sampling.work import Order
 from inflight.types import OBSERVED, Group
 from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams
 from tests.engine.reference import wait_until
 from tests.environments.places import ThreeTurns
+from tests.run.acting import actor_of, partials_of
 from tests.servers import ServerProcess
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,11 +61,17 @@ class Played:
         self.partials: dict[str, Any] = {}
         self.num_rewritten = 0
 
-    def note(self, ended: Group | DroppedItem | None) -> None:
-        if isinstance(ended, Group):
-            self.groups.append(ended)
-        elif ended is not None:
-            self.drops.append(ended)
+    def note(self, outcome: Outcome) -> None:
+        match outcome:
+            case FinishedGroup(group, _, num_rewritten):
+                self.groups.append(group)
+                self.num_rewritten += num_rewritten
+            case DroppedItem():
+                self.drops.append(outcome)
+            case FailedEpisode(_, kind, what_happened):
+                self.failures.append((kind, what_happened))
+            case _:
+                pass
 
 
 def play(
@@ -98,25 +104,19 @@ def play(
             timeout_s=timeout_s,
             loop=PlayLoop(blocked_s=1.0, grace_s=0.5),
         )
-        actor = Actor(
+        actor = actor_of(
             episodes,
-            outcome.ledger,
-            LeastLoaded(group_size=episodes.size),
-            HistoryStore(),
-            seed=0,
-            may_issue=lambda: True,
-            on_end=outcome.note,
-            on_failed_episode=lambda item, kind, what: outcome.failures.append((kind, what)),
+            outcome.note,
+            ledger=outcome.ledger,
         )
-        actor.continue_from(saved or {})
+        actor.dispatcher.restore({"partials": saved or {}}, episodes.parse)
         for one in (endpoint, *others):
             actor.add(one, 8)
         running = asyncio.ensure_future(actor.run())
         while not (until(outcome) or running.done()):
-            outcome.partials = actor.partials()
+            outcome.partials = partials_of(actor)
             actor.serve(serving() if serving else [endpoint.name], 0)  # also after it was lost
             await asyncio.wait({running}, timeout=0.02)
-        outcome.num_rewritten = actor.num_rewritten
         running.cancel()
         (outcome.error,) = await asyncio.gather(running, return_exceptions=True)
         for one in (endpoint, *others):
@@ -230,7 +230,7 @@ def test_episodes_of_an_endpoint_that_fails_go_on_with_the_turns_that_they_have(
     assert len(seeds) == len({*seeds})  # no turn was sampled twice
 
 
-def test_an_episode_that_is_over_just_when_its_seat_is_lost_is_not_played_again(
+def test_an_episode_that_is_over_just_when_its_endpoint_is_lost_is_not_played_again(
     shared_server: ServerProcess, model_dir: Path
 ) -> None:
     async def main() -> tuple[int, list[Any]]:
@@ -238,15 +238,15 @@ def test_an_episode_that_is_over_just_when_its_seat_is_lost_is_not_played_again(
         sampling = SamplingParams(n=1, max_tokens=6)
         episodes = Episodes(ThreeTurns(0), ChatTemplate(tokenizer), sampling, 1, 0, 400, 30.0)
         endpoint = Recorded(shared_server.url)
-        seat = Seat(endpoint, 8)
+        sampling_endpoint = SamplingEndpoint(endpoint)
         order = Order("episode", episodes.item(0), (), (0,), 1)
-        first = asyncio.ensure_future(episodes.sample(seat, order))
+        first = asyncio.ensure_future(episodes.sample(sampling_endpoint, order))
         await wait_until(lambda: episodes._played)
         (playing,) = episodes._played.values()
         playing.task.add_done_callback(lambda _: first.cancel())
         with pytest.raises(asyncio.CancelledError):
             await first
-        sampled = await episodes.sample(seat, order)
+        sampled = await episodes.sample(sampling_endpoint, order)
         await episodes.aclose()
         await endpoint.aclose()
         return len(endpoint.answers), sampled

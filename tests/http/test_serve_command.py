@@ -185,7 +185,7 @@ def test_a_port_that_is_taken_is_named(fails: Callable[..., str], model_dir: Pat
         (("--device", "toaster"), ("toaster",)),
         (("--device", "cuda:99"), ("cuda:99",)),
         (("--threads", "0"), ("threads", "0")),
-        (("--compile", "--engine", "vllm"), ("--compile", "only to the embedded engine")),
+        (("--compile", "--engine", "vllm"), ("--compile", "does not apply to engine 'vllm'")),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
 )

@@ -16,10 +16,12 @@ import pytest
 
 from inflight.cli import main
 from inflight.errors import ConfigError
+from inflight.http.server_spec import ServerSpec
 from inflight.launchers.emit import jobset
 from inflight.launchers.plan import Gang, Plan
 from inflight.run.config import load_config
 from inflight.run.machines.manifests import plan_of
+from inflight.run.machines.server_specs import server_spec
 from tests.launchers.clusters import need_ray
 from tests.run.runs import CONFIG, ROOT
 
@@ -39,7 +41,7 @@ def emitted(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-FLEET = '[{ engine = "local", count = 3 }, { engine = "vllm", engine_arguments = ["--tensor-parallel-size", "2"] }]'
+FLEET = '[{ engine = "embedded", count = 3 }, { engine = "vllm", engine_arguments = ["--tensor-parallel-size", "2"] }]'
 
 
 def test_a_batch_job_has_a_part_for_the_controller_the_trainers_and_each_kind_of_server(
@@ -189,11 +191,22 @@ def test_a_jobset_is_what_the_api_takes_and_every_process_finds_the_controller(
     assert server["resources"]["limits"] == {"cpu": 1, "nvidia.com/gpu": 2}
 
 
+def test_an_emitted_server_has_the_settings_of_one_that_the_run_starts_itself(config_file: Path) -> None:
+    words = ["--servers.drafts", "history", "--servers.threads", "3", "--servers.max_concurrent", "8"]
+    config = load_config(config_file, [*words, "--servers.lease_s", "0"])
+    (_, gang) = plan_of(config, config_file).gangs
+    spec = ServerSpec.from_argv(gang.command[2:])
+    own = server_spec(config, config.servers.started[0])
+    assert (spec.options, spec.engine, spec.process) == (own.options, own.engine, own.process)
+    assert (spec.options.drafts, spec.options.threads, spec.options.max_concurrent) == ("history", 3, 8)
+    assert (spec.joining.join, spec.listen.port) == ("http://{head}:8100", 0)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--servers.urls", '["http://a:1"]'], "leave out servers.urls"),
-        (["--servers.transport", "shm"], "need servers and trainers on one machine"),
+        (["--servers.attach.urls", '["http://a:1"]'], "leave out servers.attach.urls"),
+        (["--updates.transport", "shm"], "need servers and trainers on one machine"),
     ],
 )
 def test_what_only_one_machine_has_is_not_emitted(config_file: Path, words: list[str], says: str) -> None:

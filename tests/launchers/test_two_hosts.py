@@ -85,7 +85,7 @@ def test_ranks_and_servers_on_two_hosts_meet_and_train(hosts: Hosts, tmp_path: P
         0,
         "run",
         *("inflight", "train", str(config), "--launcher", "outside", "--run.launcher_options"),
-        *(f'{{ port = 8101, address = "{here}" }}', "--servers.join", f"{here}:8100", "--train.num_ranks", "2"),
+        *(f'{{ port = 8101, address = "{here}" }}', "--servers.attach.join", f"{here}:8100", "--train.num_ranks", "2"),
         *("--run.num_steps", "3"),
     )
     for rank in (0, 1):

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.engines.launch import EngineProcess, started
-from inflight.http.kinds import EngineKind, EngineOptions, load_engine_kind
+from inflight.http.kinds import load_engine_kind
 from inflight.types import PublishReport
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender

@@ -17,7 +17,7 @@ from inflight.environments.playing import PlayingEpisode, play
 from inflight.environments.proxy.run_server import ProxyServer
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
-from inflight.run.sampling.seats import Seat
+from inflight.run.sampling.sampling_endpoint import SamplingEndpoint
 from inflight.types import OBSERVED, TaskItem
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 from tests.real_engines.servers import FINAL_NORM, RealEngine, publish, run
@@ -52,10 +52,10 @@ def test_turns_before_and_after_an_update_have_the_logprobs_and_versions_of_thei
     environment = UpdatedBetweenTurns()
 
     async def sample(endpoint: InferenceEndpoint) -> list[PlayedEpisode]:
-        seat = Seat(endpoint, NUM_EPISODES)
+        sampling_endpoint = SamplingEndpoint(endpoint)
 
         async def generate(request: GenerateRequest) -> Completion:
-            (completion,) = await seat.sample(request)
+            (completion,) = await sampling_endpoint.sample(request)
             return completion
 
         async def played(index: int) -> PlayedEpisode:
@@ -125,10 +125,10 @@ def test_an_agent_behind_the_proxy_is_trained_on_the_tokens_that_the_engine_samp
     record: list[tuple[GenerateRequest, Completion]] = []
 
     async def agent(endpoint: InferenceEndpoint) -> PlayingEpisode:
-        seat = Seat(endpoint, 1)
+        sampling_endpoint = SamplingEndpoint(endpoint)
 
         async def generate(request: GenerateRequest) -> Completion:
-            (completion,) = await seat.sample(request)
+            (completion,) = await sampling_endpoint.sample(request)
             record.append((request, completion))
             return completion
 

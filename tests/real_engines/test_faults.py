@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.engines.launch import started
 from inflight.errors import ConfigError, EndpointError, PublishError
 from inflight.http.client import HttpEndpoint
-from inflight.http.kinds import EngineKind, EngineOptions, load_engine_kind
+from inflight.http.kinds import load_engine_kind
 from inflight.types import EndpointOutcome
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import EndpointState, WeightVersion

@@ -20,7 +20,10 @@ NUM_STEPS = 8
 def test_a_run_on_a_mixed_fleet_publishes_to_all_of_it_and_is_replayed_on_both_trainers(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    members = ['{ engine = "local" }', *(f'{{ engine = "{name}", python = "{python_of(name)}" }}' for name in ENGINES)]
+    members = [
+        '{ engine = "embedded" }',
+        *(f'{{ engine = "{name}", python = "{python_of(name)}" }}' for name in ENGINES),
+    ]
     config, directory = tmp_path / "run.toml", tmp_path / "run"
     config.write_text(CONFIG.format(directory=directory, model=tiny_model))
     command = [sys.executable, "-m", "inflight", "train", str(config), "--servers.fleet", f"[{', '.join(members)}]"]

@@ -177,7 +177,7 @@ def test_a_server_that_another_run_has_updated_is_refused(
     server = ServerProcess(model_dir, tmp_path / "server")
     try:
         server.wait_until_ready()
-        words = ("--run.record", "true", "--run.num_steps", "3", "--servers.urls", f'["{server.url}"]')
+        words = ("--run.record", "true", "--run.num_steps", "3", "--servers.attach.urls", f'["{server.url}"]')
         run = RunProcess(tmp_path, model_dir, *words, environment={"INFLIGHT_TOKEN": TOKEN})
         assert run.wait() == 0, run.output()
         assert main(["replay", str(run.directory), "--engine", server.url, "--groups", "2"]) == 1

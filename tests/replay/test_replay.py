@@ -181,7 +181,7 @@ def test_a_replay_keeps_what_trains_and_leaves_out_the_rest(tmp_path: Path) -> N
     assert (config.run.num_steps, config.train.learning_rate) == (7, 1.0)
     assert config.train.trainer_options == {"cpu_offload": True}
     assert not config.run.record
-    assert config.servers.urls == ()
+    assert config.servers.attach.urls == ()
     assert config.train.devices is None
     other = replay_config(of_run(), tmp_path, trainer="torchtitan", num_ranks=2, model=Path("m"), options={"a": 1})
     assert (other.train.trainer_options, other.train.num_ranks, other.model.path) == ({"a": 1}, 2, Path("m"))

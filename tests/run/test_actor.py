@@ -1,4 +1,4 @@
-"""What a failed request costs: its item, its endpoint, or the run. Against a real server."""
+"""What a failed request ends: its item, its endpoint, or the run. Against a real server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from inflight.errors import CheckpointError, DeadlineError, EndpointError, InflightError, TaskError
 from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
-from inflight.rollouts import HistoryStore, Ledger, load_task
-from inflight.rollouts.schedulers import LeastLoaded
-from inflight.run.sampling.actor import Actor
+from inflight.rollouts import Ledger, load_task
+from inflight.rollouts.driver_commands import DroppedItem, FinishedGroup, RequeuedItem
+from inflight.run.sampling.actor import Actor, Outcome
 from inflight.run.sampling.completions import Completions
-from inflight.run.sampling.open_group import DroppedItem
 from inflight.types import Group
 from inflight.wire import AbortRequests, GenerateRequest, GenerateResponse, SamplingParams, WeightVersion
+from tests.run.acting import actor_of, partials_of
 from tests.servers import TOKEN, ServerProcess
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,11 +56,11 @@ class Acted:
         self.lost: dict[str, str] = {}
         self.error: BaseException | None = None
 
-    def note(self, ended: Group | DroppedItem | None) -> None:
-        if isinstance(ended, Group):
-            self.groups.append(ended)
-        elif ended is not None:
-            self.drops.append(ended)
+    def note(self, outcome: Outcome) -> None:
+        if isinstance(outcome, FinishedGroup):
+            self.groups.append(outcome.group)
+        elif isinstance(outcome, DroppedItem):
+            self.drops.append(outcome)
 
     @property
     def items(self) -> list[int]:
@@ -80,7 +80,7 @@ def act(
     outcome = outcome or Acted()
 
     async def run() -> None:
-        actor = Actor(
+        actor = actor_of(
             Completions(
                 load_task("tests.run.tasks:count_letters", task or {}, 0),
                 load_tokenizer(model),
@@ -88,19 +88,15 @@ def act(
                 max_sequence_tokens,
                 10.0,
             ),
-            outcome.ledger,
-            LeastLoaded(group_size=2),
-            HistoryStore(),
-            seed=0,
-            may_issue=lambda: True,
-            on_end=outcome.note,
+            outcome.note,
+            ledger=outcome.ledger,
         )
         actor.add(endpoint, 4)
         actor.serve([endpoint.name], 0)
         running = asyncio.ensure_future(actor.run())
         while not (until(outcome) or actor.unserved.is_set() or running.done()):
             await asyncio.wait({running}, timeout=0.01)
-        outcome.lost = dict(actor.lost)
+        outcome.lost = dict(actor.dispatcher.endpoints.lost)
         running.cancel()
         (outcome.error,) = await asyncio.gather(running, return_exceptions=True)
         await endpoint.aclose()
@@ -120,7 +116,7 @@ def test_a_late_request_on_an_endpoint_that_is_well_costs_that_item_only(
     assert dict(outcome.ledger.num_dropped) == {"failed": 1}
     assert outcome.ledger.num_requeued >= 2  # its tries, and what runs when the actor is cancelled
     (dropped,) = outcome.drops
-    assert (dropped.index, dropped.reason) == (3, "failed")
+    assert (dropped.item, dropped.reason) == (3, "failed")
     assert "too slow" in dropped.what_happened
 
 
@@ -159,7 +155,7 @@ def test_an_item_that_fails_wherever_it_goes_is_given_up(shared_server: ServerPr
     async def run() -> None:
         groups: list[Group] = []
         ledger = Ledger()
-        actor = Actor(
+        actor = actor_of(
             Completions(
                 load_task("tests.run.tasks:count_letters", {}, 0),
                 load_tokenizer(model_dir),
@@ -167,12 +163,8 @@ def test_an_item_that_fails_wherever_it_goes_is_given_up(shared_server: ServerPr
                 4096,
                 10.0,
             ),
-            ledger,
-            LeastLoaded(group_size=2),
-            HistoryStore(),
-            seed=0,
-            may_issue=lambda: True,
-            on_end=lambda ended: groups.append(ended) if isinstance(ended, Group) else None,
+            lambda outcome: groups.append(outcome.group) if isinstance(outcome, FinishedGroup) else None,
+            ledger=ledger,
         )
         actor.add(endpoint, 4)
         running = asyncio.ensure_future(actor.run())
@@ -227,9 +219,10 @@ def test_a_note_that_cannot_be_taken_ends_the_run_and_the_ledger_still_adds_up(
     """The journal's disk is full when a finished group is handed on."""
 
     class FullDisk(Acted):
-        def note(self, ended: Group | DroppedItem | None) -> None:
-            super().note(ended)
-            raise CheckpointError("no space left on device")
+        def note(self, outcome: Outcome) -> None:
+            super().note(outcome)
+            if isinstance(outcome, FinishedGroup):
+                raise CheckpointError("no space left on device")
 
     outcome = act(HttpEndpoint(shared_server.url), model_dir, lambda it: False, outcome=FullDisk())
     assert isinstance(outcome.error, CheckpointError)
@@ -246,7 +239,7 @@ def test_nothing_runs_any_more_when_the_end_of_the_last_group_is_told(
 
     async def run() -> None:
         actor: Actor
-        actor = Actor(
+        actor = actor_of(
             Completions(
                 load_task("tests.run.tasks:count_letters", {"overlong_every": 2}, 0),
                 load_tokenizer(model_dir),
@@ -254,12 +247,12 @@ def test_nothing_runs_any_more_when_the_end_of_the_last_group_is_told(
                 4096,
                 10.0,
             ),
-            Ledger(),
-            LeastLoaded(group_size=2),
-            HistoryStore(),
-            seed=0,
-            may_issue=lambda: actor.num_running == 0,
-            on_end=lambda ended: running_at_end.append(actor.num_running),
+            lambda outcome: (
+                running_at_end.append(len(actor.dispatcher.open))
+                if isinstance(outcome, FinishedGroup | DroppedItem | RequeuedItem)
+                else None
+            ),
+            may_offer=lambda: not actor.dispatcher.open,
         )
         actor.add(endpoint, 2)
         actor.serve([endpoint.name], 0)
@@ -279,9 +272,17 @@ async def until_running(endpoint: HttpEndpoint, number: int) -> None:
         await asyncio.sleep(0.01)
 
 
-async def sampling(endpoint: HttpEndpoint, model: Path, version: int, outcome: Acted, *, keeps_partials: bool) -> Actor:
+async def sampling(
+    endpoint: HttpEndpoint,
+    model: Path,
+    version: int,
+    outcome: Acted,
+    *,
+    keeps_partials: bool,
+    is_young: Callable[[int], bool] = lambda first_version: True,
+) -> Actor:
     """An actor that samples three groups of two completions of 400 tokens."""
-    actor = Actor(
+    actor = actor_of(
         Completions(
             load_task("tests.run.tasks:count_letters", {}, 0),
             load_tokenizer(model),
@@ -289,21 +290,19 @@ async def sampling(endpoint: HttpEndpoint, model: Path, version: int, outcome: A
             4096,
             10.0,
         ),
-        outcome.ledger,
-        LeastLoaded(group_size=2),
-        HistoryStore(),
-        seed=0,
-        may_issue=lambda: outcome.ledger.outstanding + sum(outcome.ledger.num_dropped.values()) < 3,
-        on_end=outcome.note,
+        outcome.note,
+        ledger=outcome.ledger,
+        may_offer=lambda: outcome.ledger.outstanding + sum(outcome.ledger.num_dropped.values()) < 3,
+        is_young=is_young,
     )
-    declared = (await endpoint.capabilities()).model_copy(update={"partial_rollouts": keeps_partials})
-    actor.add(endpoint, 6, declared)
+    capabilities = (await endpoint.capabilities()).model_copy(update={"partial_rollouts": keeps_partials})
+    actor.add(endpoint, 6, capabilities)
     actor.serve([endpoint.name], version)
     return actor
 
 
 def act_on_stale(
-    endpoint: HttpEndpoint, model: Path, version: int, can_train: Callable[[int], bool], *, keeps_partials: bool
+    endpoint: HttpEndpoint, model: Path, version: int, is_young: Callable[[int], bool], *, keeps_partials: bool
 ) -> Acted:
     """Sample three groups of 400 tokens and drop stale ones while they run.
 
@@ -312,14 +311,15 @@ def act_on_stale(
     outcome = Acted()
 
     async def run() -> None:
-        actor = await sampling(endpoint, model, version, outcome, keeps_partials=keeps_partials)
+        actor = await sampling(endpoint, model, version, outcome, keeps_partials=keeps_partials, is_young=is_young)
         running = asyncio.ensure_future(actor.run())
         await until_running(endpoint, 6)
-        actor.drop_stale(can_train)
+        actor.dispatcher.want_step(1, actor.clock())
+        actor.carry_out()
         while len(outcome.groups) + len(outcome.drops) < 3:
             await asyncio.wait({running}, timeout=0.01)
         await until_running(endpoint, 0)
-        outcome.lost = dict(actor.lost)
+        outcome.lost = dict(actor.dispatcher.endpoints.lost)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await endpoint.aclose()
@@ -344,7 +344,7 @@ def test_a_server_that_leaves_in_order_hands_on_what_it_has_sampled(
         while not left:
             await asyncio.wait({running}, timeout=0.01)
         await until_running(endpoint, 0)
-        partials = actor.partials()
+        partials = partials_of(actor)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await endpoint.aclose()

@@ -86,7 +86,7 @@ def config_of(**servers: Any) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps({**sections, "servers": servers}))
 
 
-@pytest.mark.parametrize(("engine", "drafts"), [("local", "both"), ("vllm", "history"), ("sglang", "off")])
+@pytest.mark.parametrize(("engine", "drafts"), [("embedded", "both"), ("vllm", "history"), ("sglang", "off")])
 def test_a_run_takes_drafts_that_its_engines_can_make(engine: str, drafts: str) -> None:
     assert config_of(engine=engine, drafts=drafts).servers.drafts == drafts
 

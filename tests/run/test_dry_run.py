@@ -119,7 +119,7 @@ def test_servers_that_release_their_memory_need_it_only_while_they_sample(
     [
         (["--run.mode", "pipeline"], "servers.release_memory needs run.mode 'conventional'"),
         (["--servers.device", "cpu"], "server-0-vllm computes on the CPU, but vllm releases memory on a GPU only"),
-        (["--servers.transport", "ipc", "--servers.delta", "true"], "servers.delta over 'ipc' keeps a copy"),
+        (["--updates.transport", "ipc", "--updates.delta", "true"], "updates.delta over 'ipc' keeps a copy"),
     ],
 )
 def test_memory_is_not_released_where_it_is_needed_or_cannot_be(
@@ -136,11 +136,11 @@ def test_two_nodes_need_an_address_that_the_other_one_reaches(dry_run: Callable[
     assert status == 0
     for url in ("http://203.0.113.2:8000", "http://203.0.113.2:8001"):
         assert f"{url} cannot take part now" in printed  # there is no such machine here
-    status, _, said = dry_run("gpus-two-nodes", *here, "--servers.address", "127.0.0.1", model="Qwen2.5-14B")
+    status, _, said = dry_run("gpus-two-nodes", *here, "--updates.address", "127.0.0.1", model="Qwen2.5-14B")
     assert status == 1
     assert "http://203.0.113.2:8000 is on another machine" in said
-    assert "set servers.address" in said
-    status, _, said = dry_run("gpus-two-nodes", *here, "--servers.transport", "shm", model="Qwen2.5-14B")
+    assert "set updates.address" in said
+    status, _, said = dry_run("gpus-two-nodes", *here, "--updates.transport", "shm", model="Qwen2.5-14B")
     assert status == 1
     assert "choose 'gloo', 'nccl', 'http' or 'file'" in said
 
@@ -205,7 +205,7 @@ def test_a_running_server_is_asked_whether_it_can_take_part(
     shared_server: ServerProcess,
     model_dir: Path,
 ) -> None:
-    urls = ("--servers.urls", json.dumps([shared_server.url]), "--devices", "0x80GiB")
+    urls = ("--servers.attach.urls", json.dumps([shared_server.url]), "--devices", "0x80GiB")
     status, printed, _ = dry_run("quickstart", *urls)
     assert status == 0
     assert "it serves tiny with 258: start the server" in printed

@@ -18,8 +18,8 @@ import pytest
 from inflight.errors import ConfigError
 from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
-from inflight.rollouts import HistoryStore, Ledger, load_task
-from inflight.rollouts.schedulers import LeastLoaded
+from inflight.rollouts import Ledger, load_task
+from inflight.rollouts.driver_commands import FinishedGroup
 from inflight.run.config import load_config
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import Members, PublishResult
@@ -30,6 +30,7 @@ from inflight.types import Group
 from inflight.wire import Capabilities, SamplingParams, WeightVersion
 from tests.gates import StepGate, reserved_port
 from tests.models import make_model
+from tests.run.acting import actor_of
 from tests.run.runs import CONFIG, ROOT, RunProcess, ends_within
 from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess
@@ -75,7 +76,7 @@ def started_again(server: ServerProcess, start: Start, model: Path) -> ServerPro
 
 
 def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_run: Callable[..., RunProcess]) -> None:
-    fleet = '[{ engine = "local" }, { engine = "local", count = 2, max_concurrent = 8 }]'
+    fleet = '[{ engine = "embedded" }, { engine = "embedded", count = 2, max_concurrent = 8 }]'
     run = start_run("--servers.fleet", fleet, "--run.num_steps", "100000")
     run.wait_for_steps(1)
     run.wait_until(lambda: len({group["endpoint"] for group in run.events("group")}) == 3)
@@ -86,47 +87,77 @@ def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_ru
     assert len(run.rows()[0]["publish"]["paused_s"]) == 3
     assert all(map(ends_within, pids))
     members = json.loads((run.directory / "config.json").read_text())["servers"]["fleet"]
-    assert [(member["engine"], member["count"]) for member in members] == [("local", 1), ("local", 2)]
+    assert [(member["engine"], member["count"]) for member in members] == [("embedded", 1), ("embedded", 2)]
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ({"fleet": '[{ engine = "local" }]', "count": "2"}, "servers.fleet replaces servers.count"),
-        ({"fleet": '[{ engine = "local" }]', "engine": "vllm"}, "servers.fleet replaces servers.engine"),
-        ({"fleet": '[{ engine = "local" }]', "urls": '["http://a:1"]'}, "leave out servers.fleet or the urls"),
-        ({"engine": "vllm", "urls": '["http://a:1"]'}, "leave out servers.engine or the urls"),
-        ({"fleet": '[{ engin = "vllm" }]'}, "unknown key 'servers.fleet.0.engin'; did you mean servers.fleet.0.engine"),
-        ({"fleet": "[{ count = 0 }]"}, "servers.fleet.0.count: Input should be greater than or equal to 1 (got 0)"),
-        ({"fleet": "[{ max_concurrent = 2 }]"}, "sampling.group_size 4 exceeds servers.max_concurrent 2"),
-        ({"python": "/bin/python3"}, "python and engine_arguments do not apply to engine 'local'"),
-        ({"fleet": '[{ engine_arguments = ["--x"] }]'}, "python and engine_arguments do not apply to engine 'local'"),
-        ({"engine": "vllm", "compile": "true"}, "compile applies to engine 'local', not to 'vllm'"),
-        ({"fleet": '[{ engine = "local" }]', "compile": "true"}, "servers.fleet replaces servers.compile"),
-        ({"transport": "file"}, "servers.transport 'file' needs servers.directory"),
+        ({"servers.fleet": '[{ engine = "embedded" }]', "servers.count": "2"}, "servers.fleet replaces servers.count"),
         (
-            {"transport": "shm", "directory": "/x"},
-            "servers.directory applies only to servers.transport 'file', but that is 'shm'",
+            {"servers.fleet": '[{ engine = "embedded" }]', "servers.engine": "vllm"},
+            "servers.fleet replaces servers.engine",
         ),
         (
-            {"transport": "ftp"},
-            "servers.transport: unknown transport 'ftp'; known: file, gloo, http, ipc, nccl, shm",
+            {"servers.fleet": '[{ engine = "embedded" }]', "servers.attach.urls": '["http://a:1"]'},
+            "leave out servers.fleet or the urls",
+        ),
+        ({"servers.engine": "vllm", "servers.attach.urls": '["http://a:1"]'}, "leave out servers.engine or the urls"),
+        (
+            {"servers.fleet": '[{ engin = "vllm" }]'},
+            "unknown key 'servers.fleet.0.engin'; did you mean servers.fleet.0.engine",
         ),
         (
-            {"updates": "pull"},
-            "servers.updates 'pull' stores versions in servers.directory, but servers.transport is 'gloo'",
+            {"servers.fleet": "[{ count = 0 }]"},
+            "servers.fleet.0.count: Input should be greater than or equal to 1 (got 0)",
         ),
-        ({"updates": "pull", "transport": "file", "directory": "/x", "quorum": "1"}, "'pull' waits for no server"),
-        ({"updates": "pull", "transport": "file", "directory": "/x", "engine": "vllm"}, "but vllm does not"),
-        ({"delta": "true", "encoding": "float8"}, "servers.encoding is 'float8': leave one of them out"),
-        ({"encoding": "float4"}, "servers.encoding: Input should be 'raw', 'bfloat16' or 'float8' (got 'float4')"),
-        ({"quorum": "0"}, "servers.quorum: Input should be greater than or equal to 1 (got 0)"),
+        ({"servers.fleet": "[{ max_concurrent = 2 }]"}, "sampling.group_size 4 exceeds servers.max_concurrent 2"),
+        ({"servers.python": "/bin/python3"}, "python and engine_arguments do not apply to engine 'embedded'"),
+        (
+            {"servers.fleet": '[{ engine_arguments = ["--x"] }]'},
+            "python and engine_arguments do not apply to engine 'embedded'",
+        ),
+        ({"servers.engine": "vllm", "servers.compile": "true"}, "compile does not apply to engine 'vllm'"),
+        (
+            {"servers.fleet": '[{ engine = "embedded" }]', "servers.compile": "true"},
+            "servers.fleet replaces servers.compile",
+        ),
+        ({"updates.transport": "file"}, "updates.transport 'file' needs updates.directory"),
+        (
+            {"updates.transport": "shm", "updates.directory": "/x"},
+            "updates.directory applies only to updates.transport 'file', but that is 'shm'",
+        ),
+        (
+            {"updates.transport": "ftp"},
+            "updates.transport: unknown transport 'ftp'; known: file, gloo, http, ipc, nccl, shm",
+        ),
+        (
+            {"updates.mode": "pull"},
+            "updates.mode 'pull' stores versions in updates.directory, but updates.transport is 'gloo'",
+        ),
+        (
+            {"updates.mode": "pull", "updates.transport": "file", "updates.directory": "/x", "updates.quorum": "1"},
+            "'pull' waits for no server",
+        ),
+        (
+            {"updates.mode": "pull", "updates.transport": "file", "updates.directory": "/x", "servers.engine": "vllm"},
+            "but vllm does not",
+        ),
+        (
+            {"updates.delta": "true", "updates.encoding": "float8"},
+            "updates.encoding is 'float8': leave one of them out",
+        ),
+        (
+            {"updates.encoding": "float4"},
+            "updates.encoding: Input should be 'raw', 'bfloat16' or 'float8' (got 'float4')",
+        ),
+        ({"updates.quorum": "0"}, "updates.quorum: Input should be greater than or equal to 1 (got 0)"),
     ],
 )
 def test_fields_that_contradict_one_another_are_refused(
     config_file: Path, overrides: dict[str, str], expected: str
 ) -> None:
-    words = [word for key, value in overrides.items() for word in (f"--servers.{key}", value)]
+    words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
     with pytest.raises(ConfigError) as refused:
         load_config(config_file, words)
     assert expected in str(refused.value)
@@ -135,20 +166,32 @@ def test_fields_that_contradict_one_another_are_refused(
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ({"engine": "vlm"}, "unknown engine 'vlm'; known: local, "),
-        ({"fleet": '[{ engine = "local" }, { engine = "vlm" }]'}, "unknown engine 'vlm'; known: local, "),
-        ({"urls": '["vlm+http://127.0.0.1:9"]'}, "unknown engine 'vlm'; known: local, "),
-        ({"urls": '["127.0.0.1:9"]'}, "'127.0.0.1:9' is not an endpoint; write http://HOST:PORT"),
-        ({"urls": '["http://127.0.0.1:9", "http://127.0.0.1:9/"]'}, "lists http://127.0.0.1:9 more than once"),
-        ({"engine": "vllm", "python": "/nowhere/python"}, "servers.python '/nowhere/python' is not an interpreter"),
-        ({"count": "2", "quorum": "3"}, "servers.quorum 3 exceeds the number of servers, 2"),
-        ({"urls_file": "/nowhere/servers.txt"}, "servers.urls_file '/nowhere/servers.txt' does not exist"),
+        ({"servers.engine": "vlm"}, "unknown engine 'vlm'; known: dynamo, embedded"),
+        (
+            {"servers.fleet": '[{ engine = "embedded" }, { engine = "vlm" }]'},
+            "unknown engine 'vlm'; known: dynamo, embedded, ",
+        ),
+        ({"servers.attach.urls": '["vlm+http://127.0.0.1:9"]'}, "unknown engine 'vlm'; known: dynamo, embedded"),
+        ({"servers.attach.urls": '["127.0.0.1:9"]'}, "'127.0.0.1:9' is not an endpoint; write http://HOST:PORT"),
+        (
+            {"servers.attach.urls": '["http://127.0.0.1:9", "http://127.0.0.1:9/"]'},
+            "lists http://127.0.0.1:9 more than once",
+        ),
+        (
+            {"servers.engine": "vllm", "servers.python": "/nowhere/python"},
+            "servers.python '/nowhere/python' is not an interpreter",
+        ),
+        ({"servers.count": "2", "updates.quorum": "3"}, "updates.quorum 3 exceeds the number of servers, 2"),
+        (
+            {"servers.attach.urls_file": "/nowhere/servers.txt"},
+            "servers.attach.urls_file '/nowhere/servers.txt' does not exist",
+        ),
     ],
 )
 def test_servers_that_cannot_be_are_refused_before_anything_is_started(
     config_file: Path, overrides: dict[str, str], expected: str
 ) -> None:
-    words = [word for key, value in overrides.items() for word in (f"--servers.{key}", value)]
+    words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
     with pytest.raises(ConfigError) as refused:
         check_servers(load_config(config_file, words).servers)
     assert expected in str(refused.value)
@@ -157,19 +200,19 @@ def test_servers_that_cannot_be_are_refused_before_anything_is_started(
 def test_an_unknown_engine_leaves_no_run_directory(start_run: Callable[..., RunProcess]) -> None:
     run = start_run("--servers.engine", "vlm")
     assert run.wait(60) == 1
-    assert "unknown engine 'vlm'; known: local, dynamo, pipelinerl, sglang, vllm" in run.output()
+    assert "unknown engine 'vlm'; known: dynamo, embedded, pipelinerl, sglang, vllm" in run.output()
     assert "Traceback" not in run.output()
     assert not run.directory.exists()
 
 
 def test_a_member_of_a_fleet_takes_the_sections_limit_unless_it_has_its_own(config_file: Path) -> None:
-    fleet = '[{ engine = "vllm", max_concurrent = 64 }, { engine = "local" }]'
+    fleet = '[{ engine = "vllm", max_concurrent = 64 }, { engine = "embedded" }]'
     members = load_config(config_file, ["--servers.fleet", fleet, "--servers.max_concurrent", "16"]).servers.members
     assert [member.max_concurrent for member in members] == [64, 16]
 
 
 def test_a_file_of_urls_starts_no_server_unless_it_is_told_to(config_file: Path) -> None:
-    words = ["--servers.urls_file", "servers.txt"]
+    words = ["--servers.attach.urls_file", "servers.txt"]
     assert load_config(config_file, words).servers.members == ()
     (member,) = load_config(config_file, [*words, "--servers.count", "2"]).servers.members
     assert member.count == 2
@@ -179,8 +222,13 @@ def test_a_file_of_urls_starts_no_server_unless_it_is_told_to(config_file: Path)
     "how",
     first_of_each(
         [
-            {"transport": "file", "directory": "{directory}/weights", "delta": "true", "quorum": "1"},
-            {"transport": "http", "encoding": "bfloat16", "staged": "false"},
+            {
+                "updates.transport": "file",
+                "updates.directory": "{directory}/weights",
+                "updates.delta": "true",
+                "updates.quorum": "1",
+            },
+            {"updates.transport": "http", "updates.encoding": "bfloat16", "updates.staged": "false"},
         ],
         lambda _: "any",
     ),
@@ -189,25 +237,25 @@ def test_a_file_of_urls_starts_no_server_unless_it_is_told_to(config_file: Path)
 def test_weights_travel_as_the_run_says(
     start_run: Callable[..., RunProcess], tmp_path: Path, how: dict[str, str]
 ) -> None:
-    words = [word for key, value in how.items() for word in (f"--servers.{key}", value.format(directory=tmp_path))]
+    words = [word for key, value in how.items() for word in (f"--{key}", value.format(directory=tmp_path))]
     run = start_run(*words, "--run.num_steps", "3")
     assert run.wait() == 0, run.output()
     publish = run.rows()[-1]["publish"]
     # Every weight changes in a step of float32, and a delta that would not be smaller is not sent.
-    assert 0 < publish["sent_bytes"] <= publish["size_bytes"] / (2 if how["transport"] == "http" else 1)
+    assert 0 < publish["sent_bytes"] <= publish["size_bytes"] / (2 if how["updates.transport"] == "http" else 1)
     assert list(publish["outcomes"].values()) == ["applied"]
-    assert (tmp_path / "weights").exists() == (how["transport"] == "file")
+    assert (tmp_path / "weights").exists() == (how["updates.transport"] == "file")
 
 
 def test_servers_that_pull_go_to_the_newest_version_by_themselves(
     start_run: Callable[..., RunProcess], tmp_path: Path
 ) -> None:
     words = (
-        "--servers.updates",
+        "--updates.mode",
         "pull",
-        "--servers.transport",
+        "--updates.transport",
         "file",
-        "--servers.directory",
+        "--updates.directory",
         str(tmp_path / "weights"),
     )
     gate = StepGate(tmp_path / "steps", 3)
@@ -239,7 +287,7 @@ def test_a_server_that_serves_another_kind_of_model_is_named_with_what_to_change
     else:
         server = start_server(make_model(tmp_path / "other", vocab_size=300))
         expected = f"{server.url} does not support a vocabulary of 258 tokens; it serves tiny with 300"
-    run = start_run("--servers.urls", json.dumps([server.url]))
+    run = start_run("--servers.attach.urls", json.dumps([server.url]))
     assert run.wait(90) == 1
     assert expected in run.output()
 
@@ -251,7 +299,7 @@ def test_a_server_replaced_on_its_port_gets_work_again_only_once_it_has_the_pres
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:
     steady, fickle = start_server(model_dir), start_server(model_dir, "--port", str(reserved_port()))
-    run = start_run("--servers.urls", json.dumps([steady.url, fickle.url]), "--run.num_steps", "100000")
+    run = start_run("--servers.attach.urls", json.dumps([steady.url, fickle.url]), "--run.num_steps", "100000")
     run.wait_for_steps(2)
     replaced(run, fickle, start_server, model_dir)
     (back,) = run.wait_for_events("fleet_changed", lambda event: fickle.url in event["restored"])
@@ -273,7 +321,9 @@ def test_servers_join_leave_die_and_come_back_as_a_file_lists_them(
     listed = tmp_path / "servers.txt"
     first, second = start_server(model_dir), start_server(model_dir, "--port", str(reserved_port()))
     listed.write_text(f"# the fleet\n{first.url}\n\n{second.url}  # same host\n")
-    run = start_run("--servers.urls_file", str(listed), "--run.num_steps", "100000", "--servers.transport", "http")
+    run = start_run(
+        "--servers.attach.urls_file", str(listed), "--run.num_steps", "100000", "--updates.transport", "http"
+    )
     run.wait_for_steps(2)
 
     third = start_server(model_dir)
@@ -308,7 +358,7 @@ def test_a_run_whose_only_attached_server_comes_back_goes_on(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:
     server = start_server(model_dir, "--port", str(reserved_port()))
-    run = start_run("--servers.urls", json.dumps([server.url]), "--run.num_steps", "100000")
+    run = start_run("--servers.attach.urls", json.dumps([server.url]), "--run.num_steps", "100000")
     run.wait_for_steps(2)
     replaced(run, server, start_server, model_dir)
     assert "no inference server is left; waiting" in run.output()
@@ -324,7 +374,7 @@ def test_a_run_whose_attached_servers_stay_away_ends_with_how_each_was_lost(
 ) -> None:
     server = start_server(model_dir)
     limits = ("--run.num_steps", "100000", "--run.start_timeout_s", "15")
-    run = start_run("--servers.urls", json.dumps([server.url]), *limits)
+    run = start_run("--servers.attach.urls", json.dumps([server.url]), *limits)
     run.wait_for_steps(1)
     server.kill()
     assert run.wait(90) == 1
@@ -349,7 +399,7 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
     urls = [steady.url, fickle.url]
 
     async def conversation() -> tuple[PublishResult, ...]:
-        overrides = ["--servers.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)]
+        overrides = ["--servers.attach.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)]
         config = load_config(config_file, overrides)
         logs = config_file.parent
         trainers = TrainerGroup(config, logs, TOKEN, print)
@@ -386,7 +436,9 @@ def test_questions_to_the_ranks_wait_for_each_other(
     urls = [start_server(model_dir).url]
 
     async def conversation() -> list[PublishResult]:
-        config = load_config(config_file, ["--servers.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)])
+        config = load_config(
+            config_file, ["--servers.attach.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)]
+        )
         trainers = TrainerGroup(config, config_file.parent, TOKEN, print)
         await trainers.spawn()
         try:
@@ -407,7 +459,7 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
     server = start_server(model_dir, "--port", str(reserved_port()))
 
     async def conversation() -> tuple[PublishResult, ...]:
-        config = load_config(config_file, ["--servers.urls", json.dumps([server.url]), "--train.num_ranks", "2"])
+        config = load_config(config_file, ["--servers.attach.urls", json.dumps([server.url]), "--train.num_ranks", "2"])
         trainers = TrainerGroup(config, config_file.parent, TOKEN, print)
         await trainers.spawn()
         try:
@@ -434,7 +486,7 @@ def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_sto
     The new one has a copy of the directory, as on another host: no lock keeps it from starting beside the old one.
     """
     server = start_server(model_dir)
-    words = ("--servers.urls", json.dumps([server.url]), "--run.num_steps", "100000")
+    words = ("--servers.attach.urls", json.dumps([server.url]), "--run.num_steps", "100000")
     words += ("--run.checkpoint_every_steps", "4")
     old_gate, new_gate = StepGate(tmp_path / "old-steps", 7), StepGate(tmp_path / "new-steps", 5)
     old = start_run(*words, *old_gate.settings)
@@ -484,7 +536,7 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
         groups: list[Group] = []
         ledger = Ledger()
         endpoint = HttpEndpoint(shared_server.url)
-        actor = Actor(
+        actor = actor_of(
             Completions(
                 load_task("tests.run.tasks:count_letters", {}, 0),
                 load_tokenizer(model_dir),
@@ -492,12 +544,8 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
                 4096,
                 10.0,
             ),
-            ledger,
-            LeastLoaded(group_size=2),
-            HistoryStore(),
-            seed=0,
-            may_issue=lambda: True,
-            on_end=lambda ended: groups.append(ended) if isinstance(ended, Group) else None,
+            lambda outcome: groups.append(outcome.group) if isinstance(outcome, FinishedGroup) else None,
+            ledger=ledger,
         )
         actor.add(endpoint, 4)
         actor.serve([endpoint.name], 3)  # what it has is version 0
@@ -512,7 +560,8 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
     assert not groups
     assert (ledger.outstanding, ledger.num_trained) == (0, 0)
     assert ledger.num_requeued > 0
-    assert "version 3 was published to it, but it sampled from version 0" in actor.lost[shared_server.url]
+    reason = actor.dispatcher.endpoints.lost[shared_server.url]
+    assert "version 3 was published to it, but it sampled from version 0" in reason
 
 
 def test_the_fleet_in_the_quickstart_is_a_valid_one(tmp_path: Path) -> None:
@@ -521,7 +570,7 @@ def test_the_fleet_in_the_quickstart_is_a_valid_one(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(CONFIG.split("[servers]")[0].format(directory="runs/x", model="models/x") + block)
     members = load_config(path).servers.members
-    assert [member.engine for member in members] == ["vllm", "sglang", "local"]
+    assert [member.engine for member in members] == ["vllm", "sglang", "embedded"]
     assert [member.max_concurrent for member in members] == [64, 64, 16]
 
 

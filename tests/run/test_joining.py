@@ -39,7 +39,7 @@ def test_servers_join_a_run_and_leave_it_with_notice_and_without(
     start_run: Callable[..., RunProcess], start_server: Callable[..., ServerProcess], model_dir: Path
 ) -> None:
     at = f"127.0.0.1:{reserved_port()}"
-    run = start_run("--servers.join", at, "--run.num_steps", "100000", "--servers.max_concurrent", "16")
+    run = start_run("--servers.attach.join", at, "--run.num_steps", "100000", "--servers.max_concurrent", "16")
     run.wait_for_output(f"servers may join at http://{at}")
     joining = ("--join", f"http://{at}", "--dtype", "float32", "--threads", "1")
     first, second, third = (start_server(model_dir, *joining) for _ in range(3))
@@ -123,5 +123,5 @@ def test_a_server_that_falls_silent_is_listed_no_more() -> None:
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"servers.join '8100' is not HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"servers.attach.join '8100' is not HOST:PORT"):
         asyncio.run(JoinDesk("8100", "t", "run").open())

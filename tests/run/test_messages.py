@@ -89,9 +89,9 @@ def test_tensors_that_make_no_micro_batch_are_refused(tensors: dict[str, torch.T
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("--servers.fleet", '[{ engine = "local" }, { engine = "local", count = 2, max_concurrent = 8 }]'),
+        ("--servers.fleet", '[{ engine = "embedded" }, { engine = "embedded", count = 2, max_concurrent = 8 }]'),
         ("--loss.policy", '{ gate = { kind = "ppo_clip" }, penalties = [{ kind = "kl", coefficient = 0.1 }] }'),
-        ("--servers.urls_file", "servers.txt", "--loss.preset", "grpo"),
+        ("--servers.attach.urls_file", "servers.txt", "--loss.preset", "grpo"),
     ],
 )
 def test_the_configuration_of_a_run_reaches_its_ranks_as_it_was_written(

@@ -74,7 +74,7 @@ def test_train_and_its_dry_run_refuse_a_configuration_with_the_same_message(
     assert expected in refused_alike(file, words, capsys)
 
 
-@pytest.mark.parametrize("key", ["run.metrics_port", "servers.join"])
+@pytest.mark.parametrize("key", ["run.metrics_port", "servers.attach.join"])
 def test_both_refuse_a_port_that_is_taken(file: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -164,9 +164,9 @@ def test_memory_is_checked_on_every_gpu_whether_or_not_it_is_shared(file: Path) 
 
 
 def test_a_server_on_another_machine_that_weights_cannot_reach_is_refused(file: Path) -> None:
-    words = ("--servers.urls", '["http://203.0.113.2:8000"]')
+    words = ("--servers.attach.urls", '["http://203.0.113.2:8000"]')
     elsewhere = Machine(HERE, devices=lambda: (), is_this_machine=lambda host: False)
-    with pytest.raises(ConfigError, match=r"203\.0\.113\.2:8000 is on another machine.*set servers\.address"):
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.2:8000 is on another machine.*set updates\.address"):
         preflight(of(file, *words), elsewhere)
     here = Machine(HERE, devices=lambda: (), is_this_machine=lambda host: host == "203.0.113.2")
     assert preflight(of(file, *words), here).attached == ("http://203.0.113.2:8000",)

@@ -50,8 +50,8 @@ def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProc
 def test_ranks_train_together_however_weights_travel(
     start_run: Callable[..., RunProcess], tmp_path: Path, transport: str
 ) -> None:
-    where = ("--servers.directory", str(tmp_path / "weights")) if transport == "file" else ()
-    run = start_run(*TWO_RANKS, "--servers.transport", transport, *where)
+    where = ("--updates.directory", str(tmp_path / "weights")) if transport == "file" else ()
+    run = start_run(*TWO_RANKS, "--updates.transport", transport, *where)
     assert run.wait() == 0, run.output()
     assert [row["publish"]["version"] for row in run.rows()] == [1, 2]
 
@@ -80,8 +80,8 @@ class Ranks:
     def config(self, *overrides: str) -> RunConfig:
         path = self.directory / "run.toml"
         path.write_text(CONFIG.format(directory=self.directory, model=self._model))
-        servers = ("--servers.updates", "pull", "--servers.transport", "file")
-        where = ("--servers.directory", str(self.directory / "weights"))
+        servers = ("--updates.mode", "pull", "--updates.transport", "file")
+        where = ("--updates.directory", str(self.directory / "weights"))
         return load_config(path, (*servers, *where, *overrides))
 
     def train(self, config: RunConfig, num_steps: int) -> list[list[Trained]]:

@@ -127,7 +127,12 @@ def test_a_server_that_finds_no_memory_to_restore_is_left_out_until_it_does(
             server.wait_until_ready()
         urls = json.dumps([server.url for server in servers])
         run = start_run(
-            *RELEASING, "--run.num_steps", "100000", "--servers.urls", urls, environment={"INFLIGHT_TOKEN": TOKEN}
+            *RELEASING,
+            "--run.num_steps",
+            "100000",
+            "--servers.attach.urls",
+            urls,
+            environment={"INFLIGHT_TOKEN": TOKEN},
         )
         (back,) = run.wait_for_events("fleet_changed", lambda event: servers[0].url in event["restored"])
         for server in servers:
@@ -228,7 +233,7 @@ def test_killed_server_is_left_out_started_again_and_given_work_again(
     start_run: Callable[..., RunProcess], tmp_path: Path
 ) -> None:
     start = StartGate(tmp_path / "python", "serve")
-    settings = ("--servers.count", "2", "--run.num_steps", "100000", "--servers.publish_deadline_s", "20")
+    settings = ("--servers.count", "2", "--run.num_steps", "100000", "--updates.deadline_s", "20")
     run = start_run(*settings, environment=start.environment)
     run.wait_for_steps(3)
     victim, survivor = run.servers()
@@ -253,7 +258,7 @@ def test_killed_server_is_left_out_started_again_and_given_work_again(
 
 @pytest.mark.exhaustive
 def test_the_last_server_is_started_again_and_the_run_goes_on(start_run: Callable[..., RunProcess]) -> None:
-    run = start_run("--run.num_steps", "100000", "--servers.publish_deadline_s", "20")
+    run = start_run("--run.num_steps", "100000", "--updates.deadline_s", "20")
     run.wait_for_steps(3)
     os.kill(run.servers()[0], signal.SIGTERM)  # a graceful end: it answers that its engine is closed
     run.wait_for_output("server-0 was restarted")
@@ -269,7 +274,7 @@ def test_a_server_that_cannot_be_started_again_is_given_up_and_the_run_says_whic
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(model_dir, model)
-    run = start_run("--run.num_steps", "100000", "--servers.publish_deadline_s", "20", model=model)
+    run = start_run("--run.num_steps", "100000", "--updates.deadline_s", "20", model=model)
     run.wait_for_steps(3)
     for weights in model.glob("*.safetensors"):  # checkpoints still need the tokenizer
         weights.unlink()
@@ -296,7 +301,7 @@ def test_weights_that_a_killed_trainer_rank_has_stored_are_removed_with_the_run(
     start_run: Callable[..., RunProcess], tmp_path: Path, transport: str
 ) -> None:
     run = start_run(
-        *("--run.num_steps", "100000", "--servers.transport", transport), environment={"TMPDIR": str(tmp_path)}
+        *("--run.num_steps", "100000", "--updates.transport", transport), environment={"TMPDIR": str(tmp_path)}
     )
     run.wait_for_steps(2)
     trainer = run.processes()["trainer-0"]
@@ -346,7 +351,7 @@ def test_server_of_another_model_is_refused_before_any_byte_is_sent(
 ) -> None:
     other = make_model(tmp_path / "other", hidden_size=48)
     server = start_server(other)
-    run = start_run("--servers.urls", json.dumps([server.url]), environment={"INFLIGHT_TOKEN": "test-token"})
+    run = start_run("--servers.attach.urls", json.dumps([server.url]), environment={"INFLIGHT_TOKEN": "test-token"})
     assert run.wait(90) == 1
     assert "shapes differ" in run.output()
 
@@ -409,7 +414,7 @@ def test_full_disk_ends_the_run_with_what_could_not_be_written(start_run: Callab
 def test_every_in_flight_policy_trains(start_run: Callable[..., RunProcess], policy: str) -> None:
     # So much may be outstanding that no server is ever idle: requests run whenever an update comes.
     settings = ("--sampling.max_tokens", "200", "--rollouts.max_lag", "1000")
-    run = start_run("--servers.in_flight", policy, "--run.num_steps", "4", *settings)
+    run = start_run("--updates.in_flight", policy, "--run.num_steps", "4", *settings)
     assert run.wait() == 0, run.output()
     rows, summary = run.rows(), run.summary()
     assert [row["publish"]["version"] for row in rows] == [1, 2, 3, 4]

@@ -273,9 +273,16 @@ def test_a_checkpoint_that_is_not_whole_is_named_before_anything_is_started(
     ("settings", "remedy"),
     [
         (("--run.metrics_port", "PORT"), "choose another run.metrics_port"),
-        (("--servers.join", "127.0.0.1:PORT"), "choose another address for servers.join"),
+        (("--servers.attach.join", "127.0.0.1:PORT"), "choose another address for servers.attach.join"),
         (
-            ("--run.launcher", "outside", "--run.launcher_options", "{ port = PORT }", "--servers.join", "127.0.0.1:0"),
+            (
+                "--run.launcher",
+                "outside",
+                "--run.launcher_options",
+                "{ port = PORT }",
+                "--servers.attach.join",
+                "127.0.0.1:0",
+            ),
             "choose another port in run.launcher_options",
         ),
     ],

@@ -57,16 +57,16 @@ def test_without_a_fleet_it_says_that_training_waits() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "needs servers.join"),
-        ({"join": "127.0.0.1:1", "lease_s": 5}, "leave out servers.lease_s"),
-        ({"join": "127.0.0.1:1", "scale": {"most": 1, "server": {"count": 2}}}, "leave out count"),
-        ({"join": "127.0.0.1:1", "scale": {"most": 0}}, "most"),
+        ({}, "needs servers.attach.join"),
+        ({"attach.join": "127.0.0.1:1", "lease_s": 5}, "leave out servers.lease_s"),
+        ({"attach.join": "127.0.0.1:1", "scaling": {"most": 1, "server": {"count": 2}}}, "leave out count"),
+        ({"attach.join": "127.0.0.1:1", "scaling": {"most": 0}}, "most"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(
     settings: dict[str, Any], text: str, tmp_path: Path, model_dir: Path
 ) -> None:
-    values = {"scale": {"most": 1}, **settings}
+    values = {"scaling": {"most": 1}, **settings}
     overrides = [word for name, value in values.items() for word in (f"--servers.{name}", _toml(value))]
     file = tmp_path / "run.toml"
     file.write_text(CONFIG.format(directory=tmp_path / "run", model=model_dir))
@@ -98,8 +98,8 @@ def test_a_run_starts_a_server_and_lets_it_go_and_its_items_add_up(start_run: Ca
     at = f"127.0.0.1:{reserved_port()}"
     # Four slots are too few for a step; with the other server's 512, most stand free.
     scale = "{ most = 1, window_s = 2, wait_share = 0.05, free_share = 0.6, server = { max_concurrent = 512 } }"
-    settings = ("--servers.join", at, "--servers.count", "1", "--servers.max_concurrent", "4", "--servers.scale", scale)
-    run = start_run(*settings, "--run.num_steps", "100000", "--rollouts.max_lag", "1")
+    settings = ("--servers.attach.join", at, "--servers.count", "1", "--servers.max_concurrent", "4")
+    run = start_run(*settings, "--servers.scaling", scale, "--run.num_steps", "100000", "--rollouts.max_lag", "1")
     run.wait_for_output("extra-1 is started")
     (grown, *_) = run.wait_for_events("fleet_scaled", lambda event: event["change"] == "grow")
     (extra,) = grown["servers"]

@@ -23,13 +23,13 @@ def config_file(tmp_path: Path) -> Path:
 
 def test_every_kind_of_value_can_be_overridden(config_file: Path) -> None:
     overrides = """
-        --train.learning_rate|3e-5|--run.mode=conventional|--servers.urls|["http://a", "http://b"]
+        --train.learning_rate|3e-5|--run.mode=conventional|--servers.attach.urls|["http://a", "http://b"]
         |--task.params|{ max_word_len = 5 }|--train.train_on_equal_rewards|true
     """
     config = load_config(config_file, [word.strip() for word in overrides.split("|")])
     assert config.train.learning_rate == 3e-5
     assert config.run.mode == "conventional"
-    assert config.servers.urls == ("http://a", "http://b")
+    assert config.servers.attach.urls == ("http://a", "http://b")
     assert config.task.params == {"max_word_len": 5}
     assert config.train.train_on_equal_rewards
 
@@ -62,7 +62,7 @@ def test_an_entropy_bonus_is_refused_in_a_run(config_file: Path) -> None:
         (["--train.learning_rate"], "override --train.learning_rate has no value"),
         (["learning_rate=1"], "is not an override; write --section.field value"),
         (["--run.directory.name", "x"], "'directory' is a value, not a section"),
-        (["--servers.transport", "pigeon"], "servers.transport: unknown transport 'pigeon'; known: file, gloo, http"),
+        (["--updates.transport", "pigeon"], "updates.transport: unknown transport 'pigeon'; known: file, gloo, http"),
         (["--servers.max_concurrent", "4"], "a group would never run as a whole"),
         (["--servers.drafts", "history", "--servers.compile", "true"], "servers.drafts and servers.compile exclude"),
         (["--run.mode", "conventional", "--run.conventional_steps", "16"], "rollouts.max_lag 8 masks them"),

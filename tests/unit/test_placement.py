@@ -111,7 +111,7 @@ def test_configured_gpus_are_kept_free_for_those_they_were_given_to(configured) 
 def test_colocated_servers_start_again_at_the_first_gpu(configured) -> None:
     config = configured(
         *("--train.num_ranks", "4", "--servers.colocated", "true", "--servers.engine", "vllm", "--servers.count", "2"),
-        *("--servers.engine_arguments", '["-tp=2"]', "--servers.transport", "shm"),
+        *("--servers.engine_arguments", '["-tp=2"]', "--updates.transport", "shm"),
     )
     placement = place(config, gpus(4))
     assert indices(placement)["server-0-vllm"] == [0, 1]
@@ -138,7 +138,7 @@ def test_colocated_servers_start_again_at_the_first_gpu(configured) -> None:
         (["--train.device", "cpu", "--train.devices", "[0]"], 4, "the trainers compute on 'cpu'"),
         (["--servers.device", "cpu", "--servers.devices", "[0]"], 4, "the servers compute on 'cpu'"),
         (["--train.devices", "[0]"], 0, "the configuration names GPUs for trainer-0, but this run sees none"),
-        (["--servers.colocated", "true", "--servers.transport", "nccl"], 1, "'nccl' cannot send from a GPU to itself"),
+        (["--servers.colocated", "true", "--updates.transport", "nccl"], 1, "'nccl' cannot send from a GPU to itself"),
         (
             ["--servers.engine", "vllm", "--servers.engine_arguments", '["-tp=2"]', "--servers.devices", "[1, 1]"],
             4,
@@ -155,7 +155,7 @@ def test_a_placement_that_cannot_work_is_refused_with_what_to_change(configured,
 def test_a_weight_group_may_leave_out_a_shared_gpu(configured) -> None:
     """NCCL joins the servers and trainer 0 only: another trainer rank may share its GPU with a server."""
     shared = ("--train.devices", "[0, 1]", "--train.num_ranks", "2", "--servers.devices", "[1]")
-    config = configured(*shared, "--servers.colocated", "true", "--servers.transport", "nccl")
+    config = configured(*shared, "--servers.colocated", "true", "--updates.transport", "nccl")
     assert indices(place(config, gpus(2)))["server-0"] == [1]
 
 

@@ -350,7 +350,7 @@ def test_a_run_is_planned_from_its_events_and_the_choice_becomes_a_copy_of_its_f
 
 def test_a_configuration_is_not_written_over_a_list_of_servers(tmp_path: Path) -> None:
     source = tmp_path / "run.toml"
-    source.write_text('[servers]\nurls = ["http://127.0.0.1:1"]\n')
+    source.write_text('[servers.attach]\nurls = ["http://127.0.0.1:1"]\n')
     with pytest.raises(ConfigError, match="lists its servers itself"):
         apply(Candidate(1, 8, 4, 4000), source, tmp_path / "new.toml")
 

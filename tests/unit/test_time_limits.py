@@ -32,7 +32,7 @@ def test_limits_grow_with_the_bytes_that_have_to_be_moved(run_of_70b: Path) -> N
 
 
 def test_configured_limits_win(run_of_70b: Path) -> None:
-    overrides = ("--servers.publish_deadline_s", "20", "--run.step_timeout_s", "30", "--run.save_timeout_s", "40")
+    overrides = ("--updates.deadline_s", "20", "--run.step_timeout_s", "30", "--run.save_timeout_s", "40")
     limits = time_limits(load_config(run_of_70b, overrides))
     assert limits == TimeLimits(publish_s=20.0, step_s=30.0, save_s=40.0)
     assert limits.collective_s == 1800.0

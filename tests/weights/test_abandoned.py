@@ -17,16 +17,17 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.errors import PoisonedError, PublishError, UnreachableError, UpdateRefusedError
 from inflight.model.checkpoints import load_causal_lm
 from inflight.types import EndpointOutcome
+from inflight.weights.receive import receiver
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, EndpointState, GenerateResponse, UpdateRef
-from tests.gates import NEVER_S, SOON_S, BrakedServer, wait_until
+from tests.gates import NEVER_S, SOON_S, BrakedServer, until, wait_until
 from tests.selection import first_of_each
 from tests.servers import ServerProcess
 from tests.weights.test_publish import start_request
@@ -159,7 +160,7 @@ class Local:
         self.tensors = checkpoint(path)
         self.model: Any = load_causal_lm(path, attention=ATTENTION_NAME)
         engine = Engine(self.model, max_model_len=1024, max_concurrent=8)
-        self.endpoint = LocalEndpoint(engine, self.model, name="local")
+        self.endpoint = EmbeddedEndpoint(engine, self.model, name="local")
         self.thaw: Callable[[], None] = lambda: None
 
     def freeze(self) -> None:
@@ -289,6 +290,40 @@ def test_requests_that_come_while_good_weights_are_applied_wait_and_are_not_refu
             completion = (await early).completions[0]
             assert [span.version for span in completion.version_spans] == [2]
             assert completion.logprobs == pytest.approx([-math.log(258)] * 6, abs=1e-6)
+
+        publisher.run(conversation)
+
+
+def test_closing_an_endpoint_waits_for_weights_that_are_being_applied(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the caller of the commit has stopped waiting."""
+    monkeypatch.setattr(receiver, "_CLOSE_S", 30.0)
+    endpoint, updates = local.endpoint, local.endpoint._updates
+    with connected(local) as publisher:
+        publish_weights(PlainWorker(local.tensors), publisher)
+        worker = PlainWorker(silenced(local.tensors), version=2)
+        update = announcement_of(worker, "here").model_copy(update={"incarnation": publisher.incarnation})
+
+        async def conversation() -> None:
+            from inflight.wire import BucketTransfer
+
+            await endpoint.request_weight_update(update)
+            for bucket, filled in zip(update.buckets, worker.gather_weights(update.buckets), strict=True):
+                transfer = BucketTransfer(run_id="here", version=2, bucket_index=bucket.index, timeout_s=10)
+                sending = asyncio.to_thread(publisher.group.sender.send, filled, 10.0)
+                await asyncio.gather(endpoint.receive_weights(transfer), sending)
+            release = threading.Event()
+            endpoint._engine.call(lambda: release.wait(30))
+            committing = asyncio.ensure_future(endpoint.commit_weight_update(update.ref))
+            await until(lambda: updates._applying and not updates._applying.done(), "the commit has not begun to apply")
+            committing.cancel()
+            closing = asyncio.ensure_future(updates.aclose())
+            await asyncio.wait([closing], timeout=0.1)
+            assert not closing.done()
+            release.set()
+            await closing
+            assert updates.session.version == 2
 
         publisher.run(conversation)
 

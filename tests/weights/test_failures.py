@@ -21,6 +21,7 @@ from inflight.errors import (
 from inflight.http.client import HttpEndpoint
 from inflight.types import EndpointOutcome, PublishReport
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
+from inflight.weights.transports.files import FileSender
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, EndpointState, ProcessGroupSpec, UpdateRef, WeightUpdate, WeightVersion
 from tests.gates import NEVER_S, SOON_S, reserved_port, until
@@ -260,6 +261,16 @@ def test_a_refusal_to_join_ends_the_others_joins_at_once(survivor: ServerProcess
     second, _ = fleet("after the refusal", survivor, sleeper)
     with second:
         assert [endpoint.name for endpoint in second.endpoints] == [survivor.url, sleeper.url]
+
+
+def test_the_error_of_a_group_that_none_could_join_names_what_failed_on_each(
+    survivor: ServerProcess, sleeper: ServerProcess, tmp_path: Path
+) -> None:
+    endpoints = [Refuser(survivor.url, token=TOKEN), Refuser(sleeper.url, token=TOKEN)]
+    publisher = WeightPublisher(endpoints, FileSender(tmp_path), run_id="refused", connect_timeout_s=30)
+    with pytest.raises(ConfigError, match="does not join") as caught, publisher:
+        pass
+    assert caught.value.__notes__ == ["also failed: ConfigError: this one does not join"]
 
 
 def test_a_publisher_that_lost_all_its_servers_says_so(

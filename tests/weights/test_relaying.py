@@ -19,7 +19,7 @@ from inflight.cli import main
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import checksum
-from inflight.weights.receive.relaying import relay
+from inflight.weights.receive.following import relay
 from inflight.weights.send.storing import store_weights
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.bucket_files import StoredUpdate

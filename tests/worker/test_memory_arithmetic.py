@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inflight.engines.embedded.slots import token_bytes_of
-from inflight.http.kinds import GpuUse
 from inflight.model.checkpoints import load_causal_lm, max_model_len_of
 from inflight.run.config import RunConfig, load_config
 from inflight.run.machines.memory import activation_bytes, model_shape, server_terms, shard_elements, trainer_terms
@@ -113,9 +112,10 @@ def test_shards_that_share_a_copy_are_those_of_the_shard_size(tmp_path: Path, mo
 def test_weights_and_cache_of_the_embedded_engine_are_as_large_as_computed(tmp_path: Path, family: str) -> None:
     model = make_model(tmp_path / "model", family, tokenizer=False)
     config = configured(tmp_path, model, "--servers.max_concurrent", "8")
+    member = config.servers.members[0]
     computed = {
         term.name: term.size_bytes
-        for term in server_terms(config, config.servers.members[0], GpuUse(), model_shape(model), 80 << 30)
+        for term in server_terms(config, member, member.kind.gpu_use(()), model_shape(model), 80 << 30)
     }
     loaded = load_causal_lm(model, attention="eager", dtype="float32")
     assert local_bytes(loaded.parameters()) == computed["weights"]

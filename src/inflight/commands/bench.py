@@ -7,7 +7,8 @@ import asyncio
 from pathlib import Path
 
 from inflight.base.json_files import check_writable, write_json
-from inflight.commands.shared import add_json_argument, parse_size_bytes, print_progress, require_at_least
+from inflight.base.sizes import parse_size_bytes
+from inflight.commands.shared import add_json_argument, print_progress, require_at_least
 from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 

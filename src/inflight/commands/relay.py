@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Keep versions until a signal."""
-    from inflight.weights.receive.following import store_spec
-    from inflight.weights.receive.relaying import relay
+    from inflight.weights.receive.following import relay, store_spec
     from inflight.weights.transports.file_server import FileServer
 
     if arguments.port and arguments.host is None:

@@ -51,16 +51,6 @@ def require_positive(arguments: argparse.Namespace, *names: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be a number above 0, not {value:g}")
 
 
-def parse_size_bytes(text: str) -> int:
-    """Return the bytes in a size such as 64MB or 1GB, in powers of ten. Raises `ConfigError` for any other text."""
-    units = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
-    number, unit = text.strip()[:-2], text.strip()[-2:].lower()
-    try:
-        return int(float(number) * units[unit])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"{text!r} is not a size; write a size such as 64MB or 1GB") from error
-
-
 def event_of_signals() -> asyncio.Event:
     """Return an event that SIGINT and SIGTERM set from now on, in the running loop."""
     stopping = asyncio.Event()

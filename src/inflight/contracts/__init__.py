@@ -7,10 +7,19 @@ Protocols and the requirements of docs/contract.md work together.
 
 from inflight.contracts.endpoint import (
     AbortingEndpoint,
+    CountingEndpoint,
     DraftingEndpoint,
     InferenceEndpoint,
     ReleasingEndpoint,
     StreamingEndpoint,
+)
+from inflight.contracts.engine_kind import (
+    DEFAULT_MAX_CONCURRENT,
+    EMBEDDED,
+    DraftProvider,
+    EngineKind,
+    EngineOptions,
+    GpuUse,
 )
 from inflight.contracts.environment import (
     Conversation,
@@ -46,14 +55,21 @@ from inflight.contracts.transport import (
 )
 
 __all__ = [
+    "DEFAULT_MAX_CONCURRENT",
+    "EMBEDDED",
     "AbortingEndpoint",
     "BackgroundSaver",
     "BatchComposer",
     "Conversation",
+    "CountingEndpoint",
     "DataRanks",
+    "DraftProvider",
     "DraftingEndpoint",
+    "EngineKind",
+    "EngineOptions",
     "Environment",
     "Episode",
+    "GpuUse",
     "ImageWorker",
     "InferenceEndpoint",
     "LengthPredictor",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+from inflight.types import EngineStats
 from inflight.wire import (
     AbortRequests,
     BucketTransfer,
@@ -22,9 +23,6 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @runtime_checkable
@@ -172,3 +170,12 @@ class DraftingEndpoint(InferenceEndpoint, Protocol):
 
         Replaces what was remembered of those prompts. Raises `UnsupportedError` if drafts are not supported.
         """
+
+
+@runtime_checkable
+class CountingEndpoint(Protocol):
+    """An endpoint whose engine runs in this process and counts what it does."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Return the counts, which the route ``/metrics`` reports."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from inflight.base.transport_registry import receivable
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of
 from inflight.dialects.single_owner import OwnedEndpoint
 from inflight.dialects.url_query import options_of_query
@@ -29,7 +29,6 @@ from inflight.engines.requests import reading
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.version_labels import ServedVersion, label_of, parse_label
 from inflight.errors import ConfigError, ProtocolError, UpdateRefusedError
-from inflight.http.kinds import EngineKind, EngineOptions
 from inflight.model.checkpoint_specs import checkpoint_of, config_number, config_of
 from inflight.wire import (
     Capabilities,
@@ -229,14 +228,9 @@ class DynamoKind(EngineKind):
     """Attaches only: Dynamo's own tools start its deployments."""
 
     name = "dynamo"
-    health_path = "/health"
-    liveness_path = None
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         raise ConfigError("Dynamo starts its own deployments; attach with dynamo+http://FRONTEND:PORT?model_dir=...")
-
-    def environment(self, options: EngineOptions) -> Mapping[str, str]:
-        return {}
 
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float

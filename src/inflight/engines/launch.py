@@ -21,11 +21,11 @@ from types import TracebackType
 from typing import NoReturn
 
 from inflight.base.tasks import run_together
+from inflight.contracts import EngineKind, EngineOptions
 from inflight.engines import supervise
 from inflight.engines.process_tree import dead_part, vital_parts
 from inflight.errors import ConfigError, EndpointError
 from inflight.http.connection import HttpConnection
-from inflight.http.kinds import EngineKind, EngineOptions
 from inflight.http.tokens import TOKEN_VARIABLE
 
 _HOST = "127.0.0.1"

@@ -1,136 +1,205 @@
-"""The contract in front of an engine: a server that this process starts and ends, or an endpoint in this process."""
+"""``inflight serve``: the contract in front of an engine, in this process or in one that it starts and ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
+import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
-from inflight.contracts import InferenceEndpoint
-from inflight.engines.factories import made_endpoint
+from inflight.base.progress import say_what_is_logged
+from inflight.contracts import CountingEndpoint, EngineKind, EngineOptions, InferenceEndpoint
+from inflight.engines.factories import keyword_arguments, made_endpoint
 from inflight.engines.launch import start_engine
 from inflight.errors import ConfigError
 from inflight.http.joining import JoinSettings
-from inflight.http.kinds import EngineKind, EngineOptions
+from inflight.http.kinds import load_engine_kind
 from inflight.http.listening import bind
+from inflight.http.server_spec import ServerSpec, flag_of
 from inflight.http.serving import serve
+from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 _CONTROL_TIMEOUT_S = 30.0
 _GENERATE_TIMEOUT_S = 3600.0
+_NOT_OF_FUNCTIONS = ("kv_cache_bytes", "compile", "drafts")
+
+Note = Callable[[str], None]
+"""Receives a line for the user."""
 
 
-def serve_engine(
-    kind: EngineKind,
-    options: EngineOptions,
-    *,
-    host: str,
-    port: int,
-    token: str,
-    python: str | None = None,
-    engine_port: int = 0,
-    start_timeout_s: float = 300.0,
-    log: Path | None = None,
-    ready_file: Path | None = None,
-    exit_with_stdin: bool = False,
-    lease_s: float = 0.0,
-    joins: JoinSettings | None = None,
-    on_start: Callable[[str, Path], None],
-    on_wait: Callable[[float], None],
-    on_ready: Callable[[str, str], None],
-) -> None:
-    """Start the engine, serve the contract at ``host:port`` until told to stop, then stop the engine.
+def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready: Note) -> None:
+    """Serve what ``spec`` describes at ``host`` until SIGINT, SIGTERM, or what else ends it; then end the engine too.
 
-    Calls ``on_start`` with the engine's own URL, on loopback, and its log, and ``on_ready`` with the contract's URL and
-    the engine's. Raises `ConfigError` if the engine cannot be started or attached to, and `EndpointError` with its last
-    lines if it ends by itself or is not healthy in time. Call it from the main thread: SIGTERM exits.
+    ``on_ready`` receives the line that says where the server answers, ``note`` all other lines. Raises `ConfigError` if
+    the server cannot be started, and `EndpointError` with the engine's last lines if that ends by itself or is not
+    healthy in time. Call it from the main thread.
     """
-    signal.signal(signal.SIGTERM, _exit)
-    with bind(host, port) as listener, start_engine(kind, options, python=python, port=engine_port, log=log) as engine:
-        on_start(engine.url, engine.log)
+    kind = None if ":" in spec.engine else load_engine_kind(spec.engine)
+    _check(spec, kind)
+    listen = spec.listen
+    serving = partial(
+        serve,
+        token=token,
+        ready_file=listen.ready_file,
+        exit_with_stdin=listen.exit_with_stdin,
+        lease_s=listen.lease_s,
+        joins=_join_settings(spec, note),
+    )
+    follow = _follower(spec, note)
+    if kind is None:
+        _handle_signals(signal.SIGTERM, signal.SIGINT)  # at once: asyncio would cancel the clean-up
+        sys.path.insert(0, os.getcwd())
+        with bind(host, listen.port) as listener:
+            asyncio.run(_serve_function(spec, listener, serving, follow, on_ready))
+    elif kind.runs_in_process:
+        say_what_is_logged(note)
+        with bind(host, listen.port) as listener:
+            endpoint = kind.load(spec.options.with_defaults())
+            asyncio.run(
+                serving(
+                    endpoint,
+                    listener,
+                    stats=endpoint.stats if isinstance(endpoint, CountingEndpoint) else None,
+                    on_ready=lambda url: on_ready(f"serving {endpoint.name} at {url}"),
+                    while_serving=None if follow is None else partial(follow, endpoint),
+                )
+            )
+    else:
+        _handle_signals(signal.SIGTERM)
+        with bind(host, listen.port) as listener:
+            _serve_process(spec, kind, listener, serving, note, on_ready)
+
+
+async def _serve_function(
+    spec: ServerSpec,
+    listener: socket.socket,
+    serving: Callable[..., Awaitable[None]],
+    follow: Callable[[InferenceEndpoint], Awaitable[None]] | None,
+    on_ready: Note,
+) -> None:
+    """Serve the endpoint that ``module:function`` makes in this process.
+
+    Raises `ConfigError` as `made_endpoint` does, and if an awaitable factory takes too long.
+    """
+    timeout_s, arguments = spec.process.start_timeout_s, keyword_arguments(spec.options.arguments, "--engine-arg")
+    chosen = {name: value for name, value in _chosen(spec.options).items() if name not in ("model", "arguments")}
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(timeout_s):
+                endpoint = await stack.enter_async_context(
+                    made_endpoint(spec.engine, spec.options.model, chosen | arguments)
+                )
+        except TimeoutError as error:
+            raise ConfigError(f"{spec.engine} made no endpoint within {timeout_s:g} s (--start-timeout)") from error
+
+        async def until_ready() -> None:
+            await endpoint.capabilities()
+
+        await serving(
+            endpoint,
+            listener,
+            on_ready=lambda url: on_ready(f"serving {endpoint.name} at {url} ({spec.engine})"),
+            until_ready=until_ready,
+            while_serving=None if follow is None else partial(follow, endpoint),
+        )
+
+
+def _serve_process(
+    spec: ServerSpec,
+    kind: EngineKind,
+    listener: socket.socket,
+    serving: Callable[..., Any],
+    note: Note,
+    on_ready: Note,
+) -> None:
+    """Start an engine behind this process and serve it."""
+    options, process = spec.options.with_defaults(), spec.process
+    with start_engine(kind, options, python=process.python, port=process.engine_port, log=process.log) as engine:
+        note(f"starting {kind.name} at {engine.url}; its output is in {engine.log}")
         endpoint = kind.connect(
             engine.url, token=None, control_timeout_s=_CONTROL_TIMEOUT_S, generate_timeout_s=_GENERATE_TIMEOUT_S
         )
 
         async def until_ready() -> None:
-            await engine.wait_until_healthy(start_timeout_s, on_wait)
+            await engine.wait_until_healthy(
+                process.start_timeout_s, lambda seconds: note(f"waiting for {kind.name} ... {seconds:.0f} s")
+            )
             await endpoint.capabilities()  # refuses an engine with unsuitable settings
 
         asyncio.run(
-            serve(
+            serving(
                 endpoint,
                 listener,
-                token=token,
-                ready_file=ready_file,
-                exit_with_stdin=exit_with_stdin,
-                lease_s=lease_s,
-                joins=joins,
-                on_ready=lambda url: on_ready(url, engine.url),
+                on_ready=lambda url: on_ready(f"serving {options.name} at {url} ({kind.name} at {engine.url})"),
                 until_ready=until_ready,
                 while_serving=engine.watch,
             )
         )
 
 
-def serve_factory(
-    factory: str,
-    model: Path,
-    options: Mapping[str, Any],
-    *,
-    host: str,
-    port: int,
-    token: str,
-    start_timeout_s: float = 300.0,
-    ready_file: Path | None = None,
-    exit_with_stdin: bool = False,
-    lease_s: float = 0.0,
-    joins: JoinSettings | None = None,
-    on_ready: Callable[[str, str], None],
-    while_serving: Callable[[InferenceEndpoint], Awaitable[None]] | None = None,
-) -> None:
-    """Serve the endpoint that ``module:function`` makes in this process, at ``host:port``, until told to stop.
-
-    Modules of the working directory can be imported. Calls ``on_ready`` with the endpoint's name and the URL. Raises
-    `ConfigError` as `made_endpoint` does, and if an awaitable factory takes longer than ``start_timeout_s``. Call it
-    from the main thread: SIGTERM closes the endpoint, leaves its context manager, and exits.
-    """
-
-    async def run() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                async with asyncio.timeout(start_timeout_s):
-                    endpoint = await stack.enter_async_context(made_endpoint(factory, model, options))
-            except TimeoutError as error:
-                raise ConfigError(
-                    f"{factory} made no endpoint within {start_timeout_s:g} s (--start-timeout)"
-                ) from error
-
-            async def until_ready() -> None:
-                await endpoint.capabilities()
-
-            await serve(
-                endpoint,
-                listener,
-                token=token,
-                ready_file=ready_file,
-                exit_with_stdin=exit_with_stdin,
-                lease_s=lease_s,
-                joins=joins,
-                on_ready=lambda url: on_ready(endpoint.name, url),
-                until_ready=until_ready,
-                while_serving=None if while_serving is None else lambda: while_serving(endpoint),
-            )
-
-    for number in (signal.SIGTERM, signal.SIGINT):  # exit at once: asyncio would cancel the clean-up
-        signal.signal(number, _exit)
-    sys.path.insert(0, os.getcwd())
-    with bind(host, port) as listener:
-        asyncio.run(run())
+def _check(spec: ServerSpec, kind: EngineKind | None) -> None:
+    """Raise `ConfigError` for options that the engine does not take; None is the kind of ``module:function``."""
+    options, process, ready_file = spec.options, spec.process, spec.listen.ready_file
+    if ready_file is not None and not ready_file.parent.is_dir():
+        raise ConfigError(f"ready file {str(ready_file)!r} cannot be written: its directory does not exist")
+    if options.threads is not None and options.threads < 1:
+        raise ConfigError(f"--threads must be at least 1, not {options.threads}")
+    if not process.start_timeout_s > 0:
+        raise ConfigError(f"--start-timeout must be above 0, not {process.start_timeout_s:g}")
+    wrong = _chosen(options).keys() & {*(_NOT_OF_FUNCTIONS if kind is None else kind.unsupported_options)}
+    if wrong:
+        raise ConfigError(f"{flag_of(min(wrong))} does not apply to engine {spec.engine!r}: leave it out")
+    if kind is not None and not kind.runs_in_process:
+        if spec.following.follow is not None:
+            raise ConfigError("--follow works only with an engine in this process; publish to this --engine instead")
+        if not (options.model / "config.json").is_file():
+            raise ConfigError(f"model directory {str(options.model)!r} does not exist, or has no config.json")
+    elif process.python is not None or process.engine_port or process.log is not None:
+        raise ConfigError(
+            f"--python, --engine-port and --log apply only to engines in a process of their own, but {spec.engine} "
+            "runs in this one: leave them out"
+        )
 
 
-def _exit(number: int, _: object) -> None:
-    sys.exit(128 + number)  # unwinding stops the engine
+def _chosen(options: EngineOptions) -> dict[str, Any]:
+    """Return the options that are not at their defaults."""
+    values = {it.name: (getattr(options, it.name), it.default) for it in dataclasses.fields(options)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _join_settings(spec: ServerSpec, note: Note) -> JoinSettings | None:
+    joining = spec.joining
+    if joining.join is None:
+        if joining.join_as is not None:
+            raise ConfigError("--join-as needs --join, the URL of the run")
+        return None
+    if read_token(spec.listen.token_file) is None:
+        raise ConfigError(f"--join needs the token of the run: set {TOKEN_VARIABLE}, or give --token-file")
+    return JoinSettings(joining.join, joining.grace_s, joining.join_as, note)
+
+
+def _follower(spec: ServerSpec, note: Note) -> Callable[[InferenceEndpoint], Awaitable[None]] | None:
+    """Return what loads new versions from a store into an endpoint, None if the spec names no store."""
+    following = spec.following
+    if following.follow is None:
+        if following.follow_run is not None or following.follow_token_file is not None:
+            raise ConfigError("--follow-run and --follow-token-file need --follow DIR_OR_URL")
+        return None
+    if not following.follow_run:
+        raise ConfigError("--follow needs --follow-run, the run_id that the trainer stores under")
+    from inflight.weights.receive.following import follow, store_spec
+
+    token = None if following.follow_token_file is None else read_token(following.follow_token_file)
+    store = store_spec(following.follow, following.follow_run, token)
+    return lambda endpoint: follow(endpoint, store, note=note)
+
+
+def _handle_signals(*numbers: int) -> None:
+    for number in numbers:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # unwinding stops the engine

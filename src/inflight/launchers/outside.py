@@ -10,7 +10,7 @@ from inflight.launchers.launcher import Ended, Launched, Launcher, Program
 
 
 class OutsideLauncher(Launcher):
-    """Starts nothing: ranks come to ``address:port`` by themselves, and servers to ``servers.join``."""
+    """Starts nothing: ranks come to ``address:port`` by themselves, and servers to ``servers.attach.join``."""
 
     def __init__(self, port: int, address: str = "0.0.0.0") -> None:
         self._port = port

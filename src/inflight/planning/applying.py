@@ -40,7 +40,7 @@ def apply(candidate: Candidate, source: Path, target: Path) -> dict[str, Any]:
     """
     values = read_toml(source, "configuration")
     servers = values.get("servers", {})
-    if any(servers.get(key) for key in ("fleet", "urls", "urls_file", "join")):
+    if servers.get("fleet") or servers.get("attach"):
         raise ConfigError(f"{source} lists its servers itself: a plan sets servers.count, and cannot be applied to it")
     settings = settings_of(candidate, values)
     text = source.read_text(encoding="utf-8")

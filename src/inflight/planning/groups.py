@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 from inflight.contracts import StalenessPolicy
 from inflight.planning.servers import Job, Server, Span
+from inflight.rollouts.driver_commands import ScoredGroup
 from inflight.types import Group, Rollout
 
 Spans = list[Span]
@@ -31,76 +32,38 @@ class Prompted:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """Completions of one group that an endpoint was given together, and that come back together."""
+class SimulatedCompletion:
+    """What a simulated request has sampled of one completion, from its first token on."""
 
-    item: int
-    numbers: tuple[int, ...]
-    server: Server
-    num_left: int
-    """Completions that run or wait for their environment."""
-    began: float
-    ended: dict[int, Spans] = field(default_factory=dict)
-    """Spans of those that have ended, by number."""
-    is_over: bool = False
+    spans: Spans
+    is_whole: bool
 
+    @property
+    def num_tokens(self) -> int:
+        return self.spans[-1].end if self.spans else 0
 
-@dataclass(slots=True, eq=False)
-class OpenGroup:
-    """A group that was offered and has not been scored yet. Lists have one entry per completion."""
-
-    item: int
-    serial: int
-    prompted: Prompted
-    spans: list[Spans]
-    """Of what the run has; what still runs has more."""
-    is_finished: list[bool]
-    begun: list[int | None]
-    """Version served when it was issued, if nothing of it is there."""
-    requests: dict[int, Request] = field(default_factory=dict)
-    """By number of each completion that a request has."""
-    first_version: int | None = None
-    """When one of it was first issued."""
-    is_scoring: bool = False
-
-    @classmethod
-    def of(cls, item: int, serial: int, prompted: Prompted) -> OpenGroup:
-        size = len(prompted.lengths)
-        return cls(item, serial, prompted, [[] for _ in range(size)], [False] * size, [None] * size)
-
-    def num_tokens(self, completion: int) -> int:
-        """Tokens of a completion that the run has."""
-        spans = self.spans[completion]
-        return spans[-1][1] if spans else 0
-
-    def first_versions(self) -> list[int | None]:
-        """Version of the first token of each completion; None before it is issued."""
-        return [spans[0][2] if spans else begun for spans, begun in zip(self.spans, self.begun, strict=True)]
-
-    def as_group(self) -> Group:
-        """Return what the composer and the staleness policy are asked about."""
-        prompt = range(self.prompted.num_prompt_tokens)
-        rollouts = [
-            Rollout(
-                prompt,
-                range(length),
-                (),
-                cast(Any, spans),
-                "stop",
-                self.prompted.reward(i),
-                1.0,
-            )
-            for i, (length, spans) in enumerate(zip(self.prompted.lengths, self.spans, strict=True))
-        ]
-        return Group(self.serial, self.item, rollouts)
+    @property
+    def first_version(self) -> int | None:
+        return self.spans[0].version if self.spans else None
 
 
-def continued(before: Spans, server: Server, job: Job, num_tokens: int) -> Spans:
+def continue_spans(partial: Any, server: Server, job: Job, num_tokens: int) -> Spans:
     """Return the spans of a completion with what a server has added; neighbours of one version become one."""
+    before: Spans = partial.spans if partial is not None else []
     added = server.spans_of(job, num_tokens, before[-1].end if before else 0)
     if before and added and before[-1].version == added[0].version:
         return [*before[:-1], Span(before[-1].start, added[0].end, added[0].version), *added[1:]]
-    return [*before, *added]
+    return [*before, *added] if before else added
+
+
+def scored_group(prompted: Prompted, sampled: Sequence[SimulatedCompletion]) -> ScoredGroup:
+    """Return the rollouts and rewards of a group: rollouts without tokens, as the policies look at none."""
+    prompt = range(prompted.num_prompt_tokens)
+    rollouts = [
+        Rollout(prompt, range(prompted.lengths[i]), (), cast(Any, one.spans), "stop", prompted.reward(i), 1.0)
+        for i, one in enumerate(sampled)
+    ]
+    return ScoredGroup(rollouts, prompted.lengths, prompted.rewards or (0.0,) * len(rollouts))
 
 
 def kept_tokens(rollout: Rollout, staleness: StalenessPolicy, version: int) -> Sequence[bool]:

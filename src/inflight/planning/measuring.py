@@ -27,7 +27,7 @@ def base_of(path: Path) -> Candidate:
 
     config = load_config(path)
     servers = config.servers
-    if servers.fleet or servers.urls or servers.urls_file or servers.join:
+    if servers.fleet or servers.attach.urls or servers.attach.others_may_come:
         raise ConfigError(f"{path} lists its servers itself: --measure sets servers.count, and cannot be used with it")
     return Candidate(
         config.servers.count,

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from inflight.base.toml import Section, load_settings
+from inflight.contracts import DEFAULT_MAX_CONCURRENT
 from inflight.errors import ConfigError
 from inflight.planning.costs import TokenTime
 from inflight.planning.groups import Prompted
@@ -29,7 +30,7 @@ class GenerationSection(Section):
 
     token_s: tuple[tuple[float, float], ...]
     """(running completions, seconds of a token), ascending: the rows of ``inflight bench engine``, or a roofline."""
-    max_concurrent: int = Field(default=64, ge=1)
+    max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
     conventional_max_concurrent: int | None = Field(default=None, ge=1)
     """Where trainer and endpoint share the memory of the same GPUs. None: the same."""
     prompt_token_s: float = Field(default=0.0, ge=0)

@@ -1,8 +1,7 @@
 """One endpoint in simulated time. It has a clock that counts the tokens of a completion that always runs.
 
 Every running completion gets a token whenever the clock passes a whole token of it, so one heap, by the clock at which
-each ends, holds all that must be known; an event costs the logarithm of what runs. Knows nothing of items and versions
-beyond their numbers.
+each ends, holds all that must be known; an event costs the logarithm of what runs.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import NamedTuple
 
 from inflight.planning.costs import Endpoint
 
-Key = tuple[int, int]
-"""Item and completion."""
+Key = tuple[str, int]
+"""Request and number of a completion."""
 
 
 class Span(NamedTuple):

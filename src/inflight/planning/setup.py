@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy
 from inflight.planning.costs import Contention, Endpoint, PublishCost, TrainerCost
-from inflight.planning.groups import Prompted
-from inflight.rollouts import HistoryStore, MaxLag
+from inflight.planning.groups import Prompted, num_kept_tokens, whole_groups
+from inflight.rollouts import HistoryStore, MaxLag, TokenBudget
+from inflight.rollouts.dispatcher import Dispatcher
+from inflight.rollouts.step_queue import StepRules
 
 
 @dataclass(frozen=True)
@@ -46,3 +48,26 @@ class Setup:
     """Of failures."""
     record: Callable[[str, dict[str, Any]], None] | None = None
     """Is given the kind and the fields of events as a live run would write them, as far as `calibrate` reads them."""
+
+    def dispatcher(self) -> Dispatcher:
+        """Return the dispatcher of the run."""
+        counts_tokens = self.unit == "tokens"
+        return Dispatcher(
+            self.scheduler,
+            self.staleness,
+            self.composer or TokenBudget(self.step_size),
+            self.history,
+            StepRules(
+                self.step_size,
+                self._expected_size() if counts_tokens else 1.0,
+                steps_per_phase=self.conventional_steps,
+                trains_on_equal_rewards=self.trains_on_equal_rewards,
+                size_of=(lambda group: group.num_tokens) if counts_tokens else lambda group: 1,
+                kept_size_of=num_kept_tokens if counts_tokens else whole_groups,
+            ),
+            is_one_request=self.whole_requests,
+        )
+
+    def _expected_size(self) -> float:
+        first = self.prompted(0, 0)
+        return self.expected_tokens or sum(first.lengths) + len(first.lengths) * first.num_prompt_tokens

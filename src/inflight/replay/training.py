@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.base.toml import check_settings
+from inflight.contracts import DEFAULT_MAX_CONCURRENT
 from inflight.errors import ConfigError
 from inflight.model.checkpoints import check_weights, load_config
 from inflight.model.images import load_image_processor
@@ -92,7 +93,7 @@ def replay_config(
     values = {
         **recorded,
         "run": {**kept, "directory": str(directory)},
-        "servers": {"max_concurrent": max(64, int(sampling.get("group_size", 0)))},
+        "servers": {"max_concurrent": max(DEFAULT_MAX_CONCURRENT, int(sampling.get("group_size", 0)))},
         "rollouts": {},
         "train": train,
         "model": {**recorded["model"], **({} if model is None else {"path": str(model)})},

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from inflight.contracts import DraftProvider
 from inflight.wire import DraftHistory, PromptHistory
-
-DraftProvider = Literal["history", "siblings", "both"]
-"""Where drafts come from: recorded completions of the prompt, those of this engine, or both."""
 
 LONGEST_SUFFIX = 7
 SHORTEST_SUFFIX = 4

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
 
 from inflight.base.toml import Section, load_settings
 from inflight.base.transport_registry import find_transport
 from inflight.errors import ConfigError
-from inflight.http.kinds import load_engine_kind
 from inflight.losses import Kl, PolicyLoss, preset
 from inflight.model.lora_settings import LoraSettings
 from inflight.rollouts import AdvantageEstimator, Credit
 from inflight.rollouts.critic import Target
-from inflight.weights.encode.bucket_bytes import Rounding
-from inflight.wire import InFlightPolicy, TransportName
+from inflight.run.fleet_config import ServersSection
+from inflight.run.updates_config import UpdatesSection
 
 
 def _listed(value: object) -> object:
@@ -102,222 +101,8 @@ class SamplingSection(Section):
     group_size: int = Field(default=8, ge=2)
     temperature: float = Field(default=1.0, gt=0.0)
     max_tokens: int = Field(default=128, ge=1)
-
-
-_OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "compile", "place")
-"""Fields of the servers section that say what to start when all servers are alike."""
-
-
-class FleetMember(Section):
-    """``count`` servers of one kind."""
-
-    engine: str = "local"
-    """``local``, the embedded engine, or an entry point in the group ``inflight.engines``."""
-    count: int = Field(default=1, ge=1)
-    python: Path | None = None
-    """Interpreter of the engine's virtual environment. None: the present one."""
-    engine_arguments: tuple[str, ...] = ()
-    """Further arguments for the engine's own command line."""
-    devices: tuple[NonNegativeInt, ...] | None = None
-    """GPUs of these servers, one after the other: ``count`` times as many as each runs on. None: any that are free."""
-    max_concurrent: int = Field(default=64, ge=1)
-    compile: bool = False
-    """Compile the decode step of the embedded engine, and capture CUDA graphs on a GPU."""
-    place: str | None = None
-    """Where these servers run, as the launcher names places: for ``ray``, a host's address or a custom resource that
-    hosts declare. None: anywhere."""
-
-    @model_validator(mode="after")
-    def _only_the_embedded_engine_compiles(self) -> Self:
-        if self.compile and self.engine != "local":
-            raise ValueError(f"compile applies to engine 'local', not to {self.engine!r}: use engine_arguments")
-        return self
-
-    @model_validator(mode="after")
-    def _embedded_engine_takes_none(self) -> Self:
-        if self.engine == "local" and (self.python is not None or self.engine_arguments):
-            raise ValueError(
-                "python and engine_arguments do not apply to engine 'local': set engine, or leave them out"
-            )
-        return self
-
-
-class ScaleSection(Section):
-    """Servers that the run starts and stops by itself, besides the others; they join it at ``servers.join``."""
-
-    most: int = Field(ge=1)
-    """Most servers besides the others."""
-    window_s: float = Field(default=30.0, gt=0)
-    """The fleet changes by one server at most after each window of this length."""
-    wait_share: float = Field(default=0.3, ge=0, lt=1)
-    """One more server where training waited for more than this share of a window."""
-    free_share: float = Field(default=0.5, gt=0, lt=1)
-    """One server less where more than this share of the slots stood free."""
-    server: FleetMember = FleetMember()
-    """Its kind; ``count`` and ``devices`` do not apply."""
-
-    @model_validator(mode="after")
-    def _one_server_at_a_time(self) -> Self:
-        if self.server.count != 1 or self.server.devices is not None:
-            raise ValueError(
-                "servers.scale.server is started one at a time where there is room: leave out count and devices"
-            )
-        return self
-
-
-class ServersSection(FleetMember):
-    """The fleet: servers that the run starts (``count`` of one engine or a mixed ``fleet``), or running ones by URL."""
-
-    fleet: tuple[FleetMember, ...] = ()
-    """Tables of a mixed fleet, instead of ``engine``, ``count``, ``python`` and what else is of one kind."""
-    urls: tuple[str, ...] = ()
-    """Servers to attach to; the run then starts none. The control token is read from INFLIGHT_TOKEN.
-
-    ``http://...`` speaks the contract; ``vllm+http://...`` and ``sglang+http://...`` are the engines' own servers.
-    """
-    urls_file: Path | None = None
-    """File with one URL per line, read repeatedly: servers join when they are added and leave when they are removed.
-
-    It adds to ``urls`` or to the servers that the run starts; with the file alone, the run starts none.
-    """
-    join: str | None = None
-    """HOST:PORT at which the run listens for servers that join and leave by themselves: ``inflight serve --join``. Like
-    ``urls_file``, it adds to the other servers; alone, the run starts none."""
-    scale: ScaleSection | None = None
-    """Let the run start and stop more servers as training waits for them. None: the fleet is what it is."""
-    threads: int = Field(default=1, ge=1)
-    device: str | None = None
-    """Of all servers that the run starts: ``cpu`` or ``cuda``. None: GPUs if there are any."""
-    colocated: bool = False
-    """Let servers share GPUs with trainers and each other. Each keeps its part of the memory all the time, unless
-    ``release_memory`` is set."""
-    release_memory: bool = False
-    """Let servers release their GPU memory while the trainers train, in ``run.mode = "conventional"``. They keep their
-    weights in host memory meanwhile."""
-    in_flight: InFlightPolicy = InFlightPolicy.KEEP
-    publish_deadline_s: float | None = Field(default=None, gt=0)
-    """Longest that a publish may take. None: 60 s, and what moving the weights may take besides, at 0.5 GB/s."""
-    transport: TransportName = "gloo"
-    """Broadcast (``gloo``, ``nccl``), stored (``shm``, ``ipc``, ``file``, ``http``), or an installed transport."""
-    updates: Literal["push", "pull"] = "push"
-    """``push``: each publish waits for the servers. ``pull``: versions are stored and servers load the newest one."""
-    address: str = "127.0.0.1"
-    """Address of trainer rank 0's host as the servers see it: ``gloo``, ``nccl`` and ``http`` listen there for them.
-    Left out, it is what the launcher says of that host: 127.0.0.1 with launcher ``local``."""
-    directory: Path | None = None
-    """Where ``file`` stores weights: a path that the trainer and every server can read."""
-    quorum: int | None = Field(default=None, ge=1)
-    """How many servers must hold each version; with fewer the run waits. None: all that are reached, at least one."""
-    encoding: Rounding = "raw"
-    """``bfloat16`` and ``float8`` round weights in transit, to send fewer bytes."""
-    delta: bool = False
-    """Send only what changed since the last publish. Costs one more copy of the weights in memory on each side."""
-    staged: bool = True
-    """Keep sampling while weights arrive, on servers that can. They hold a second copy of the weights meanwhile."""
-    lease_s: float = Field(default=0.0, ge=0)
-    """How long servers that the run starts go on without it, if it is killed. ``--resume`` then takes them over as they
-    are. 0: they end with the run. With launcher ``local`` only."""
     generate_timeout_s: float = Field(default=600.0, gt=0)
-    drafts: Literal["off", "history", "siblings", "both"] = "off"
-    """What the servers that the run starts draft completions from: earlier groups of the same prompt, completions of
-    the same group, or both. Drafts do not change what is sampled."""
-
-    @property
-    def others_may_come(self) -> bool:
-        """Whether servers may join while the run goes on."""
-        return self.urls_file is not None or self.join is not None
-
-    @property
-    def members(self) -> tuple[FleetMember, ...]:
-        """The servers to start; none if ``urls`` is set, or if others may come and nothing says what to start."""
-        is_told = not self.model_fields_set.isdisjoint(("fleet", *_OF_ONE_KIND))
-        if self.urls or (self.others_may_come and not is_told):
-            return ()
-        if not self.fleet:
-            return (FleetMember(**{name: getattr(self, name) for name in FleetMember.model_fields}),)
-        inherited = {"max_concurrent": self.max_concurrent}
-        return tuple(
-            member if "max_concurrent" in member.model_fields_set else member.model_copy(update=inherited)
-            for member in self.fleet
-        )
-
-    @model_validator(mode="after")
-    def _says_once_what_to_start(self) -> ServersSection:
-        alike = [name for name in _OF_ONE_KIND if name in self.model_fields_set]
-        if self.fleet and alike:
-            raise ValueError(f"servers.fleet replaces servers.{alike[0]}: write it in the fleet's tables")
-        started = [name for name in ("fleet", "engine", "devices") if name in self.model_fields_set]
-        if self.urls and started:
-            raise ValueError(
-                f"servers.urls attaches to running servers and starts none: leave out servers.{started[0]} or the urls"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _scaled_servers_can_join(self) -> ServersSection:
-        if self.scale is not None:
-            if self.join is None:
-                raise ValueError("servers.scale needs servers.join, HOST:PORT where the servers that it starts join")
-            if self.lease_s:
-                raise ValueError("servers.scale starts servers that end with the run: leave out servers.lease_s")
-            if self.release_memory:
-                raise ValueError("servers.release_memory is for a fleet that stays: leave out servers.scale")
-        return self
-
-    @model_validator(mode="after")
-    def _every_engine_can_draft(self) -> ServersSection:
-        if self.drafts != "off":
-            for engine in {member.engine for member in self.members} - {"local"}:
-                if (problem := load_engine_kind(engine).drafts_problem(self.drafts)) is not None:
-                    raise ValueError(
-                        f"servers.drafts is {self.drafts!r}, but a server has engine {engine!r}: {problem}"
-                    )
-        if self.drafts != "off" and any(member.compile for member in self.members):
-            raise ValueError("servers.drafts and servers.compile exclude each other: leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _says_once_how_weights_travel(self) -> ServersSection:
-        if self.transport == "file" and self.directory is None:
-            raise ValueError(
-                "servers.transport 'file' needs servers.directory, which the trainer and every server can read"
-            )
-        if self.transport != "file" and self.directory is not None:
-            raise ValueError(
-                f"servers.directory applies only to servers.transport 'file', but that is {self.transport!r}: leave "
-                "out one of them"
-            )
-        if self.updates == "pull":
-            if self.transport != "file":
-                raise ValueError(
-                    f"servers.updates 'pull' stores versions in servers.directory, but servers.transport is "
-                    f"{self.transport!r}: set it to 'file'"
-                )
-            if self.delta or self.quorum is not None:
-                raise ValueError(
-                    "servers.updates 'pull' waits for no server: leave out servers.delta and servers.quorum"
-                )
-            if foreign := [member.engine for member in self.members if member.engine != "local"]:
-                raise ValueError(
-                    f"servers.updates 'pull' needs servers that load stored versions, but {foreign[0]} does not: "
-                    "use engine 'local'"
-                )
-            if self.release_memory:
-                raise ValueError(
-                    "servers.updates 'pull' loads versions at any time, but servers.release_memory takes their memory "
-                    "away: set servers.updates to 'push'"
-                )
-        if self.release_memory and self.delta and find_transport(self.transport).needs_gpu:
-            raise ValueError(
-                f"servers.delta over {self.transport!r} keeps a copy of the weights in GPU memory, which "
-                "servers.release_memory does not free: leave out one of them, or choose transport 'shm'"
-            )
-        if self.delta and self.encoding != "raw":
-            raise ValueError(
-                "servers.delta sends changed elements unrounded, but servers.encoding is "
-                f"{self.encoding!r}: leave one of them out"
-            )
-        return self
+    """Longest that a server may take to answer one request."""
 
 
 class TrainSection(Section):
@@ -431,27 +216,17 @@ class RunConfig(Section):
     task: TaskSection
     sampling: SamplingSection = SamplingSection()
     servers: ServersSection = ServersSection()
+    updates: UpdatesSection = UpdatesSection()
     train: TrainSection = TrainSection()
     loss: LossSection = LossSection()
     rollouts: RolloutsSection = RolloutsSection()
 
     @model_validator(mode="after")
-    def _transport_is_installed(self) -> RunConfig:
-        try:
-            find_transport(self.servers.transport)
-        except ConfigError as error:
-            raise ValueError(f"servers.transport: {error}") from error
-        return self
-
-    @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        limits = [member.max_concurrent for member in self.servers.members]
-        if not limits or self.servers.others_may_come:
-            limits.append(self.servers.max_concurrent)
-        if self.sampling.group_size > min(limits):
+        if self.sampling.group_size > self.servers.fewest_slots:
             raise ValueError(
                 f"sampling.group_size {self.sampling.group_size} exceeds servers.max_concurrent "
-                f"{min(limits)}: a group would never run as a whole"
+                f"{self.servers.fewest_slots}: a group would never run as a whole"
             )
         if self.sampling.max_tokens >= self.train.max_tokens_per_micro_batch:
             raise ValueError(
@@ -470,6 +245,30 @@ class RunConfig(Section):
             raise ValueError(
                 f"run.conventional_steps {self.run.conventional_steps} trains on tokens of lag "
                 f"{self.run.conventional_steps - 1}, but rollouts.max_lag {self.rollouts.max_lag} masks them: raise it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _updates_reach_the_servers(self) -> RunConfig:
+        servers, updates = self.servers, self.updates
+        num_servers = len(servers.attach.urls) + len(servers.started)
+        if not servers.attach.others_may_come and updates.quorum is not None and updates.quorum > num_servers:
+            raise ValueError(f"updates.quorum {updates.quorum} exceeds the number of servers, {num_servers}")
+        if updates.mode == "pull":
+            if foreign := [member.engine for member in servers.members if not member.kind.runs_in_process]:
+                raise ValueError(
+                    f"updates.mode 'pull' needs servers that load stored versions, but {foreign[0]} does not: "
+                    "use engine 'embedded'"
+                )
+            if servers.release_memory:
+                raise ValueError(
+                    "updates.mode 'pull' loads versions at any time, but servers.release_memory takes their memory "
+                    "away: set updates.mode to 'push'"
+                )
+        if servers.release_memory and updates.delta and find_transport(updates.transport).needs_gpu:
+            raise ValueError(
+                f"updates.delta over {updates.transport!r} keeps a copy of the weights in GPU memory, which "
+                "servers.release_memory does not free: leave out one of them, or choose transport 'shm'"
             )
         return self
 

@@ -13,7 +13,7 @@ from inflight.observe.trace import events
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import PublishResult
 from inflight.run.record.journal import Journal
-from inflight.run.sampling.seats import version_of
+from inflight.run.sampling.sampling_endpoint import version_of
 from inflight.run.servers.servers import REAP_S, Servers, nobody_left
 from inflight.weights.send.fleet import MemberState
 from inflight.wire import EndpointState

@@ -31,7 +31,7 @@ _TRAVELS = {
     "gloo": "broadcast over sockets from host memory",
     "ipc": "read by the servers from trainer-0's GPU memory",
     "shm": "stored once in this host's shared memory, where each server reads it",
-    "file": "stored once in servers.directory, where each server reads it",
+    "file": "stored once in updates.directory, where each server reads it",
     "http": "downloaded by each server from trainer-0",
 }
 
@@ -110,10 +110,9 @@ def _started(prepared: Prepared) -> list[PlannedProcess]:
     for rank, it in enumerate(prepared.placement.trainers):
         what = f"{train.trainer} worker, rank {rank} of {num}"
         found.append(PlannedProcess(it.name, what, _indices(it), meets, memory.get(it.name, ())))
-    members = [member for member in config.servers.members for _ in range(member.count)]
-    for it, member in zip(prepared.placement.servers, members, strict=True):
-        where = "a free port of 127.0.0.1" if member.engine == "local" else "two free ports of 127.0.0.1"
-        what = "embedded engine" if member.engine == "local" else f"{member.engine} behind inflight serve"
+    for it, member in zip(prepared.placement.servers, config.servers.started, strict=True):
+        where = "a free port of 127.0.0.1" if member.kind.runs_in_process else "two free ports of 127.0.0.1"
+        what = f"{member.engine} engine" if member.kind.runs_in_process else f"{member.engine} behind inflight serve"
         found.append(PlannedProcess(it.name, what, _indices(it), where, memory.get(it.name, ())))
     return found
 
@@ -129,7 +128,7 @@ async def _ask(prepared: Prepared, url: str) -> PlannedProcess:
     try:
         async with asyncio.timeout(_ASK_S):
             can = await check_endpoint(config, prepared.model.vocab_size, endpoint)
-            limit = min(can.max_concurrent_sequences, config.servers.max_concurrent)
+            limit = min(can.max_concurrent_sequences, config.servers.slots_of_attached)
         address = f"{url} answers, and runs up to {limit} sequences"
     except (TimeoutError, InflightError) as error:
         address = f"{url} cannot take part now: {str(error) or f'no answer within {_ASK_S:g} s'}"
@@ -140,22 +139,22 @@ async def _ask(prepared: Prepared, url: str) -> PlannedProcess:
 
 def planned_update(prepared: Prepared) -> PlannedUpdate:
     """Return how each published version travels."""
-    config, servers = prepared.config, prepared.config.servers
+    config, updates = prepared.config, prepared.config.updates
     shapes = {spec.name: spec.shape for spec in prepared.model.specs}
     if config.train.lora is not None:
         shapes = dict(lora_shapes(config.train.lora, config.model.path))
     dtype = str(config.train.trainer_options.get("wire_dtype") or config.model.dtype)
     specs = [TensorSpec.model_validate({"name": n, "dtype": dtype, "shape": s}) for n, s in shapes.items()]
-    travels = _TRAVELS.get(servers.transport, "by an installed transport")
-    if servers.transport not in ON_THE_GPU:
+    travels = _TRAVELS.get(updates.transport, "by an installed transport")
+    if updates.transport not in ON_THE_GPU:
         travels += "; copied from and to GPUs there"
     return PlannedUpdate(
         size_bytes=sum(spec.size_bytes for spec in specs),
-        sent_bytes=encoded_size(specs, "raw" if servers.delta else servers.encoding),
+        sent_bytes=encoded_size(specs, "raw" if updates.delta else updates.encoding),
         deadline_s=prepared.limits.publish_s,
         num_buckets=len(plan_buckets(specs)),
-        transport=servers.transport,
-        travels=f"only what changed, {travels}" if servers.delta else travels,
+        transport=updates.transport,
+        travels=f"only what changed, {travels}" if updates.delta else travels,
     )
 
 

@@ -195,9 +195,10 @@ def _policies_of(config: RunConfig) -> Policies:
 
 def _check_launcher(config: RunConfig, hosts: Hosts) -> None:
     """Raise `ConfigError` if the launcher cannot do what the configuration asks of it."""
-    if hosts.port and not config.servers.others_may_come:
+    if hosts.port and not config.servers.attach.others_may_come:
         raise ConfigError(
-            f"launcher {config.run.launcher!r} starts no servers: set servers.join, where they come by themselves"
+            f"launcher {config.run.launcher!r} starts no servers: set servers.attach.join, where they come by "
+            "themselves"
         )
     if config.servers.lease_s and not hosts.can_outlive:
         raise ConfigError(
@@ -211,8 +212,8 @@ def _addresses(config: RunConfig, hosts: Hosts) -> list[tuple[str, int, str]]:
     found = []
     if (port := config.run.metrics_port) is not None:
         found.append(("127.0.0.1", port, "choose another run.metrics_port, or 0 for any"))
-    if (at := config.servers.join) is not None:
-        found.append((*host_and_port(at), "choose another address for servers.join"))
+    if (at := config.servers.attach.join) is not None:
+        found.append((*host_and_port(at), "choose another address for servers.attach.join"))
     if hosts.port:
         found.append((hosts.address, hosts.port, "choose another port in run.launcher_options"))
     return found
@@ -220,24 +221,25 @@ def _addresses(config: RunConfig, hosts: Hosts) -> list[tuple[str, int, str]]:
 
 def _attached(config: RunConfig) -> tuple[str, ...]:
     """Return the URLs of the servers that run already, from the configuration and from the file of servers."""
-    listed = None if config.servers.urls_file is None else read_server_list(config.servers.urls_file)[0]
-    return (*config.servers.urls, *(listed or {}).values())
+    attach = config.servers.attach
+    listed = None if attach.urls_file is None else read_server_list(attach.urls_file)[0]
+    return (*attach.urls, *(listed or {}).values())
 
 
 def _check_reach(config: RunConfig, machine: Machine, urls: Sequence[str]) -> None:
     """Raise `ConfigError` if weights cannot travel from the trainers, which run here, to servers elsewhere."""
-    servers = config.servers
+    updates = config.updates
     if machine.hosts.num_gpus is not None:
         return
-    if servers.transport in _WITHIN_ONE_MACHINE:
+    if updates.transport in _WITHIN_ONE_MACHINE:
         remedy = "choose 'gloo', 'nccl', 'http' or 'file'"
-    elif servers.transport in _CONNECTS_BACK and servers.address.startswith("127."):
-        remedy = "set servers.address to the address of this machine as the servers see it"
+    elif updates.transport in _CONNECTS_BACK and updates.address.startswith("127."):
+        remedy = "set updates.address to the address of this machine as the servers see it"
     else:
         return
     for url in urls:
         if not machine.is_this_machine(urlsplit(url).hostname or ""):
             raise ConfigError(
-                f"{url} is on another machine, which servers.transport {servers.transport!r} at {servers.address} does "
+                f"{url} is on another machine, which updates.transport {updates.transport!r} at {updates.address} does "
                 f"not reach: {remedy}"
             )

@@ -55,7 +55,7 @@ class PushUpdates(Updates):
         from inflight.run.ranks.publishing import Push
 
         urls = () if start.members is None else start.members.urls
-        return Push(self.config.servers, urls, start.run_id, deadline_s)
+        return Push(self.config.updates, urls, start.run_id, deadline_s)
 
     def gather(self, worker: WeightSource) -> None:
         from inflight.weights.send.fleet import take_part
@@ -78,7 +78,7 @@ class PullUpdates(Updates):
     def publishing(self, start: Start, deadline_s: float) -> Publishing:
         from inflight.run.ranks.publishing import Pull
 
-        return Pull(self.config.servers, start.run_id, deadline_s)
+        return Pull(self.config.updates, start.run_id, deadline_s)
 
     def gather(self, worker: WeightSource) -> None:
         from inflight.weights.send.gathering import gather_only
@@ -88,4 +88,4 @@ class PullUpdates(Updates):
 
 def updates_of(config: RunConfig) -> Updates:
     """Return the strategy that a configuration names."""
-    return PullUpdates(config) if config.servers.updates == "pull" else PushUpdates(config)
+    return PullUpdates(config) if config.updates.mode == "pull" else PushUpdates(config)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from inflight.http.kinds import EngineKind
+from inflight.contracts import EngineKind
 from tests.conformance.plain.endpoint import PlainEndpoint
 
 

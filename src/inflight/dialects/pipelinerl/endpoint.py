@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from inflight.base.tasks import cancel_and_wait, start
 from inflight.base.threads import run_abandonable
 from inflight.base.transport_registry import receivable
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of, ids_of_tokens
 from inflight.dialects.pipelinerl.messages import CHAT_ROUTE, UPDATE_ROUTE, update_request
 from inflight.dialects.single_owner import OwnedEndpoint
@@ -33,7 +33,6 @@ from inflight.errors import (
     UnsupportedError,
 )
 from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
-from inflight.http.kinds import EngineKind, EngineOptions
 from inflight.model.checkpoint_specs import checkpoint_of, config_of
 from inflight.wire import (
     Capabilities,
@@ -246,17 +245,12 @@ class PipelineRlKind(EngineKind):
     """Attaches only: PipelineRL's own launcher starts the servers."""
 
     name = "pipelinerl"
-    health_path = "/health"
-    liveness_path = None
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         raise ConfigError(
             "PipelineRL's servers are started by PipelineRL: python -m pipelinerl.entrypoints.run_vllm1. "
             f"Attach with pipelinerl+http://{host}:{port}?group=tcp://HOST:PORT"
         )
-
-    def environment(self, options: EngineOptions) -> Mapping[str, str]:
-        return {}
 
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float

@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 
 from inflight.base.threads import run_abandonable
 from inflight.base.transport_registry import receivable
-from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, StreamingEndpoint, WeightReceiver
+from inflight.contracts import (
+    EMBEDDED,
+    AbortingEndpoint,
+    DraftingEndpoint,
+    ReleasingEndpoint,
+    StreamingEndpoint,
+    WeightReceiver,
+)
 from inflight.engines.embedded.chat import ChatChunkWriter, ChatFormat
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.parameters import HOST, made_ready
@@ -55,7 +62,7 @@ from inflight.wire import (
 T = TypeVar("T")
 
 
-class LocalEndpoint(
+class EmbeddedEndpoint(
     ReceivingEndpoint,
     StreamingEndpoint,
     AbortingEndpoint,
@@ -112,7 +119,7 @@ class LocalEndpoint(
         from inflight import __version__
 
         return Capabilities(
-            engine="inflight.engines.embedded",
+            engine=EMBEDDED,
             engine_version=__version__,
             model=self._name,
             vocab_size=self._engine.limits.vocab_size,

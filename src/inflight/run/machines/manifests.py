@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from inflight.errors import ConfigError
+from inflight.http.server_spec import JoinOptions, ListenOptions
 from inflight.launchers.plan import JOIN_PORT, MEET_PORT, Gang, Plan
-from inflight.run.config import FleetMember, RunConfig
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.placement import gpu_use, wants_gpu
+from inflight.run.machines.server_specs import server_spec
 
 
 def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> Plan:
@@ -17,18 +21,18 @@ def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> Pla
     Processes are given GPUs unless the configuration says ``cpu``. Raises `ConfigError` for what only one machine has.
     """
     servers, train = config.servers, config.train
-    if servers.urls or servers.others_may_come:
+    if servers.attach.urls or servers.attach.others_may_come:
         raise ConfigError(
-            "the emitted servers join the run by themselves: leave out servers.urls, servers.urls_file and servers.join"
+            "the emitted servers join the run by themselves: leave out servers.attach.urls, urls_file and join"
         )
-    if servers.colocated or servers.transport in ("shm", "ipc"):
+    if servers.colocated or config.updates.transport in ("shm", "ipc"):
         raise ConfigError(
             "servers.colocated and the transports 'shm' and 'ipc' need servers and trainers on one machine: leave them "
-            "out, and set servers.transport to 'gloo' or 'nccl'"
+            "out, and set updates.transport to 'gloo' or 'nccl'"
         )
     options = f"{{ port = {MEET_PORT} }}"
     controller = ["inflight", "train", str(path), "--launcher", "outside", "--run.launcher_options", options]
-    controller += ["--servers.join", f"0.0.0.0:{JOIN_PORT}", "--resume-if-begun", *overrides]
+    controller += ["--servers.attach.join", f"0.0.0.0:{JOIN_PORT}", "--resume-if-begun", *overrides]
     on_gpu = wants_gpu(train.trainer_options.get("device", train.device))
     ranks = Gang(
         "trainers",
@@ -45,13 +49,7 @@ def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> Pla
 
 def _servers(config: RunConfig, index: int, member: FleetMember) -> Gang:
     servers = config.servers
-    command = ["inflight", "serve", str(config.model.path), "--port", "0", "--name", config.model.path.name]
-    command += ["--dtype", config.model.dtype, "--max-concurrent", str(member.max_concurrent)]
-    command += ["--threads", str(servers.threads), "--join", f"http://{{head}}:{JOIN_PORT}"]
-    if servers.device is not None:
-        command += ["--device", servers.device]
-    if member.engine != "local":
-        command += ["--engine", member.engine, *(f"--engine-arg={argument}" for argument in member.engine_arguments)]
-        command += [] if member.python is None else ["--python", str(member.python)]
+    joining = JoinOptions(f"http://{{head}}:{JOIN_PORT}")
+    spec = replace(server_spec(config, member), listen=ListenOptions(port=0), joining=joining)
     num_gpus = gpu_use(member).num_gpus if wants_gpu(servers.device) else 0
-    return Gang(f"servers-{index}", member.count, command, servers.threads, num_gpus)
+    return Gang(f"servers-{index}", member.count, ["inflight", "serve", *spec.to_argv()], servers.threads, num_gpus)

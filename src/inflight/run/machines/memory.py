@@ -43,10 +43,11 @@ from math import prod
 from pathlib import Path
 from typing import Literal, get_args
 
+from inflight.contracts import GpuUse
 from inflight.errors import ConfigError
-from inflight.http.kinds import GpuUse
 from inflight.model.checkpoint_specs import config_number, config_of, tensor_specs_of
-from inflight.run.config import FleetMember, RunConfig
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.lora_shapes import lora_shapes
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
 from inflight.wire import DTYPE_SIZES
@@ -252,10 +253,10 @@ def server_terms(
     sequence = context * model.kv_bytes_per_token(dtype)
     others = []
     sampling: Phase | None = "sampling" if config.servers.release_memory else None
-    if use.stages_on_gpu and config.servers.transport in ON_THE_GPU:
+    if use.stages_on_gpu and config.updates.transport in ON_THE_GPU:
         remedy = "choose a transport through host memory, such as 'shm'"
         others.append(Term("staged update", size_bytes, remedy, sampling))
-    if member.engine == "local":
+    if use.memory_share is None:
         half = max(sequence, (memory_bytes - weights) // 2)  # trainers load their model later
         cache = min(member.max_concurrent * sequence, half)
         return (

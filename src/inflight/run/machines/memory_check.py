@@ -34,8 +34,7 @@ def memory_of(config: RunConfig, model: ModelShape, placement: Placement) -> Mem
     """Return what every process with GPUs needs. Raises `ConfigError` if an engine's own settings are too small."""
     of_trainers = trainer_terms(config, model) if config.train.trainer in KNOWN_WORKERS else ()
     memory = {it.name: of_trainers for it in placement.trainers if it.devices}
-    members = [member for member in config.servers.members for _ in range(member.count)]
-    for it, member in zip(placement.servers, members, strict=True):
+    for it, member in zip(placement.servers, config.servers.started, strict=True):
         if it.devices:
             memory_bytes = min(device.memory_bytes for device in it.devices)
             memory[it.name] = server_terms(config, member, gpu_use(member), model, memory_bytes)

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from inflight.contracts import GpuUse
 from inflight.errors import ConfigError
-from inflight.http.kinds import GpuUse, load_engine_kind
-from inflight.run.config import FleetMember, RunConfig
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.devices import Device
 
 
@@ -71,10 +72,10 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
     wanted = [_Wanted(f"trainer-{rank}", "trainer", 1, explicit) for rank, explicit in enumerate(_of_trainers(config))]
     if not wants_gpu(_train_device(config)):
         wanted = [_Wanted(it.name, it.role, 0) for it in wanted]
-    if devices and servers.scale is not None and wants_gpu(servers.device):
+    if devices and servers.scaling is not None and wants_gpu(servers.device):
         raise ConfigError(
-            "servers.scale starts servers on GPUs that a launcher chooses, and run.launcher 'local' chooses none: use "
-            "launcher 'ray', or set servers.device to 'cpu'"
+            "servers.scaling starts servers on GPUs that a launcher chooses, and run.launcher 'local' chooses none: "
+            "use launcher 'ray', or set servers.device to 'cpu'"
         )
     if servers.device is not None and ":" in servers.device:
         raise ConfigError(
@@ -89,7 +90,7 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
         num_devices = gpu_use(member).num_gpus if devices and wants_gpu(servers.device) else 0
         for explicit in _of_servers(member, num_devices):
             index = len(wanted) - config.train.num_ranks
-            wanted.append(_Wanted(server_name(index, member.engine), "server", num_devices, explicit))
+            wanted.append(_Wanted(server_name(index, member), "server", num_devices, explicit))
     if not devices:
         if told := [it.name for it in wanted if it.explicit]:
             raise ConfigError(
@@ -129,11 +130,10 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
         )
     on_gpu = bool(num_gpus) and wants_gpu(_train_device(config))
     trainers = [Place(f"trainer-{rank}", "trainer", (), int(on_gpu)) for rank in range(config.train.num_ranks)]
-    members = [member for member in servers.members for _ in range(member.count)]
     serves_on_gpu = bool(num_gpus) and wants_gpu(servers.device)
     placed = [
-        Place(server_name(index, member.engine), "server", (), gpu_use(member).num_gpus if serves_on_gpu else 0)
-        for index, member in enumerate(members)
+        Place(server_name(index, member), "server", (), gpu_use(member).num_gpus if serves_on_gpu else 0)
+        for index, member in enumerate(servers.started)
     ]
     if (needed := sum(place.num_gpus for place in (*trainers, *placed))) > num_gpus:
         raise ConfigError(
@@ -143,16 +143,14 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
     return Placement(tuple(trainers), tuple(placed))
 
 
-def server_name(index: int, engine: str) -> str:
-    """Return the name of a server that a run starts."""
-    return f"server-{index}" if engine == "local" else f"server-{index}-{engine}"
+def server_name(index: int, member: FleetMember) -> str:
+    """Return the name of a server that a run starts, with its engine unless that runs in the server's own process."""
+    return f"server-{index}" if member.kind.runs_in_process else f"server-{index}-{member.engine}"
 
 
 def gpu_use(member: FleetMember) -> GpuUse:
     """Return what one server of a member takes of GPUs. Raises `ConfigError` for an unknown engine."""
-    if member.engine == "local":
-        return GpuUse(stages_on_gpu=True)
-    return load_engine_kind(member.engine).gpu_use(member.engine_arguments)
+    return member.kind.gpu_use(member.engine_arguments)
 
 
 def wants_gpu(device: str | None) -> bool:
@@ -253,11 +251,10 @@ def _too_few(wanted: Sequence[_Wanted], num_devices: int, *, shares: bool) -> st
 
 def _check_releases(servers: Sequence[Place], config: RunConfig) -> None:
     """Raise `ConfigError` if a server is to release its memory and computes on the CPU, where engines cannot."""
-    engines = [member.engine for member in config.servers.members for _ in range(member.count)]
-    for it, engine in zip(servers, engines, strict=True):
-        if engine != "local" and not it.devices:
+    for it, member in zip(servers, config.servers.started, strict=True):
+        if member.kind.releases_memory == "on_gpu" and not it.devices:
             raise ConfigError(
-                f"{it.name} computes on the CPU, but {engine} releases memory on a GPU only: leave out "
+                f"{it.name} computes on the CPU, but {member.engine} releases memory on a GPU only: leave out "
                 "servers.release_memory"
             )
 
@@ -282,8 +279,8 @@ def _check_sharing(places: Sequence[Place], config: RunConfig) -> None:
                 "its memory at the same time"
             )
         in_weight_group = [it for it in sharing if it.role == "server" or it.name == "trainer-0"]
-        if config.servers.transport == "nccl" and len(in_weight_group) > 1:
+        if config.updates.transport == "nccl" and len(in_weight_group) > 1:
             raise ConfigError(
-                f"{names} share GPU {index}, but servers.transport 'nccl' cannot send from a GPU to itself: choose "
+                f"{names} share GPU {index}, but updates.transport 'nccl' cannot send from a GPU to itself: choose "
                 "another transport, such as 'shm'"
             )

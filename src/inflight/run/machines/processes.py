@@ -16,11 +16,13 @@ from urllib.parse import urlsplit
 
 from inflight.base.tasks import result_unless, run_together
 from inflight.errors import ConfigError, WorkerDiedError
-from inflight.http.kinds import load_engine_kind
+from inflight.http.server_spec import FollowOptions, JoinOptions, ListenOptions, ServerSpec
 from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.launchers import Launched, Launcher, Program
-from inflight.run.config import FleetMember, RunConfig
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.placement import Place
+from inflight.run.machines.server_specs import server_spec
 from inflight.run.ranks.channel import RunChannel
 from inflight.run.ranks.handshake import RUN_VARIABLE, Meeting
 from inflight.run.ranks.messages import Here
@@ -60,7 +62,7 @@ class Process:
 class Server(Process):
     """An inference server that this run started; ``url`` is empty until the server is ready."""
 
-    max_concurrent: int
+    spec: ServerSpec
     program: Program
     launcher: Launcher
     url: str = ""
@@ -89,12 +91,16 @@ class Server(Process):
         """
         await Process.stop(self)  # gives up where it ran
         port = urlsplit(self.url).port if same_port and self.url else 0
-        program = replace(self.program, command=[*self.program.command, "--port", str(port)], appends=True)
+        program = replace(self.program, command=_command(self.spec, port or 0), appends=True)
         self.is_ready = False
         (self.process,) = await self.launcher.start([program], timeout_s)
+        await self.wait_until_ready(timeout_s)
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Return once it answers at ``url``. Raises `ConfigError` with the end of its log; no process is left then."""
         try:
             async with asyncio.timeout(timeout_s):
-                await _wait_until_ready(self)
+                await _ready(self)
         except TimeoutError as error:
             raise ConfigError(f"{self.name} did not answer within {timeout_s:g} s") from error
         finally:
@@ -140,34 +146,32 @@ async def start_servers(
 
     Raises `ConfigError` with the end of a server's log; no server is left running then.
     """
-    members = [member for member in config.servers.members for _ in range(member.count)]
     timeout_s = config.run.start_timeout_s
-    servers: list[Server] = []
+    servers: dict[str, Server] = {}
 
     async def start(member: FleetMember, place: Place) -> None:
-        program = _server_program(config, member, directory, token, place)
+        spec = _spec(config, member, directory, place.name)
+        program = _program(config, spec, member, directory, token, place)
         process: Launched | None = None
         if config.servers.lease_s and program.ready_file is not None:
             process = await taken_over(program.ready_file, token, directory.run_id)
         # Each by itself: it may be started again elsewhere, without the others.
-        server = await _launched(member, program, launcher, timeout_s, process)
+        servers[place.name] = server = await _launched(member, spec, program, launcher, timeout_s, process)
         server.is_leased = config.servers.lease_s > 0
-        servers.append(server)
-        await _wait_until_ready(server)
+        await _ready(server)
 
     try:
         async with asyncio.timeout(timeout_s):
-            await run_together(*(start(*it) for it in zip(members, places, strict=True)))
+            await run_together(*(start(*it) for it in zip(config.servers.started, places, strict=True)))
     except BaseException as error:
-        await asyncio.gather(*(server.stop() for server in servers))
+        waiting = [it.name for it in places if it.name not in servers or not servers[it.name].is_ready]
+        await asyncio.gather(*(server.stop() for server in servers.values()))
         if isinstance(error, TimeoutError):
-            ready = {server.name for server in servers if server.is_ready}
-            waiting = ", ".join(place.name for place in places if place.name not in ready)
             raise ConfigError(
-                f"{waiting} did not answer within {timeout_s:g} s; raise run.start_timeout_s to wait longer"
+                f"{', '.join(waiting)} did not answer within {timeout_s:g} s; raise run.start_timeout_s to wait longer"
             ) from error
         raise
-    return sorted(servers, key=lambda server: [place.name for place in places].index(server.name))
+    return [servers[place.name] for place in places]
 
 
 async def start_joining_server(
@@ -183,70 +187,71 @@ async def start_joining_server(
 
     Raises `ConfigError` with the end of its log; it is not left running then.
     """
-    program = _server_program(config, member, directory, token, place)
+    spec = replace(_spec(config, member, directory, place.name), joining=JoinOptions(at))
+    program = _program(config, spec, member, directory, token, place)
     timeout_s = config.run.start_timeout_s
-    joining = replace(program, command=[*program.command, "--join", at])
-    server = await _launched(member, joining, launcher, timeout_s, None)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await _wait_until_ready(server)
-    except TimeoutError as error:
-        raise ConfigError(f"{server.name} did not answer within {timeout_s:g} s") from error
-    finally:
-        if not server.is_ready:
-            await server.stop()
+    server = await _launched(member, spec, program, launcher, timeout_s, None)
+    await server.wait_until_ready(timeout_s)
     return server
 
 
 async def _launched(
-    member: FleetMember, program: Program, launcher: Launcher, timeout_s: float, process: Launched | None
+    member: FleetMember,
+    spec: ServerSpec,
+    program: Program,
+    launcher: Launcher,
+    timeout_s: float,
+    process: Launched | None,
 ) -> Server:
     """Return the server of a process, or of a new one."""
     if process is None:
-        (process,) = await launcher.start([replace(program, command=[*program.command, "--port", "0"])], timeout_s)
-    stop_s = STOP_S if member.engine == "local" else _STOP_ENGINE_S
-    return Server(program.name, process, program.log, member.max_concurrent, program, launcher, stop_s=stop_s)
+        (process,) = await launcher.start([program], timeout_s)
+    stop_s = STOP_S if member.kind.runs_in_process else _STOP_ENGINE_S
+    return Server(program.name, process, program.log, spec, program, launcher, stop_s=stop_s)
 
 
-def _server_program(
-    config: RunConfig, member: FleetMember, directory: RunDirectory, token: str, place: Place
+def _spec(config: RunConfig, member: FleetMember, directory: RunDirectory, name: str) -> ServerSpec:
+    """Return what a server with this name is started with; its port is any free one."""
+    spec = server_spec(config, member)
+    listen = ListenOptions(
+        port=0,
+        ready_file=(directory.logs / f"{name}.json").absolute(),
+        exit_with_stdin=True,
+        lease_s=config.servers.lease_s,
+    )
+    if config.updates.mode == "pull":
+        spec = replace(spec, following=FollowOptions(str(config.updates.directory), directory.run_id))
+    if not member.kind.runs_in_process:
+        log = (directory.logs / f"{name}.engine.log").absolute()
+        spec = replace(spec, process=replace(spec.process, log=log))
+    return replace(spec, listen=listen)
+
+
+def _program(
+    config: RunConfig, spec: ServerSpec, member: FleetMember, directory: RunDirectory, token: str, place: Place
 ) -> Program:
-    """Return a server without its port."""
-    command = [sys.executable, "-m", "inflight", "serve", str(config.model.path)]
-    ready_file, lease_s = directory.logs / f"{place.name}.json", config.servers.lease_s
-    command += ["--ready-file", str(ready_file.absolute()), "--exit-with-stdin", "--name", config.model.path.name]
-    command += ["--lease", f"{lease_s:g}"] if lease_s else []
-    command += ["--dtype", config.model.dtype, "--max-concurrent", str(member.max_concurrent)]
-    command += ["--threads", str(config.servers.threads)]
-    if config.servers.device is not None:
-        command += ["--device", config.servers.device]
-    if member.compile:
-        command.append("--compile")
-    if config.servers.updates == "pull":
-        command += ["--follow", str(config.servers.directory), "--follow-run", directory.run_id]
-    if config.servers.drafts != "off":
-        command += ["--drafts", config.servers.drafts]
-    if member.engine != "local":
-        command += ["--engine", member.engine, "--start-timeout", str(config.run.start_timeout_s)]
-        command += ["--log", str((directory.logs / f"{place.name}.engine.log").absolute())]
-        released = load_engine_kind(member.engine).release_arguments if config.servers.release_memory else ()
-        command += [f"--engine-arg={argument}" for argument in (*released, *member.engine_arguments)]
-        command += [] if member.python is None else ["--python", str(member.python)]
     environment = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(config.servers.threads)}
     return Program(
         place.name,
-        command,
+        _command(spec, 0),
         environment | place.environment,
         directory.logs / f"{place.name}.log",
-        ready_file,
+        directory.logs / f"{place.name}.json",
         num_cpus=config.servers.threads,
         num_gpus=place.num_gpus,
         place=member.place,
-        inherits=() if lease_s else (directory.lock,),  # who holds it is not left running when the run is resumed
+        # Whoever holds the lock is not left running when the run is resumed.
+        inherits=() if spec.listen.lease_s else (directory.lock,),
     )
 
 
-async def _wait_until_ready(server: Server) -> None:
+def _command(spec: ServerSpec, port: int) -> list[str]:
+    spec = replace(spec, listen=replace(spec.listen, port=port))
+    return [sys.executable, "-m", "inflight", "serve", *spec.to_argv()]
+
+
+async def _ready(server: Server) -> None:
+    """Return once a server has said where it answers. Raises `ConfigError` if its process ends before."""
     while (text := await server.process.ready()) is None:
         if server.process.ended is not None:
             raise ConfigError(server.how_it_ended())

@@ -45,7 +45,7 @@ def time_limits(config: RunConfig) -> TimeLimits:
         return with_transfer_s(base_s, moved_bytes) if configured is None else configured
 
     return TimeLimits(
-        publish_s=limit(config.servers.publish_deadline_s, _PUBLISH_S, size_bytes),
+        publish_s=limit(config.updates.deadline_s, _PUBLISH_S, size_bytes),
         step_s=limit(config.run.step_timeout_s, STEP_S, size_bytes),
         save_s=limit(config.run.save_timeout_s, _SAVE_S, checkpoint_bytes),
     )

@@ -15,8 +15,8 @@ from typing import Protocol
 from inflight.contracts import TrainerWorker
 from inflight.errors import FencedError
 from inflight.launchers.launcher import ADDRESS_VARIABLE
-from inflight.run.config import ServersSection
 from inflight.run.ranks.messages import Members, PublishResult
+from inflight.run.updates_config import UpdatesSection
 from inflight.weights.send.fleet import Fleet
 from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.send.storing import newest_incarnation, store_weights
@@ -37,30 +37,30 @@ class Publishing(Protocol):
 class Push(Publishing):
     """Publishes to the servers of the fleet that can be reached, and waits for them."""
 
-    def __init__(self, servers: ServersSection, urls: Sequence[str], run_id: str, deadline_s: float) -> None:
-        self._servers = servers
+    def __init__(self, updates: UpdatesSection, urls: Sequence[str], run_id: str, deadline_s: float) -> None:
+        self._updates = updates
         self._deadline_s = deadline_s
         token = os.environ.get("INFLIGHT_TOKEN")
         publisher = WeightPublisher.connect(
             urls,
             run_id=run_id,
             token=token,
-            transport=servers.transport,
-            address=_own_address(servers),
-            directory=None if servers.directory is None else servers.directory.absolute(),
-            encoding=servers.encoding,
-            delta=servers.delta,
-            staged=servers.staged,
+            transport=updates.transport,
+            address=_own_address(updates),
+            directory=None if updates.directory is None else updates.directory.absolute(),
+            encoding=updates.encoding,
+            delta=updates.delta,
+            staged=updates.staged,
             connect_timeout_s=deadline_s,
         )
-        self._fleet = Fleet(publisher, quorum=servers.quorum, token=token)
+        self._fleet = Fleet(publisher, quorum=updates.quorum, token=token)
 
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
         started = time.time()
         self._fleet.set_members(members.urls)
         if members.ask_all:
             self._fleet.ask_all()
-        report = self._fleet.publish(worker, in_flight=self._servers.in_flight, deadline_s=self._deadline_s)
+        report = self._fleet.publish(worker, in_flight=self._updates.in_flight, deadline_s=self._deadline_s)
         return PublishResult(
             span=(started, time.time()),
             is_published=bool(self._fleet.healthy),
@@ -82,10 +82,10 @@ class Push(Publishing):
 class Pull(Publishing):
     """Stores each version without waiting for any server."""
 
-    def __init__(self, servers: ServersSection, run_id: str, deadline_s: float) -> None:
-        assert servers.directory is not None
-        self._directory = servers.directory.absolute()
-        self._servers = servers
+    def __init__(self, updates: UpdatesSection, run_id: str, deadline_s: float) -> None:
+        assert updates.directory is not None
+        self._directory = updates.directory.absolute()
+        self._updates = updates
         self._deadline_s = deadline_s
         self._run_id = run_id
         self._store = FileSender(self._directory)
@@ -100,7 +100,7 @@ class Pull(Publishing):
             self._store,
             run_id=self._run_id,
             incarnation=self._incarnation,
-            encoding=self._servers.encoding,
+            encoding=self._updates.encoding,
             deadline_s=self._deadline_s,
         )
         if newest > self._incarnation:  # raised only now that every rank has gathered
@@ -120,8 +120,8 @@ class Pull(Publishing):
         )
 
 
-def _own_address(servers: ServersSection) -> str:
+def _own_address(updates: UpdatesSection) -> str:
     """Return this host's address as the servers see it: the configured one, or else the launcher's."""
-    if "address" in servers.model_fields_set:
-        return servers.address
-    return os.environ.get(ADDRESS_VARIABLE, servers.address)
+    if "address" in updates.model_fields_set:
+        return updates.address
+    return os.environ.get(ADDRESS_VARIABLE, updates.address)

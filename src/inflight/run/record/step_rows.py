@@ -43,6 +43,7 @@ class Notes:
             metrics = add_metrics(metrics, decode_metrics(answer.metrics))
         first = answers[0]
         published = first.published
+        dispatcher = self.sampling.dispatcher
         row = self.journal.step(
             batch.token_lags,
             batch.num_tokens,
@@ -53,20 +54,20 @@ class Notes:
                 "num_step_tokens": batch.num_tokens,
                 "num_step_sequences": len(batch.samples),
                 "num_stale_tokens": batch.num_stale_tokens,
-                "groups_running": self.sampling.actor.num_running,
+                "groups_running": self.sampling.num_running,
                 "groups_waiting": self.sampling.num_waiting,
                 "publish": published.metrics() if published is not None and published.is_published else None,
                 **({"serving": serving} if serving else {}),
-                "resumed_tokens": self.sampling.actor.num_resumed_tokens,
-                "scheduler": self.sampling.actor.scheduler.metrics(),
-                "bias": self.sampling.audit.metrics(),
-                "littles_law": self.sampling.littles_law.row(),
+                "resumed_tokens": dispatcher.num_resumed_tokens,
+                "scheduler": dispatcher.scheduler.metrics(),
+                "bias": self.sampling.warnings.audit.metrics(),
+                "littles_law": dispatcher.steps.law.row(),
                 "ledger": self._ledger_counts(),
-                "failed_episodes": dict(self.sampling.num_failed_episodes),
-                "rewritten_conversations": self.sampling.actor.num_rewritten,
+                "failed_episodes": dict(self.sampling.warnings.num_failed_episodes),
+                "rewritten_conversations": self.sampling.num_rewritten,
             },
             batch.ages,
-            self.sampling.actor.slots.take(self.sampling.actor.clock()),
+            dispatcher.endpoints.account.take(self.sampling.actor.clock()),
             self.sampling.actor.take_drafted(),
         )
         self.progress.step(row)
@@ -75,7 +76,7 @@ class Notes:
     async def note_what_runs(self) -> None:
         """Record for the timeline how many groups are running, until cancelled."""
         while True:
-            self.journal.running(self.sampling.actor.num_running)
+            self.journal.running(self.sampling.num_running)
             await asyncio.sleep(_SAMPLE_S)
 
     async def show_what_is_waited_for(self) -> None:
@@ -95,8 +96,8 @@ class Notes:
                 "interrupted": interrupted,
                 "failure": failure,
                 "ledger": self._ledger_counts(),
-                "failed_episodes": dict(self.sampling.num_failed_episodes),
-                "rewritten_conversations": self.sampling.actor.num_rewritten,
+                "failed_episodes": dict(self.sampling.warnings.num_failed_episodes),
+                "rewritten_conversations": self.sampling.num_rewritten,
                 "inflight": __version__,
                 "config": json.loads(self.config.model_dump_json()),
             }
@@ -113,7 +114,7 @@ class Notes:
             self.progress.note("continue with the same command and --resume")
 
     def _ledger_counts(self) -> dict[str, Any]:
-        ledger = self.sampling.ledger
+        ledger = self.sampling.dispatcher.ledger
         return {
             "trained": ledger.num_trained,
             "dropped": dict(ledger.num_dropped),

@@ -11,9 +11,10 @@ from inflight.base.threads import run_abandonable
 from inflight.contracts import Task
 from inflight.errors import InflightError, TaskError
 from inflight.rollouts import continuation, joined
+from inflight.rollouts.driver_commands import ScoredGroup
+from inflight.run.sampling.sampling_endpoint import SamplingEndpoint, request_of
 from inflight.run.sampling.scoring import ScoringPool
-from inflight.run.sampling.seats import Seat, request_of
-from inflight.run.sampling.work import Order, Sampled, ScoredGroup, Work
+from inflight.run.sampling.work import Order, Sampled, Work
 from inflight.types import Rollout, TaskItem
 from inflight.wire import Completion, SamplingParams
 
@@ -67,13 +68,13 @@ class Completions(Work):
             "train.max_tokens_per_micro_batch, or lower sampling.max_tokens"
         )
 
-    async def sample(self, seat: Seat, order: Order) -> list[Sampled]:
+    async def sample(self, endpoint: SamplingEndpoint, order: Order) -> list[Sampled]:
         sampling = self.sampling.model_copy(update={"n": len(order.numbers), "seed": order.seed})
         request = request_of(order.request_id, order.prompt_token_ids, sampling, routed_experts=self.routed_experts)
         if order.partial is None:
-            sampled = await seat.sample(request)
+            sampled = await endpoint.sample(request)
         else:
-            (rest,) = await seat.sample(continuation(request, order.partial, order.request_id))
+            (rest,) = await endpoint.sample(continuation(request, order.partial, order.request_id))
             sampled = (joined(order.partial, rest),)
         return [new.model_copy(update={"index": i}) for i, new in zip(order.numbers, sampled, strict=False)]
 

@@ -15,8 +15,9 @@ from inflight.environments.playing import PlayingEpisode, Proxy, play
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import EndpointError, TaskError
-from inflight.run.sampling.seats import Seat, SlowRequest
-from inflight.run.sampling.work import Order, Sampled, ScoredGroup, Work
+from inflight.rollouts.driver_commands import ScoredGroup
+from inflight.run.sampling.sampling_endpoint import SamplingEndpoint, SlowRequest
+from inflight.run.sampling.work import Order, Sampled, Work
 from inflight.types import TaskItem
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 
@@ -26,18 +27,18 @@ _MIN_EPISODES = 2
 
 @dataclass(eq=False)
 class _Played:
-    """An episode that is being played, at a seat or without one."""
+    """An episode that is being played, on an endpoint or waiting for one."""
 
     moving: Moving
     playing: PlayingEpisode
     task: asyncio.Future[PlayedEpisode]
     failed: asyncio.Future[None]
-    """Set to the error of the seat where it is, once that fails."""
+    """Set to the error of the endpoint where it is, once that fails."""
 
-    async def at(self, seat: Seat) -> PlayedEpisode:
-        """Play on at a seat, and return the episode once it is over. Raises what the seat raises."""
+    async def at(self, endpoint: SamplingEndpoint) -> PlayedEpisode:
+        """Play on on an endpoint, and return the episode once it is over. Raises what the endpoint raises."""
         self.failed = asyncio.get_running_loop().create_future()
-        self.moving.go_to(await _place(seat))
+        self.moving.go_to(await _place(endpoint))
         try:
             ends: list[asyncio.Future[Any]] = [self.task, self.failed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -54,13 +55,13 @@ class _Played:
             self.failed.set_exception(error)
 
 
-async def _place(seat: Seat) -> Place:
+async def _place(endpoint: SamplingEndpoint) -> Place:
     async def generate(request: GenerateRequest) -> Completion:
-        (completion,) = await seat.sample(request)
+        (completion,) = await endpoint.sample(request)
         return completion
 
-    streams = (await seat.capabilities()).streaming and isinstance(seat.endpoint, StreamingEndpoint)
-    return Place(generate, seat.stream if streams else None)
+    streams = (await endpoint.capabilities()).streaming and isinstance(endpoint.endpoint, StreamingEndpoint)
+    return Place(generate, endpoint.stream if streams else None)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Episodes(Work):
     """Whether endpoints are asked which experts computed each token. Nothing is streamed then."""
     loop: PlayLoop = field(default_factory=PlayLoop)
     _played: dict[tuple[int, int], _Played] = field(default_factory=dict)
-    """Episodes that are not over, by item and number; those without a seat wait for one."""
+    """Episodes that are not over, by item and number; those without an endpoint wait for one."""
 
     is_one_request = False
 
@@ -109,22 +110,22 @@ class Episodes(Work):
     def too_long(self, prompt_token_ids: Sequence[int]) -> str | None:
         return None
 
-    async def sample(self, seat: Seat, order: Order) -> list[Sampled]:
-        """Play an episode, or go on with one that has lost its seat. Raises as `Seat.sample`.
+    async def sample(self, endpoint: SamplingEndpoint, order: Order) -> list[Sampled]:
+        """Play an episode, or go on with one that has lost its endpoint. Raises as `SamplingEndpoint.sample`.
 
-        One that was over just when it lost its seat is kept for the next call.
+        One that was over just when it lost its endpoint is kept for the next call.
         """
         key = (order.item.index, order.numbers[0])
         played = self._played.get(key)
         if played is None:
-            played = self._played[key] = await self._begun(seat, order)
-        sampled = await played.at(seat)
+            played = self._played[key] = await self._begun(endpoint, order)
+        sampled = await played.at(endpoint)
         self._played.pop(key, None)
         return [sampled]
 
-    async def _begun(self, seat: Seat, order: Order) -> _Played:
-        declared = await seat.capabilities()
-        streams = declared.streaming and isinstance(seat.endpoint, StreamingEndpoint)
+    async def _begun(self, endpoint: SamplingEndpoint, order: Order) -> _Played:
+        declared = await endpoint.capabilities()
+        streams = declared.streaming and isinstance(endpoint.endpoint, StreamingEndpoint)
         moving = Moving((EndpointError, SlowRequest), lambda error: played.fail(error))
         episode = PlayingEpisode(
             order.request_id,

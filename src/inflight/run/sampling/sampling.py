@@ -1,45 +1,41 @@
-"""From a task to the batches of optimizer steps: groups are sampled, scored, and composed as they finish.
-
-Knows nothing of trainers, and does not decide which endpoints get work.
-"""
+"""From a task to the batches of optimizer steps: what the dispatcher composes, recorded and made into batches."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy
 from inflight.errors import TrainerError
 from inflight.observe.trace import events
-from inflight.rollouts import HistoryStore, Ledger, TurnCritic, WaitingGroups, teaches
-from inflight.rollouts.admission import Admission
-from inflight.rollouts.audit import BiasAudit, Comparison
-from inflight.rollouts.batching import split_evenly
-from inflight.rollouts.littles_law import LittlesLaw
+from inflight.rollouts import HistoryStore, Ledger, TurnCritic
+from inflight.rollouts.dispatcher import Dispatcher
+from inflight.rollouts.driver_commands import (
+    ComposedPhase,
+    ComposedStep,
+    DroppedGroup,
+    DroppedItem,
+    FinishedGroup,
+    RequeuedItem,
+)
+from inflight.rollouts.step_queue import StepRules
 from inflight.run.config import RunConfig
 from inflight.run.machines.time_limits import STEP_S
 from inflight.run.record.journal import Journal
-from inflight.run.sampling.actor import Actor
+from inflight.run.sampling.actor import Actor, EndedRequest, FailedEpisode, Outcome
 from inflight.run.sampling.batches import StepBatch, make_batch
 from inflight.run.sampling.drafts import FinishedGroups
-from inflight.run.sampling.open_group import DroppedItem, Running
+from inflight.run.sampling.warnings import SamplingWarnings
 from inflight.run.sampling.work import Sampled, Work
 from inflight.run.updates import updates_of
 from inflight.types import Group
 from inflight.wire import Completion
 
-_NUM_DROPPED = 24
-"""The user is told after this many dropped groups in a row, and after each doubling."""
-
-_WHY_STALE = "Their tokens are older than rollouts.max_lag allows: are the servers behind the trainer?"
-
 
 class Sampling:
-    """Keeps the actor issuing groups, and makes batches of those that can be trained on.
+    """Makes batches of what the dispatcher composes, and records what happens to groups.
 
     `compose` names the version of the next batch, which is then made as soon as enough tokens are ready.
     """
@@ -58,352 +54,217 @@ class Sampling:
     ) -> None:
         self._config = config
         self._journal = journal
-        self._note = note
-        self._estimator = config.loss.estimator()
-        self._trains_on_equal_rewards = (
-            config.train.train_on_equal_rewards or config.loss.policy_loss().has_terms_without_advantage
-        )
-        self._staleness = staleness
         self._composer = composer
-        rollouts = config.rollouts
+        rollouts, loss = config.rollouts, config.loss
         self._critic = TurnCritic(rollouts.critic_target, rollouts.discount) if rollouts.credit == "critic" else None
-        self._waiting = WaitingGroups(staleness, composer)
-        guess = work.size * (64 + config.sampling.max_tokens / 2)
-        self._admission = Admission(config.tokens_per_step, guess)
-        self._tokens_per_phase = config.tokens_per_step * config.run.conventional_steps
-        self._is_in_phase = False
-        self._num_dropped_in_a_row = 0
-        self.num_failed_episodes: Counter[str] = Counter()
-        """Episodes that count for nothing, by what went wrong."""
-        self.audit = BiasAudit()
-        self.littles_law = LittlesLaw(journal.version)
-        self._told_reasons: set[str] = set()
-        """Reasons of which the user was shown a dropped item."""
-        self._wanted: int | None = None
-        """Version of the batch that is being composed."""
-        self._composed: StepBatch | None = None
-        self._begun = 0.0
-        self._arrived = asyncio.Event()
+        self.dispatcher = Dispatcher(
+            scheduler,
+            staleness,
+            composer,
+            history,
+            StepRules(
+                config.tokens_per_step,
+                work.size * (64 + config.sampling.max_tokens / 2),
+                steps_per_phase=config.run.conventional_steps if config.run.mode == "conventional" else 0,
+                trains_on_equal_rewards=(
+                    config.train.train_on_equal_rewards or loss.policy_loss().has_terms_without_advantage
+                ),
+                credit=rollouts.credit,
+            ),
+            ledger=ledger,
+            version=journal.version,
+            is_one_request=work.is_one_request,
+            knows_versions=updates_of(config).knows_versions,
+            is_enough=work.is_enough,
+        )
+        self.actor = Actor(work, self.dispatcher, seed=config.run.seed, on_outcome=self._record_outcome)
+        self.warnings = SamplingWarnings(note, ledger.num_dropped)
         self.history = FinishedGroups()
-        self.ledger = ledger
+        self.num_rewritten = 0
+        """Conversations that continued from another rendering of their past, as another rollout."""
         self.is_training = False
         """Whether a batch has been handed out and not settled yet."""
-        self.actor = Actor(
-            work,
-            ledger,
-            scheduler,
-            history,
-            seed=config.run.seed,
-            may_issue=self._may_issue,
-            on_end=self._group_ended,
-            on_failed_episode=self._episode_failed,
-            on_request=self._request_ended,
-        )
+        self._batch: StepBatch | None = None
+        self._phase: Sequence[Sequence[Group]] = ()
+        self._is_composed = asyncio.Event()
+        self._begun = 0.0
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON values, what decides what is sampled next, for `restore`."""
         return {
-            "ledger": self.ledger.to_json(),
+            **self.dispatcher.state(lambda sampled: sampled.model_dump(mode="json")),
             "scheduler_name": self._config.rollouts.scheduler,
-            "scheduler": self.actor.scheduler.state(),
             "staleness_name": self._config.rollouts.staleness,
-            "staleness": self._staleness.state(),
-            "history": self.actor.history.to_json(),
-            "partials": self.actor.partials(),
             "critic": None if self._critic is None else self._critic.state(),
-            "failed_episodes": dict(self.num_failed_episodes),
-            "num_rewritten": self.actor.num_rewritten,
+            "failed_episodes": dict(self.warnings.num_failed_episodes),
+            "num_rewritten": self.num_rewritten,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state` returned; the ledger is given to the constructor.
 
-        Raises `CheckpointError`. Another scheduler or staleness policy than then begins anew.
+        Raises `CheckpointError`. Another scheduler or staleness policy than then starts from scratch.
         """
-        self.actor.history.restore(state.get("history", {}))
-        self.num_failed_episodes.update(state.get("failed_episodes", {}))
-        self.actor.num_rewritten = state.get("num_rewritten", 0)
+        self.warnings.num_failed_episodes.update(state.get("failed_episodes", {}))
+        self.num_rewritten = state.get("num_rewritten", 0)
         if self._critic is not None and state.get("critic") is not None:
             self._critic.restore(state["critic"])
-        self.actor.continue_from(state.get("partials", {}))
-        if state.get("scheduler_name") == self._config.rollouts.scheduler:
-            self.actor.scheduler.restore(state["scheduler"])
-        if state.get("staleness_name") == self._config.rollouts.staleness:
-            self._staleness.restore(state["staleness"])
+        rollouts = self._config.rollouts
+        others = {
+            policy
+            for policy, name in (("scheduler", rollouts.scheduler), ("staleness", rollouts.staleness))
+            if state.get(f"{policy}_name") != name
+        }
+        kept = {key: value for key, value in state.items() if key not in others}
+        self.dispatcher.restore(kept, self.actor.work.parse)
+
+    @property
+    def num_running(self) -> int:
+        """Groups that are being sampled or scored."""
+        return len(self.dispatcher.open)
 
     @property
     def num_waiting(self) -> int:
         """Groups that wait to be trained on."""
-        return self._waiting.num_groups
+        return self.dispatcher.steps.waiting.num_groups
 
     def progress(self) -> str:
         """Return the progress of the next batch as text."""
         return (
-            f"{self._waiting.num_tokens:,} of {self._config.tokens_per_step:,} tokens are ready, "
-            f"{self.actor.num_running} groups are running{self._dropped()}"
+            f"{self.dispatcher.steps.waiting.num_tokens:,} of {self._config.tokens_per_step:,} tokens are ready, "
+            f"{self.num_running} groups are running{self.warnings.drops()}"
         )
-
-    def _dropped(self) -> str:
-        """Return the end of a sentence that counts the dropped groups by reason."""
-        counts = self.ledger.num_dropped.most_common()
-        return "; dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in counts) if counts else ""
 
     def compose(self, version: int) -> None:
         """Begin the batch of the step that starts from ``version``, and drop groups that are too old for it."""
-        self._drop_stale(version)
-        self._drop_stale_running(version)
-        self._wanted, self._composed, self._begun = version, None, asyncio.get_running_loop().time()
-        self.actor.step_wanted(version, self._admission.num_groups())
-        self._compose_if_ready()
+        self._batch = None
+        self._begin(version)
 
     async def batch(self) -> StepBatch:
         """Return the batch that `compose` began. Raises `TrainerError` if it is not ready in time."""
-        await self._until(lambda: self._composed is not None, self._begun)
-        assert self._composed is not None
+        await self._until_composed()
+        assert self._batch is not None
         self.is_training = True
-        return self._composed
+        return self._batch
 
-    async def phase(self, version: int) -> list[list[Group]]:
-        """Sample only the groups of one phase of the conventional mode; return those of each step."""
-        now = asyncio.get_running_loop().time
-        self._drop_stale_running(version)
-        self._is_in_phase = True
-        self.actor.step_wanted(version, self._admission.num_groups(self._config.run.conventional_steps))
-        await self._until(lambda: self._waiting.num_tokens >= self._tokens_per_phase, now())
-        self._is_in_phase = False
-        self.actor.step_ready(version)
-        async with self._in_time(now()):
-            await self.actor.quiet.wait()
-        self._drop_stale(version)
-        return split_evenly(self._waiting.take_all(), self._config.run.conventional_steps)
+    async def phase(self, version: int) -> Sequence[Sequence[Group]]:
+        """Sample only the groups of one phase of the conventional mode; return those of each step.
+
+        Raises `TrainerError` if they are not ready in time.
+        """
+        self._begin(version)
+        await self._until_composed()
+        return self._phase
 
     def batch_of(self, groups: Sequence[Group], version: int) -> StepBatch:
+        """Return the batch of one step of a phase."""
         self.is_training = True
-        return self._made_of(groups, version)
+        return self._make_batch(groups, version)
 
-    def _made_of(self, groups: Sequence[Group], version: int) -> StepBatch:
+    def settle(self, batch: StepBatch) -> None:
+        """A step has trained on a batch."""
+        self.is_training = False
+        self.dispatcher.settle(batch.groups, self.actor.clock())
+        for group, kept in zip(batch.groups, batch.kept, strict=True):
+            self.warnings.group_settled(group, kept)
+        self.warnings.check_littles_law(self.dispatcher.steps.law)
+        self.actor.carry_out()
+
+    def stepped(self, version: int, effective_sample_size: float | None) -> None:
+        """Let the staleness policy look at a step. Raises `TrainerError` if it stops the run."""
+        self.dispatcher.steps.staleness.after_step(version, effective_sample_size)
+
+    def _begin(self, version: int) -> None:
+        self._begun = asyncio.get_running_loop().time()
+        self._is_composed.clear()
+        self.dispatcher.want_step(version, self.actor.clock())
+        self.actor.carry_out()
+
+    def _make_batch(self, groups: Sequence[Group], version: int) -> StepBatch:
         rollouts = self._config.rollouts
         return make_batch(
             groups,
             version,
-            self._estimator,
-            self._staleness,
+            self._config.loss.estimator(),
+            self.dispatcher.steps.staleness,
             self._composer,
             rollouts.credit,
             rollouts.discount,
             self._critic,
         )
 
-    def settle(self, batch: StepBatch) -> None:
-        self.is_training = False
-        queued = self.ledger.outstanding - self.actor.num_running - len(batch.groups)
-        under_way = self.actor.num_issued, queued, len(batch.groups)
-        for group, kept in zip(batch.groups, batch.kept, strict=True):
-            self._leaves(group, is_trained=True)
-            self.ledger.train(group.item_index)
-            self.actor.settled(group.item_index, is_trained=True)
-            self._audit(group, kept)
-        self.littles_law.stepped(*under_way)
-        self._check_littles_law()
-        self.actor.wake()
+    def _record_outcome(self, outcome: Outcome) -> None:
+        match outcome:
+            case ComposedStep(version, groups):
+                self._batch = self._make_batch(groups, version)
+                self._is_composed.set()
+            case ComposedPhase(steps):
+                self._phase = steps
+                self._is_composed.set()
+            case FinishedGroup():
+                self._record_group(outcome)
+            case DroppedGroup(group, reason):
+                self._journal.event(events.ItemDropped, reason=reason, item=group.item_index)
+                self.warnings.group_dropped(group, reason)
+            case DroppedItem(item, reason, what):
+                self._journal.event(events.ItemDropped, reason=reason, item=item, what=what)
+                self.warnings.item_dropped(outcome)
+            case FailedEpisode(item, kind, what):
+                self._journal.event(events.EpisodeFailed, item=item, reason=kind, what=what)
+                self.warnings.episode_failed(kind, what)
+            case EndedRequest():
+                self._record_request(outcome)
+            case RequeuedItem():
+                pass
 
-    def _leaves(self, group: Group, *, is_trained: bool) -> None:
-        """Tell Little's law of a group that is settled."""
+    def _record_group(self, finished: FinishedGroup) -> None:
+        group = finished.group
         versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
-        if versions:
-            self.littles_law.left(min(versions), is_trained=is_trained)
-
-    def _check_littles_law(self) -> None:
-        """Tell the user if ages and counts disagree: at once, and after each doubling of such windows."""
-        terms = self.littles_law.alarm()
-        if terms is None or self.littles_law.num_alarms.bit_count() != 1:
-            return
-        self._note(
-            f"groups are {terms.age:.1f} steps old when they are settled, by their versions, but by Little's law they "
-            f"should be {terms.expected_age:.1f}: {terms.in_flight:.0f} in flight, {terms.queued:.0f} queued and "
-            f"{terms.training:.0f} in training, of which {terms.left:.1f} leave per step; this is alarm "
-            f"{self.littles_law.num_alarms}. If they are older, servers are behind the trainer; if younger, requests "
-            "wait in an engine (lower servers.max_concurrent), or the ledger holds groups that nothing will settle"
-        )
-
-    def _may_issue(self) -> bool:
-        """Return whether the actor may offer another group."""
-        num_running = self.actor.num_running
-        if self._config.run.mode == "conventional":
-            steps, surplus = self._config.run.conventional_steps, self.actor.scheduler.surplus
-            return self._is_in_phase and self._admission.in_phase(self._waiting.num_tokens, num_running, steps, surplus)
-        return self._admission.in_pipeline(
-            self._staleness,
-            self.ledger.outstanding,
-            is_step_ready=self._is_ready(),
-            is_idle=not self.is_training and num_running == 0,
-        )
-
-    def _order(self) -> tuple[int, float]:
-        """Return the oldest group that is sampled, in the order of offers, and the groups of an average step."""
-        return self.actor.oldest, self._admission.groups_per_step
-
-    def _is_ready(self) -> bool:
-        return self._waiting.ready(*self._order())
-
-    def stepped(self, version: int, effective_sample_size: float | None) -> None:
-        """Let the staleness policy look at a step. Raises `TrainerError` if it stops the run."""
-        self._staleness.after_step(version, effective_sample_size)
-
-    def _drop_stale(self, version: int) -> None:
-        for group in self._waiting.advance(version):
-            self._drop(group, "stale")
-
-    def _drop_stale_running(self, version: int) -> None:
-        """End groups that will be too old for the step that starts from ``version``, however they go on."""
-        if updates_of(self._config).knows_versions:
-            self.actor.drop_stale(lambda first_version: self._staleness.can_train(first_version, version))
-
-    def _compose_if_ready(self) -> None:
-        if self._wanted is not None and self._is_ready():
-            groups = self._waiting.take(*self._order())
-            self._composed = self._made_of(groups, self._wanted)
-            self.actor.step_ready(self._wanted)
-            self._wanted = None
-
-    def _group_ended(self, ended: Group | DroppedItem | None) -> None:
-        if isinstance(ended, Group):
-            self._group_finished(ended)
-        elif ended is not None:
-            self._item_dropped(ended)
-        self._compose_if_ready()  # any end may let the staleness policy allow more groups
-        self._arrived.set()
-
-    def _group_finished(self, group: Group) -> None:
-        versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
-        oldest, newest = min(versions, default=None), max(versions, default=None)
         self._journal.event(
             events.GroupFinished,
             endpoint=group.endpoint,
             item=group.item_index,
-            oldest=oldest,
-            newest=newest,
+            oldest=min(versions, default=None),
+            newest=max(versions, default=None),
             rewards=tuple(rollout.reward for rollout in group.rollouts),
             lengths=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
         )
         self._journal.group_finished(group)
         self.history.finished(group)
-        if not self._trains_on_equal_rewards and not teaches(group, self._config.rollouts.credit):
-            self._admission.finished(0)
-            self._drop(group, "equal rewards")
-        elif not self._composer.accepts(group):
-            self._admission.finished(0)
-            self._drop(group, "filtered")
-        elif self._waiting.add(group):
-            self._admission.finished(group.num_tokens)
-            self._num_dropped_in_a_row = 0
-        else:
-            self._drop(group, "stale")
+        self.num_rewritten += finished.num_rewritten
+        if finished.is_waiting:
+            self.warnings.group_kept()
 
-    def _drop(self, group: Group, reason: str) -> None:
-        """Settle a finished group that no step will use; warn if that happens many times in a row."""
-        self.ledger.drop(group.item_index, reason)
-        self._leaves(group, is_trained=False)
-        self._journal.event(events.ItemDropped, reason=reason, item=group.item_index)
-        self.actor.settled(group.item_index, is_trained=False)
-        why = "The composer accepts none like the last one: see rollouts.composer."
-        if reason == "stale":  # what is dropped for its rewards is meant to differ from what is trained on
-            self._audit(group, [False] * len(group.rollouts))
-            why = _WHY_STALE
-        if reason == "equal rewards":
-            why = (
-                f"All completions of the last one have the reward {group.rollouts[0].reward:g}, which teaches nothing: "
-                "is the task too hard or too easy for the model, or is its reward wrong?"
-            )
-        self._count_drop(why)
-
-    def _count_drop(self, why: str) -> None:
-        self._num_dropped_in_a_row += 1
-        num_doublings, rest = divmod(self._num_dropped_in_a_row, _NUM_DROPPED)
-        if rest == 0 and num_doublings.bit_count() == 1:
-            self._note(f"the last {self._num_dropped_in_a_row} groups were dropped{self._dropped()}. {why}")
-
-    def _audit(self, group: Group, is_trained: Sequence[bool]) -> None:
-        """Count a settled group for the audit of what is trained on."""
-        lengths = [rollout.num_sampled_tokens for rollout in group.rollouts]
-        self._tell_bias(self.audit.settled(lengths, is_trained, [rollout.reward for rollout in group.rollouts]))
-
-    def _tell_bias(self, found: Mapping[str, Comparison]) -> None:
-        """Tell the user if training prefers some completions: at once, and after each doubling of such windows."""
-        if not found or self.audit.num_alarms.bit_count() != 1:
-            return
-        what = "; ".join(
-            f"the median {name} of trained completions is {it.median_trained:g}, and of those left out "
-            f"{it.median_left_out:g} (Kolmogorov-Smirnov distance {it.distance:.2f}, p {it.p:.1g})"
-            for name, it in found.items()
-        )
-        self._note(
-            f"training prefers some completions to others: {what}. They are left out because they are too old by "
-            f"rollouts.max_lag; this is alarm {self.audit.num_alarms}. Raise rollouts.max_lag, or lower "
-            "servers.max_concurrent, so that fewer groups are under way"
-        )
-
-    def _item_dropped(self, item: DroppedItem) -> None:
-        """Record an item that the actor dropped; the first one of each reason is shown."""
-        if item.reason not in self._told_reasons:
-            self._told_reasons.add(item.reason)
-            self._note(
-                f"item {item.index} was dropped ({item.reason}): {item.what_happened}. The summary counts "
-                "all items of this kind"
-            )
-        self._journal.event(events.ItemDropped, reason=item.reason, item=item.index, what=item.what_happened)
-        if item.first_version is not None:
-            self.littles_law.left(item.first_version, is_trained=False)
-        if item.reason == "stale":
-            if item.lengths:
-                self._tell_bias(self.audit.settled(item.lengths, [False] * len(item.lengths)))
-            self._count_drop(_WHY_STALE)
-
-    def _request_ended(self, request: Running, sampled: Sequence[Sampled], error: str | None) -> None:
-        order = request.order
-        since = self._journal.since
-        parts = tuple(_part(number, one, since) for number, one in zip(order.numbers, sampled, strict=False))
+    def _record_request(self, ended: EndedRequest) -> None:
+        order, since = ended.order, self._journal.since
+        parts = tuple(_part(number, one, since) for number, one in zip(order.numbers, ended.sampled, strict=False))
         self._journal.event(
             events.RequestEnded,
-            (request.began_at, time.time()),
-            endpoint=request.seat.name,
+            (ended.began_at, time.time()),
+            endpoint=ended.endpoint,
             item=order.item.index,
             request_id=order.request_id,
             numbers=order.numbers,
             parts=parts,
-            error=error,
+            error=ended.error,
         )
 
-    def _episode_failed(self, item: int, kind: str, what_happened: str) -> None:
-        """Record an episode that counts for nothing; the first one of each kind is shown."""
-        self.num_failed_episodes[kind] += 1
-        if self.num_failed_episodes[kind] == 1:
-            self._note(f"an episode failed ({kind}): {what_happened}. The summary counts all of this kind")
-        self._journal.event(events.EpisodeFailed, item=item, reason=kind, what=what_happened)
-
-    async def _until(self, condition: Callable[[], bool], begun: float) -> None:
-        async with self._in_time(begun):
-            while not condition():
-                self._arrived.clear()
-                await self._arrived.wait()
-
-    @contextlib.asynccontextmanager
-    async def _in_time(self, begun: float) -> AsyncIterator[None]:
-        """Raise `TrainerError` if the body waits for too long for a batch that was begun at a time."""
+    async def _until_composed(self) -> None:
+        """Return once what was begun is composed. Raises `TrainerError` if that takes too long."""
         timeout_s = self._config.run.step_timeout_s or STEP_S
         try:
-            async with asyncio.timeout_at(begun + timeout_s):
-                yield
+            async with asyncio.timeout_at(self._begun + timeout_s):
+                await self._is_composed.wait()
         except TimeoutError as error:
             raise TrainerError(
                 f"no batch of {self._config.tokens_per_step} tokens was ready within {timeout_s:g} s: "
-                f"{self._waiting.num_tokens} tokens are ready, {self.actor.num_running} groups are running"
-                f"{self._dropped()}. Are all rewards equal?"
+                f"{self.dispatcher.steps.waiting.num_tokens} tokens are ready, {self.num_running} groups are running"
+                f"{self.warnings.drops()}. Are all rewards equal?"
             ) from error
 
 
 def _part(number: int, sampled: Sampled, since: Callable[[float], float]) -> events.SampledPart:
-    """Return what a request brought of one completion, or the turns of one episode, one after the other."""
+    """Return what a request sampled of one completion, or the turns of one episode, one after the other."""
     calls = [] if isinstance(sampled, Completion) else sampled.calls
     turns = [(since(call.span[0]), since(call.span[1]), call.completion.num_tokens) for call in calls if call.span]
     completions = [sampled] if isinstance(sampled, Completion) else [call.completion for call in sampled.calls]

@@ -1,4 +1,4 @@
-"""What a group consists of, as the actor needs it: completions of a task, or episodes of an environment."""
+"""The contents of a group, as the actor needs them: completions of a task, or episodes of an environment."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from inflight.environments.recording import PlayedEpisode
-from inflight.run.sampling.seats import Seat
-from inflight.types import Rollout, TaskItem
+from inflight.rollouts.driver_commands import ScoredGroup
+from inflight.run.sampling.sampling_endpoint import SamplingEndpoint
+from inflight.types import TaskItem
 from inflight.wire import Completion
 
 Sampled = Completion | PlayedEpisode
@@ -27,22 +28,6 @@ class Order:
     seed: int
     partial: Completion | None = None
     """What is there of the only one; it is continued."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredGroup:
-    """What a group brought. Failed episodes are left out; there may be nothing left."""
-
-    rollouts: Sequence[Rollout]
-    lengths: tuple[int, ...]
-    """Sampled tokens of each completion or episode."""
-    rewards: tuple[float, ...]
-    completions: Sequence[Sequence[int]] = ()
-    """Token ids that later completions of the same prompt may be drafted from."""
-    failures: Sequence[tuple[str, str]] = ()
-    """Episodes that failed: a word to count by, and what happened."""
-    num_rewritten: int = 0
-    """Conversations that went on from another rendering of their past."""
 
 
 class Work(Protocol):
@@ -74,8 +59,11 @@ class Work(Protocol):
         """Return why an item can never be trained on, if so."""
 
     @abstractmethod
-    async def sample(self, seat: Seat, order: Order) -> Sequence[Sampled]:
-        """Return what was sampled for each number of an order, in their sequence. Raises as `Seat.sample`."""
+    async def sample(self, endpoint: SamplingEndpoint, order: Order) -> Sequence[Sampled]:
+        """Return what was sampled for each number of an order, in their sequence.
+
+        Raises as `SamplingEndpoint.sample`.
+        """
 
     def first_version(self, index: int, number: int) -> int | None:
         """Return the oldest version of what is kept of an episode that waits for an endpoint; None if there is none."""
@@ -91,7 +79,7 @@ class Work(Protocol):
 
     @abstractmethod
     async def score(self, item: TaskItem, prompt_token_ids: Sequence[int], sampled: Sequence[Sampled]) -> ScoredGroup:
-        """Return what a group brought. Raises `TaskError`."""
+        """Return the rewards of a group and its rollouts. Raises `TaskError`."""
 
     @abstractmethod
     def parse(self, saved: Any) -> Sampled:

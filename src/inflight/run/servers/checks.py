@@ -7,8 +7,9 @@ from pathlib import Path
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
-from inflight.http.kinds import connect_endpoint, load_engine_kind
-from inflight.run.config import RunConfig, ServersSection
+from inflight.http.kinds import connect_endpoint
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import ServersSection
 from inflight.wire import Capabilities, Needs
 
 _MAX_FILE_BYTES = 1 << 20
@@ -18,28 +19,22 @@ _MAX_FILE_BYTES = 1 << 20
 def check_servers(servers: ServersSection) -> None:
     """Raise `ConfigError` for engines, interpreters and URLs that cannot be used. Starts and contacts nothing."""
     for member in servers.members:
-        if member.engine != "local":
-            kind = load_engine_kind(member.engine)
-            if servers.release_memory and not kind.release_arguments:
-                raise ConfigError(
-                    f"servers.release_memory needs engines that can release their memory, but {member.engine} cannot: "
-                    "leave it out"
-                )
+        if member.kind.releases_memory == "never" and servers.release_memory:
+            raise ConfigError(
+                f"servers.release_memory needs engines that can release their memory, but {member.engine} cannot: "
+                "leave it out"
+            )
         if member.python is not None and not (member.python.is_file() and os.access(member.python, os.X_OK)):
             raise ConfigError(
                 f"servers.python {str(member.python)!r} is not an interpreter; give the path of python in the "
                 f"virtual environment that has {member.engine}"
             )
-    names = [connect_endpoint(url).name for url in servers.urls]
+    names = [connect_endpoint(url).name for url in servers.attach.urls]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"servers.urls lists {', '.join(twice)} more than once; list each server once")
-    num_servers = len(names) + sum(member.count for member in servers.members)
-    if not servers.others_may_come and servers.quorum is not None and servers.quorum > num_servers:
-        raise ConfigError(f"servers.quorum {servers.quorum} exceeds the number of servers, {num_servers}")
-    if servers.urls_file is not None and not servers.urls_file.is_file():
-        raise ConfigError(
-            f"servers.urls_file {str(servers.urls_file)!r} does not exist; create it with one URL per line"
-        )
+        raise ConfigError(f"servers.attach.urls lists {', '.join(twice)} more than once; list each server once")
+    file = servers.attach.urls_file
+    if file is not None and not file.is_file():
+        raise ConfigError(f"servers.attach.urls_file {str(file)!r} does not exist; create it with one URL per line")
 
 
 def read_server_list(path: Path) -> tuple[dict[str, str] | None, list[str]]:
@@ -51,7 +46,8 @@ def read_server_list(path: Path) -> tuple[dict[str, str] | None, list[str]]:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES).decode(errors="replace")
     except OSError as error:
-        return None, [f"servers.urls_file {str(path)!r} cannot be read: {error.strerror}; the fleet stays as it is"]
+        problem = f"servers.attach.urls_file {str(path)!r} cannot be read: {error.strerror}; the fleet is unchanged"
+        return None, [problem]
     listed: dict[str, str] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -65,12 +61,12 @@ def read_server_list(path: Path) -> tuple[dict[str, str] | None, list[str]]:
 
 def needs_of(config: RunConfig, vocab_size: int) -> Needs:
     """Return what a run requires of each server."""
-    servers = config.servers
+    updates = config.updates
     return Needs(
-        in_flight=servers.in_flight,
-        transport=servers.transport,
-        encodings=("delta" if servers.delta else servers.encoding,),
-        releases_memory=servers.release_memory,
+        in_flight=updates.in_flight,
+        transport=updates.transport,
+        encodings=("delta" if updates.delta else updates.encoding,),
+        releases_memory=config.servers.release_memory,
         routed_experts=config.train.router_replay,
         lora_or_merged=config.train.lora is not None,
         processed_logprobs=config.sampling.temperature != 1.0,
@@ -80,9 +76,9 @@ def needs_of(config: RunConfig, vocab_size: int) -> Needs:
 
 
 _ADVICE = {
-    "in_flight": "change servers.in_flight",
-    "transport": "change servers.transport",
-    "encodings": "change servers.encoding and servers.delta",
+    "in_flight": "change updates.in_flight",
+    "transport": "change updates.transport",
+    "encodings": "change updates.encoding and updates.delta",
     "releases_memory": "change servers.release_memory",
     "routed_experts": "change train.router_replay",
     "lora_or_merged": "leave train.lora out to train and publish all weights, or use another engine",

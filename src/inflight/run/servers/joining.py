@@ -34,10 +34,10 @@ class _Guest:
 
 
 def host_and_port(at: str) -> tuple[str, int]:
-    """Return the parts of ``servers.join``. Raises `ConfigError` if it has others."""
+    """Return the parts of ``servers.attach.join``. Raises `ConfigError` if it has others."""
     host, _, port = at.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"servers.join {at!r} is not HOST:PORT, such as 10.0.0.1:8100")
+        raise ConfigError(f"servers.attach.join {at!r} is not HOST:PORT, such as 10.0.0.1:8100")
     return host.strip("[]"), int(port)
 
 
@@ -54,7 +54,7 @@ class JoinDesk:
 
     async def open(self) -> str:
         """Listen, and return the URL. Raises `ConfigError` if the address cannot be used."""
-        listener = bind(*host_and_port(self._at), "choose another address for servers.join")
+        listener = bind(*host_and_port(self._at), "choose another address for servers.attach.join")
         app = Starlette(routes=[Route(JOIN_PATH, self._answer, methods=["POST", "DELETE"])])
         self._server = InLoopServer(app, listener)
         return await self._server.started()

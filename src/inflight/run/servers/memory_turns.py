@@ -59,7 +59,7 @@ class MemoryTurns:
         done = [endpoint.name for endpoint, why in zip(endpoints, problems, strict=True) if why is None]
         self.servers.journal.event(events.MemoryMoved, (started, time.time()), kind=kind, servers=tuple(done))
         for endpoint, why in zip(endpoints, problems, strict=True):
-            if why is not None and endpoint.name not in self.servers.actor.lost:
+            if why is not None and endpoint.name not in self.servers.actor.dispatcher.endpoints.lost:
                 self.servers.note(f"{endpoint.name} did not {what} its memory and is left out: {why}")
                 self.servers.actor.lose(endpoint.name, f"it did not {what} its memory: {why}")
 

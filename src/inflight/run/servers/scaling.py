@@ -10,7 +10,7 @@ from typing import Protocol
 from inflight.errors import ConfigError
 from inflight.observe.trace import events
 from inflight.rollouts.scaling import ScaleRule
-from inflight.run.config import ScaleSection
+from inflight.run.fleet_config import ScalingSection
 from inflight.run.machines.processes import Server
 from inflight.run.record.journal import Journal
 
@@ -34,7 +34,7 @@ class Scaling:
 
     def __init__(
         self,
-        settings: ScaleSection,
+        settings: ScalingSection,
         running: list[Server],
         start: StartServer,
         load: Callable[[], tuple[bool, int, int]],

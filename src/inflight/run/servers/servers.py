@@ -68,7 +68,7 @@ class Servers:
     """Whether the ranks train; otherwise they wait for samples."""
     own: list[Server] = field(default_factory=list)
     extra: list[Server] = field(default_factory=list)
-    """Servers that were started because training waited, with ``servers.scale``; they joined by themselves."""
+    """Servers that were started because training waited, with ``servers.scaling``; they joined by themselves."""
     scaling: Scaling | None = None
     run_id: str | None = None
     """Known once `start` is called."""
@@ -83,7 +83,7 @@ class Servers:
     num_given_up: int = 0
     """Own servers that will not be started again."""
     desk: JoinDesk | None = None
-    """Where servers join by themselves, with ``servers.join``."""
+    """Where servers join by themselves, with ``servers.attach.join``."""
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while trainers have the memory that a server would need to start."""
 
@@ -103,21 +103,21 @@ class Servers:
         servers = self.config.servers
         self.run_id = directory.run_id
         running = [server for server in self.own if server.process.ended is None]
-        if not servers.urls and not running and not self.launcher.port:
+        if not servers.attach.urls and not running and not self.launcher.port:
             await asyncio.gather(*(server.stop() for server in self.own))
             self.own = await start_servers(self.config, directory, self.token, self.places, self.launcher)
-        limits = {server.url: server.max_concurrent for server in running or self.own}
-        limits |= dict.fromkeys(servers.urls, servers.max_concurrent)
+        limits = {server.url: server.spec.options.num_slots for server in running or self.own}
+        limits |= dict.fromkeys(servers.attach.urls, servers.slots_of_attached)
         self.taking_part = {self._connect(url): url for url in limits}
         capabilities = await asyncio.gather(*map(self._check_endpoint, self.taking_part))
         for (endpoint, url), can in zip(self.taking_part.items(), capabilities, strict=True):
             self.actor.add(endpoint, limits[url], can)
-        if servers.join is not None:
-            self.desk = JoinDesk(servers.join, self.token, directory.run_id)
+        if servers.attach.join is not None:
+            self.desk = JoinDesk(servers.attach.join, self.token, directory.run_id)
             at = await self.desk.open()
             self.note(f"servers may join at {at}")
-            if servers.scale is not None:
-                member = servers.scale.server
+            if servers.scaling is not None:
+                member = servers.scaling.server
 
                 async def start_one(name: str) -> Server:
                     where = place_extra(name, self.config, member, self.launcher.num_gpus)
@@ -125,8 +125,8 @@ class Servers:
                         self.config, member, directory, self.token, where, self.launcher, at
                     )
 
-                self.scaling = Scaling(servers.scale, self.extra, start_one, self._load, self.journal, self.note)
-        if servers.others_may_come:
+                self.scaling = Scaling(servers.scaling, self.extra, start_one, self._load, self.journal, self.note)
+        if servers.attach.others_may_come:
             await self._wait_for_the_first()
 
     def watching(self) -> list[Coroutine[Any, Any, None]]:
@@ -134,7 +134,7 @@ class Servers:
 
         One of them raises `EndpointError` once all own servers are given up and no list can bring others.
         """
-        following = [self._follow()] if self.config.servers.others_may_come else []
+        following = [self._follow()] if self.config.servers.attach.others_may_come else []
         scaling = [] if self.scaling is None else [self.scaling.run()]
         return [*map(self._keep_running, self.own), *following, *scaling]
 
@@ -170,10 +170,10 @@ class Servers:
 
     def _load(self) -> tuple[bool, int, int]:
         """Return whether training waits, the slots of the servers that take work, and how many of them are free."""
-        return not self.is_training(), *self.actor.slots_now()
+        return not self.is_training(), *self.actor.dispatcher.endpoints.count()
 
     def _connect(self, url: str) -> InferenceEndpoint:
-        timeout_s = self.config.servers.generate_timeout_s
+        timeout_s = self.config.sampling.generate_timeout_s
         return connect_endpoint(url, token=self.token, generate_timeout_s=timeout_s)
 
     async def _check_endpoint(self, endpoint: InferenceEndpoint) -> Capabilities:
@@ -217,7 +217,7 @@ class Servers:
             f"{server.name} will not be restarted: it ended {_MAX_FAILURES} times in a row before it held a version"
         )
         self.num_given_up += 1
-        if self.num_given_up == len(self.own) and not self.config.servers.others_may_come:
+        if self.num_given_up == len(self.own) and not self.config.servers.attach.others_may_come:
             raise nobody_left(self.actor)
 
     async def _moved(self, before: str, server: Server) -> None:
@@ -229,7 +229,7 @@ class Servers:
         for old in [old for old, url in self.taking_part.items() if url == before]:
             self.actor.retire(old.name, functools.partial(self._left, old.name))
         self.taking_part[endpoint] = server.url
-        self.actor.add(endpoint, server.max_concurrent, can)
+        self.actor.add(endpoint, server.spec.options.num_slots, can)
 
     # ----------------------------------------------------------------------------------------- servers of the list
 
@@ -250,15 +250,15 @@ class Servers:
     @property
     def _where(self) -> str:
         """Where servers that may come are listed."""
-        servers = self.config.servers
-        named = [f"servers.urls_file {str(servers.urls_file)!r}"] if servers.urls_file is not None else []
-        return " or ".join([*named, *([f"servers.join {servers.join!r}"] if servers.join is not None else [])])
+        attach = self.config.servers.attach
+        settings = {"urls_file": attach.urls_file, "join": attach.join}
+        return " or ".join(f"servers.attach.{key} {str(it)!r}" for key, it in settings.items() if it is not None)
 
     def _listed(self) -> dict[str, str] | None:
         """Return the URLs of the file and of those that joined, by endpoint name; None if the file is unreadable."""
         listed: dict[str, str] | None = {}
-        if self.config.servers.urls_file is not None:
-            listed, problems = read_server_list(self.config.servers.urls_file)
+        if self.config.servers.attach.urls_file is not None:
+            listed, problems = read_server_list(self.config.servers.attach.urls_file)
             for problem in problems:
                 self._note_once(problem)
         if listed is not None and self.desk is not None:
@@ -307,14 +307,8 @@ class Servers:
             return None
         line.takes_part = self.has_somebody_come = True
         self.taking_part[endpoint] = line.url
-        self.actor.add(endpoint, min(can.max_concurrent_sequences, self._most_concurrent), can)
+        self.actor.add(endpoint, min(can.max_concurrent_sequences, self.config.servers.slots_of_joining), can)
         return endpoint.name
-
-    @property
-    def _most_concurrent(self) -> int:
-        """Completions at a time on one server of the list."""
-        servers = self.config.servers
-        return max(servers.max_concurrent, 0 if servers.scale is None else servers.scale.server.max_concurrent)
 
     def _left(self, name: str) -> None:
         """Remove a retired server that has finished its groups."""
@@ -326,5 +320,5 @@ class Servers:
 
 def nobody_left(actor: Actor) -> EndpointError:
     """Return the error that says how every endpoint was lost."""
-    causes = "; ".join(f"{lost}: {why}" for lost, why in actor.lost.items())
+    causes = "; ".join(f"{lost}: {why}" for lost, why in actor.dispatcher.endpoints.lost.items())
     return EndpointError(f"no inference server is left ({causes})")

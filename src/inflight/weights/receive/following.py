@@ -1,8 +1,12 @@
-"""Following: beside a server, update it to the newest stored version of a run whenever there is a newer one.
+"""Following a stored run: an endpoint is updated to each newest version, or a relay keeps a copy on another host.
 
 A follower makes the same contract calls as a publisher, so the endpoint sees no difference. It skips versions that were
 superseded while an update was under way. It leases what it reads, so that the trainer does not remove it meanwhile;
 even a slow follower makes progress. `inflight.weights.send.storing` is the other side.
+
+With a relay, each version crosses the link to its source once, however many servers read it from the relay: those of
+the relay's host through memory, others over HTTP. Readers follow a relay as they would follow the trainer, and a relay
+may follow a relay, so relays make a tree.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +31,7 @@ from inflight.types import EndpointOutcome, WeightBucket
 from inflight.weights.encode.bucket_bytes import checksum, pack, payload_spec
 from inflight.weights.send.endpoint_update import serves, update_endpoint
 from inflight.weights.transports.bucket_files import LEASE_S, StoredUpdate
-from inflight.weights.transports.files import FileReceiver
+from inflight.weights.transports.files import FileReceiver, FileSender
 from inflight.weights.transports.pull import PullReceiver
 from inflight.wire import BucketTransfer, DirectorySpec, InFlightPolicy, PullSpec, UpdateRef
 
@@ -35,6 +40,8 @@ FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 _JOIN_S = 60.0
 """How long an endpoint may take to find what is stored."""
+_READ_S = 10.0
+"""How long reading the relay's own directory may take."""
 _LEASE_SLACK_S = 5.0
 _RENEW_S = LEASE_S / 10
 
@@ -73,7 +80,7 @@ async def follow(
         return serves(await endpoint.weight_version(), ref)
 
     async def take(_: StoredRun, stored: StoredUpdate) -> None:
-        await _take(endpoint, spec, stored, in_flight, deadline_s)
+        await _update_to(endpoint, spec, stored, in_flight, deadline_s)
         note(f"serving version {stored.update.version} of run {spec.run_id!r}")
 
     await take_each_newest(spec, has, take, poll_s=poll_s, deadline_s=deadline_s, note=note)
@@ -142,7 +149,7 @@ async def _while_held(source: StoredRun, ref: UpdateRef, taking: Coroutine[Any, 
         raise first_of(group.exceptions) from group
 
 
-async def _take(
+async def _update_to(
     endpoint: InferenceEndpoint,
     spec: DirectorySpec | PullSpec,
     stored: StoredUpdate,
@@ -178,6 +185,50 @@ async def _transfers(stored: StoredUpdate, timeout_s: float) -> AsyncGenerator[B
             checksum=bucket.checksum,
             timeout_s=timeout_s,
         )
+
+
+async def relay(
+    spec: DirectorySpec | PullSpec,
+    directory: Path,
+    *,
+    poll_s: float = 0.2,
+    deadline_s: float = 60.0,
+    note: Callable[[str], None],
+) -> NoReturn:
+    """Keep the newest version that is stored at ``spec`` in ``directory`` too, until cancelled.
+
+    Every bucket is compared with its checksum before it is stored, and a version appears only when it is whole; the one
+    before it then goes, unless a reader leases it. Each has ``deadline_s`` seconds. One that fails is noted and tried
+    again, and the version before it stays.
+    """
+    sender = FileSender(directory, is_durable=False)
+    sender.specs(spec.run_id, [1], deadline_s)
+    here = DirectorySpec(run_id=spec.run_id, transport="file", directory=str(sender.directory), timeout_s=_READ_S)
+
+    async def has(ref: UpdateRef) -> bool:
+        with closing(StoredRun(here)) as stored:
+            return await stored.latest(_READ_S) == ref
+
+    async def take(source: StoredRun, stored: StoredUpdate) -> None:
+        await run_abandonable(lambda: _copy(source, stored, sender, deadline_s), "inflight-relay")
+        size = sum(bucket.size_bytes for bucket in stored.buckets)
+        note(f"version {stored.update.version} of run {spec.run_id!r} is here, {size / 1e6:,.1f} MB")
+
+    try:
+        await take_each_newest(spec, has, take, poll_s=poll_s, deadline_s=deadline_s, note=note)
+    finally:
+        sender.abort()
+
+
+def _copy(source: StoredRun, stored: StoredUpdate, sender: FileSender, deadline_s: float) -> None:
+    sender.begin(stored.update)
+    is_done = False
+    try:
+        for bucket in source.buckets(stored, deadline_s):
+            sender.send(bucket, deadline_s)
+        is_done = True
+    finally:
+        sender.end(is_done=is_done)
 
 
 class StoredRun:

@@ -181,7 +181,7 @@ class UpdateReceiver:
 
     async def abort(self, ref: UpdateRef) -> None:
         """Waits for a commit that has begun to apply."""
-        self._session.never(ref)
+        self._session.forbid(ref)
         opened = self._open
         if opened is None:
             return

@@ -344,7 +344,7 @@ class UpdateSession:
         self._is_moving = False
         self._num_changes += 1
 
-    def never(self, ref: UpdateRef) -> None:
+    def forbid(self, ref: UpdateRef) -> None:
         """Refuse any request of this named session from now on: it was aborted, and a late request would reopen it."""
         if ref.session_id:
             self._over.append(ref)

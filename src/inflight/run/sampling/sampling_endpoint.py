@@ -1,7 +1,4 @@
-"""One endpoint as the actor sees it, and one request on it: whose fault a failure is.
-
-Knows nothing of items, schedulers or the ledger.
-"""
+"""One endpoint of a run, and one request to it: what is at fault when it fails."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from inflight.wire import (
     WeightVersion,
 )
 
-_WELL_S = 5.0
+_HEALTHY_S = 5.0
 """How long an endpoint may take to report that it is healthy."""
 
 
@@ -50,47 +47,32 @@ class SlowRequest(Exception):  # noqa: N818 - an outcome, not an error
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
-    """One endpoint, how many completions it may run, and the version that was last published to it."""
+class SamplingEndpoint:
+    """One endpoint of a run, and the version that was last published to it."""
 
     endpoint: InferenceEndpoint
-    capacity: int
-    declared: Capabilities | None = None
+    known_capabilities: Capabilities | None = None
     """None until it has been asked."""
     version: int | None = None
-    """None while the endpoint gets no work."""
-    on_idle: Callable[[], None] | None = None
-    """Set once the seat is retired; called when nothing runs there any more."""
-    running: set[asyncio.Task[Any]] = field(default_factory=set)
-    num_running: int = 0
-    """Completions whose requests have not ended."""
     drafted: list[DraftCounts] = field(default_factory=list)
-    """Of the completions that were answered, where the endpoint counts; the actor's, which all its seats share."""
+    """Of the completions that were answered, where the endpoint counts; the endpoints of an actor share it."""
+    on_idle: Callable[[], None] | None = None
+    """Called when the endpoint is retired and nothing runs there any more."""
 
     @property
     def name(self) -> str:
         return self.endpoint.name
 
-    @property
-    def takes_work(self) -> bool:
-        """Whether it may be given requests."""
-        return self.version is not None and self.on_idle is None
-
     async def capabilities(self) -> Capabilities:
-        """Return what the endpoint declares; it is asked once."""
-        if self.declared is None:
-            self.declared = await self.endpoint.capabilities()
-        return self.declared
-
-    @property
-    def keeps_partials(self) -> bool:
-        """Whether what was sampled of an aborted completion is kept."""
-        return self.declared is not None and self.declared.partial_rollouts
+        """Return the capabilities of the endpoint, which is asked once."""
+        if self.known_capabilities is None:
+            self.known_capabilities = await self.endpoint.capabilities()
+        return self.known_capabilities
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests with what they have, if the endpoint can do that. Raises `EndpointError`."""
         if not isinstance(self.endpoint, AbortingEndpoint):
-            raise UnsupportedError(f"{self.name} declares partial_rollouts and has no abort_requests")
+            raise UnsupportedError(f"{self.name} reports partial_rollouts but has no abort_requests")
         for start in range(0, len(request_ids), MAX_ABORTED):
             ids = tuple(request_ids[start : start + MAX_ABORTED])
             await self.endpoint.abort_requests(AbortRequests(request_ids=ids))
@@ -133,7 +115,7 @@ class Seat:
         except InvalidRequestError as error:
             raise UnusableItem(f"the request was refused: {error}") from error
         except DeadlineError as error:
-            answer = await version_of(self.endpoint, _WELL_S)
+            answer = await version_of(self.endpoint, _HEALTHY_S)
             if answer is not None and answer.state is not EndpointState.POISONED:
                 raise SlowRequest(str(error)) from error
             raise

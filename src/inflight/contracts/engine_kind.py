@@ -1,0 +1,159 @@
+"""The Protocol of an engine: how a server of it is started, how to attach to one, and what it takes of GPUs.
+
+Adapters register an `EngineKind` under the entry point group ``inflight.engines``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from inflight.contracts.endpoint import InferenceEndpoint
+from inflight.errors import ConfigError
+
+EMBEDDED = "embedded"
+"""Name of the engine that a server has unless another one is chosen."""
+DEFAULT_MAX_CONCURRENT = 64
+"""Sequences that a server decodes at a time, unless its options say otherwise."""
+
+DraftProvider = Literal["history", "siblings", "both"]
+"""Where drafts come from: recorded completions of the prompt, those of this engine, or both."""
+
+
+def option(help: str, default: Any = None, **more: Any) -> Any:
+    """Return a dataclass field that is an option of ``inflight serve``, with its help text.
+
+    ``more`` may set ``flag``, which is otherwise the field's name, ``metavar`` and ``choices``.
+    """
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a user chooses for an engine that is started. None leaves the choice to the engine."""
+
+    model: Path
+    """Hugging Face checkpoint directory."""
+    name: str | None = option("name of the served model (default: the directory's)")
+    dtype: str | None = option("default: as stored", choices=("float32", "bfloat16", "float64"))
+    device: str | None = option("cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    max_model_len: int | None = option("longest sequence in tokens (default: what the model allows)")
+    max_concurrent: int | None = option(f"sequences decoded at a time (default: {DEFAULT_MAX_CONCURRENT})")
+    kv_cache_bytes: int | None = option(
+        "memory limit for keys and values, such as 2GB; requests wait for free memory (default: enough for "
+        "--max-concurrent sequences of --max-model-len, at most half of the memory; embedded engine only)",
+        flag="kv-cache",
+        metavar="SIZE",
+    )
+    compile: bool = option(
+        "compile the decode step before serving, and capture CUDA graphs on a GPU (embedded engine only)", False
+    )
+    drafts: DraftProvider | None = option(
+        "draft completions from recorded completions of the same prompt, from others of this server, or from both "
+        "(default: off; vLLM only drafts from history, SGLang not at all)"
+    )
+    threads: int | None = option("CPU threads of the engine (default: the engine's choice)")
+    arguments: tuple[str, ...] = option(
+        "an argument for the engine's own command line; KEY=VALUE for a function", (), flag="engine-arg", metavar="=ARG"
+    )
+
+    @property
+    def num_slots(self) -> int:
+        """Return how many sequences are decoded at a time."""
+        return DEFAULT_MAX_CONCURRENT if self.max_concurrent is None else self.max_concurrent
+
+    def with_defaults(self) -> EngineOptions:
+        """Return these options with a name and a number of sequences, which are not left to the engine."""
+        return replace(self, name=self.name or self.model.resolve().name, max_concurrent=self.num_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """What one server takes of GPUs."""
+
+    num_gpus: int = 1
+    num_copies: int = 1
+    """Copies of the model among these GPUs, each sharded over as many of them as the others."""
+    memory_share: float | None = 0.9
+    """Share of each GPU's memory that the engine fills with weights, KV cache and activations. None: it takes what the
+    weights and its sequences need."""
+    context: int | None = None
+    """Tokens of the longest sequence; None: what the model allows."""
+    stages_on_gpu: bool = False
+    """Whether an update that arrives over NCCL or CUDA IPC waits in GPU memory, whole on each GPU, for its commit."""
+
+
+class EngineKind(Protocol):
+    """One kind of engine. Its values hold no state.
+
+    An engine either runs in the process that serves it (`runs_in_process`, `load`), or in a process of its own
+    (`command`, `environment`, `health_path`, `liveness_path`). One that does neither can only be attached to.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name of the entry point, such as ``vllm``."""
+
+    @property
+    def runs_in_process(self) -> bool:
+        """Return whether the engine runs in the process that serves it, and can load the versions of a store there."""
+        return False
+
+    @property
+    def unsupported_options(self) -> Collection[str]:
+        """Return the fields of `EngineOptions` that do not apply."""
+        return ("kv_cache_bytes", "compile")
+
+    @property
+    def release_arguments(self) -> Sequence[str]:
+        """Return the arguments with which a server on a GPU can release its memory."""
+        return ()
+
+    @property
+    def releases_memory(self) -> Literal["never", "on_gpu", "anywhere"]:
+        """Return where a server that was started with `release_arguments` can release its memory."""
+        return "on_gpu" if self.release_arguments else "never"
+
+    def drafts_problem(self, provider: DraftProvider) -> str | None:
+        """Return why no server of this kind drafts from ``provider``, None if one can."""
+        return f"the adapter of {self.name} does not support drafts"
+
+    def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
+        """Return what a server takes of GPUs, given the further arguments of its command line."""
+        return GpuUse()
+
+    def load(self, options: EngineOptions) -> InferenceEndpoint:
+        """Return an endpoint that computes in this process, its engine running. Raises `ConfigError` if it cannot."""
+        raise ConfigError(f"{self.name} does not run in the process that serves it")
+
+    def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
+        """Return the arguments after the Python interpreter that start a server to which inflight can attach."""
+        raise ConfigError(f"inflight does not start {self.name}: attach to a running one, {self.name}+http://HOST:PORT")
+
+    def environment(self, options: EngineOptions) -> Mapping[str, str]:
+        """Return the environment variables that the server needs in addition to the inherited ones."""
+        return {}
+
+    @property
+    def health_path(self) -> str:
+        """Return the path that answers with status 200 once the server can generate."""
+        return "/health"
+
+    @property
+    def liveness_path(self) -> str | None:
+        """Return the path that answers in milliseconds, with status 503 once a part of the engine has died.
+
+        None if the server has no such path. A path that samples a token does not qualify, nor does a path that a pause
+        keeps from answering.
+        """
+        return None
+
+    @abstractmethod
+    def connect(
+        self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
+    ) -> InferenceEndpoint:
+        """Return an endpoint for the engine's own server at ``url``. Sends nothing before the endpoint's first call."""

@@ -1,0 +1,40 @@
+"""What the further arguments of an engine's command line, and its device, say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from inflight.errors import ConfigError
+
+
+def has_gpu(device: str | None) -> bool:
+    """Return whether an engine started for ``device`` finds a GPU. None asks whether this machine has one."""
+    return device.startswith("cuda") if device is not None else Path("/dev/nvidiactl").exists()
+
+
+def integer_in(arguments: Sequence[str], *flags: str) -> int | None:
+    """Return what `number_in` returns, as an integer."""
+    number = number_in(arguments, *flags)
+    return None if number is None else int(number)
+
+
+def number_in(arguments: Sequence[str], *flags: str) -> float | None:
+    """Return the number that an engine's arguments give a flag, whose names are ``flags``; None if they give none.
+
+    Understands ``--flag N``, ``--flag=N`` and underscores in place of dashes; the last one counts. Raises `ConfigError`
+    if it is not a number.
+    """
+    found: float | None = None
+    for i, argument in enumerate(arguments):
+        name, has_value, value = argument.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        if name not in flags:
+            continue
+        text = value if has_value else next(iter(arguments[i + 1 : i + 2]), "")
+        try:
+            found = float(text)
+        except ValueError as error:
+            raise ConfigError(f"engine argument {argument!r} needs a number, not {text!r}") from error
+    return found

@@ -1,0 +1,205 @@
+"""Everything that one server is started with, as a value, and as the command line of ``inflight serve``.
+
+The options of the command are the fields of these dataclasses, each with its help text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from inflight.base.sizes import parse_size_bytes
+from inflight.contracts.engine_kind import EMBEDDED, EngineOptions, option
+from inflight.http.tokens import TOKEN_VARIABLE
+
+
+@dataclass(frozen=True, slots=True)
+class ListenOptions:
+    """Where the contract is served, to whom, and for how long."""
+
+    host: str | None = option("address to listen on (default: the one that a launcher sets, else loopback only)")
+    port: int = option("port to listen on, 0 for any free one (default: 8000)", 8000)
+    token_file: Path | None = option(f"file with the control token (default: ${TOKEN_VARIABLE}, or a new one)")
+    ready_file: Path | None = option("file to write url and pid to, as JSON, once the server answers")
+    exit_with_stdin: bool = option("stop when standard input ends", False)
+    lease_s: float = option(
+        "with --exit-with-stdin, keep running as long as calls with the token come within this time of each other",
+        0.0,
+        flag="lease",
+        metavar="SECONDS",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOptions:
+    """Which run the server joins, and how it leaves."""
+
+    join: str | None = option(f"join the run that listens there; ${TOKEN_VARIABLE} is the run's", metavar="URL")
+    join_as: str | None = option("where the run reaches this server (default: where it listens)", metavar="URL")
+    grace_s: float = option(
+        "when the server is stopped, how long the run may take to take back what runs here (default: 20)",
+        20.0,
+        flag="grace",
+        metavar="SECONDS",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """Which stored versions the server loads by itself."""
+
+    follow: str | None = option("load the newest version stored there", metavar="DIR_OR_URL")
+    follow_run: str | None = option("run_id of the versions to load", metavar="RUN_ID")
+    follow_token_file: Path | None = option("file with the token for the URL of --follow")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcessOptions:
+    """How an engine is started that runs in a process of its own."""
+
+    python: str | None = option("interpreter of the engine's environment (default: this one)")
+    engine_port: int = option("port of the engine itself (default: any free one)", 0)
+    start_timeout_s: float = option("default: 300", 300.0, flag="start-timeout", metavar="SECONDS")
+    log: Path | None = option("file for the engine's output (default: a temporary one)")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """Everything that one server is started with, but its token and its place."""
+
+    options: EngineOptions
+    engine: str = option(
+        "embedded (the default), vllm, sglang, another installed engine, or module:function, which is called in this "
+        "process with MODEL_DIR and the options that you set, as keyword arguments",
+        EMBEDDED,
+    )
+    listen: ListenOptions = ListenOptions()
+    joining: JoinOptions = field(
+        default=JoinOptions(), metadata={"group": "joining a run that has servers.attach.join"}
+    )
+    following: FollowOptions = field(
+        default=FollowOptions(), metadata={"group": "loading new weights that a trainer stores"}
+    )
+    process: EngineProcessOptions = field(
+        default=EngineProcessOptions(), metadata={"group": "an engine that is started on loopback behind this server"}
+    )
+
+    def to_argv(self) -> list[str]:
+        """Return the arguments of ``inflight serve`` that start this server. Options at their defaults are left out."""
+        model = str(self.options.model)
+        words = [f"./{model}" if model.startswith("-") else model]
+        for it in _options():
+            value = getattr(getattr(self, it.section) if it.section else self, it.name)
+            if value != it.default:
+                words += it.words(value)
+        return words
+
+    @classmethod
+    def from_argv(cls, argv: Sequence[str]) -> ServerSpec:
+        """Return what the arguments of ``inflight serve`` start. Exits as argparse does where they are wrong."""
+        parser = argparse.ArgumentParser()
+        add_server_arguments(parser)
+        return server_spec_of(parser.parse_args(argv))
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `server_spec_of` reads."""
+    parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="Hugging Face checkpoint with safetensors")
+    titles = {it.name: it.metadata.get("group") for it in fields(ServerSpec)}
+    groups = {section: parser.add_argument_group(title) for section, title in titles.items() if title}
+    for it in _options():
+        groups.get(it.section, parser).add_argument(it.flag, dest=it.name, help=it.help, **it.parsing())
+
+
+def server_spec_of(arguments: argparse.Namespace) -> ServerSpec:
+    """Return what parsed arguments start. Raises `ConfigError` for a wrong size."""
+    own: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {"options": {"model": arguments.model}}
+    for it in _options():
+        (sections.setdefault(it.section, {}) if it.section else own)[it.name] = it.value(getattr(arguments, it.name))
+    kinds = get_type_hints(ServerSpec)
+    return ServerSpec(**own, **{name: kinds[name](**values) for name, values in sections.items()})
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of the option whose field has this name."""
+    return next(it.flag for it in _options() if it.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One option of the command: a field of `ServerSpec`, or of one of its sections."""
+
+    section: str
+    name: str
+    kind: Any
+    """Its type, without None."""
+    default: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.metadata.get('flag', self.name).replace('_', '-')}"
+
+    @property
+    def help(self) -> str:
+        return str(self.metadata["help"])
+
+    @property
+    def is_size(self) -> bool:
+        return self.metadata.get("metavar") == "SIZE"
+
+    def parsing(self) -> dict[str, Any]:
+        """Return how argparse reads it."""
+        if self.kind is bool:
+            return {"action": "store_true"}
+        if get_origin(self.kind) is tuple:
+            return {"action": "append", "default": [], "metavar": self.metadata["metavar"]}
+        if get_origin(self.kind) is Literal:
+            return {"choices": (_NONE, *get_args(self.kind)), "default": _NONE}
+        more = {key: self.metadata[key] for key in ("metavar", "choices") if key in self.metadata}
+        return {"type": str if self.is_size else self.kind, "default": self.default, **more}
+
+    def value(self, parsed: Any) -> Any:
+        """Return the field's value for what argparse read."""
+        if isinstance(parsed, list):
+            return tuple(parsed)
+        if self.is_size and parsed is not None:
+            return parse_size_bytes(parsed)
+        return None if get_origin(self.kind) is Literal and parsed == _NONE else parsed
+
+    def words(self, value: Any) -> list[str]:
+        """Return the words of a command line that set it."""
+        if value is True:
+            return [self.flag]
+        if isinstance(value, tuple):
+            return [f"{self.flag}={one}" for one in value]
+        text = f"{value}B" if self.is_size else str(value)
+        return [f"{self.flag}={text}"] if text.startswith("-") else [self.flag, text]
+
+
+_NONE = "off"
+"""How the command line writes None where an option has choices."""
+
+
+@functools.cache
+def _options() -> tuple[_Option, ...]:
+    found = []
+    for section, kind in get_type_hints(ServerSpec).items():
+        owner, name = (kind, section) if is_dataclass(kind) else (ServerSpec, "")
+        hints = get_type_hints(owner)
+        for it in fields(owner):
+            if "help" in it.metadata and (name or it.name == section):
+                found.append(_Option(name, it.name, _without_none(hints[it.name]), it.default, it.metadata))
+    return tuple(found)
+
+
+def _without_none(kind: Any) -> Any:
+    """Return X of ``X | None``, and any other type unchanged."""
+    kinds = [it for it in get_args(kind) if it is not types.NoneType]
+    return kinds[0] if types.NoneType in get_args(kind) else kind

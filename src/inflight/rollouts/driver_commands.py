@@ -1,0 +1,185 @@
+"""The commands that a dispatcher gives its driver, and the values that the driver reports to it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from inflight.contracts import Scheduler
+from inflight.contracts.scheduling import Event
+from inflight.types import Group, Rollout
+
+
+class SampledTokens(Protocol):
+    """What has been sampled of one completion or episode, as far as a dispatcher looks at it."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Return the number of sampled tokens."""
+
+    @property
+    @abstractmethod
+    def first_version(self) -> int | None:
+        """Return the version that sampled the first token; None if there is none."""
+
+    @property
+    @abstractmethod
+    def is_whole(self) -> bool:
+        """Return whether it ended by itself; if not, it was aborted and may be continued."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """The outcome of scoring a group. Failed episodes are left out; there may be nothing left."""
+
+    rollouts: Sequence[Rollout]
+    lengths: tuple[int, ...]
+    """Sampled tokens of each completion or episode."""
+    rewards: tuple[float, ...]
+    completions: Sequence[Sequence[int]] = ()
+    """Token ids that later completions of the same prompt may be drafted from."""
+    failures: Sequence[tuple[str, str]] = ()
+    """Episodes that failed: a word to count by, and what happened."""
+    num_rewritten: int = 0
+    """Conversations that continued from another rendering of their past."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request failed, and what is at fault: its endpoint, only the request, the item, or the driver itself."""
+
+    fault: Literal["endpoint", "request", "item", "driver"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendRequest:
+    """Sample these completions of an item, by number, in one request."""
+
+    request_id: str
+    item: int
+    content: Any
+    """As the item was offered."""
+    numbers: tuple[int, ...]
+    endpoint: str
+    partial: SampledTokens | None = None
+    """What is there of the only completion; the request continues it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequests:
+    """End running requests of one endpoint. With ``keeps_partials`` each returns what it has sampled so far."""
+
+    endpoint: str
+    request_ids: tuple[str, ...]
+    keeps_partials: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreGroup:
+    """Compute the rewards of a group."""
+
+    item: int
+    content: Any
+    sampled: Sequence[Any]
+    """What was sampled of each that has finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """A group has its rewards. It waits for a step, or else `DroppedGroup` follows."""
+
+    group: Group
+    is_waiting: bool
+    num_rewritten: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedGroup:
+    """A finished group will not be trained on: ``equal rewards``, ``filtered`` or ``stale``, as the ledger counts."""
+
+    group: Group
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedItem:
+    """An item was dropped before it had its rewards."""
+
+    item: int
+    reason: str
+    """``unusable``, ``failed``, ``failed episodes`` or ``stale``, as the ledger counts it."""
+    what_happened: str
+    lengths: tuple[int, ...] = ()
+    """Tokens that its completions had; empty if that is not known of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequeuedItem:
+    """An item went back to the ledger, and will be offered again."""
+
+    item: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedStep:
+    """The groups of the step that starts from ``version``."""
+
+    version: int
+    groups: Sequence[Group]
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedPhase:
+    """The groups of each step of a conventional phase; nothing runs any more."""
+
+    steps: Sequence[Sequence[Group]]
+
+
+@dataclass(frozen=True, slots=True)
+class IdleEndpoint:
+    """A retired endpoint has no request left, and is forgotten."""
+
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """The run cannot succeed: none of the first items can be used."""
+
+    why: str
+
+
+Command = (
+    SendRequest
+    | StopRequests
+    | ScoreGroup
+    | FinishedGroup
+    | DroppedGroup
+    | DroppedItem
+    | RequeuedItem
+    | ComposedStep
+    | ComposedPhase
+    | IdleEndpoint
+    | EndRun
+)
+
+
+@dataclass(slots=True, eq=False)
+class Outbox:
+    """Events for the scheduler, which has them at once, and commands for the driver, which takes them later."""
+
+    scheduler: Scheduler
+    commands: list[Command] = field(default_factory=list)
+    has_news: bool = True
+    """Whether something has happened since the scheduler was asked last."""
+
+    def notify(self, event: Event) -> None:
+        self.has_news = True
+        self.scheduler.tell(event)
+
+    def command(self, command: Command) -> None:
+        self.commands.append(command)

@@ -1,0 +1,153 @@
+"""The endpoints of a dispatcher: which of them take work, and how many of their slots requests hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from inflight.contracts.scheduling import Joined, Left, Published
+from inflight.rollouts.driver_commands import IdleEndpoint, Outbox, SendRequest, StopRequests
+from inflight.rollouts.slots import SlotAccount
+
+
+@dataclass(slots=True, eq=False)
+class EndpointSlots:
+    """One endpoint, the completions that it may run at a time, and the version that was last published to it."""
+
+    name: str
+    capacity: int
+    keeps_partials: bool
+    """Whether what was sampled of an aborted completion is kept."""
+    version: int | None = None
+    """None while the endpoint gets no work."""
+    is_retired: bool = False
+    requests: dict[str, SendRequest] = field(default_factory=dict)
+    """Those whose end has not been reported, in the order in which they were sent."""
+    num_held: int = 0
+    """Completions of these requests."""
+    withdrawn: set[str] = field(default_factory=set)
+    """Requests that are being stopped, and whose slots the scheduler counts as free."""
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it may be given requests."""
+        return self.version is not None and not self.is_retired
+
+    @property
+    def num_free(self) -> int:
+        """Completions that a scheduler may issue here now."""
+        if not self.takes_work:
+            return 0
+        num_withdrawn = sum(len(self.requests[request_id].numbers) for request_id in self.withdrawn)
+        return self.capacity - self.num_held + num_withdrawn
+
+
+@dataclass(slots=True)
+class EndpointPool:
+    """All endpoints by name. A completion holds its slot until the end of its request is reported."""
+
+    outbox: Outbox
+    slots: dict[str, EndpointSlots] = field(default_factory=dict)
+    account: SlotAccount = field(default_factory=SlotAccount)
+    lost: dict[str, str] = field(default_factory=dict)
+    """Endpoints that get no work because they failed, with the reason."""
+
+    @property
+    def is_unserved(self) -> bool:
+        """Whether no endpoint takes work."""
+        return not any(slots.takes_work for slots in self.slots.values())
+
+    def count(self) -> tuple[int, int]:
+        """Return the slots of the endpoints that take work, and how many of them no completion holds."""
+        working = [slots for slots in self.slots.values() if slots.takes_work]
+        num_slots = sum(slots.capacity for slots in working)
+        return num_slots, num_slots - sum(slots.num_held for slots in working)
+
+    def add(self, name: str, capacity: int, *, keeps_partials: bool, now: float) -> None:
+        """Add an endpoint that may run ``capacity`` completions; it gets work once `serve` names it."""
+        self.slots[name] = EndpointSlots(name, capacity, keeps_partials)
+        self._note(self.slots[name], now)
+
+    def serve(self, names: Collection[str], version: int, now: float) -> None:
+        """Give work to these endpoints, which ``version`` was published to, and to no others."""
+        for slots in self.slots.values():
+            if slots.name not in names:
+                self.lose(slots.name, f"it could not be brought to version {version}", now)
+                continue
+            took_work, slots.version = slots.takes_work, version
+            self.lost.pop(slots.name, None)
+            self._note(slots, now)
+            if slots.takes_work and not took_work:
+                self.outbox.notify(Joined(now, slots.name, slots.capacity, slots.keeps_partials))
+        self.outbox.notify(Published(now, version))
+
+    def lose(self, name: str, reason: str, now: float) -> None:
+        """Give an endpoint no work until `serve` names it again; what runs there is sent again elsewhere."""
+        if (slots := self.slots.get(name)) is None:
+            return
+        self.lost.setdefault(name, reason)
+        self._leave(slots, now)
+        if slots.version is not None:
+            self.stop(slots.requests.values(), keeps_partials=False)
+        slots.version = None
+        self._note(slots, now)
+
+    def retire(self, name: str, now: float, *, hands_on: bool = False) -> None:
+        """Give an endpoint no more work, and forget it once its requests have ended.
+
+        With ``hands_on`` its requests are stopped, and what they have sampled is continued elsewhere.
+        """
+        if (slots := self.slots.get(name)) is None:
+            return
+        self._leave(slots, now)
+        slots.is_retired = True
+        if hands_on:
+            self.stop(slots.requests.values())
+        self._note(slots, now)
+        self.forget_if_idle(slots, now)
+
+    def hold(self, request: SendRequest, slots: EndpointSlots, now: float) -> None:
+        """Count the slots of a request from now on, and have it sent."""
+        slots.requests[request.request_id] = request
+        slots.num_held += len(request.numbers)
+        self._note(slots, now)
+        self.outbox.command(request)
+
+    def release(self, request: SendRequest, now: float) -> EndpointSlots:
+        """Count the slots of a request no more; return those of its endpoint."""
+        slots = self.slots[request.endpoint]
+        del slots.requests[request.request_id]
+        slots.withdrawn.discard(request.request_id)
+        slots.num_held -= len(request.numbers)
+        self._note(slots, now)
+        return slots
+
+    def stop(self, requests: Iterable[SendRequest], *, keeps_partials: bool = True) -> None:
+        """Stop requests, in one command for each endpoint; with ``keeps_partials`` where the endpoint can do that."""
+        by_endpoint: dict[str, list[str]] = {}
+        for request in requests:
+            by_endpoint.setdefault(request.endpoint, []).append(request.request_id)
+        for name, request_ids in by_endpoint.items():
+            keeps = keeps_partials and self.slots[name].keeps_partials
+            self.outbox.command(StopRequests(name, tuple(request_ids), keeps_partials=keeps))
+
+    def withdraw(self, requests: Sequence[SendRequest], *, keeps_partials: bool = True) -> None:
+        """Stop requests whose slots the scheduler counts as free from now on."""
+        for request in requests:
+            self.slots[request.endpoint].withdrawn.add(request.request_id)
+        self.stop(requests, keeps_partials=keeps_partials)
+
+    def forget_if_idle(self, slots: EndpointSlots, now: float) -> None:
+        """Forget a retired endpoint that has no request left."""
+        if slots.is_retired and not slots.requests and self.slots.pop(slots.name, None) is not None:
+            self.account.forget(now, slots.name)
+            self.lost.pop(slots.name, None)
+            self.outbox.command(IdleEndpoint(slots.name))
+
+    def _leave(self, slots: EndpointSlots, now: float) -> None:
+        if slots.takes_work:
+            self.outbox.notify(Left(now, slots.name))
+
+    def _note(self, slots: EndpointSlots, now: float) -> None:
+        """Account for the time until now, and continue with the endpoint as it is."""
+        self.account.note(now, slots.name, slots.capacity, slots.num_held, takes_work=slots.takes_work)

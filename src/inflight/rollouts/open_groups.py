@@ -1,0 +1,63 @@
+"""A group from its offer to its rewards: what is there of each completion, and which requests run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight.rollouts.driver_commands import SampledTokens, SendRequest
+
+
+@dataclass(slots=True, eq=False)
+class OpenGroup:
+    """An item that was offered and has no rewards yet. Lists have one entry per completion or episode."""
+
+    item: int
+    serial: int
+    """Its place in the order of offers."""
+    prompt: str
+    """Identifies the prompt to schedulers."""
+    num_prompt_tokens: int
+    content: Any
+    """What the driver makes requests of."""
+    sampled: list[SampledTokens | None]
+    """What is there of each, whole or in part."""
+    sent_version: list[int | None]
+    """While it runs: the oldest version that its first token may have, if nothing of it is there."""
+    requests: dict[str, SendRequest] = field(default_factory=dict)
+    endpoints: list[str] = field(default_factory=list)
+    num_requests: int = 0
+    is_withdrawn: bool = False
+    """Whether its requests are being stopped because it seems too old; the scheduler no longer has it."""
+    is_scoring: bool = False
+
+    @property
+    def has_part(self) -> bool:
+        """Whether something of it has been sampled or is being sampled."""
+        return bool(self.requests) or any(one is not None for one in self.sampled)
+
+    @property
+    def whole(self) -> list[tuple[int, SampledTokens]]:
+        """Those that have finished, with their numbers."""
+        return [(i, one) for i, one in enumerate(self.sampled) if one is not None and one.is_whole]
+
+    @property
+    def num_tokens(self) -> tuple[int, ...]:
+        """Tokens that are there of each completion."""
+        return tuple([0 if one is None else one.num_tokens for one in self.sampled])
+
+    @property
+    def first_versions(self) -> list[int | None]:
+        """Version of the first token of each completion, or a bound below it; None before it is sent."""
+        pairs = zip(self.sampled, self.sent_version, strict=True)
+        return [sent if one is None else one.first_version for one, sent in pairs]
+
+    def is_stale(self, can_train: Callable[[int], bool]) -> bool:
+        """Return whether no completion can be trained on, whatever else is sampled of it."""
+        return not any(version is None or can_train(version) for version in self.first_versions)
+
+
+def all_whole(sampled: Sequence[SampledTokens | None]) -> bool:
+    """Return whether every completion of a group has ended by itself."""
+    return all(one is not None and one.is_whole for one in sampled)

@@ -1,0 +1,28 @@
+"""What the servers of a run are started with, wherever they run."""
+
+from __future__ import annotations
+
+from inflight.contracts import EngineOptions
+from inflight.http.server_spec import EngineProcessOptions, ServerSpec
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import FleetMember
+
+
+def server_spec(config: RunConfig, member: FleetMember) -> ServerSpec:
+    """Return what one server of a member is started with, but where it listens and which run it joins."""
+    servers = config.servers
+    released = member.kind.release_arguments if servers.release_memory else ()
+    options = EngineOptions(
+        model=config.model.path,
+        name=config.model.path.name,
+        dtype=config.model.dtype,
+        device=servers.device,
+        max_concurrent=member.max_concurrent,
+        compile=member.compile,
+        drafts=None if servers.drafts == "off" else servers.drafts,
+        threads=servers.threads,
+        arguments=(*released, *member.engine_arguments),
+    )
+    python = None if member.python is None else str(member.python)
+    process = EngineProcessOptions(python=python, start_timeout_s=config.run.start_timeout_s)
+    return ServerSpec(options, member.engine, process=process)

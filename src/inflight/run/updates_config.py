@@ -1,0 +1,81 @@
+"""The section ``updates`` of a run: how each new version of the weights reaches the servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from inflight.base.toml import Section
+from inflight.base.transport_registry import find_transport
+from inflight.errors import ConfigError
+from inflight.weights.encode.bucket_bytes import Rounding
+from inflight.wire import InFlightPolicy, TransportName
+
+
+class UpdatesSection(Section):
+    """How each new version of the weights reaches the servers, and what happens to running completions."""
+
+    mode: Literal["push", "pull"] = "push"
+    """``push``: each publish waits for the servers. ``pull``: versions are stored and servers load the newest one."""
+    transport: TransportName = "gloo"
+    """Broadcast (``gloo``, ``nccl``), stored (``shm``, ``ipc``, ``file``, ``http``), or an installed transport."""
+    in_flight: InFlightPolicy = InFlightPolicy.KEEP
+    address: str = "127.0.0.1"
+    """Address of trainer rank 0's host as the servers see it: ``gloo``, ``nccl`` and ``http`` listen there for them.
+    Left out, it is the address that the launcher reports for that host: 127.0.0.1 with launcher ``local``."""
+    directory: Path | None = None
+    """Where ``file`` stores weights: a path that the trainer and every server can read."""
+    deadline_s: float | None = Field(default=None, gt=0)
+    """Longest that a publish may take. None: 60 s plus the time for moving the weights at 0.5 GB/s."""
+    quorum: int | None = Field(default=None, ge=1)
+    """How many servers must hold each version; with fewer the run waits. None: all that are reached, at least one."""
+    encoding: Rounding = "raw"
+    """``bfloat16`` and ``float8`` round weights in transit, to send fewer bytes."""
+    delta: bool = False
+    """Send only what changed since the last publish. Costs one more copy of the weights in memory on each side."""
+    staged: bool = True
+    """Keep sampling while weights arrive, on servers that can. They hold a second copy of the weights meanwhile."""
+
+    @model_validator(mode="after")
+    def _transport_is_installed(self) -> Self:
+        try:
+            find_transport(self.transport)
+        except ConfigError as error:
+            raise ValueError(f"updates.transport: {error}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_directory_where_it_stores_files(self) -> Self:
+        if self.transport == "file" and self.directory is None:
+            raise ValueError(
+                "updates.transport 'file' needs updates.directory, which the trainer and every server can read"
+            )
+        if self.transport != "file" and self.directory is not None:
+            raise ValueError(
+                f"updates.directory applies only to updates.transport 'file', but that is {self.transport!r}: leave "
+                "out one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stored_versions_wait_for_nobody(self) -> Self:
+        if self.mode == "pull":
+            if self.transport != "file":
+                raise ValueError(
+                    f"updates.mode 'pull' stores versions in updates.directory, but updates.transport is "
+                    f"{self.transport!r}: set it to 'file'"
+                )
+            if self.delta or self.quorum is not None:
+                raise ValueError("updates.mode 'pull' waits for no server: leave out updates.delta and updates.quorum")
+        return self
+
+    @model_validator(mode="after")
+    def _deltas_are_exact(self) -> Self:
+        if self.delta and self.encoding != "raw":
+            raise ValueError(
+                "updates.delta sends changed elements unrounded, but updates.encoding is "
+                f"{self.encoding!r}: leave one of them out"
+            )
+        return self
