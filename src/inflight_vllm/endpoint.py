@@ -264,7 +264,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
             body = {"tokens": list(ids), "skip_special_tokens": skip_special_tokens}
             return str((await self._routes.post("/detokenize", body))["prompt"])
 
-        return await asyncio.gather(*(text(ids) for ids in token_ids))
+        return await run_together(*(text(ids) for ids in token_ids))
 
     async def aclose(self) -> None:
         await super().aclose()

@@ -101,6 +101,11 @@ async def test_every_call_is_finished_though_another_fails() -> None:
 
 
 @in_a_loop
+async def test_results_of_finished_calls_come_in_the_order_of_the_calls() -> None:
+    assert await finish_all(asyncio.sleep(0.01, "slow"), asyncio.sleep(0, "fast")) == ["slow", "fast"]
+
+
+@in_a_loop
 async def test_a_cancelled_task_has_ended() -> None:
     task = asyncio.ensure_future(fail_when_cancelled("ended"))
     await asyncio.sleep(0)

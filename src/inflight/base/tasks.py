@@ -56,11 +56,17 @@ async def run_together(*calls: Awaitable[T]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def finish_all(*calls: Coroutine[Any, Any, object]) -> None:
-    """Run calls until each has returned or failed, and then raise the first exception, if there is one."""
+async def finish_all(*calls: Coroutine[Any, Any, T]) -> list[T]:
+    """Run calls until each has returned or failed; return their results, or raise the first exception."""
     ends = await asyncio.gather(*calls, return_exceptions=True)
     if failures := [end for end in ends if isinstance(end, Exception)]:
         raise first_of(failures)
+    results: list[T] = []
+    for end in ends:
+        if isinstance(end, BaseException):  # somebody has cancelled this call alone
+            raise end
+        results.append(end)
+    return results
 
 
 async def any_of(*calls: Awaitable[T]) -> tuple[int, T]:

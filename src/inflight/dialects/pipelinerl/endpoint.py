@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.base.tasks import cancel_and_wait, start
+from inflight.base.tasks import cancel_and_wait, run_together, start
 from inflight.base.threads import run_abandonable
 from inflight.base.transport_registry import receivable
 from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
@@ -105,7 +105,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
         paths = await self._routes.offered()
         if missing := [path for path in (ROUTE, CHAT_ROUTE, UPDATE_ROUTE) if path not in paths]:
             raise ConfigError(f"{self.name} has no {', '.join(missing)}: is this a server of PipelineRL?")
-        models, version = await asyncio.gather(self._routes.get("/v1/models"), self._routes.get("/version"))
+        models, version = await run_together(self._routes.get("/v1/models"), self._routes.get("/version"))
         with reading("/v1/models"):
             card = models["data"][0]
             model, root, max_model_len = str(card["id"]), Path(card["root"]), int(card["max_model_len"])
