@@ -8,9 +8,11 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pydantic
 import pytest
 
@@ -36,46 +38,37 @@ async def application(path: Path) -> AsyncIterator[Any]:
         yield create_app(endpoint, token=TOKEN)
 
 
-class Call:
-    """One request to an application by its ASGI interface, which counts what is read of the body."""
+@dataclass
+class Answer:
+    """An application's answer, and how many pieces it read of the body."""
 
-    def __init__(self, app: Any, route: Route, pieces: list[bytes], headers: dict[str, str]) -> None:
-        self._scope = {
-            "type": "http",
-            "method": route.method,
-            "path": route.path,
-            "raw_path": route.path.encode(),
-            "query_string": b"",
-            "headers": [(key.encode(), value.encode()) for key, value in headers.items()],
-            "http_version": "1.1",
-        }
-        self._app, self._pieces = app, pieces
-        self.num_read = self.status = 0
-        self.body = b""
-
-    async def run(self) -> Call:
-        async with asyncio.timeout(60):
-            await self._app(self._scope, self._receive, self._send)
-        return self
-
-    async def _receive(self) -> dict[str, Any]:
-        if self.num_read == len(self._pieces):
-            await asyncio.sleep(3600)  # the client stays
-        piece = self._pieces[self.num_read]
-        self.num_read += 1
-        return {"type": "http.request", "body": piece, "more_body": self.num_read < len(self._pieces)}
-
-    async def _send(self, message: dict[str, Any]) -> None:
-        self.status = message.get("status", self.status)
-        self.body += message.get("body", b"")
+    status: int
+    body: bytes
+    num_read: int
 
     def error(self) -> str:
         return ErrorBody.model_validate_json(self.body).error.message
 
 
-async def answered(path: Path, route: Route, pieces: list[bytes], headers: dict[str, str]) -> Call:
+async def answer_of(app: Any, route: Route, pieces: list[bytes], headers: dict[str, str]) -> Answer:
+    num_read = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        for piece in pieces:
+            num_read += 1
+            yield piece
+
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)  # Starlette raises what it answers with status 500
+    async with httpx.AsyncClient(transport=transport, base_url="http://app", timeout=None) as client:
+        async with asyncio.timeout(60):
+            response = await client.request(route.method, route.path, content=body(), headers=headers)
+        return Answer(response.status_code, response.content, num_read)
+
+
+async def answered(path: Path, route: Route, pieces: list[bytes], headers: dict[str, str]) -> Answer:
     async with application(path) as app:
-        return await Call(app, route, pieces, headers).run()
+        return await answer_of(app, route, pieces, headers)
 
 
 def bound_of(route: Route) -> int:
@@ -204,7 +197,7 @@ def test_a_long_wrong_body_is_refused_in_few_words(
         async with application(model_dir) as app:
             for kind, body_of in MANY.items():
                 body = body_of(min(bound_of(route), 1 << 19) - 200)
-                call = await Call(app, route, [body], AUTHORIZED).run()
+                call = await answer_of(app, route, [body], AUTHORIZED)
                 assert call.status == 400, kind
                 assert len(call.error()) < 3000, kind
                 assert call.error().startswith(f"{route.path} cannot use this body: "), kind
@@ -285,9 +278,9 @@ def test_a_long_body_is_parsed_beside_the_loop_which_answers_meanwhile(
     async def run() -> None:
         async with application(model_dir) as app:
             body = b" " * min(bound_of(route), 1 << 20)
-            long = asyncio.ensure_future(Call(app, route, [body], AUTHORIZED).run())
+            long = asyncio.ensure_future(answer_of(app, route, [body], AUTHORIZED))
             await wait_until(parsing.is_set)
-            other = await Call(app, version, [b""], {}).run()
+            other = await answer_of(app, version, [], {})
             assert other.status == 200
             assert not long.done()
             go_on.set()

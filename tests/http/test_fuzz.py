@@ -20,7 +20,7 @@ from inflight.engines.embedded.loading import load_endpoint
 from inflight.http.routes import ROUTES, STATUS_OF_CODE, Route
 from inflight.http.server import create_app
 from inflight.weights.encode.buckets import plan_buckets
-from tests.http.test_bodies import AUTHORIZED, TOKEN, Call
+from tests.http.test_bodies import AUTHORIZED, TOKEN, answer_of
 from tests.selection import first_of_each
 
 MAX_MODEL_LEN = 64
@@ -44,17 +44,8 @@ class Server:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(60)
 
     def send(self, route: Route, body: bytes) -> tuple[int, bytes]:
-        call = Call(self._app, route, [body], AUTHORIZED)
-
-        async def until_answered() -> None:
-            try:
-                await asyncio.wait_for(call.run(), 10)
-            except Exception:
-                if call.status != 500:  # else the answer says it
-                    raise
-
-        self._run(until_answered())
-        return call.status, call.body
+        answer = self._run(answer_of(self._app, route, [body], AUTHORIZED))
+        return answer.status, answer.body
 
     def close(self) -> None:
         self._run(self.endpoint.aclose())

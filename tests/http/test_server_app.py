@@ -8,9 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from inflight.errors import UnauthorizedError
+from inflight.http.client import HttpEndpoint
 from inflight.http.server import create_app
-from inflight.wire import ErrorBody
-from tests.engine.reference import serving, wait_until
+from inflight.wire import AbortRequests, ErrorBody
+from tests.engine.reference import make_request, serving, wait_until
 
 
 def test_an_application_without_a_token_is_not_made(model_dir: Path) -> None:
@@ -55,3 +57,26 @@ def test_a_route_whose_capability_is_not_declared_is_refused(model_dir: Path, mo
     assert response.status_code == 400
     error = ErrorBody.model_validate_json(response.content).error
     assert (error.code, error.message[-33:]) == ("unsupported", "does not support partial_rollouts")
+
+
+def test_an_endpoint_calls_an_application_in_this_process_through_a_client_that_is_passed_in(model_dir: Path) -> None:
+    request = make_request("r", [72, 105], n=2, max_tokens=5, seed=6)
+    aborted = AbortRequests(request_ids=("r",))
+
+    async def run() -> None:
+        async with serving(model_dir) as served:
+            transport = httpx.ASGITransport(create_app(served, token="secret"))
+            async with httpx.AsyncClient(transport=transport) as client:
+                endpoint = HttpEndpoint("http://app", client=client, token="secret")
+                assert await endpoint.capabilities() == await served.capabilities()
+                response = await endpoint.generate(request)
+                chunks = [chunk async for chunk in endpoint.generate_stream(request)]
+                for completion in response.completions:
+                    tokens = [t for chunk in chunks if chunk.index == completion.index for t in chunk.token_ids]
+                    assert tuple(tokens) == completion.token_ids
+                await endpoint.abort_requests(aborted)
+                await endpoint.aclose()
+                with pytest.raises(UnauthorizedError):
+                    await HttpEndpoint("http://app", client=client, token="wrong").abort_requests(aborted)
+
+    asyncio.run(run())

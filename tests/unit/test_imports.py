@@ -434,7 +434,7 @@ def state():
         dict(os.environ), list(logging.root.handlers), logging.root.level, threading.active_count(),
         [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], list(sys.path), list(sys.meta_path)
     )
-import h11, pydantic  # what they do is not our doing
+import h11, httpx, pydantic  # what they do is not our doing
 before = state()
 import inflight, inflight.http.openapi, inflight.rollouts, inflight.cli
 print(before == state())

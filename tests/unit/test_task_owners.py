@@ -29,8 +29,6 @@ OWNERS = {
     "inflight/run/sampling/actor.py": "the actor owns what it samples and scores",
     "inflight/run/sampling/episodes.py": "an episode owns its play",
     "inflight/run/servers/leases.py": "a leased server owns its watch, which `stop` awaits",
-    "inflight/weights/receive/receiver.py": "a receiver owns its pause, its commit and its abort",
-    "inflight/weights/receive/releasing.py": "a release ends whole though its caller goes away",
 }
 
 

@@ -25,7 +25,7 @@ from inflight.contracts import EngineKind, EngineOptions
 from inflight.engines import supervise
 from inflight.engines.process_tree import dead_part, vital_parts
 from inflight.errors import ConfigError, EndpointError
-from inflight.http.connection import HttpConnection
+from inflight.http.bounded_client import BoundedClient
 from inflight.http.tokens import TOKEN_VARIABLE
 
 _HOST = "127.0.0.1"
@@ -78,10 +78,10 @@ class EngineProcess:
         Raises `EndpointError` with the engine's last lines if it ends, or takes longer than ``timeout_s``.
         """
         started = told = time.monotonic()
-        async with contextlib.aclosing(HttpConnection(self.url)) as connection:
+        async with contextlib.aclosing(BoundedClient(self.url)) as client:
             while True:
                 patience_s = min(_HEALTH_TIMEOUT_S, max(_POLL_S, started + timeout_s - time.monotonic()))
-                if await _status_of(connection, self._kind.health_path, patience_s) == 200:
+                if await _status_of(client, self._kind.health_path, patience_s) == 200:
                     return
                 self._raise_if_ended()
                 now = time.monotonic()
@@ -100,10 +100,10 @@ class EngineProcess:
         The parts are the processes that run when this is called, and the health that the engine's server reports. Once
         a part has died, the rest of the engine is told to end at once.
         """
-        watching = [self._watch_processes()]
+        watches = [self._watch_processes()]
         if self._kind.liveness_path is not None:
-            watching.append(self._watch_health(self._kind.liveness_path))
-        await run_together(*watching)
+            watches.append(self._watch_health(self._kind.liveness_path))
+        await run_together(*watches)
         raise AssertionError("an engine is watched until it ends")
 
     async def _watch_processes(self) -> None:
@@ -115,9 +115,9 @@ class EngineProcess:
             await asyncio.sleep(_WATCH_S)
 
     async def _watch_health(self, path: str) -> None:
-        async with contextlib.aclosing(HttpConnection(self.url, keeps_alive=False)) as connection:
+        async with contextlib.aclosing(BoundedClient(self.url, keeps_alive=False)) as client:
             while True:
-                if await _status_of(connection, path, _ASK_S) == 503:  # a server that does not answer may be busy
+                if await _status_of(client, path, _ASK_S) == 503:  # a server that does not answer may be busy
                     break
                 await asyncio.sleep(_ASK_S)
         await asyncio.sleep(2 * _WATCH_S)  # the processes' own end says more
@@ -213,10 +213,10 @@ def start_engine(
     return EngineProcess(kind, process, f"http://{_HOST}:{port}", path, keeps_log=log is not None)
 
 
-async def _status_of(connection: HttpConnection, path: str, timeout_s: float) -> int:
+async def _status_of(client: BoundedClient, path: str, timeout_s: float) -> int:
     """Return the status that a GET is answered with, 0 without an answer."""
     with contextlib.suppress(EndpointError):
-        status, _ = await connection.exchange("GET", path, timeout_s=timeout_s)
+        status, _ = await client.request("GET", path, timeout_s=timeout_s)
         return status
     return 0
 

@@ -16,7 +16,7 @@ from inflight.errors import (
     UnauthorizedError,
     UnreachableError,
 )
-from inflight.http.connection import HttpConnection
+from inflight.http.bounded_client import BoundedClient
 
 Answer = Coroutine[Any, Any, tuple[int, Any]]
 
@@ -28,7 +28,7 @@ class EngineRoutes:
     """The routes of the server at ``url``. Every call ends within ``control_timeout_s``, unless it has its own timeout.
 
     A dead engine never answers some calls. So a call also ends when ``liveness_path``, as in `EngineKind`, answers that
-    the engine has died. ``keeps_alive`` as in `HttpConnection`.
+    the engine has died. ``keeps_alive`` is that of `BoundedClient`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class EngineRoutes:
         keeps_alive: bool = True,
     ) -> None:
         self.url = url
-        self._http = HttpConnection(url, keeps_alive=keeps_alive)
+        self._http = BoundedClient(url, keeps_alive=keeps_alive)
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._control_timeout_s = control_timeout_s
         self._liveness_path = liveness_path
@@ -72,7 +72,7 @@ class EngineRoutes:
     async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> tuple[int, Any]:
         """Return status and answer, whatever the status. Raises `UnauthorizedError` if the server refuses the key."""
         timeout_s = self._control_timeout_s if timeout_s is None else timeout_s
-        call = self._http.ask(method, path, body, timeout_s=timeout_s, headers=self._headers)
+        call = self._http.request_json(method, path, body, timeout_s=timeout_s, headers=self._headers)
         if self._liveness_path is not None:
             call = self._while_alive(call, f"{method} {path}", self._liveness_path)
         status, answer = await call
@@ -99,7 +99,7 @@ class EngineRoutes:
             while True:
                 await asyncio.sleep(_LIVENESS_S)
                 with contextlib.suppress(DeadlineError, UnreachableError):
-                    status, _ = await self._http.exchange(
+                    status, _ = await self._http.request(
                         "GET", liveness_path, timeout_s=_LIVENESS_S, headers=self._headers
                     )
                     if status == 503:

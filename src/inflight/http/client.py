@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pydantic
 
 from inflight.base.transfer_time import MOVE_S
@@ -13,7 +14,7 @@ from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndp
 from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
 from inflight.http.bodies import message_of
-from inflight.http.connection import MAX_RESPONSE_BYTES, HttpConnection
+from inflight.http.bounded_client import MAX_RESPONSE_BYTES, BoundedClient
 from inflight.http.routes import Response, Route
 from inflight.wire import (
     AbortRequests,
@@ -54,6 +55,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         self,
         url: str,
         *,
+        client: httpx.AsyncClient | None = None,
         token: str | None = None,
         control_timeout_s: float = 30.0,
         generate_timeout_s: float = 600.0,
@@ -64,7 +66,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         self._control_timeout_s = control_timeout_s
         self._commit_timeout_s = control_timeout_s
         self._generate_timeout_s = generate_timeout_s
-        self._http = HttpConnection(self._url, max_response_bytes=max_response_bytes)
+        self._http = BoundedClient(self._url, client=client, max_response_bytes=max_response_bytes)
 
     def __repr__(self) -> str:
         return f"HttpEndpoint({self._url!r})"
@@ -153,7 +155,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         if num_tokens is not None:  # a chat returns the prompt, of which an image makes few tokens
             asked = 0 if content is None else len(content) - _length_of_images(body)
             bound = route.response_size.bytes_for(num_tokens, num_routed=num_routed) + 64 * asked
-        status, received = await self._http.exchange(
+        status, received = await self._http.request(
             route.method,
             route.path,
             content=content,
@@ -175,7 +177,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
     async def _events(self, route: Route[Any], body: WireModel, kind: type[Response]) -> AsyncIterator[Response]:
         """Yield the server-sent events of a streamed answer."""
         rest, is_done = bytearray(), False
-        parts = self._http.parts(
+        parts = self._http.stream(
             route.method,
             route.path,
             content=body.model_dump_json(),

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, EndpointError, InflightError
-from inflight.http.connection import HttpConnection
+from inflight.http.bounded_client import BoundedClient
 
 JOIN_PATH = "/v1/servers"
 RENEW_S = 2.0
@@ -56,7 +56,7 @@ class Membership:
     """A server's place in a run. It listens at ``url``."""
 
     def __init__(self, settings: JoinSettings, token: str, url: str) -> None:
-        self._run = HttpConnection(settings.run_url)
+        self._run = BoundedClient(settings.run_url)
         self._run_url = settings.run_url
         self._headers = {"authorization": f"Bearer {token}"}
         self._url = settings.own_url or url
@@ -72,7 +72,7 @@ class Membership:
         while True:
             is_there = False
             with contextlib.suppress(EndpointError):
-                is_there = await self._say("POST")
+                is_there = await self._announce("POST")
             if is_there is not was_there:
                 self._note(f"joined the run at {self._run_url}" if is_there else f"no run answers at {self._run_url}")
             was_there = is_there
@@ -82,16 +82,20 @@ class Membership:
         """Say goodbye, and return once nothing runs on the endpoint any more, or the grace is over."""
         with contextlib.suppress(InflightError, TimeoutError):
             async with asyncio.timeout(self._grace_s):
-                if await self._say("DELETE"):
+                if await self._announce("DELETE"):
                     self._note("said goodbye to the run, which takes back what runs here")
                 await asyncio.sleep(_TAKEN_BACK_S)
                 while (await endpoint.weight_version()).num_running:  # noqa: ASYNC110 - another process runs it
                     await asyncio.sleep(_IDLE_POLL_S)
+
+    async def aclose(self) -> None:
         await self._run.aclose()
 
-    async def _say(self, method: str) -> bool:
+    async def _announce(self, method: str) -> bool:
         body = Joining(url=self._url).model_dump()
-        status, answer = await self._run.ask(method, JOIN_PATH, body, timeout_s=_ANSWER_S, headers=self._headers)
+        status, answer = await self._run.request_json(
+            method, JOIN_PATH, body, timeout_s=_ANSWER_S, headers=self._headers
+        )
         if status != 200:
             raise ConfigError(f"the run at {self._run_url} refused {self._url} with status {status}: {answer}")
         return True

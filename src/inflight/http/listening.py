@@ -1,4 +1,4 @@
-"""A listening socket, and an application served on it beside other work in the running event loop."""
+"""A listening socket, and an application served on it by a task of the running event loop."""
 
 from __future__ import annotations
 
@@ -56,25 +56,23 @@ class InLoopServer:
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-        self._started = asyncio.Event()
-        self._server = _Uvicorn(config, self._started)
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        self._has_begun = asyncio.Event()
+        """Set once it answers, or has ended."""
+        self._server = _Uvicorn(config, self._has_begun)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._serving.add_done_callback(lambda _: self._has_begun.set())
 
     async def started(self) -> str:
         """Return the URL once it answers. Raises `InflightError` if it has ended."""
-        starting = asyncio.ensure_future(self._started.wait())
-        try:
-            await asyncio.wait({starting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            starting.cancel()
+        await self._has_begun.wait()
         if self._serving.done():
             raise InflightError(f"the server at {self.url} has ended")
         return self.url
 
     async def aclose(self) -> None:
-        """End it, with what it still answers."""
+        """Return once the server, with the answers that it still sends, has ended. Raises what has ended it earlier."""
         self._server.should_exit = True
-        await asyncio.gather(self._serving, return_exceptions=True)
+        await self._serving
 
 
 class _Uvicorn(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""What a server reads of a request: a body of bounded length, and whether the client is still there."""
+"""What a server reads from a request: a body of bounded length, and whether the client is still connected."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+
+from inflight.base.tasks import cancel_and_wait
 
 T = TypeVar("T")
 
@@ -38,19 +40,18 @@ def _too_long(request: Request, length: str, max_body_bytes: int) -> HTTPExcepti
 
 
 async def unless_client_leaves(request: Request, call: Awaitable[T]) -> T:
-    """Return what ``call`` returns; when the client disconnects, cancel it and raise `ClientDisconnect`."""
-    answering = asyncio.ensure_future(call)
+    """Return what ``call`` returns; when the client disconnects, end the call and raise `ClientDisconnect`."""
 
-    async def watch() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    watching = asyncio.ensure_future(watch())
+    answering = asyncio.ensure_future(call)
+    watching = asyncio.create_task(wait_for_disconnect())
     try:
         await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
         if answering.done():
             return answering.result()
         raise ClientDisconnect
     finally:
-        answering.cancel()
-        watching.cancel()
+        await cancel_and_wait(answering, watching)

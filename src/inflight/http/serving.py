@@ -12,12 +12,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inflight.base.tasks import cancel_and_wait, first_of
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InflightError, error_from_code
 from inflight.http.joining import JoinSettings, Membership
@@ -61,8 +62,6 @@ async def serve(
         app, log_config=None, access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=5, ws="none"
     )
     membership = None if joins is None else Membership(joins, token, url)
-    if membership is not None:
-        while_serving = _both(while_serving, membership.renew)
     server = _Server(
         config,
         app,
@@ -70,12 +69,18 @@ async def serve(
         on_started=lambda: _announce(url, ready_file, on_ready),
         end_requests=endpoint.aclose,
         until_ready=until_ready,
-        while_serving=while_serving,
+        while_serving=[
+            call for call in (while_serving, None if membership is None else membership.renew) if call is not None
+        ],
     )
     if exit_with_stdin:
         threading.Thread(target=_watch_stdin, args=(server, app, lease_s), daemon=True).start()
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    await server.serve(sockets=[listener])
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        if membership is not None:
+            await membership.aclose()
     if server.failure is not None:
         raise server.failure
 
@@ -92,7 +97,7 @@ class _Server(uvicorn.Server):
         on_started: Callable[[], None],
         end_requests: Callable[[], Awaitable[None]],
         until_ready: Callable[[], Awaitable[None]] | None,
-        while_serving: Callable[[], Awaitable[None]] | None,
+        while_serving: Sequence[Callable[[], Awaitable[None]]],
     ) -> None:
         super().__init__(config)
         self._app = app
@@ -101,8 +106,8 @@ class _Server(uvicorn.Server):
         self._end_requests = end_requests
         self._until_ready = until_ready
         self._while_serving = while_serving
-        self._beside: asyncio.Future[None] | None = None
-        self.failure: InflightError | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self.failure: Exception | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait until ready, start, and report it; does nothing if told to stop meanwhile."""
@@ -112,15 +117,12 @@ class _Server(uvicorn.Server):
                 await self._end_requests()
                 return
         await super().startup(sockets)
-        if self._while_serving is not None:
-            self._beside = asyncio.ensure_future(self._noting_failure(self._while_serving()))
+        self._watching = [asyncio.create_task(self._note_failure_of(call())) for call in self._while_serving]
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End all requests, then stop; after a failure, do not wait for requests that can no longer be answered."""
-        if self._beside is not None:
-            self._beside.cancel()
-            await asyncio.gather(self._beside, return_exceptions=True)
+        await cancel_and_wait(*self._watching)
         if self._leave is not None and self.failure is None:
             await self._leave()
         with contextlib.suppress(TimeoutError):
@@ -129,22 +131,23 @@ class _Server(uvicorn.Server):
         if self.failure is not None:
             self.config.timeout_graceful_shutdown = 1
         await super().shutdown(sockets)
+        await self._app.wait_for_abandoned_calls(_PARTING_S)
 
     async def _unless_stopped(self, call: Awaitable[None]) -> None:
         """Await a call; cancel it once this server is told to stop."""
-        calling = asyncio.ensure_future(self._noting_failure(call))
-        while not calling.done() and not self.should_exit:
-            await asyncio.wait({calling}, timeout=_POLL_S)
-        calling.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await calling
+        calling = asyncio.create_task(self._note_failure_of(call))
+        try:
+            while not calling.done() and not self.should_exit:
+                await asyncio.wait({calling}, timeout=_POLL_S)
+        finally:
+            await cancel_and_wait(calling)
 
-    async def _noting_failure(self, call: Awaitable[None]) -> None:
+    async def _note_failure_of(self, call: Awaitable[None]) -> None:
         try:
             await call
-        except InflightError as error:
-            self.failure = error
-            self._app.fail(error)
+        except Exception as error:
+            self.failure = error if self.failure is None else first_of([self.failure, error])
+            self._app.fail(self.failure)
             self.should_exit = True
 
 
@@ -158,11 +161,15 @@ class _UntilFailure:
         """When the last call with the token came."""
         self._has_failed = asyncio.Event()
         self._error = InflightError()
-        self._left: set[asyncio.Future[None]] = set()
+        self._abandoned: set[asyncio.Future[None]] = set()
 
-    def fail(self, error: InflightError) -> None:
+    def fail(self, error: Exception) -> None:
         """Answer all running and later requests with the first line of ``error``."""
-        self._error = error_from_code(error.code, str(error).partition("\n")[0])
+        line = str(error).partition("\n")[0]
+        if isinstance(error, InflightError):
+            self._error = error_from_code(error.code, line)
+        else:
+            self._error = InflightError(f"{type(error).__name__}: {line}")
         self._has_failed.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,27 +186,29 @@ class _UntilFailure:
             await send(message)
 
         answering = asyncio.ensure_future(self._app(scope, receive, begin))
-        failing = asyncio.ensure_future(self._has_failed.wait())
+        failing = asyncio.create_task(self._has_failed.wait())
         try:
             await asyncio.wait({answering, failing}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                return answering.result()
         finally:
-            answering.cancel()
-            failing.cancel()
-        self._left.add(answering)  # it may end late, since what it waits for is gone
-        answering.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await cancel_and_wait(failing)
+            if not answering.done():  # it may end late, since what it waits for may be gone
+                answering.cancel()
+                self._abandoned.add(answering)
+                answering.add_done_callback(self._forget)
+        if answering.done():
+            return answering.result()
         if not has_begun:
             await error_response(self._error)(scope, receive, send)
 
+    async def wait_for_abandoned_calls(self, timeout_s: float) -> None:
+        """Wait for the cancelled calls of requests that were answered with the failure or whose client has left."""
+        if self._abandoned:
+            await asyncio.wait(self._abandoned, timeout=timeout_s)
 
-def _both(
-    one: Callable[[], Awaitable[None]] | None, other: Callable[[], Awaitable[None]]
-) -> Callable[[], Awaitable[None]]:
-    async def run() -> None:
-        await asyncio.gather(*(call() for call in (one, other) if call is not None))
-
-    return run
+    def _forget(self, answering: asyncio.Future[None]) -> None:
+        self._abandoned.discard(answering)
+        if not answering.cancelled():
+            answering.exception()  # its request got another answer
 
 
 def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None] | None) -> None:

@@ -1,0 +1,197 @@
+"""Calls to one HTTP server, each with a deadline and a size limit; maps the errors of httpx to ours."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any
+
+import httpx
+
+from inflight.errors import DeadlineError, EndpointError, ProtocolError, UnreachableError
+from inflight.http.bodies import parsed
+from inflight.http.transport import make_transport
+
+MAX_RESPONSE_BYTES = 256 * 1024 * 1024
+MAX_ERROR_BYTES = 1024 * 1024
+"""Longest body of a response with a status other than 200."""
+_DISCONNECTED = re.compile("disconnected|peer closed connection")
+"""How httpx's own transport words a `httpx.RemoteProtocolError` that is a connection closed early."""
+_FAILURES = (TimeoutError, httpx.HTTPError, httpx.InvalidURL)
+_IDENTITY = {"accept-encoding": "identity"}
+"""A compressed body could expand to a thousand times the size limit."""
+
+
+class BoundedClient:
+    """Calls the server at ``url``, whose errors carry that name.
+
+    ``client`` sends the requests and stays open; None makes one, which ignores the proxies of the environment, and
+    which `aclose` closes. It belongs to the event loop in which it is first used. ``keeps_alive`` False opens a
+    connection for each call. It is for servers that silently close a connection after an error: the next call on that
+    connection would fail, and could be repeated only if it is idempotent.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        client: httpx.AsyncClient | None = None,
+        max_response_bytes: int = MAX_RESPONSE_BYTES,
+        keeps_alive: bool = True,
+    ) -> None:
+        self._url = url
+        self._client = client
+        self._transport: httpx.AsyncBaseTransport | None = None
+        self._max_response_bytes = max_response_bytes
+        self._keeps_alive = keeps_alive
+        self._url_of = functools.lru_cache(64)(lambda path: checked_url(f"{url.rstrip('/')}{path}"))
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float,
+        content: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        max_response_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> tuple[int, bytes]:
+        """Return status and body, whatever the status.
+
+        Raises `UnreachableError`, `DeadlineError`, or `ProtocolError` if the response is not HTTP or is too long.
+        Cancelling the call closes its connection.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._send(method, path, content, headers or {})
+                try:
+                    return response.status_code, await self._read(response, max_response_bytes)
+                finally:
+                    await response.aclose()
+        except _FAILURES as error:
+            raise self._error_of(error, f"{method} {path}", timeout_s) from error
+
+    async def request_json(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, Any]:
+        """Return status and decoded JSON of the response to a JSON body, or its text if it is not JSON.
+
+        Raises the errors of `request`.
+        """
+        content = None if body is None else json.dumps(body)
+        status, answer = await self.request(
+            method,
+            path,
+            timeout_s=timeout_s,
+            content=content,
+            headers={"content-type": "application/json", **(headers or {})},
+        )
+        try:
+            return status, await parsed(json.loads, answer)
+        except (ValueError, RecursionError):
+            return status, answer.decode(errors="replace")
+
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        content: str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        on_refusal: Callable[[int, bytes], Exception],
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield a streamed response piece by piece; a status other than 200 raises what ``on_refusal`` returns."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._send(method, path, content, headers)
+                try:
+                    if response.status_code != 200:
+                        raise on_refusal(response.status_code, await self._read(response, MAX_ERROR_BYTES))
+                    async for part in self._bounded(response, self._max_response_bytes):
+                        yield part
+                finally:
+                    await response.aclose()
+        except _FAILURES as error:
+            raise self._error_of(error, f"{method} {path}", timeout_s) from error
+
+    async def aclose(self) -> None:
+        """Close the connections, unless they are those of a client that was passed in."""
+        if self._transport is not None:
+            transport, self._transport = self._transport, None
+            await transport.aclose()
+
+    def _send(
+        self, method: str, path: str, content: str | None, headers: Mapping[str, str]
+    ) -> Coroutine[Any, Any, httpx.Response]:
+        """Return a call that returns a response whose body is yet to be read."""
+        url = self._url_of(path)
+        if self._client is not None:
+            request = self._client.build_request(
+                method, url, content=content, headers={**headers, **_IDENTITY}, timeout=None
+            )
+            return self._client.send(request, stream=True)
+        if self._transport is None:
+            self._transport = make_transport(url, keeps_alive=self._keeps_alive)
+        return self._transport.handle_async_request(bare_request(method, url, content, headers))
+
+    def _error_of(self, error: Exception, what: str, timeout_s: float) -> EndpointError:
+        if isinstance(error, (TimeoutError, httpx.TimeoutException)):
+            return DeadlineError(f"{what} gave no answer within {timeout_s:g} s", self._url)
+        if isinstance(error, httpx.RemoteProtocolError) and not _DISCONNECTED.search(str(error)):
+            return ProtocolError(f"the answer to {what} is not HTTP ({error})", self._url)
+        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return UnreachableError(f"{what} failed ({cause}); is the server running?", self._url)
+
+    async def _read(self, response: httpx.Response, max_bytes: int) -> bytes:
+        if response.status_code != 200:
+            max_bytes = min(max_bytes, MAX_ERROR_BYTES)
+        return b"".join([part async for part in self._bounded(response, min(max_bytes, self._max_response_bytes))])
+
+    async def _bounded(self, response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:
+        """Yield the body piece by piece, up to the limit; nothing if its content-length exceeds the limit."""
+        headers = {name.lower(): value for name, value in response.headers.raw}
+        encoding = headers.get(b"content-encoding", b"identity").decode(errors="replace")
+        if encoding != "identity":
+            raise ProtocolError(f"the answer is encoded as {encoding[:40]!r}, which was not asked for", self._url)
+        length = headers.get(b"content-length", b"0")
+        size_bytes = int(length[:20]) if length.isdigit() else 0
+        if size_bytes <= max_bytes:
+            size_bytes = 0
+            assert isinstance(response.stream, httpx.AsyncByteStream)
+            async for part in response.stream:
+                size_bytes += len(part)
+                if size_bytes > max_bytes:
+                    break
+                yield part
+        if size_bytes > max_bytes:
+            raise ProtocolError(f"the answer is longer than {max_bytes} bytes", self._url)
+
+
+def bare_request(method: str, url: httpx.URL, content: str | None, headers: Mapping[str, str]) -> httpx.Request:
+    """Return a request with the given headers and those that HTTP needs. A client takes three times as long for it."""
+    body = b"" if content is None else content.encode()
+    pairs = [
+        (b"host", url.netloc),
+        *((name.encode(), value.encode()) for name, value in {**headers, **_IDENTITY}.items()),
+    ]
+    if content is not None:
+        pairs.append((b"content-length", b"%d" % len(body)))
+    return httpx.Request(method, url, headers=pairs, stream=httpx.ByteStream(body))
+
+
+def checked_url(text: str) -> httpx.URL:
+    """Return the URL of a server. Raises an error of httpx unless it is one of HTTP, with a host and no user."""
+    url = httpx.URL(text)
+    if url.scheme not in ("http", "https") or not url.host or url.userinfo or (url.port or 0) > 65535:
+        raise httpx.UnsupportedProtocol("its URL is not of the form http://HOST:PORT")
+    return url

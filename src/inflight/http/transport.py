@@ -1,0 +1,266 @@
+"""An httpx transport for plain HTTP/1.1 that finds an idle connection in constant time, and the choice of a transport.
+
+httpx's own pool looks at every connection for each call. TLS and proxies are httpx's own affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import select
+import ssl
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator
+
+import h11
+import httpx
+
+_IDLE_S = 1.0
+"""How long a connection is kept for the next call; servers keep it for longer."""
+_MAX_IDLE = 256
+_HIGH_BYTES = 256 * 1024
+"""The peer is not read further while so much waits to be taken."""
+_MAX_HEAD_BYTES = 100 * 1024
+
+Origin = tuple[str, int]
+
+
+def make_transport(url: httpx.URL, *, keeps_alive: bool) -> httpx.AsyncBaseTransport:
+    """Return a transport for the server at ``url``, which keeps no idle connection if ``keeps_alive`` is False."""
+    max_idle = _MAX_IDLE if keeps_alive else 0
+    if url.scheme != "https":
+        return PlainTransport(max_idle)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_idle, keepalive_expiry=_IDLE_S)
+    return httpx.AsyncHTTPTransport(verify=tls_context(), limits=limits, trust_env=False)
+
+
+@functools.cache
+def tls_context() -> ssl.SSLContext:
+    """Return the one context of this process, which trusts what the system trusts; making one takes 40 ms."""
+    return ssl.create_default_context()
+
+
+class PlainTransport(httpx.AsyncBaseTransport):
+    """Sends each request of ``http://`` on a connection of its own, the one that was idle for the shortest time.
+
+    A connection whose answer was not read to its end is closed. An instance belongs to the event loop in which it is
+    first used.
+    """
+
+    def __init__(self, max_idle: int = _MAX_IDLE) -> None:
+        self._max_idle = max_idle
+        self._idle: defaultdict[Origin, deque[tuple[_Connection, float]]] = defaultdict(deque)
+        """With the time at which each was last used, the latest at the right."""
+        self._num_idle = 0
+        self._busy: set[_Connection] = set()
+        self._expiring: asyncio.TimerHandle | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Return the response once its head has arrived. Raises errors of httpx."""
+        content = await request.aread()
+        connection = await self._checkout(request.url)
+        self._busy.add(connection)
+        try:
+            connection.send(request, content)
+            del request, content  # thousands of requests that wait would keep the garbage collector busy
+            head = await connection.read_head()
+        except BaseException:
+            self.release(connection)
+            raise
+        return httpx.Response(
+            head.status_code,
+            headers=head.headers.raw_items(),
+            stream=_Body(connection, self),
+            extensions={"http_version": b"HTTP/" + head.http_version, "reason_phrase": head.reason},
+        )
+
+    async def aclose(self) -> None:
+        """Close every connection, including those whose answer is awaited."""
+        if self._expiring is not None:
+            self._expiring.cancel()
+            self._expiring = None
+        for connection in self._busy:
+            connection.close()
+        for idle in self._idle.values():
+            for connection, _ in idle:
+                connection.close()
+        self._idle.clear()
+        self._num_idle = 0
+
+    def release(self, connection: _Connection) -> None:
+        """Keep a connection for the next request for a while if its answer was read to the end; else close it."""
+        self._busy.discard(connection)
+        if self._num_idle >= self._max_idle or not connection.is_answered:
+            connection.close()
+            return
+        loop = asyncio.get_running_loop()
+        self._idle[connection.origin].append((connection, loop.time()))
+        self._num_idle += 1
+        if self._expiring is None:
+            self._expiring = loop.call_later(_IDLE_S, self._close_expired)
+
+    async def _checkout(self, url: httpx.URL) -> _Connection:
+        """Return a connection that no request uses, the latest used one, or a new one."""
+        if url.scheme != "http" or not url.host:
+            raise httpx.UnsupportedProtocol(f"the URL {str(url)!r} is not of the form http://HOST:PORT")
+        origin = (url.host, url.port or 80)
+        idle = self._idle[origin]
+        while idle:
+            connection, _ = idle.pop()
+            self._num_idle -= 1
+            if not connection.has_input:
+                return connection
+            connection.close()
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(lambda: _Connection(origin), *origin)
+        except (OSError, OverflowError) as error:
+            raise httpx.ConnectError(str(error)) from error
+        return connection
+
+    def _close_expired(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._expiring = None
+        for origin, idle in list(self._idle.items()):
+            while idle and idle[0][1] <= loop.time() - _IDLE_S:
+                idle.popleft()[0].close()
+                self._num_idle -= 1
+            if not idle:
+                del self._idle[origin]
+        if self._idle:
+            oldest_s = min(idle[0][1] for idle in self._idle.values())
+            self._expiring = loop.call_at(oldest_s + _IDLE_S, self._close_expired)
+
+
+class _Body(httpx.AsyncByteStream):
+    """The rest of an answer. Closing it releases its connection."""
+
+    def __init__(self, connection: _Connection, transport: PlainTransport) -> None:
+        self._connection = connection
+        self._transport = transport
+        self._is_closed = False
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._connection.read_body()
+
+    async def aclose(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._transport.release(self._connection)
+
+
+class _Connection(asyncio.Protocol):
+    """An open connection. After an error, and unless an answer was read to its end, it can only be closed."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
+        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
+        self._received = bytearray()
+        self._is_paused = False
+        self._is_closed = False
+        self._transport: asyncio.Transport | None = None
+        self._polling = select.poll()
+        self._waiting: asyncio.Future[None] | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether every request on it was answered, and it can take another."""
+        return self._http.our_state is h11.IDLE and not self._received and not self._is_closed
+
+    @property
+    def has_input(self) -> bool:
+        """Whether an idle connection can only be closed. A peer that has just closed it is seen at once.
+
+        The event loop would notice it later.
+        """
+        return self._is_closed or bool(self._received) or bool(self._polling.poll(0))
+
+    def close(self) -> None:
+        """Close it at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def send(self, request: httpx.Request, content: bytes) -> None:
+        """Write a request with its body."""
+        assert self._transport is not None
+        try:
+            head = h11.Request(method=request.method.encode(), target=request.url.raw_path, headers=request.headers.raw)
+            written = self._http.send(head) or b""
+            if content:
+                written += self._http.send(h11.Data(data=content)) or b""
+            self._transport.write(written + (self._http.send(h11.EndOfMessage()) or b""))
+        except h11.LocalProtocolError as error:
+            raise httpx.LocalProtocolError(str(error)) from error
+
+    async def read_head(self) -> h11.Response:
+        """Return the status and headers of the answer."""
+        while True:
+            event = self._next_event()
+            if event is h11.NEED_DATA:
+                await self._input()
+            elif isinstance(event, h11.Response):
+                return event
+            elif event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
+                raise httpx.ReadError("the server disconnected without an answer")
+
+    async def read_body(self) -> AsyncIterator[bytes]:
+        """Yield the rest of the answer."""
+        while True:
+            event = self._next_event()
+            if event is h11.NEED_DATA:
+                await self._input()
+            elif isinstance(event, h11.Data):
+                yield bytes(event.data)
+            elif isinstance(event, h11.EndOfMessage):
+                is_done = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+                if is_done and not self._http.trailing_data[0]:  # else a later request would read it as its answer
+                    self._http.start_next_cycle()
+                return
+
+    def _next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Return what follows in the answer as far as it has arrived."""
+        if self._received:
+            self._http.receive_data(bytes(self._received))
+            self._received.clear()
+            if self._is_paused and self._transport is not None:
+                self._is_paused = False
+                self._transport.resume_reading()
+        try:
+            event = self._http.next_event()
+        except h11.RemoteProtocolError as error:
+            raise httpx.RemoteProtocolError(str(error)) from error
+        if event is not h11.NEED_DATA or not self._is_closed:
+            return event
+        try:
+            self._http.receive_data(b"")  # the peer has closed
+            return self._http.next_event()
+        except h11.RemoteProtocolError as error:
+            raise httpx.ReadError(f"the server disconnected: {error}") from error
+
+    def _input(self) -> asyncio.Future[None]:
+        """Return a future that is done once the peer has sent more, or closed the connection."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        return self._waiting
+
+    # ----------------------------------------------------------------------------------------- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._polling.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if len(self._received) > _HIGH_BYTES and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
