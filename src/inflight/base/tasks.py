@@ -189,20 +189,24 @@ async def _awaited(call: Awaitable[T]) -> T:
 
 
 @contextlib.contextmanager
-def also_failing(first: Exception) -> Iterator[None]:
+def also_failing(first: BaseException) -> Iterator[None]:
     """Make whatever fails in the body a note of an earlier failure, which the caller raises."""
     try:
         yield
     except Exception as other:  # reported with the first
-        first_of([first, other])
+        _add_note(first, other)
 
 
 def first_of(failures: Sequence[Exception]) -> Exception:
     """Return the first of several failures; each of the others is one of its notes."""
     first, *others = failures
     for other in others:
-        first.add_note(f"also failed: {type(other).__name__}: {other}")
+        _add_note(first, other)
     return first
+
+
+def _add_note(first: BaseException, other: Exception) -> None:
+    first.add_note(f"also failed: {type(other).__name__}: {other}")
 
 
 def text_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from inflight.base.tasks import finish_all, result_unless, run_together
+from inflight.base.tasks import also_failing, finish_all, result_unless, run_together
 from inflight.errors import ConfigError, WorkerDiedError
 from inflight.http.server_spec import FollowOptions, JoinOptions, ListenOptions, ServerSpec
 from inflight.http.tokens import TOKEN_VARIABLE
@@ -165,7 +165,8 @@ async def start_servers(
             await run_together(*(start(*it) for it in zip(config.servers.started, places, strict=True)))
     except BaseException as error:
         waiting = [it.name for it in places if it.name not in servers or not servers[it.name].is_ready]
-        await finish_all(*(server.stop() for server in servers.values()))
+        with also_failing(error):
+            await finish_all(*(server.stop() for server in servers.values()))
         if isinstance(error, TimeoutError):
             raise ConfigError(
                 f"{', '.join(waiting)} did not answer within {timeout_s:g} s; raise run.start_timeout_s to wait longer"

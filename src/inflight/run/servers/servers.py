@@ -153,14 +153,16 @@ class Servers:
         """Report how the run's own servers ended, after waiting briefly: connections break before a process ends."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REAP_S):
-                await finish_all(*(server.process.wait() for server in self.own))
+                await run_together(*(server.process.wait() for server in self.own))
         for server in self.own:
             if server.process.ended is not None and not server.end_is_told:
                 self.note(server.how_it_ended())
 
     async def stop(self) -> None:
-        await self.disconnect()
-        await finish_all(*(server.stop() for server in (*self.own, *self.extra)))
+        try:
+            await self.disconnect()
+        finally:
+            await finish_all(*(server.stop() for server in (*self.own, *self.extra)))
 
     async def disconnect(self) -> None:
         """Close the connections to all servers; those that the run started keep running."""
