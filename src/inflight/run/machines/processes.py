@@ -220,8 +220,8 @@ def _spec(config: RunConfig, member: FleetMember, directory: RunDirectory, name:
         exit_with_stdin=True,
         lease_s=config.servers.lease_s,
     )
-    if config.updates.mode == "pull":
-        spec = replace(spec, following=FollowOptions(str(config.updates.directory), directory.run_id))
+    if config.updates.followed is not None:
+        spec = replace(spec, following=FollowOptions(str(config.updates.followed), directory.run_id))
     if not member.kind.runs_in_process:
         log = (directory.logs / f"{name}.engine.log").absolute()
         spec = replace(spec, process=replace(spec.process, log=log))
