@@ -43,7 +43,8 @@ def tls_context() -> ssl.SSLContext:
 class PlainTransport(httpx.AsyncBaseTransport):
     """Sends each request of ``http://`` on a connection of its own, the one that was idle for the shortest time.
 
-    A connection whose answer was not read to its end is closed. An instance belongs to the event loop in which it is
+    The body of a request is read whole before a connection is opened. A connection whose answer was not read to its end
+    is closed. An instance belongs to the event loop in which it is
     first used.
     """
 
@@ -169,9 +170,9 @@ class _Connection(asyncio.Protocol):
 
     @property
     def has_input(self) -> bool:
-        """Whether an idle connection can only be closed. A peer that has just closed it is seen at once.
+        """Whether something arrived on an idle connection, most often its end; it can only be closed then.
 
-        The event loop would notice it later.
+        The socket is asked, since the event loop may not have noticed yet.
         """
         return self._is_closed or bool(self._received) or bool(self._polling.poll(0))
 
