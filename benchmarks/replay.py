@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from inflight.base.extensions import load_installed
+from inflight.base.worker_kinds import load_worker_kind
 from inflight.losses import collate
 from inflight.observe.trace.records import read_manifest, read_step, read_steps, record_of
 from inflight.replay.training import replay_config
@@ -44,8 +44,8 @@ def gradient_norm_in_float64(record: Path) -> float:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with tempfile.TemporaryDirectory() as directory:
         config = replay_config(read_manifest(record), Path(directory), trainer="fsdp")
-    factory = load_installed("worker", "workers", "fsdp", ())
-    worker = factory({"model_path": str(config.model.path), "dtype": "float64", "total_steps": config.run.num_steps})
+    settings = {"model_path": str(config.model.path), "dtype": "float64", "total_steps": config.run.num_steps}
+    worker = load_worker_kind("fsdp").create(settings)
     step, loss = read_step(record, 1), config.loss.policy_loss()
     ((*micro_batches,),) = pack(
         [it.rollout.num_tokens for it in step.samples], config.train.max_tokens_per_micro_batch, 1

@@ -28,7 +28,7 @@ import torch
 import uvicorn
 
 from inflight.base.transport_registry import receivable
-from inflight.contracts import InferenceEndpoint, Task, TrainerWorker
+from inflight.contracts import InferenceEndpoint, Task, TrainerWorker, WorkerKind
 from inflight.errors import UnsupportedError
 from inflight.http.listening import bind
 from inflight.http.server import create_app
@@ -261,8 +261,14 @@ class SimulatedWorker(TrainerWorker):
             yield WeightBucket(bucket.index, (WEIGHT,), (torch.full(WEIGHT.shape, float(self.version)),))
 
 
-def create_worker(settings: Mapping[str, object]) -> SimulatedWorker:
-    return SimulatedWorker()
+class SimulatedKind(WorkerKind):
+    """Makes simulated workers."""
+
+    def create(self, settings: Mapping[str, object]) -> SimulatedWorker:
+        return SimulatedWorker()
+
+
+KIND = SimulatedKind()
 
 
 if __name__ == "__main__":

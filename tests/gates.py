@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from inflight.contracts import WorkerKind
 from tests.servers import ServerProcess
 
 SOON_S = 60.0
@@ -110,7 +111,7 @@ class StepGate:
     def settings(self) -> tuple[str, ...]:
         """What makes a run's trainer come to this gate."""
         options = f'{{ gate = "{self.path}" }}'
-        return ("--train.trainer", f"{__name__}:create_worker", "--train.trainer_options", options)
+        return ("--train.trainer", f"{__name__}:GATED", "--train.trainer_options", options)
 
     def allow(self, version: int) -> None:
         """Let the trainer train up to a later version."""
@@ -121,24 +122,29 @@ class StepGate:
         self.allow(sys.maxsize)
 
 
-def create_worker(settings: Mapping[str, object]) -> Any:
-    """Return a worker of FSDP2 that comes to the `StepGate` at ``gate`` before each step."""
-    import torch
+class GatedKind(WorkerKind):
+    """Workers of FSDP2 that come to the `StepGate` at ``gate`` before each step."""
 
-    from inflight_fsdp import FsdpWorker, WorkerConfig
-    from inflight_fsdp.config import parse_config
-    from inflight_fsdp.sharded import make_worker
+    def create(self, settings: Mapping[str, object]) -> Any:
+        import torch
 
-    class GatedWorker(FsdpWorker):
-        def backward(self, loss: torch.Tensor) -> None:
-            given_up = time.monotonic() + _HELD_S
-            while self.version >= int(gate.read_text()) and time.monotonic() < given_up:
-                time.sleep(_LOOK_S)
-            super().backward(loss)
+        from inflight_fsdp import FsdpWorker, WorkerConfig
+        from inflight_fsdp.config import parse_config
+        from inflight_fsdp.sharded import make_worker
 
-    others = dict(settings)
-    gate = Path(str(others.pop("gate")))
-    return make_worker(GatedWorker, parse_config(others, WorkerConfig))
+        class GatedWorker(FsdpWorker):
+            def backward(self, loss: torch.Tensor) -> None:
+                given_up = time.monotonic() + _HELD_S
+                while self.version >= int(gate.read_text()) and time.monotonic() < given_up:
+                    time.sleep(_LOOK_S)
+                super().backward(loss)
+
+        others = dict(settings)
+        gate = Path(str(others.pop("gate")))
+        return make_worker(GatedWorker, parse_config(others, WorkerConfig))
+
+
+GATED = GatedKind()
 
 
 # -------------------------------------------------------------------------------------------------------- of servers

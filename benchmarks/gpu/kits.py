@@ -35,9 +35,7 @@ def measure_endpoint(settings: Settings) -> dict[str, Any]:
 def measure_worker(settings: Settings) -> dict[str, Any]:
     """Return the verdicts on the FSDP2 worker, in its default dtype, with a rank for each GPU; one on a CPU."""
     num_ranks = torch.cuda.device_count() if settings.on_gpu else 1
-    target = WorkerTarget(
-        factory="inflight_fsdp:create_worker", num_ranks=num_ranks, options={"device": settings.device}
-    )
+    target = WorkerTarget(factory="inflight_fsdp:FSDP", num_ranks=num_ranks, options={"device": settings.device})
     checks = _chosen(worker_checks(), QUICK_WORKER, settings)
     return {"num_ranks": num_ranks} | _verdicts(target, checks, settings, num_kits=1)
 

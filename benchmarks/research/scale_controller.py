@@ -64,7 +64,7 @@ transport = "shm"
 max_lag = {max_lag}
 
 [train]
-trainer = "benchmarks.simulated:create_worker"
+trainer = "benchmarks.simulated:KIND"
 tokens_per_worker = {tokens_per_step}
 max_tokens_per_micro_batch = 65536
 train_on_equal_rewards = true

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from inflight.base.toml import Section, check_settings
+from inflight.base.toml import check_settings
 from inflight.errors import ConfigError
 from inflight.model.lora_settings import LoraSettings
+from inflight.model.optimizer_settings import OptimizerSettings
 
 Config = TypeVar("Config", bound="WorkerConfig")
 WireDtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -41,7 +42,7 @@ class RankLayout:
         return rank // (self.tensor * self.context) % self.data_size
 
 
-class WorkerConfig(Section):
+class WorkerConfig(OptimizerSettings):
     """Settings of one FSDP worker; the same on every rank."""
 
     LABEL: ClassVar[str] = "FSDP"
@@ -72,7 +73,7 @@ class WorkerConfig(Section):
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, by shell patterns of their names: ``model.layers.[0-9].*``. They have no
     gradients and no optimizer states. Checkpoints still hold them, and a publish leaves them out, so endpoints must
-    declare ``partial_updates``. Tied parameters go by the name of the first."""
+    support ``partial_updates``. Tied parameters go by the name of the first."""
     lora: LoraSettings | None = None
     """Train a LoRA and nothing else. It alone is published; see `LoraSettings`."""
     shard_size: int | None = Field(default=None, ge=1)
@@ -85,14 +86,8 @@ class WorkerConfig(Section):
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """``adamw8bit`` keeps the moments in 8 bits, in blocks of 256 with a scale each (torchao): 2 bytes for each
     parameter instead of 8. Checkpoints hold them in full, and loading them rounds once more."""
-    learning_rate: float = Field(default=1e-6, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
-    max_gradient_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this norm over all parameters; None: never."""
-    warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
     total_steps: int | None = Field(default=None, ge=1)
     """Step at which the linear and cosine schedules reach zero."""
     device: Literal["cpu", "cuda"] | None = None

@@ -52,7 +52,7 @@ def subjects() -> list[Subject]:
             m.caught_by,
             m.fault,
             WorkerTarget(
-                factory="tests.conformance.worker_mutants:create_worker",
+                factory="tests.conformance.worker_mutants:KIND",
                 num_ranks=m.num_ranks,
                 options={"mutant": name},
             ),

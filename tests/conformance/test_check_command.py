@@ -58,7 +58,7 @@ def test_an_endpoint_is_a_url_a_factory_or_a_command(tmp_path: Path) -> None:
     assert target_of(
         parsed("endpoint", "mine.engines:connect", "--option", "slots=4", "--tolerance", "1e-3", "--worker", "fsdp")
     ) == EndpointTarget(
-        factory="mine.engines:connect", options={"slots": 4}, tolerance=1e-3, worker="inflight_fsdp:create_worker"
+        factory="mine.engines:connect", options={"slots": 4}, tolerance=1e-3, worker="inflight_fsdp:FSDP"
     )
     command = "serve {model} --port {port} --token-file {token_file}"
     target = target_of(parsed("endpoint", "--serve", command, "--model", str(tmp_path)))
@@ -85,10 +85,10 @@ def test_a_worker_is_a_factory_or_the_name_of_an_installed_one(monkeypatch: pyte
     assert target_of(parsed("worker", "mine:create", "--ranks", "2")) == WorkerTarget(
         factory="mine:create", num_ranks=2
     )
-    assert target_of(parsed("worker", "fsdp")) == WorkerTarget(factory="inflight_fsdp:create_worker")
+    assert target_of(parsed("worker", "fsdp")) == WorkerTarget(factory="inflight_fsdp:FSDP")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "1")
-    assert target_of(parsed("worker", "fsdp")) == WorkerTarget(factory="inflight_fsdp:create_worker", num_ranks=4)
+    assert target_of(parsed("worker", "fsdp")) == WorkerTarget(factory="inflight_fsdp:FSDP", num_ranks=4)
     with pytest.raises(ConfigError, match="--ranks 2, but torchrun started 4"):
         target_of(parsed("worker", "fsdp", "--ranks", "2"))
     monkeypatch.setenv("WORLD_SIZE", "many")

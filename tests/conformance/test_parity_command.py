@@ -39,7 +39,7 @@ def test_the_embedded_engine_agrees_with_the_fsdp_worker_and_the_figures_are_kep
     assert row["agrees"]
     assert (row["engine"], row["trainer"], row["findings"]) == (
         "embedded",
-        "inflight_fsdp:create_worker",
+        "inflight_fsdp:FSDP",
         [],
     )
     measured = row["measured"]

@@ -30,7 +30,7 @@ def threaded() -> Iterator[Kit]:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Kit]:
-    with Kit(WorkerTarget(factory="tests.conformance.plain.worker:create_worker")) as kit:
+    with Kit(WorkerTarget(factory="tests.conformance.plain.worker:KIND")) as kit:
         yield kit
 
 

@@ -13,7 +13,7 @@ from inflight.conformance.report.files import certificate_json
 from inflight.conformance.sources import digest, is_current
 from tests.conformance.certificates import FAILED, PASSED, certificate
 
-TARGET, COMMAND = "inflight_fsdp:create_worker", "inflight serve {model} --engine vllm"
+TARGET, COMMAND = "inflight_fsdp:FSDP", "inflight serve {model} --engine vllm"
 
 
 def digest_of(target: str) -> str:

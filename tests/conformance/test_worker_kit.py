@@ -20,7 +20,7 @@ from tests.conformance.worker_mutants import MUTANTS
 from tests.selection import first_of_each
 
 pytestmark = pytest.mark.usefixtures("forks")
-FSDP, MUTANT = "inflight_fsdp:create_worker", "tests.conformance.worker_mutants:create_worker"
+FSDP, MUTANT = "inflight_fsdp:FSDP", "tests.conformance.worker_mutants:KIND"
 BY_ID = {check.id: check for check in CHECKS}
 OF_SEVERAL_RANKS = {"W-02", "W-18", "W-19", "W-20", "W-27", "W-38", "W-39", "W-45"}
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,6 @@
 """Faulty trainer workers, each wrong in one way that a check must catch: `FsdpWorker` and a few lines.
 
-As a target: ``tests.conformance.worker_mutants:create_worker`` with the option ``mutant=NAME``; ``mutant_file`` names a
+As a target: ``tests.conformance.worker_mutants:KIND`` with the option ``mutant=NAME``; ``mutant_file`` names a
 file that holds the name, so that one session of ranks can check them all.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from inflight.contracts import WorkerKind
 from inflight.errors import CheckpointError, NonFiniteError
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
@@ -40,6 +41,16 @@ def create_worker(config: Mapping[str, Any]) -> FsdpWorker:
     if issubclass(kind, FsdpLoraWorker) and "lora" not in options:
         kind = FsdpWorker
     return kind(parse_config(options, WorkerConfig), torch.device("cpu"), owns_group=False)
+
+
+class MutantKind(WorkerKind):
+    trains_lora = True
+
+    def create(self, settings: Mapping[str, object]) -> FsdpWorker:
+        return create_worker(settings)
+
+
+KIND = MutantKind()
 
 
 def is_tied(worker: FsdpWorker) -> bool:

@@ -183,7 +183,10 @@ def test_a_replay_keeps_what_trains_and_leaves_out_the_rest(tmp_path: Path) -> N
     assert not config.run.record
     assert config.servers.attach.urls == ()
     assert config.train.devices is None
-    other = replay_config(of_run(), tmp_path, trainer="torchtitan", num_ranks=2, model=Path("m"), options={"a": 1})
+    other = replay_config(
+        of_run(), tmp_path, trainer="torchtitan", num_ranks=2, model=Path("m"), options={"a": 1, "device": "cpu"}
+    )
+    assert other.train.device == "cpu"
     assert (other.train.trainer_options, other.train.num_ranks, other.model.path) == ({"a": 1}, 2, Path("m"))
     with pytest.raises(ConfigError, match=r"not valid here: train\.num_ranks: Input should be greater"):
         replay_config(of_run(), tmp_path, num_ranks=0)

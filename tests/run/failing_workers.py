@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from inflight.contracts import TrainerWorker, WorkerKind
 from inflight.errors import TrainerError
-from inflight_fsdp import FsdpWorker, WorkerConfig
+from inflight_fsdp import FSDP, FsdpWorker, WorkerConfig
 from inflight_fsdp.config import parse_config
 from inflight_fsdp.sharded import make_worker
 
@@ -56,22 +57,26 @@ class DeafWorker(FailingWorker):
         super().backward(loss)
 
 
-def create_worker(settings: Mapping[str, object]) -> FailingWorker:
-    others = dict(settings)
-    kind = DeafWorker if others.pop("deaf", False) else FailingWorker
-    fail = WAYS[str(others.pop("way"))]
-    worker = make_worker(kind, parse_config(others, WorkerConfig))
-    worker.fail = fail  # type: ignore[method-assign]
-    return worker
+class FailingKind(WorkerKind):
+    def create(self, settings: Mapping[str, object]) -> FailingWorker:
+        others = dict(settings)
+        kind = DeafWorker if others.pop("deaf", False) else FailingWorker
+        fail = WAYS[str(others.pop("way"))]
+        worker = make_worker(kind, parse_config(others, WorkerConfig))
+        worker.fail = fail  # type: ignore[method-assign]
+        return worker
 
 
-def create_on_the_first_rank(settings: Mapping[str, object]) -> FsdpWorker:
-    """Fail on rank 1 before any collective: rank 0 waits for it in one."""
-    if dist.get_rank() == 1:
-        raise TrainerError("the worker of the test cannot be made on this rank")
-    from inflight_fsdp import create_worker
+class KindOfTheFirstRank(WorkerKind):
+    """Fails on rank 1 before any collective: rank 0 waits for it in one."""
 
-    return create_worker(settings)
+    def create(self, settings: Mapping[str, object]) -> TrainerWorker:
+        if dist.get_rank() == 1:
+            raise TrainerError("the worker of the test cannot be made on this rank")
+        return FSDP.create(settings)
+
+
+FAILING, ON_THE_FIRST_RANK = FailingKind(), KindOfTheFirstRank()
 
 
 def register(directory: Path) -> dict[str, str]:
@@ -80,9 +85,7 @@ def register(directory: Path) -> dict[str, str]:
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: failing-worker\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(
-        "[inflight.workers]\n"
-        f"failing = {__name__}:create_worker\n"
-        f"first-rank-only = {__name__}:create_on_the_first_rank\n"
+        f"[inflight.workers]\nfailing = {__name__}:FAILING\nfirst-rank-only = {__name__}:ON_THE_FIRST_RANK\n"
     )
     root = Path(__file__).parents[2]
     return {"PYTHONPATH": os.pathsep.join(map(str, (root / "src", root, directory)))}

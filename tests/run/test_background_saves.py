@@ -155,9 +155,7 @@ def test_a_worker_that_cannot_save_in_the_background_is_refused(
     package = tmp_path / "python" / "plain_worker-1.0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-worker\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(
-        "[inflight.workers]\nplain = tests.conformance.plain.worker:create_worker\n"
-    )
+    (package / "entry_points.txt").write_text("[inflight.workers]\nplain = tests.conformance.plain.worker:KIND\n")
     run = start_run(*SAVES, "--train.trainer", "plain")
     assert run.wait() == 1, run.output()
     assert "run.background_saves is true, but worker 'plain' cannot save in the background" in run.output()

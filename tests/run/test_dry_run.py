@@ -194,10 +194,10 @@ def test_a_machine_without_gpus_gets_a_plan_too(dry_run: Callable[..., tuple[int
 
 
 def test_memory_of_unknown_workers_is_left_out_and_said_to_be(dry_run: Callable[..., tuple[int, str, str]]) -> None:
-    trainer = ("--train.trainer", "somewhere:make_worker")
+    trainer = ("--train.trainer", "tests.conformance.plain.worker:KIND")
     status, printed, _ = dry_run("gpus-split", "--devices", "8x80GiB", *trainer)
     assert status == 0
-    assert "memory of 'somewhere:make_worker' workers is not known" in printed
+    assert "memory of 'tests.conformance.plain.worker:KIND' workers is not known" in printed
 
 
 def test_a_running_server_is_asked_whether_it_can_take_part(

@@ -71,6 +71,7 @@ def test_an_entropy_bonus_is_refused_in_a_run(config_file: Path) -> None:
             "both preset ('dapo') and policy are set",
         ),
         (["--loss.policy", '{ gate = { kind = "scroe" } }'], "loss.policy.gate: Input tag 'scroe'"),
+        (["--train.trainer_options", '{ device = "cpu" }'], "trainer_options.device is a setting of [train]"),
     ],
 )
 def test_wrong_overrides_are_named_with_what_to_write_instead(

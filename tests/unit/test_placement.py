@@ -92,8 +92,6 @@ def test_what_computes_on_the_cpu_needs_no_gpu(configured) -> None:
     assert indices(place(trainers_on_cpu, gpus(2))) == {"trainer-0": [], "server-0": [0], "server-1": [1]}
     servers_on_cpu = configured("--servers.device", "cpu", "--train.num_ranks", "2")
     assert indices(place(servers_on_cpu, gpus(2))) == {"trainer-0": [0], "trainer-1": [1], "server-0": []}
-    by_option = configured("--train.trainer_options", '{ device = "cpu" }')
-    assert indices(place(by_option, gpus(1))) == {"trainer-0": [], "server-0": [0]}
 
 
 def test_configured_gpus_are_kept_free_for_those_they_were_given_to(configured) -> None:
@@ -222,7 +220,7 @@ def test_ranks_that_would_share_a_gpu_are_refused_before_nccl_does() -> None:
 
 
 def test_the_worker_is_told_where_to_compute(configured) -> None:
-    from inflight.run.ranks.rank import _worker_settings
+    from inflight.run.ranks.workers import worker_settings
 
-    assert "device" not in _worker_settings(configured())
-    assert _worker_settings(configured("--train.device", "cpu"))["device"] == "cpu"
+    assert "device" not in worker_settings(configured())
+    assert worker_settings(configured("--train.device", "cpu"))["device"] == "cpu"

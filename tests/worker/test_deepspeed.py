@@ -127,7 +127,7 @@ def test_the_worker_conforms(monkeypatch: pytest.MonkeyPatch, stage: int, num_ra
     for name, value in apart("deepspeed").items():
         monkeypatch.setenv(name, value)
     options = {"device": "cpu", "zero_stage": stage, "zero_options": ALL_SHARDED}
-    target = WorkerTarget(factory="inflight_fsdp.deepspeed:create_worker", num_ranks=num_ranks, options=options)
+    target = WorkerTarget(factory="inflight_fsdp:DEEPSPEED", num_ranks=num_ranks, options=options)
     checks: list[Check] = [check for check in CHECKS if check.id in asked]
     with Kit(target, deadline_scale=2.0) as kit:
         verdicts = [kit.run(check) for check in checks]

@@ -31,7 +31,7 @@ from inflight.errors import (
     UnsupportedError,
 )
 from inflight.weights.encode.buckets import plan_buckets
-from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
+from inflight_fsdp import FSDP, FsdpWorker, WorkerConfig, create_worker
 from inflight_fsdp.optimizer import as_sharded, learning_rate_at
 from tests.models import FAMILIES, TRAINED_FAMILIES, make_model
 from tests.worker.with_torchao import seen_with_torchao
@@ -552,7 +552,7 @@ def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(tmp_path, stepped)
 
 def test_the_worker_is_a_trainer_worker_found_by_its_entry_point(make_worker):
     (entry,) = importlib.metadata.entry_points(group="inflight.workers", name="fsdp")
-    assert entry.load() is create_worker
+    assert entry.load() is FSDP
     worker = make_worker()
     assert isinstance(worker, TrainerWorker)
     assert (worker.rank, worker.world_size, worker.version) == (0, 1, 0)

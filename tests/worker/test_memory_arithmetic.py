@@ -17,10 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from inflight.engines.embedded.slots import token_bytes_of
 from inflight.model.checkpoints import load_causal_lm, max_model_len_of
+from inflight.model.shapes import model_shape
 from inflight.run.config import RunConfig, load_config
-from inflight.run.machines.memory import activation_bytes, model_shape, server_terms, shard_elements, trainer_terms
-from inflight.run.ranks.rank import _worker_settings
+from inflight.run.machines.memory import server_terms, trainer_terms
+from inflight.run.ranks.workers import worker_settings
 from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
+from inflight_fsdp.memory import activation_bytes, shard_elements
 from inflight_fsdp.model import empty_policy
 from inflight_fsdp.rows import rows_of
 from tests.models import TRAINED_FAMILIES, make_model
@@ -46,7 +48,7 @@ def configured(tmp_path: Path, model: Path, *overrides: str) -> RunConfig:
 
 
 def terms(config: RunConfig) -> dict[str, int]:
-    return {term.name: term.size_bytes for term in trainer_terms(config, model_shape(config.model.path))}
+    return {term.name: term.size_bytes for term in trainer_terms(config)}
 
 
 def local_bytes(tensors: Any) -> int:
@@ -68,7 +70,7 @@ def test_shards_and_moments_of_rank_0_are_as_large_as_computed(
     config = configured(tmp_path, model, "--train.num_ranks", str(NUM_RANKS), "--train.master_dtype", dtype)
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     with pytest.warns() if dtype == "bfloat16" else _nothing():
-        worker = create_worker(_worker_settings(config))
+        worker = create_worker(worker_settings(config))
     computed = terms(config)
     assert local_bytes(part.local for part in worker._parts.values()) == computed["parameters"]
     assert local_bytes(moments_of(worker)) == computed["optimizer states"]
@@ -83,7 +85,7 @@ def _nothing() -> Any:
 def test_what_is_frozen_has_neither_gradients_nor_moments(tmp_path: Path, model_dir: Path) -> None:
     options = '{ frozen = ["model.layers.0.*", "lm_head.weight"] }'
     config = configured(tmp_path, model_dir, "--train.trainer_options", options)
-    worker = create_worker(_worker_settings(config))
+    worker = create_worker(worker_settings(config))
     batch = make_batch((9, 5), seed=1)
     worker.backward(worker.forward(batch).sum())
     gradients = [p.grad for p in worker._policy.parameters() if p.grad is not None]

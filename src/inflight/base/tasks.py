@@ -35,17 +35,18 @@ async def running(*calls: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         raise first_of(sorted(failures, key=lambda failure: failure is not of_body))
 
 
-async def run_together(*calls: Coroutine[Any, Any, object]) -> None:
-    """Run calls until all have returned. The first exception ends the others and is raised once they have ended."""
-    failures: ExceptionGroup | None = None
+async def run_together(*calls: Coroutine[Any, Any, T]) -> list[T]:
+    """Return what the calls return. The first exception ends the others and is raised once they have ended."""
+    failures: Sequence[Exception] = ()
+    tasks: list[asyncio.Task[T]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            for call in calls:
-                group.create_task(call)
+            tasks += [group.create_task(call) for call in calls]
     except ExceptionGroup as raised:
-        failures = raised
-    if failures is not None:
-        raise first_of(failures.exceptions)
+        failures = raised.exceptions
+    if failures:
+        raise first_of(failures)
+    return [task.result() for task in tasks]
 
 
 async def finish_all(*calls: Coroutine[Any, Any, object]) -> None:
@@ -63,20 +64,24 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
 
 
 @contextlib.contextmanager
-def also_failing(first: Exception) -> Iterator[None]:
+def also_failing(first: BaseException) -> Iterator[None]:
     """Make whatever fails in the body a note of an earlier failure, which the caller raises."""
     try:
         yield
     except Exception as other:  # reported with the first
-        first_of([first, other])
+        _add_note(first, other)
 
 
 def first_of(failures: Sequence[Exception]) -> Exception:
     """Return the first of several failures; each of the others is one of its notes."""
     first, *others = failures
     for other in others:
-        first.add_note(f"also failed: {type(other).__name__}: {other}")
+        _add_note(first, other)
     return first
+
+
+def _add_note(first: BaseException, other: Exception) -> None:
+    first.add_note(f"also failed: {type(other).__name__}: {other}")
 
 
 def text_of(error: BaseException) -> str:

@@ -79,8 +79,8 @@ def _measure_engine(arguments: argparse.Namespace) -> int:
             )
         finally:
             await endpoint.aclose()
-        besides = max(it.request_s for it in found)
-        return f"{as_plan(found)}\nrequest_s = {besides:.3g}  # with a prompt of {arguments.prompt_tokens} tokens"
+        request_s = max(it.request_s for it in found)
+        return f"{as_plan(found)}\nrequest_s = {request_s:.3g}  # with a prompt of {arguments.prompt_tokens} tokens"
 
     print(asyncio.run(measured()))
     return 0

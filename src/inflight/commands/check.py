@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     worker = kinds.add_parser("worker", parents=[shared], help="a trainer worker; under torchrun, on its ranks")
     worker.add_argument(
-        "target", nargs="?", metavar="TARGET", help="module:factory, or an installed worker such as fsdp"
+        "target", nargs="?", metavar="TARGET", help="module:attribute, or an installed worker such as fsdp"
     )
     worker.add_argument("--ranks", type=int, metavar="N", help="ranks to start (default: 1)")
     worker.add_argument(

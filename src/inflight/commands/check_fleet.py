@@ -52,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with this process
     started, results = time.monotonic(), []
     with ServedTestbed(command, arguments.servers, scale, print_progress) as testbed:
-        declared = testbed.capabilities
-        print_progress(f"{declared.engine} {declared.engine_version} over {', '.join(declared.transports)}")
-        require(declared, Needs(transport=arguments.transport), "a server")
+        can = testbed.capabilities
+        print_progress(f"{can.engine} {can.engine_version} over {', '.join(can.transports)}")
+        require(can, Needs(transport=arguments.transport), "a server")
         try:
             for seed in range(arguments.seed, arguments.seed + arguments.schedules):
                 result = judged(seed, testbed, arguments.transport)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print_progress(f"{len(results)} of {arguments.schedules}, {result.plan}: {result.wall_s:.1f} s, {said}")
         finally:  # also the figures of a campaign that is interrupted, or whose servers do not start again
             figures = summary(results, testbed.kinds, time.monotonic() - started)
-            figures |= {"serve": command, "engine": declared.engine, "engine_version": declared.engine_version}
+            figures |= {"serve": command, "engine": can.engine, "engine_version": can.engine_version}
             write_json(file, figures)
             again = ["inflight", "check", "fleet", "--serve", command, "--servers", str(arguments.servers)]
             again += ["--deadline-scale", f"{scale:g}"]

@@ -111,10 +111,10 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
         model = subject.reference.path
         report(f"waiting for {target.label}")
         async with opened(target, model, subject.directory, _START_S * scale) as subject.opened:
-            declared = subject.capabilities = await subject.endpoint.capabilities()
+            can = subject.capabilities = await subject.endpoint.capabilities()
             version = (await subject.endpoint.weight_version()).version
-            subject.publisher = SteppedPublisher(subject.endpoint, declared, version)
-            subject.reference.cast(declared.dtype)
+            subject.publisher = SteppedPublisher(subject.endpoint, can, version)
+            subject.reference.cast(can.dtype)
             pair = Pair(subject, target.worker, worker_options, arguments.prompts, arguments.tokens)
             with closing(pair):
                 try:
@@ -124,6 +124,6 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
                             await pair.bring(subject.reference.weights)
                 finally:
                     subject.publisher.lose_group()
-    names = (declared.engine, declared.engine_version, trainer)
+    names = (can.engine, can.engine_version, trainer)
     print(text_of(*names, measured), flush=True)
     return row_of(*names, measured)

@@ -14,7 +14,7 @@ from inflight.commands.shared import add_json_argument, print_progress
 from inflight.errors import ConfigError
 
 _LINE_EVERY_S = 10.0
-"""How often progress is told where the output is no terminal."""
+"""How often progress is reported where the output is not a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable({"json": arguments.json, "plot": arguments.plot})
     plan = Plan() if arguments.plan is None else load_plan(arguments.plan)
     if arguments.measure is not None:
-        found, costs = _measured(arguments, plan), None
+        found, costs = _measure(arguments, plan), None
     else:
         measured = calibrate(arguments.runs) if arguments.runs else None
         if measured is not None and measured.is_of_one_load and plan.generation is None:
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         costs = costs_of(plan, measured)
         wanted = [*candidates(plan, candidate_of(arguments.runs[0]) if arguments.runs else None)]
-        found = search(costs, _some(wanted), plan.search.num_steps, _telling(len(wanted)))
+        found = search(costs, _require_any(wanted), plan.search.num_steps, _progress_of(len(wanted)))
     best = pareto(found)
     shown = sorted(found, key=lambda it: -it.steady.tokens_per_time) if arguments.all else best
     print(f"{len(found)} configurations; {len(best)} are beaten by none in tokens per second and token age\n")
@@ -84,30 +84,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(arguments: argparse.Namespace, plan: Any) -> Any:
+def _measure(arguments: argparse.Namespace, plan: Any) -> Any:
     from inflight.planning.measuring import base_of, measure
     from inflight.planning.search import candidates
 
     if arguments.runs or plan.hardware is not None or plan.prompts is not None:
         raise ConfigError("--measure makes runs on this machine: leave out --from, [hardware] and [prompts]")
-    wanted = _some([*candidates(plan, base_of(arguments.measure), knows_lengths=False)])
-    return measure(arguments.measure, wanted, plan, arguments.limit, _telling(len(wanted)))
+    wanted = _require_any([*candidates(plan, base_of(arguments.measure), knows_lengths=False)])
+    return measure(arguments.measure, wanted, plan, arguments.limit, _progress_of(len(wanted)))
 
 
-def _some(wanted: list[Any]) -> list[Any]:
+def _require_any(wanted: list[Any]) -> list[Any]:
     if not wanted:
         raise ConfigError("the plan searches nothing: give search.mode, and at least one value of each list")
     return wanted
 
 
-def _telling(num: int) -> Callable[[int], None]:
+def _progress_of(num: int) -> Callable[[int], None]:
     """Return what shows how many configurations are done: at once on a terminal, else by a line from time to time."""
-    told_at = time.monotonic()
+    reported_at = time.monotonic()
 
     def report_progress(done: int) -> None:
-        nonlocal told_at
-        if not sys.stderr.isatty() and time.monotonic() - told_at > _LINE_EVERY_S:
-            told_at = time.monotonic()
+        nonlocal reported_at
+        if not sys.stderr.isatty() and time.monotonic() - reported_at > _LINE_EVERY_S:
+            reported_at = time.monotonic()
             print_progress(f"{done} of {num} configurations")
         if sys.stderr.isatty():
             text = f"{done} of {num} configurations" if done < num else " " * 40
@@ -117,7 +117,7 @@ def _telling(num: int) -> Callable[[int], None]:
 
 
 def _print_parts(costs: Any, best: Sequence[Any], found: Sequence[Any], num_steps: int) -> None:
-    """Say where the speed-up of the fastest pipeline over the fastest conventional run of one step comes from."""
+    """Print where the speed-up of the fastest pipeline over the fastest conventional run of one step comes from."""
     from inflight.planning.parts import parts_of
 
     pipelines = [it for it in best if not it.candidate.conventional_steps]

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sample_again(arguments: argparse.Namespace, record: Path, incarnations: Sequence[Incarnation]) -> int:
-    """Print where what an endpoint samples now parts from the record; return 1 if it does."""
+    """Print where what an endpoint samples now differs from the record; return 1 if it does."""
     from inflight.http.kinds import connect_endpoint
     from inflight.model.checkpoints import load_tokenizer
     from inflight.replay.report import described_sampling

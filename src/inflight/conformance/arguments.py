@@ -26,7 +26,7 @@ def add_endpoint_arguments(endpoint: argparse.ArgumentParser) -> None:
         "--token-file", type=Path, metavar="FILE", help=f"control token of a URL (default: ${TOKEN_VARIABLE})"
     )
     endpoint.add_argument(
-        "--worker", metavar="module:factory", help="worker to compare logprobs with (default: transformers)"
+        "--worker", metavar="module:attribute", help="worker to compare logprobs with (default: transformers)"
     )
     endpoint.add_argument(
         "--tolerance", type=float, metavar="FLOAT", help="largest difference at which logprobs count as equal"
@@ -66,12 +66,12 @@ def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Endpo
 
 
 def worker_factory(text: str) -> str:
-    """Return the ``module:function`` of a worker; a name without a colon is that of an installed one."""
+    """Return the ``module:attribute`` of a kind of workers; a name without a colon is that of an installed one."""
     if ":" in text:
         check_reference(text)
         return text
     found = {name: entry.value for name, entry in installed("workers").items()}
     if text not in found:
         names = ", ".join(sorted(found)) or "none"
-        raise ConfigError(f"no worker {text!r} is installed; known are {names}, or give module:factory")
+        raise ConfigError(f"no worker {text!r} is installed; known are {names}, or give module:attribute")
     return found[text]

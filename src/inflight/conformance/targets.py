@@ -44,7 +44,7 @@ class EndpointTarget(_Target):
     token: str | None = None
     """For the control routes of a URL."""
     worker: str | None = None
-    """Worker to compare logprobs with, as ``module:factory``; None: transformers' forward."""
+    """Worker to compare logprobs with, as ``module:attribute``; None: transformers' forward."""
     tolerance: float | None = None
     """Largest difference between equal logprobs; None: by the dtype that the endpoint reports."""
 
@@ -56,8 +56,8 @@ class EndpointTarget(_Target):
 class WorkerTarget(_Target):
     """A trainer worker to check on ``num_ranks`` ranks.
 
-    ``factory`` is ``module:function``: it takes a mapping with ``model_path`` and the options, like the entry points of
-    the group ``inflight.workers``, and returns this process's rank.
+    ``factory`` is ``module:attribute``: an `inflight.contracts.WorkerKind`, like the entry points of the group
+    ``inflight.workers``. It makes each rank from ``model_path`` and the options.
     """
 
     kind: Literal["worker"] = "worker"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import (
@@ -205,6 +206,61 @@ class BackgroundSaver(Protocol):
     @abstractmethod
     def save_pending(self) -> bool:
         """Return whether a save is under way on this rank; False once it succeeded or failed. Never waits."""
+
+
+Phase = Literal["training", "sampling"]
+"""Of a run in which trainers and servers take turns on the same GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTerm:
+    """Some memory of one process on each of its GPUs."""
+
+    name: str
+    size_bytes: int
+    remedy: str = ""
+    """What makes it smaller."""
+    phase: Phase | None = None
+    """When the process needs it; None: all the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLoad:
+    """What a run gives each rank to compute."""
+
+    num_ranks: int
+    tokens_per_micro_batch: int
+    has_reference: bool
+    """Whether each rank also holds the initial model, for its logprobs."""
+
+
+@runtime_checkable
+class WorkerKind(Protocol):
+    """A kind of trainer: makes its ranks, and tells a run what it has to know before it starts them.
+
+    Entry points of the group ``inflight.workers`` name one, and so does ``module:attribute``.
+    """
+
+    trains_lora: bool = False
+    """Whether workers with ``lora`` in their settings are a `LoraSource`. A run sets it for no others."""
+
+    @abstractmethod
+    def create(self, settings: Mapping[str, object]) -> TrainerWorker:
+        """Return this process's rank; collective over torch's default process group.
+
+        A run sets ``model_path``, ``dtype`` and ``wire_dtype``, ``master_dtype``, ``total_steps``, the fields of
+        `inflight.model.optimizer_settings.OptimizerSettings`, ``device`` and ``lora`` where they are configured, and
+        what ``train.trainer_options`` holds. Raises `ConfigError` or `UnsupportedError` on every rank if the settings
+        or the model cannot be used.
+        """
+
+    def memory(self, settings: Mapping[str, object], load: TrainingLoad) -> Sequence[MemoryTerm] | None:
+        """Return what the largest rank needs on its GPU, but for its CUDA context, by arithmetic; None: not known.
+
+        Terms of the phase ``sampling`` are left out where trainers and servers do not take turns. Raises `ConfigError`
+        if the settings or the model cannot be used.
+        """
+        return None
 
 
 class DataRanks(NamedTuple):

@@ -18,7 +18,7 @@ from inflight.model.images import load_image_processor
 from inflight.observe.trace.records import Manifest, Weights, check_steps, read_manifest, read_step, versions_of
 from inflight.observe.trace.steps import RecordedStep
 from inflight.replay.differences import StepDifference, WeightDifference, step_difference, weight_difference
-from inflight.run.config import RunConfig
+from inflight.run.config import RunConfig, TrainSection
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.record.recording import outcome_of, weights_of
 from inflight.run.sampling.batches import frames_of, logprobs_of_samples
@@ -84,7 +84,9 @@ def replay_config(
         train |= {"trainer": trainer, "trainer_options": {}}
     if num_ranks is not None:
         train["num_ranks"] = num_ranks
-    train["trainer_options"] = {**train.get("trainer_options", {}), **(options or {})}
+    train["trainer_options"] = dict(train.get("trainer_options", {}))
+    for name, value in (options or {}).items():
+        (train if name in TrainSection.model_fields else train["trainer_options"])[name] = value
     kept = {name: value for name, value in recorded["run"].items() if name in _KEPT}
     start = manifest.start
     if model is None and start is not None and not Path(recorded["model"]["path"]).is_dir():

@@ -13,6 +13,7 @@ from inflight.base.transport_registry import find_transport
 from inflight.errors import ConfigError
 from inflight.losses import Kl, PolicyLoss, preset
 from inflight.model.lora_settings import LoraSettings
+from inflight.model.optimizer_settings import OptimizerSettings
 from inflight.rollouts import AdvantageEstimator, Credit
 from inflight.rollouts.critic import Target
 from inflight.run.fleet_config import ServersSection
@@ -105,12 +106,12 @@ class SamplingSection(Section):
     """Longest that a server may take to answer one request."""
 
 
-class TrainSection(Section):
+class TrainSection(OptimizerSettings):
     """The workers and their optimizer."""
 
     trainer: str = "fsdp"
     """``fsdp``, ``torchtitan``, ``deepspeed``, another entry point in the group ``inflight.workers``, or
-    ``module:function``."""
+    ``module:attribute``: an `inflight.contracts.WorkerKind`."""
     trainer_options: dict[str, Any] = Field(default_factory=dict)
     """Further settings of the workers, such as ``{ cpu_offload = true }``: see `inflight_fsdp.WorkerConfig`."""
     lora: LoraSettings | None = None
@@ -131,16 +132,18 @@ class TrainSection(Section):
     tokens_per_worker: int = Field(default=4096, ge=1)
     """A step begins once this many training tokens (prompts and completions) per worker have accumulated."""
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
-    learning_rate: float = Field(default=1e-4, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_gradient_norm: float = Field(default=1.0, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
     router_replay: bool = False
     """Whether each token is computed with the experts that sampled it, not with those that the trainer's routers would
-    choose. For mixtures of experts; the servers and the trainer must declare it."""
+    choose. For mixtures of experts; the servers and the trainer must support it."""
     train_on_equal_rewards: bool = False
     """Groups whose rewards are all equal have no advantage; by default the run counts them without training on them."""
+
+    @model_validator(mode="after")
+    def _sets_each_option_once(self) -> TrainSection:
+        known = {"device", "lora", "master_dtype", *OptimizerSettings.model_fields}
+        if twice := sorted(known & self.trainer_options.keys()):
+            raise ValueError(f"trainer_options.{twice[0]} is a setting of [train]: write train.{twice[0]} instead")
+        return self
 
 
 class LossSection(Section):
@@ -234,8 +237,6 @@ class RunConfig(Section):
                 f"train.max_tokens_per_micro_batch {self.train.max_tokens_per_micro_batch}: lower the first or "
                 "raise the second"
             )
-        if self.train.lora is not None and "lora" in self.train.trainer_options:
-            raise ValueError("train.lora and train.trainer_options.lora both set a LoRA: leave the second out")
         if self.servers.release_memory and self.run.mode != "conventional":
             raise ValueError(
                 "servers.release_memory needs run.mode 'conventional', in which servers wait while the trainers train: "

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from inflight.base.tasks import run_together
 from inflight.observe.trace import events
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import PublishResult
@@ -138,7 +139,7 @@ class PullDelivery(Delivery):
     async def _look(self) -> None:
         """Ask every server which version it serves, and give work to those that answer."""
         endpoints = list(self.servers.taking_part)
-        answers = await asyncio.gather(*(version_of(endpoint, _VERSION_S) for endpoint in endpoints))
+        answers = await run_together(*(version_of(endpoint, _VERSION_S) for endpoint in endpoints))
         before = self.serving
         self.serving = {
             endpoint.name: answer.version if answer is not None and answer.state in _SAMPLES else None

@@ -8,6 +8,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inflight.base.tasks import run_together
+from inflight.contracts import MemoryTerm
 from inflight.errors import InflightError
 from inflight.http.kinds import connect_endpoint
 from inflight.http.tokens import TOKEN_VARIABLE
@@ -15,14 +17,14 @@ from inflight.launchers import load_launcher
 from inflight.launchers.loading import check_launcher
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device
-from inflight.run.machines.lora_shapes import lora_shapes
-from inflight.run.machines.memory import ON_THE_GPU, Term, gib
-from inflight.run.machines.memory_check import KNOWN_WORKERS, DeviceUse, listed, totals
+from inflight.run.machines.memory import ON_THE_GPU, gib
+from inflight.run.machines.memory_check import DeviceUse, listed, totals
 from inflight.run.machines.placement import Place
 from inflight.run.preflight import Hosts, Prepared, hosts_of
 from inflight.run.servers.checks import check_endpoint
 from inflight.weights.encode.bucket_bytes import encoded_size
 from inflight.weights.encode.buckets import plan_buckets
+from inflight.weights.encode.lora_tensors import lora_shapes
 from inflight.wire import TensorSpec
 
 _ASK_S = 3.0
@@ -44,7 +46,7 @@ class PlannedProcess:
     what: str
     devices: tuple[int, ...]
     address: str
-    memory: tuple[Term, ...] = ()
+    memory: tuple[MemoryTerm, ...] = ()
     """On each of its GPUs; empty if it has none."""
 
 
@@ -74,12 +76,12 @@ class DryRun:
 async def dry_run(prepared: Prepared) -> DryRun:
     """Return what a run would do, after asking the servers that run already whether they can take part now."""
     config, notes = prepared.config, []
-    if config.train.trainer not in KNOWN_WORKERS:
+    if any(it.devices and not prepared.memory[it.name] for it in prepared.placement.trainers):
         notes.append(f"memory of {config.train.trainer!r} workers is not known, and left out")
     if not prepared.placement.placed:
         notes.append("no GPU: every process computes on the CPU, in host memory that is not counted here")
     return DryRun(
-        (*_started(prepared), *await asyncio.gather(*(_ask(prepared, url) for url in prepared.attached))),
+        (*_started(prepared), *await run_together(*(_ask(prepared, url) for url in prepared.attached))),
         planned_update(prepared),
         prepared.uses,
         tuple(notes),

@@ -17,7 +17,7 @@ class Interrupted(Exception):  # noqa: N818 - a request, not an error
 
 
 class Interrupt:
-    """SIGINT and SIGTERM as a state; ``note`` tells the user, ``kill`` ends the processes of the run."""
+    """SIGINT and SIGTERM as a state; ``note`` shows a line to the user, ``kill`` ends the processes of the run."""
 
     def __init__(self, note: Callable[[str], None], kill: Callable[[], None]) -> None:
         self._note = note

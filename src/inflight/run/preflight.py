@@ -16,15 +16,15 @@ from inflight.launchers import Launcher
 from inflight.model.checkpoint_specs import tensor_specs_of
 from inflight.model.checkpoints import check_weights, load_config, load_tokenizer
 from inflight.model.images import ImageProcessor, load_image_processor
+from inflight.model.shapes import model_shape
 from inflight.observe.trackers import Tracker, load_trackers
 from inflight.rollouts import EssGuard, HistoryStore, load_composer, load_scheduler, load_staleness, load_task
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device, devices_here
-from inflight.run.machines.lora_shapes import check_lora
-from inflight.run.machines.memory import model_shape
 from inflight.run.machines.memory_check import DeviceUse, Memory, check_fits, device_uses, memory_of
 from inflight.run.machines.placement import Placement, place, place_elsewhere, uses_gpus
 from inflight.run.machines.time_limits import TimeLimits, time_limits
+from inflight.run.ranks.workers import check_lora
 from inflight.run.record.run_directory import RunDirectory, StartingPoint, starting_point
 from inflight.run.sampling.groups import check_task
 from inflight.run.servers.checks import check_servers, read_server_list
@@ -149,7 +149,7 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
     run from working, as far as it can be known before processes start.
     """
     check_servers(config.servers)
-    check_lora(config.train, config.model.path)
+    check_lora(config)
     _check_launcher(config, machine.hosts)
     is_local = machine.hosts.num_gpus is None
     devices = tuple(machine.devices()) if is_local and uses_gpus(config) else ()

@@ -52,10 +52,10 @@ class PushUpdates(Updates):
         return PushDelivery(servers, trainers)
 
     def publishing(self, start: Start, deadline_s: float) -> Publishing:
-        from inflight.run.ranks.publishing import Push
+        from inflight.run.ranks.publishing import PushPublishing
 
         urls = () if start.members is None else start.members.urls
-        return Push(self.config.updates, urls, start.run_id, deadline_s)
+        return PushPublishing(self.config.updates, urls, start.run_id, deadline_s)
 
     def gather(self, worker: WeightSource) -> None:
         from inflight.weights.send.fleet import take_part
@@ -76,9 +76,9 @@ class PullUpdates(Updates):
         return PullDelivery(servers)
 
     def publishing(self, start: Start, deadline_s: float) -> Publishing:
-        from inflight.run.ranks.publishing import Pull
+        from inflight.run.ranks.publishing import PullPublishing
 
-        return Pull(self.config.updates, start.run_id, deadline_s)
+        return PullPublishing(self.config.updates, start.run_id, deadline_s)
 
     def gather(self, worker: WeightSource) -> None:
         from inflight.weights.send.gathering import gather_only
@@ -88,4 +88,4 @@ class PullUpdates(Updates):
 
 def updates_of(config: RunConfig) -> Updates:
     """Return the strategy that a configuration names."""
-    return PullUpdates(config) if config.updates.mode == "pull" else PushUpdates(config)
+    return PushUpdates(config) if config.updates.followed is None else PullUpdates(config)

@@ -38,6 +38,11 @@ class UpdatesSection(Section):
     staged: bool = True
     """Keep sampling while weights arrive, on servers that can. They hold a second copy of the weights meanwhile."""
 
+    @property
+    def followed(self) -> Path | None:
+        """The directory of which servers load the newest version by themselves; None if versions are pushed."""
+        return self.directory if self.mode == "pull" else None
+
     @model_validator(mode="after")
     def _transport_is_installed(self) -> Self:
         try:

@@ -10,13 +10,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from inflight.contracts import WorkerKind
 from inflight.errors import CheckpointError, NonFiniteError, TrainerError
 from inflight.types import StepResult, WeightBucket
 from inflight.wire import TensorSpec
 
 
-def create_worker(config):
-    return PlainWorker(Path(config["model_path"]), float(config.get("learning_rate", 1e-3)))
+class PlainKind(WorkerKind):
+    def create(self, settings):
+        return PlainWorker(Path(settings["model_path"]), float(settings.get("learning_rate", 1e-3)))
+
+
+KIND = PlainKind()
 
 
 class PlainWorker:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from inflight.base.extensions import resolve
+from inflight.base.worker_kinds import load_worker_kind
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.parity.figures import Figures, figures_of
 from inflight.conformance.reference import Weights, chosen
@@ -45,12 +45,12 @@ class Pair:
     def __init__(
         self, subject: EndpointSubject, worker: str | None, options: Mapping[str, Any], prompts: int, tokens: int
     ) -> None:
-        """``worker`` is ``module:factory``; it is called with ``model_path`` and the options, for each set of weights.
+        """``worker`` names a kind, which makes one with ``model_path`` and the options for each set of weights.
 
         ``prompts`` are asked for at a time, for ``tokens`` tokens each, or for half of the context if that is shorter.
         """
         self.subject = subject
-        self._factory = worker
+        self._kind = worker
         self._options = options
         self._num_prompts = prompts
         self._num_tokens = min(tokens, subject.capabilities.max_model_len // 2)
@@ -61,12 +61,12 @@ class Pair:
         """Give both sides these weights, which have the names of the checkpoint."""
         self.close()
         self._weights, published = weights, weights
-        if self._factory is not None:
+        if self._kind is not None:
             reference = self.subject.reference
             path = reference.path
             if weights is not reference.weights:
                 path = reference.save(weights, self.subject.directory / "parity" / weights.label)
-            self._worker = resolve(self._factory)({"model_path": str(path), **self._options})
+            self._worker = load_worker_kind(self._kind).create({"model_path": str(path), **self._options})
             published = gathered(self._worker)
         await self.subject.publisher.publish(published)
 

@@ -1,6 +1,6 @@
 """One rank of a worker under check: makes workers, lets ranks talk to each other, and keeps measurements.
 
-Knows no check. The target's factory makes every worker from ``model_path`` and the options of the command line.
+The target's kind makes every worker from ``model_path`` and the options of the command line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inflight.base.extensions import resolve
+from inflight.base.worker_kinds import load_worker_kind
 from inflight.conformance.checks import CheckSkipped, require, skip
 from inflight.conformance.judge import Hung
 from inflight.conformance.models import Family, make_seeing_model, make_tiny_model
@@ -136,8 +136,7 @@ class WorkerSubject:
         """Return a new worker on ``model``, or the kit's tiny model, with further options; every rank calls this."""
         path = model if model is not None else self.model(tied=tied)
         options = self.target.options if self.world_size == 1 else self.target.options | self.target.options_of_ranks
-        worker: TrainerWorker = resolve(self.target.factory)({"model_path": str(path), **options, **more})
-        return worker
+        return load_worker_kind(self.target.factory).create({"model_path": str(path), **options, **more})
 
     def model(self, *, tied: bool = False) -> Path:
         """Return the kit's tiny float32 checkpoint, made once."""

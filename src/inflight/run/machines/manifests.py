@@ -33,7 +33,7 @@ def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> Pla
     options = f"{{ port = {MEET_PORT} }}"
     controller = ["inflight", "train", str(path), "--launcher", "outside", "--run.launcher_options", options]
     controller += ["--servers.attach.join", f"0.0.0.0:{JOIN_PORT}", "--resume-if-begun", *overrides]
-    on_gpu = wants_gpu(train.trainer_options.get("device", train.device))
+    on_gpu = wants_gpu(train.device)
     ranks = Gang(
         "trainers",
         train.num_ranks,

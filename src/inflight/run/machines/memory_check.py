@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from inflight.contracts import MemoryTerm
+from inflight.contracts.trainer import Phase
 from inflight.errors import ConfigError
+from inflight.model.shapes import ModelShape
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device
-from inflight.run.machines.memory import PHASES, ModelShape, Phase, Term, gib, server_terms, trainer_terms
+from inflight.run.machines.memory import PHASES, gib, server_terms, trainer_terms
 from inflight.run.machines.placement import Placement, gpu_use
 
-KNOWN_WORKERS = ("fsdp", "torchtitan")
-"""Workers whose memory is known; that of others is left out."""
-Memory = Mapping[str, tuple[Term, ...]]
+Memory = Mapping[str, tuple[MemoryTerm, ...]]
 """What each process with GPUs needs on each of them, by its name."""
 
 
@@ -32,7 +33,7 @@ class DeviceUse:
 
 def memory_of(config: RunConfig, model: ModelShape, placement: Placement) -> Memory:
     """Return what every process with GPUs needs. Raises `ConfigError` if an engine's own settings are too small."""
-    of_trainers = trainer_terms(config, model) if config.train.trainer in KNOWN_WORKERS else ()
+    of_trainers = trainer_terms(config) if any(it.devices for it in placement.trainers) else ()
     memory = {it.name: of_trainers for it in placement.trainers if it.devices}
     for it, member in zip(placement.servers, config.servers.started, strict=True):
         if it.devices:
@@ -76,12 +77,12 @@ def _too_little(use: DeviceUse, memory: Memory) -> str:
     )
 
 
-def total(terms: Iterable[Term], phase: Phase | None) -> int:
+def total(terms: Iterable[MemoryTerm], phase: Phase | None) -> int:
     """Return the bytes of the terms of a phase, with those that are needed all the time."""
     return sum(term.size_bytes for term in terms if term.phase in (None, phase))
 
 
-def totals(terms: Sequence[Term]) -> str:
+def totals(terms: Sequence[MemoryTerm]) -> str:
     """Return what terms need together as people read it, by phases if it depends on them."""
     if not any(term.phase for term in terms):
         return f"{gib(total(terms, None))} on each GPU"
@@ -89,6 +90,6 @@ def totals(terms: Sequence[Term]) -> str:
     return f"on each GPU {', '.join(each)}"
 
 
-def listed(terms: Sequence[Term]) -> str:
+def listed(terms: Sequence[MemoryTerm]) -> str:
     """Return terms as people read them."""
     return ", ".join(f"{term.name} {gib(term.size_bytes)}" for term in terms)

@@ -70,7 +70,7 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
     """
     servers = config.servers
     wanted = [_Wanted(f"trainer-{rank}", "trainer", 1, explicit) for rank, explicit in enumerate(_of_trainers(config))]
-    if not wants_gpu(_train_device(config)):
+    if not wants_gpu(config.train.device):
         wanted = [_Wanted(it.name, it.role, 0) for it in wanted]
     if devices and servers.scaling is not None and wants_gpu(servers.device):
         raise ConfigError(
@@ -128,7 +128,7 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
             f"servers.colocated shares the GPUs of one machine, but run.launcher {config.run.launcher!r} gives each "
             "process its own: leave it out"
         )
-    on_gpu = bool(num_gpus) and wants_gpu(_train_device(config))
+    on_gpu = bool(num_gpus) and wants_gpu(config.train.device)
     trainers = [Place(f"trainer-{rank}", "trainer", (), int(on_gpu)) for rank in range(config.train.num_ranks)]
     serves_on_gpu = bool(num_gpus) and wants_gpu(servers.device)
     placed = [
@@ -160,7 +160,7 @@ def wants_gpu(device: str | None) -> bool:
 
 def uses_gpus(config: RunConfig) -> bool:
     """Return whether any process that the run starts computes on a GPU if there is one."""
-    return wants_gpu(_train_device(config)) or (bool(config.servers.members) and wants_gpu(config.servers.device))
+    return wants_gpu(config.train.device) or (bool(config.servers.members) and wants_gpu(config.servers.device))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -175,20 +175,14 @@ class _Wanted:
     """Indices that the configuration names; empty: whichever are free."""
 
 
-def _train_device(config: RunConfig) -> str | None:
-    """Return the configured device of the trainers, None if they choose."""
-    device = config.train.trainer_options.get("device", config.train.device)
-    return None if device is None else str(device)
-
-
 def _of_trainers(config: RunConfig) -> list[tuple[int, ...]]:
     """Return the configured devices of each rank."""
     train = config.train
     if train.devices is None:
         return [()] * train.num_ranks
-    if not wants_gpu(_train_device(config)):
+    if not wants_gpu(config.train.device):
         raise ConfigError(
-            f"train.devices names GPUs, but the trainers compute on {_train_device(config)!r}: leave one out"
+            f"train.devices names GPUs, but the trainers compute on {config.train.device!r}: leave one out"
         )
     if len(train.devices) != train.num_ranks:
         raise ConfigError(

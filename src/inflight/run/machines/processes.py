@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from inflight.base.tasks import cancel_and_wait
+from inflight.base.tasks import also_failing, cancel_and_wait, finish_all, run_together
 from inflight.errors import ConfigError, WorkerDiedError
 from inflight.http.server_spec import FollowOptions, JoinOptions, ListenOptions, ServerSpec
 from inflight.http.tokens import TOKEN_VARIABLE
@@ -168,21 +168,16 @@ async def start_servers(
         await _ready(server)
 
     try:
-        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as starting:
-            for member, place in zip(config.servers.started, places, strict=True):
-                starting.create_task(start(member, place))
+        async with asyncio.timeout(timeout_s):
+            await run_together(*(start(*it) for it in zip(config.servers.started, places, strict=True)))
     except BaseException as error:
         waiting = [it.name for it in places if it.name not in servers or not servers[it.name].is_ready]
-        await asyncio.gather(*(server.stop() for server in servers.values()))
+        with also_failing(error):
+            await finish_all(*(server.stop() for server in servers.values()))
         if isinstance(error, TimeoutError):
             raise ConfigError(
                 f"{', '.join(waiting)} did not answer within {timeout_s:g} s; raise run.start_timeout_s to wait longer"
             ) from error
-        if isinstance(error, ExceptionGroup):
-            first, *others = error.exceptions
-            for other in others:
-                first.add_note(f"also failed: {other}")
-            raise first from error
         raise
     return [servers[place.name] for place in places]
 
@@ -232,8 +227,8 @@ def _spec(config: RunConfig, member: FleetMember, directory: RunDirectory, name:
         exit_with_stdin=True,
         lease_s=config.servers.lease_s,
     )
-    if config.updates.mode == "pull":
-        spec = replace(spec, following=FollowOptions(str(config.updates.directory), directory.run_id))
+    if config.updates.followed is not None:
+        spec = replace(spec, following=FollowOptions(str(config.updates.followed), directory.run_id))
     if not member.kind.runs_in_process:
         log = (directory.logs / f"{name}.engine.log").absolute()
         spec = replace(spec, process=replace(spec.process, log=log))

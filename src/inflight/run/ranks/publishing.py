@@ -1,4 +1,4 @@
-"""How trainer rank 0 brings versions to servers: it pushes them to a fleet, or stores them for servers that pull.
+"""How trainer rank 0 publishes versions: it pushes them to a fleet, or stores them for servers that pull.
 
 The other ranks only take part in gathering.
 """
@@ -24,7 +24,7 @@ from inflight.weights.transports.files import FileSender
 
 
 class Publishing(Protocol):
-    """Brings the present version to servers; rank 0 calls it while the other ranks gather."""
+    """Publishes the present version; rank 0 calls it while the other ranks gather."""
 
     @abstractmethod
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
@@ -34,7 +34,7 @@ class Publishing(Protocol):
         return
 
 
-class Push(Publishing):
+class PushPublishing(Publishing):
     """Publishes to the servers of the fleet that can be reached, and waits for them."""
 
     def __init__(self, updates: UpdatesSection, urls: Sequence[str], run_id: str, deadline_s: float) -> None:
@@ -79,7 +79,7 @@ class Push(Publishing):
         self._fleet.close()
 
 
-class Pull(Publishing):
+class PullPublishing(Publishing):
     """Stores each version without waiting for any server."""
 
     def __init__(self, updates: UpdatesSection, run_id: str, deadline_s: float) -> None:

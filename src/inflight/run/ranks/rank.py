@@ -21,16 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inflight.base.extensions import load_installed, resolve
 from inflight.base.progress import say_what_is_logged
-from inflight.contracts import BackgroundSaver, ImageWorker, ReplayingWorker, TrainerWorker
+from inflight.base.worker_kinds import load_worker_kind
+from inflight.contracts import BackgroundSaver, ImageWorker, LoraSource, ReplayingWorker, TrainerWorker
 from inflight.contracts.trainer import data_ranks_of
 from inflight.errors import ConfigError, InflightError, NonFiniteError, PrecisionWarning, UnsupportedError
 from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.launchers.launcher import ADDRESS_VARIABLE
 from inflight.losses import LossOutput, Metric, Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
-from inflight.run.config import RunConfig
-from inflight.run.machines.lora_shapes import check_trains_lora
 from inflight.run.machines.time_limits import time_limits
 from inflight.run.ranks.channel import WorkerChannel
 from inflight.run.ranks.handshake import RUN_VARIABLE, meet_run, tell_collectives
@@ -53,6 +51,7 @@ from inflight.run.ranks.messages import (
     micro_batches_of,
 )
 from inflight.run.ranks.publishing import Publishing
+from inflight.run.ranks.workers import worker_settings
 from inflight.run.updates import updates_of
 from inflight.types import MicroBatch
 from inflight.weights.transports.groups import host_store
@@ -84,7 +83,7 @@ class TrainerRank:
         config = start.config
         self._begin = begin
         torch.set_num_threads(config.train.threads)
-        settings = _worker_settings(config)
+        settings = worker_settings(config)
         limits = time_limits(config)
         if int(os.environ["WORLD_SIZE"]) > 1:
             self._begin("forming the trainer's process group")
@@ -100,11 +99,10 @@ class TrainerRank:
             )
         self._begin("loading the model")
         name = config.train.trainer
-        factory: Callable[[Mapping[str, object]], TrainerWorker] = (
-            resolve(name) if ":" in name else load_installed("worker", "workers", name, ("module:function",))
-        )
-        self._worker = factory(settings)
-        check_trains_lora(config.train, self._worker)
+        kind = load_worker_kind(name)
+        self._worker = kind.create(settings)
+        if config.train.lora is not None and not isinstance(self._worker, LoraSource):
+            raise ConfigError(f"train.lora is set, but worker {name!r} trains no LoRA: it is not a LoraSource")
         if config.train.router_replay and not (
             isinstance(self._worker, ReplayingWorker) and self._worker.replays_routing
         ):
@@ -124,7 +122,7 @@ class TrainerRank:
         """Version that is being saved, until the run has been told that it is complete."""
         self._save_timeout_s = limits.save_s
         self._loss = config.loss.policy_loss()
-        self._reference = factory(settings) if "reference_logprobs" in self._loss.needs else None
+        self._reference = kind.create(settings) if "reference_logprobs" in self._loss.needs else None
         if start.checkpoint is not None:
             self._begin(f"loading {start.checkpoint}")
             self._worker.load(start.checkpoint)
@@ -278,24 +276,6 @@ def planned(
         reduce=sum_over_ranks,
     )
     return batches, plan
-
-
-_OF_THE_OPTIMIZER = {
-    "master_dtype", "learning_rate", "weight_decay", "max_gradient_norm", "warmup_steps", "schedule",
-}  # fmt: skip
-
-
-def _worker_settings(config: RunConfig) -> dict[str, Any]:
-    return {
-        "model_path": str(config.model.path),
-        "dtype": config.model.dtype,
-        "wire_dtype": config.model.dtype,
-        "total_steps": config.run.num_steps,
-        **({} if config.train.device is None else {"device": config.train.device}),
-        **config.train.model_dump(include=_OF_THE_OPTIMIZER),
-        **({} if config.train.lora is None else {"lora": config.train.lora.model_dump()}),
-        **config.train.trainer_options,
-    }
 
 
 def answer_requests(channel: WorkerChannel, told: list[str], hosted: Any) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 _LINE_EVERY_S = 5.0
 _WAIT_S = 10.0
-"""After this long without output the user is told what the run is waiting for."""
+"""After this long without output the run reports what it is waiting for."""
 
 
 class Progress:

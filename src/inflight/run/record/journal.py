@@ -67,7 +67,7 @@ def open_journal(
 
 
 class Journal:
-    """Writes the events of a run and ``summary.json``. Each of ``listeners`` is told every event that was written.
+    """Writes the events of a run and ``summary.json``. ``listeners`` are called with each event that was written.
 
     In a resumed run the counters continue from ``state``, as they were at ``version``; rows of later steps, which the
     earlier process lost, are removed. A full disk raises `CheckpointError`.

@@ -1,4 +1,4 @@
-"""Whoever watches a run besides its own files: trackers, Prometheus and the page in the browser."""
+"""What shows a run in addition to its own files: trackers, Prometheus and the page in the browser."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _draw_timeline(directory: Path) -> Any:
         if event["kind"] == "fleet_changed" and low <= event["end_s"] <= high:
             axes[0].axvline(event["end_s"], color="#57606a", linestyle=":")
             axes[0].annotate(
-                _told(event), (event["end_s"], 0.98), xycoords=("data", "axes fraction"), fontsize=7, va="top"
+                _text_of(event), (event["end_s"], 0.98), xycoords=("data", "axes fraction"), fontsize=7, va="top"
             )
     axes[1].set_yticks([0, 1], ["update", "train"])
     axes[1].set(xlabel="seconds since the run began", xlim=(max(0.0, low), high))
@@ -144,7 +144,7 @@ def _part_span(event: dict[str, Any], part: str) -> tuple[float, float]:
     return end - event[part], event[part]
 
 
-def _told(event: dict[str, Any]) -> str:
+def _text_of(event: dict[str, Any]) -> str:
     """Return one line for each server that joined, left or changed state."""
     lines = [f"{name.partition('//')[2]} leaves" for name in event["left"]]
     return "\n".join([*lines, *(f"{name.partition('//')[2]} {after}" for name, _, after in event["changes"])])

@@ -30,11 +30,11 @@ from inflight.run.record.checkpoints import latest_checkpoint
 from inflight.run.sampling.batches import StepBatch, logprobs_of_samples
 
 _NUM_MEASURED = 3
-"""Steps after which the size of a record is foretold."""
+"""Steps after which the size of a record is estimated."""
 
 
 class Recording:
-    """Writes the record in the directory of a run, and tells ``note`` once how large it becomes.
+    """Writes the record in the directory of a run, and reports to ``note`` once how large it becomes.
 
     Every call raises `CheckpointError` if a step cannot be written; earlier steps are whole then.
     """
@@ -80,7 +80,7 @@ class Recording:
             writing, self._writing = self._writing, None
             self._sizes.append(await writing)
             if len(self._sizes) == _NUM_MEASURED:
-                self._tell_size()
+                self._report_size()
 
     async def finish(self) -> None:
         """Write down the last checkpoint, once every step is written."""
@@ -92,8 +92,8 @@ class Recording:
         path = self._writer.write_step(recorded(batch, by_share, self._config.train.max_tokens_per_micro_batch))
         return path.stat().st_size
 
-    def _tell_size(self) -> None:
-        """Tell how large the record becomes. Raises `CheckpointError` if the disk has no room for it."""
+    def _report_size(self) -> None:
+        """Report how large the record becomes. Raises `CheckpointError` if the disk has no room for it."""
         run, of_step = self._config.run, sum(self._sizes) / len(self._sizes)
         self._note(
             f"recording: {_megabytes(of_step)} per step, about {_megabytes(of_step * run.num_steps)} for "
@@ -143,7 +143,7 @@ def outcome_of(by_share: Sequence[Trained]) -> Outcome:
 
 
 def weights_of(directory: Path) -> Weights:
-    """Return what tells the weights of a model directory apart. Raises `ConfigError`."""
+    """Return what identifies the weights of a model directory. Raises `ConfigError`."""
     sha256, size_bytes = weights_digest(directory)
     return Weights(path=str(directory.absolute()), sha256=sha256, size_bytes=size_bytes)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from inflight.base.tasks import run_together
 from inflight.contracts import InferenceEndpoint, ReleasingEndpoint
 from inflight.errors import BusyError, InflightError, UnsupportedError
 from inflight.observe.trace import events
@@ -55,7 +56,7 @@ class MemoryTurns:
         endpoints: Sequence[InferenceEndpoint],
     ) -> None:
         started = time.time()
-        problems = await asyncio.gather(*(self._ask(endpoint, ask) for endpoint in endpoints))
+        problems = await run_together(*(self._ask(endpoint, ask) for endpoint in endpoints))
         done = [endpoint.name for endpoint, why in zip(endpoints, problems, strict=True) if why is None]
         self.servers.journal.event(events.MemoryMoved, (started, time.time()), kind=kind, servers=tuple(done))
         for endpoint, why in zip(endpoints, problems, strict=True):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.base.backoff import Backoff
+from inflight.base.tasks import finish_all, run_together
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, EndpointError, InflightError
 from inflight.http.kinds import connect_endpoint
@@ -104,12 +105,12 @@ class Servers:
         self.run_id = directory.run_id
         running = [server for server in self.own if server.process.ended is None]
         if not servers.attach.urls and not running and not self.launcher.port:
-            await asyncio.gather(*(server.stop() for server in self.own))
+            await finish_all(*(server.stop() for server in self.own))
             self.own = await start_servers(self.config, directory, self.token, self.places, self.launcher)
         limits = {server.url: server.spec.options.num_slots for server in running or self.own}
         limits |= dict.fromkeys(servers.attach.urls, servers.slots_of_attached)
         self.taking_part = {self._connect(url): url for url in limits}
-        capabilities = await asyncio.gather(*map(self._check_endpoint, self.taking_part))
+        capabilities = await run_together(*map(self._check_endpoint, self.taking_part))
         for (endpoint, url), can in zip(self.taking_part.items(), capabilities, strict=True):
             self.actor.add(endpoint, limits[url], can)
         if servers.attach.join is not None:
@@ -152,14 +153,16 @@ class Servers:
         """Report how the run's own servers ended, after waiting briefly: connections break before a process ends."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REAP_S):
-                await asyncio.gather(*(server.process.wait() for server in self.own))
+                await run_together(*(server.process.wait() for server in self.own))
         for server in self.own:
             if server.process.ended is not None and not server.end_is_told:
                 self.note(server.how_it_ended())
 
     async def stop(self) -> None:
-        await self.disconnect()
-        await asyncio.gather(*(server.stop() for server in (*self.own, *self.extra)))
+        try:
+            await self.disconnect()
+        finally:
+            await finish_all(*(server.stop() for server in (*self.own, *self.extra)))
 
     async def disconnect(self) -> None:
         """Close the connections to all servers; those that the run started keep running."""
@@ -290,7 +293,7 @@ class Servers:
             self.lines.setdefault(name, _Line(listed[name]))
         now = time.monotonic()
         due = [line for line in self.lines.values() if not line.takes_part and line.backoff.is_due(now)]
-        came = await asyncio.gather(*(self._ask(line) for line in due))
+        came = await run_together(*(self._ask(line) for line in due))
         return [name for name in came if name is not None]
 
     async def _ask(self, line: _Line) -> str | None:

@@ -6,18 +6,34 @@ change ``<module>.weight`` [out, in]. Holds no tensors: `inflight.weights.receiv
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from inflight.model.checkpoint_specs import tensor_specs_of
+from inflight.model.lora_settings import LoraSettings
 from inflight.wire import Manifest, TensorSpec
 
 PREFIX = "base_model.model."
 PARTS = _A, _B = ".lora_A.weight", ".lora_B.weight"
 """How the names of A and B end."""
+_MATRIX = re.compile(r"(?:^|\.)layers\.\d+\.(?!.*\.experts\.).*\.weight$")
 
 
 def lora_names(module: str) -> tuple[str, str]:
     """Return the names of A and B of the LoRA of one module."""
     return f"{PREFIX}{module}{_A}", f"{PREFIX}{module}{_B}"
+
+
+def lora_shapes(settings: LoraSettings, model: Path) -> Mapping[str, tuple[int, int]]:
+    """Return the shape of A and B of every target. Raises `ConfigError` for targets that the model does not have."""
+    specs = {spec.name.removesuffix(".weight"): spec.shape for spec in tensor_specs_of(model, "float32")
+             if len(spec.shape) == 2 and _MATRIX.search(spec.name)}  # fmt: skip
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer in settings.chosen(list(specs)):
+        (num_out, num_in), (a, b) = specs[layer], lora_names(layer)
+        shapes |= {a: (settings.rank, num_in), b: (num_out, settings.rank)}
+    return shapes
 
 
 def changed_names(manifest: Manifest) -> list[str]:

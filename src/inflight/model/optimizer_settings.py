@@ -1,0 +1,21 @@
+"""The settings of an optimizer that runs and workers share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from inflight.base.toml import Section
+
+
+class OptimizerSettings(Section):
+    """How large the steps of an optimizer are."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """The default suits full training of models of billions of parameters; tiny models need more."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_gradient_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm over all parameters; None: never."""
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -1,0 +1,47 @@
+"""What a run asks of its kind of workers: their settings, and whether they can train what is configured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inflight.base.worker_kinds import load_worker_kind
+from inflight.contracts import TrainingLoad
+from inflight.errors import ConfigError
+from inflight.model.optimizer_settings import OptimizerSettings
+from inflight.run.config import RunConfig
+from inflight.weights.encode.lora_tensors import lora_shapes
+
+
+def worker_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of every worker of a run."""
+    train = config.train
+    return {
+        "model_path": str(config.model.path),
+        "dtype": config.model.dtype,
+        "wire_dtype": config.model.dtype,
+        "total_steps": config.run.num_steps,
+        **({} if train.device is None else {"device": train.device}),
+        **train.model_dump(include={"master_dtype", *OptimizerSettings.model_fields}),
+        **({} if train.lora is None else {"lora": train.lora.model_dump()}),
+        **train.trainer_options,
+    }
+
+
+def training_load(config: RunConfig) -> TrainingLoad:
+    """Return what a run gives each rank to compute. Raises `ConfigError` if its loss is unknown."""
+    return TrainingLoad(
+        num_ranks=config.train.num_ranks,
+        tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,
+        has_reference="reference_logprobs" in config.loss.policy_loss().needs,
+    )
+
+
+def check_lora(config: RunConfig) -> None:
+    """Raise `ConfigError` if the configured LoRA cannot be trained, before anything is loaded or started."""
+    if config.train.lora is None:
+        return
+    if not load_worker_kind(config.train.trainer).trains_lora:
+        raise ConfigError(
+            f"train.lora needs a trainer that trains LoRAs, which {config.train.trainer!r} does not: use 'fsdp'"
+        )
+    lora_shapes(config.train.lora, config.model.path)

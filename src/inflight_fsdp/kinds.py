@@ -1,0 +1,48 @@
+"""The kinds of workers of this package. What makes workers is imported when one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from inflight.contracts import MemoryTerm, TrainerWorker, TrainingLoad, WorkerKind
+from inflight_fsdp.config import WorkerConfig, parse_config
+from inflight_fsdp.memory import memory_terms
+from inflight_fsdp.torchtitan_config import TorchTitanConfig
+
+
+class FsdpKind(WorkerKind):
+    """Workers of transformers' models on torch's ``fully_shard``."""
+
+    trains_lora = True
+
+    def create(self, settings: Mapping[str, object]) -> TrainerWorker:
+        from inflight_fsdp.making import create_worker
+
+        return create_worker(settings)
+
+    def memory(self, settings: Mapping[str, object], load: TrainingLoad) -> Sequence[MemoryTerm]:
+        return memory_terms(parse_config(settings, WorkerConfig), load)
+
+
+class TorchTitanKind(WorkerKind):
+    """Workers of TorchTitan's models."""
+
+    def create(self, settings: Mapping[str, object]) -> TrainerWorker:
+        from inflight_fsdp.torchtitan import create_worker
+
+        return create_worker(settings)
+
+    def memory(self, settings: Mapping[str, object], load: TrainingLoad) -> Sequence[MemoryTerm]:
+        return memory_terms(parse_config(settings, TorchTitanConfig), load)
+
+
+class DeepSpeedKind(WorkerKind):
+    """Workers of transformers' models that DeepSpeed's ZeRO shards. Their memory is not known."""
+
+    def create(self, settings: Mapping[str, object]) -> TrainerWorker:
+        from inflight_fsdp.deepspeed import create_worker
+
+        return create_worker(settings)
+
+
+FSDP, TORCHTITAN, DEEPSPEED = FsdpKind(), TorchTitanKind(), DeepSpeedKind()
