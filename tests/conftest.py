@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.gates import BrakedServer
 from tests.servers import ServerProcess
 from tests.zygote import python, share_zygote
 
@@ -82,6 +83,15 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
 def shared_server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One real server for tests that leave it as they found it (no weight updates, no kills)."""
     server = ServerProcess(model_dir, tmp_path_factory.mktemp("shared-server"), "--drafts", "both")
+    server.wait_until_ready()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def braked_server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrakedServer]:
+    """One real server with a brake, for tests that leave it as they found it."""
+    server = BrakedServer(model_dir, tmp_path_factory.mktemp("braked-server"))
     server.wait_until_ready()
     yield server
     server.kill()

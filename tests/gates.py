@@ -15,6 +15,7 @@ has `NEVER_S`, so that only what the test is about can end it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import inspect
 import os
@@ -23,7 +24,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +160,17 @@ class Brake:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def put_on(self) -> Brake:
+    def put_on(self) -> None:
         self.path.touch()
-        return self
 
     def release(self) -> None:
         self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> None:
+        self.put_on()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def hold_back(self, model: Any) -> None:
         """Brake every forward of a model."""
@@ -183,8 +189,36 @@ def braked(model: Path, **options: Any) -> Any:
 
     torch.set_num_threads(options.pop("threads", 1))
     endpoint: Any = load_endpoint(model, **options)
-    Brake(Path(os.environ[BRAKE])).hold_back(endpoint._engine.weights.model.base_model)
+    Brake(Path(os.environ[BRAKE])).hold_back(_model_of(endpoint))
     return endpoint
+
+
+def _model_of(endpoint: Any) -> Any:
+    """Return the module whose forward is a step of an embedded endpoint's engine."""
+    return endpoint._engine.weights.model.base_model
+
+
+class Slowed:
+    """An engine in this process that takes its time once it has sampled ``num_tokens``."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+
+@contextlib.contextmanager
+def slowed(endpoint: Any, after: int = 0) -> Iterator[Slowed]:
+    """Slow an engine down once it has sampled some tokens: what runs then runs until this is left."""
+    limit = Slowed(after)
+
+    def wait(*_: object) -> None:
+        if endpoint.stats().num_tokens >= limit.num_tokens:
+            time.sleep(Brake.STEP_S)
+
+    hook = _model_of(endpoint).register_forward_pre_hook(wait)
+    try:
+        yield limit
+    finally:
+        hook.remove()
 
 
 class BrakedServer(ServerProcess):

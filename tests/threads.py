@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from types import FunctionType
 
+from tests.gates import SOON_S
 
-def wait_for_call(thread: threading.Thread, function: Callable[..., object], timeout_s: float = 10.0) -> None:
+
+def wait_for_call(thread: threading.Thread, function: Callable[..., object], timeout_s: float = SOON_S) -> None:
     """Wait until a call of this function is under way in a thread."""
     assert isinstance(function, FunctionType)
     deadline = time.monotonic() + timeout_s

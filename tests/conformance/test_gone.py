@@ -20,6 +20,7 @@ from inflight.conformance.targets import EndpointTarget
 from inflight.conformance.verdicts import Certificate, CheckOutcome
 from inflight.errors import InflightError, PoisonedError
 from tests.conformance import dying
+from tests.gates import wait_until
 
 pytestmark = pytest.mark.usefixtures("forks")
 ASKED = ("E-01", "E-10", "E-12", "E-14", "E-16", "E-51", "E-17", "U-01", "U-02", "E-60")
@@ -75,8 +76,8 @@ def test_a_server_that_is_killed_between_two_checks_fails_the_next_one_only(tmp_
     environment = {**os.environ, "INFLIGHT_TOKEN": "t"}
     with subprocess.Popen([*command, "--exit-with-stdin"], stdin=subprocess.PIPE, env=environment) as server:
         try:
-            while not ready.exists():
-                assert server.poll() is None
+            wait_until(lambda: ready.exists() or server.poll() is not None, "the server does not start")
+            assert server.poll() is None
             started = json.loads(ready.read_text())
             url, pid = started["url"], started["pid"]
             with Kit(EndpointTarget(url=url, token="t", model=model)) as kit:

@@ -22,6 +22,7 @@ from inflight.weights.transports.device_memory import HostMemory
 from inflight.weights.transports.installed import ProcessGroupTransport
 from inflight.wire import ProcessGroupSpec
 from tests.conformance.transport_mutants import MUTANTS
+from tests.gates import SOON_S
 from tests.selection import first_of_each
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -108,7 +109,7 @@ def test_a_peer_ends_with_its_parent() -> None:
     process = peer._process
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(timeout=5) == 0  # it waits for its receiver by then, for much longer
+    assert process.wait(SOON_S) == 0  # it waits for its receiver by then, for much longer
     peer.kill()
 
 

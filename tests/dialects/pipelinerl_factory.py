@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from inflight.dialects.pipelinerl.endpoint import PipelineRlEndpoint, attach
-from tests.dialects.programs import Program, free_port
+from tests.dialects.programs import Program
+from tests.gates import reserved_port
 
 
 @contextlib.asynccontextmanager
 async def start(model: Path) -> AsyncIterator[PipelineRlEndpoint]:
-    told = {"model": str(model), "port": free_port(), "group_port": free_port()}
+    told = {"model": str(model), "port": reserved_port(), "group_port": reserved_port()}
     with tempfile.TemporaryDirectory() as directory:
         program = Program(Path(directory) / "server.log", "tests.dialects.pipelinerl_server", json.dumps(told))
         try:

@@ -20,7 +20,8 @@ from inflight.types import EndpointOutcome
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 from inflight.wire import GenerateRequest, SamplingParams
-from tests.dialects.programs import Program, free_port
+from tests.dialects.programs import Program
+from tests.gates import reserved_port
 from tests.weights.workers import PlainWorker, checkpoint, silenced
 
 UNIFORM = -math.log(258)
@@ -34,7 +35,7 @@ def start(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[list[
     publishers: list[WeightPublisher] = []
 
     def start(**odd: Any) -> tuple[list[int], Callable[[], WeightPublisher]]:
-        ports = [free_port() for _ in range(4)]
+        ports = [reserved_port() for _ in range(4)]
         told = {"model": str(model_dir), "ports": ports} | odd
         programs.append(Program(tmp_path / "dynamo.log", "tests.dialects.dynamo_deployment", json.dumps(told)))
         deadline = time.monotonic() + 60

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.dialects.programs import Program, free_port
+from tests.dialects.programs import Program
+from tests.gates import reserved_port
 from tests.servers import ServerProcess
 from tests.weights.workers import assert_serves, generate, logprobs, weight_version
 
@@ -39,7 +40,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[Trainer, list[str]]]]:
     programs: list[Program] = []
 
     def start(model: Path, *fronts: list[str], options: tuple[str, ...] = ()) -> tuple[Trainer, list[str]]:
-        meeting, ports = free_port(), [free_port() for _ in fronts]
+        meeting, ports = reserved_port(), [reserved_port() for _ in fronts]
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         told = {"model": str(model), "urls": urls, "port": meeting, "world_size": 1 + len(fronts)}
         for index, (servers, port) in enumerate(zip(fronts, ports, strict=True)):

@@ -24,6 +24,7 @@ from tests.engine.reference import (
     serving,
     wait_until,
 )
+from tests.gates import SOON_S, slowed
 from tests.models import make_model
 
 PROMPT = tuple(b"Say it backward:")
@@ -190,20 +191,21 @@ def test_stop_strings_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
 def test_a_duplicate_request_id_is_refused_and_the_running_request_goes_on(model_dir: Path, streamed: bool) -> None:
     async def run() -> tuple[str, Completion]:
         async with serving(model_dir) as endpoint:
-            running = asyncio.ensure_future(
-                endpoint.generate(make_request("same", PROMPT, max_tokens=150, ignore_eos=True))
-            )
-            await wait_until(lambda: endpoint.stats().num_running)
-            second = make_request("same", PROMPT, max_tokens=3)
-            with pytest.raises(InvalidRequestError) as refused:
-                await (anext(endpoint.generate_stream(second)) if streamed else endpoint.generate(second))
+            with slowed(endpoint):
+                running = asyncio.ensure_future(
+                    endpoint.generate(make_request("same", PROMPT, max_tokens=400, ignore_eos=True))
+                )
+                await wait_until(lambda: endpoint.stats().num_running)
+                second = make_request("same", PROMPT, max_tokens=3)
+                with pytest.raises(InvalidRequestError) as refused:
+                    await (anext(endpoint.generate_stream(second)) if streamed else endpoint.generate(second))
             async with asyncio.timeout(60):
                 return str(refused.value), (await running).completions[0]
 
     message, completion = asyncio.run(run())
     assert "'same'" in message
     assert completion.finish_reason == "length"
-    assert len(completion.token_ids) == 150
+    assert len(completion.token_ids) == 400
 
 
 def test_a_request_id_can_be_used_again_once_its_request_has_ended(model_dir: Path) -> None:
@@ -283,11 +285,12 @@ def test_streamed_chunks_join_to_what_generate_answers(model_dir: Path) -> None:
 
 
 async def leave_by_cancelling(endpoint: LocalEndpoint, request: GenerateRequest) -> None:
-    task = asyncio.ensure_future(endpoint.generate(request))
-    await wait_until(lambda: endpoint.stats().num_running)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    with slowed(endpoint):
+        task = asyncio.ensure_future(endpoint.generate(request))
+        await wait_until(lambda: endpoint.stats().num_running)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 async def leave_by_closing_the_stream(endpoint: LocalEndpoint, request: GenerateRequest) -> None:
@@ -340,11 +343,12 @@ def test_closing_the_endpoint_ends_what_runs_with_what_it_has(model_dir: Path) -
     async def run() -> tuple[Completion, Completion]:
         async with serving(model_dir, max_concurrent=1) as endpoint:
             requests = [make_request(f"r{i}", PROMPT, ignore_eos=True) for i in range(2)]
-            running = [asyncio.ensure_future(endpoint.generate(request)) for request in requests]
-            await wait_until(lambda: endpoint.stats().num_tokens >= 3)
-            async with asyncio.timeout(10):
-                await endpoint.aclose()
-                first, second = await asyncio.gather(*running)
+            with slowed(endpoint, after=3):
+                running = [asyncio.ensure_future(endpoint.generate(request)) for request in requests]
+                await wait_until(lambda: endpoint.stats().num_tokens >= 3)
+                async with asyncio.timeout(SOON_S):
+                    await endpoint.aclose()
+                    first, second = await asyncio.gather(*running)
             with pytest.raises(InflightError, match="closed"):
                 await endpoint.generate(requests[0])
             return first.completions[0], second.completions[0]

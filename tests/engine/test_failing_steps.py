@@ -23,6 +23,7 @@ from tests.engine.reference import (
     serving,
     wait_until,
 )
+from tests.gates import slowed
 from tests.selection import first_of_each
 
 POISON = 0.123
@@ -228,8 +229,9 @@ def test_a_fault_that_no_request_is_to_blame_for_ends_the_engine_which_says_so(
     async def run() -> None:
         async with serving(model_dir) as endpoint:
             engine = endpoint._engine
-            running = asyncio.ensure_future(endpoint.generate(make_request("r", [1, 2], n=3, ignore_eos=True)))
-            await wait_until(lambda: endpoint.stats().num_running == 3)
+            with slowed(endpoint):
+                running = asyncio.ensure_future(endpoint.generate(make_request("r", [1, 2], n=3, ignore_eos=True)))
+                await wait_until(lambda: endpoint.stats().num_running == 3)
             faulty = FaultyModel(engine.weights.model.base_model, lambda _: True, RuntimeError("the device is gone"))
             monkeypatch.setattr(type(engine.weights.model), "base_model", property(lambda _: faulty))
             async with asyncio.timeout(60):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from inflight.wire import (
     SamplingParams,
 )
 from tests.engine.reference import TOLERANCE, generate_all, serving, wait_until
+from tests.gates import slowed
 from tests.pictures import BLUE, RED, Reference, images_of, make_image_model, picture
 
 pytestmark = pytest.mark.anyio
@@ -76,8 +78,10 @@ async def test_running_requests_are_computed_again_with_their_images(path: Path,
     request = asked(path, picture(RED), max_tokens=100)
     async with serving(path) as endpoint:
         engine = endpoint._engine
+        stack = contextlib.ExitStack()
+        stack.enter_context(slowed(endpoint, after=2))
         running = asyncio.ensure_future(endpoint.generate(request))
-        await wait_until(lambda: engine.stats().num_running)
+        await wait_until(lambda: engine.stats().num_tokens >= 2)
 
         def recompute() -> None:
             engine.pauses.pause(InFlightPolicy.RECOMPUTE, lambda: None)
@@ -85,6 +89,7 @@ async def test_running_requests_are_computed_again_with_their_images(path: Path,
             engine.pauses.resume()
 
         await asyncio.wrap_future(engine.call(recompute))
+        stack.close()
         (completion,) = (await running).completions
     assert [span.version for span in completion.version_spans] == [0, 1]
     assert reference.gap(request, without_placeholders(completion)) < TOLERANCE

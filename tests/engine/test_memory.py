@@ -24,6 +24,7 @@ from tests.engine.reference import (
     serving,
     wait_until,
 )
+from tests.gates import SOON_S, slowed
 
 CONFIG = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=3, hidden_size=12)
 MAX_MODEL_LEN = 300
@@ -199,12 +200,15 @@ def test_requests_that_end_early_give_everything_back(model_dir: Path, way: str)
                     await anext(stream)
                     await stream.aclose()
                 else:
-                    task = asyncio.ensure_future(endpoint.generate(request))
-                    await wait_until(lambda: endpoint.stats().num_running == 4)
+                    with slowed(endpoint):
+                        task = asyncio.ensure_future(endpoint.generate(request))
+                        await wait_until(lambda: endpoint.stats().num_running == 4)
+                        if way == "aborted":
+                            endpoint._engine.call(endpoint._engine.scheduler.cancel_all).result(SOON_S)
+                        else:
+                            task.cancel()
                     if way == "aborted":
-                        endpoint._engine.call(endpoint._engine.scheduler.cancel_all).result(30)
                         assert {c.finish_reason for c in (await task).completions} == {"abort"}
-                    task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
                 await wait_until(lambda: not endpoint._engine.scheduler.requests)
                 assert endpoint.stats().num_running == endpoint.stats().num_waiting == 0

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.rollouts import continuation, joined
-from inflight.wire import AbortRequests, Completion, CompletionChunk, GenerateRequest
+from inflight.wire import AbortRequests, Completion, CompletionChunk
 from tests.engine.reference import (
     WAIT_S,
     assert_close,
@@ -22,6 +21,7 @@ from tests.engine.reference import (
     wait_until,
 )
 from tests.engine.test_in_flight_policies import models, publishing, versions_of  # noqa: F401 - a fixture
+from tests.gates import slowed
 
 PROMPT = random_prompt(20, 1)
 
@@ -64,9 +64,10 @@ def test_a_completion_that_waits_ends_without_a_token_and_one_that_has_ended_sta
 
     async def run() -> list[tuple[Completion, ...]]:
         async with serving(model_dir, max_concurrent=1) as endpoint, asyncio.timeout(WAIT_S):
-            answers = [asyncio.ensure_future(endpoint.generate(request)) for request in (several, behind)]
-            await wait_until(lambda: endpoint.stats().num_tokens > 310)
-            await endpoint.abort_requests(abort("behind", "several"))
+            with slowed(endpoint, after=310):
+                answers = [asyncio.ensure_future(endpoint.generate(request)) for request in (several, behind)]
+                await wait_until(lambda: endpoint.stats().num_tokens > 310)
+                await endpoint.abort_requests(abort("behind", "several"))
             assert endpoint.stats().num_running == endpoint.stats().num_waiting == 0
             return [response.completions for response in await asyncio.gather(*answers)]
 
@@ -81,9 +82,11 @@ def test_other_requests_go_on_and_unknown_ids_are_ignored(model_dir: Path) -> No
 
     async def run() -> Completion:
         async with serving(model_dir) as endpoint, asyncio.timeout(WAIT_S):
-            answers = [asyncio.ensure_future(endpoint.generate(it)) for it in (make_request("a", PROMPT), other)]
-            await wait_until(lambda: endpoint.stats().num_running == 2)
-            await endpoint.abort_requests(abort("never seen", "a"))
+            with slowed(endpoint):
+                long = make_request("a", PROMPT, ignore_eos=True)
+                answers = [asyncio.ensure_future(endpoint.generate(it)) for it in (long, other)]
+                await wait_until(lambda: endpoint.stats().num_running == 2)
+                await endpoint.abort_requests(abort("never seen", "a"))
             await endpoint.abort_requests(abort("a"))
             return (await asyncio.gather(*answers))[1].completions[0]
 
@@ -92,21 +95,24 @@ def test_other_requests_go_on_and_unknown_ids_are_ignored(model_dir: Path) -> No
     assert_close(completion.logprobs, forward_logprobs(load_reference(model_dir), PROMPT, completion.token_ids))
 
 
-async def streamed(endpoint: LocalEndpoint, request: GenerateRequest) -> list[CompletionChunk]:
-    return [chunk async for chunk in endpoint.generate_stream(request)]
-
-
 @pytest.mark.parametrize("max_concurrent", [1, 2])
 def test_a_stream_that_is_aborted_ends_with_a_chunk_that_says_so(model_dir: Path, max_concurrent: int) -> None:
     async def run() -> list[CompletionChunk]:
         async with serving(model_dir, max_concurrent=max_concurrent) as endpoint, asyncio.timeout(WAIT_S):
-            first = asyncio.ensure_future(endpoint.generate(make_request("first", PROMPT, ignore_eos=True)))
-            await wait_until(lambda: endpoint.stats().num_tokens > 5)
-            stream = asyncio.ensure_future(streamed(endpoint, make_request("a", PROMPT, ignore_eos=True)))
-            await wait_until(lambda: endpoint.stats().num_waiting or endpoint.stats().num_running == 2)
-            await endpoint.abort_requests(abort("a"))
-            chunks = await stream
-            first.cancel()
+            chunks: list[CompletionChunk] = []
+
+            async def stream() -> None:
+                async for chunk in endpoint.generate_stream(make_request("a", PROMPT, ignore_eos=True)):
+                    chunks.append(chunk)
+
+            with slowed(endpoint):
+                first = asyncio.ensure_future(endpoint.generate(make_request("first", PROMPT, ignore_eos=True)))
+                await wait_until(lambda: endpoint.stats().num_running)
+                streaming = asyncio.ensure_future(stream())
+                await wait_until(lambda: endpoint.stats().num_waiting if max_concurrent == 1 else chunks)
+                await endpoint.abort_requests(abort("a"))
+                await streaming
+                first.cancel()
             return chunks
 
     *others, last = asyncio.run(run())

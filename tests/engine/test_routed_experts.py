@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.engine.reference import (
     serving,
     wait_until,
 )
+from tests.gates import slowed
 from tests.models import make_model
 
 
@@ -93,6 +95,8 @@ def test_an_update_leaves_the_experts_that_computed_earlier_tokens(model_path: P
         prompt = random_prompt(9, 9)
         async with serving(model_path) as endpoint:
             engine = endpoint._engine
+            stack = contextlib.ExitStack()
+            stack.enter_context(slowed(endpoint, after=20))
             running = asyncio.ensure_future(endpoint.generate(asking("r", prompt, max_tokens=400)))
             await wait_until(lambda: engine.stats().num_tokens > 20)
 
@@ -104,7 +108,9 @@ def test_an_update_leaves_the_experts_that_computed_earlier_tokens(model_path: P
                 engine.pauses.resume()
 
             await asyncio.wrap_future(engine.call(update))
+            stack.close()
             (completion,) = (await running).completions
+        assert [span.version for span in completion.version_spans] == [0, 1]
         end = len(prompt) + completion.version_spans[0].end - 1
         found = numbers_of(completion.routed_experts)
         assert len(found) == len(prompt) + completion.num_tokens - 1
@@ -118,15 +124,16 @@ def test_a_continued_completion_has_the_experts_of_both_parts(model_path: Path) 
     async def run() -> None:
         prompt = random_prompt(6, 6)
         async with serving(model_path) as endpoint:
-            request = asking("first", prompt, max_tokens=60)
-            running = asyncio.ensure_future(endpoint.generate(request))
-            await wait_until(lambda: endpoint.stats().num_tokens > 10)
+            request = asking("first", prompt, max_tokens=300)
             engine = endpoint._engine
-            await asyncio.wrap_future(engine.call(lambda: engine.scheduler.abort(["first"])))
+            with slowed(endpoint, after=10):
+                running = asyncio.ensure_future(endpoint.generate(request))
+                await wait_until(lambda: endpoint.stats().num_tokens > 10)
+                await asyncio.wrap_future(engine.call(lambda: engine.scheduler.abort(["first"])))
             (first,) = (await running).completions
             (rest,) = (await endpoint.generate(continuation(request, first, "rest"))).completions
         whole = joined(first, rest)
-        assert whole.num_tokens == 60
+        assert whole.num_tokens == 300
         assert_chosen(model_path, prompt, whole)
 
     asyncio.run(run())

@@ -35,6 +35,7 @@ from tests.engine.reference import (
     serving,
     wait_in_thread,
 )
+from tests.gates import slowed
 from tests.models import make_model
 
 Answers = list[list[Completion]]
@@ -306,7 +307,10 @@ def _answered_during_updates(
 ) -> tuple[list[Completion], EngineStats]:
     """Publish each model in turn, ``num_between`` tokens after the one before it, while any is sampled."""
     endpoint = load_endpoint(path, device="cpu", max_concurrent=5, drafts="both")
-    with WeightPublisher([endpoint], ProcessGroupSender(), run_id="run") as publisher:
+    with (
+        WeightPublisher([endpoint], ProcessGroupSender(), run_id="run") as publisher,
+        slowed(endpoint, after=num_between) as limit,  # it waits for each publish
+    ):
         publisher.start(endpoint.record_history, history).result(60)
         futures = [publisher.start(endpoint.generate, request) for request in requests]
 
@@ -314,14 +318,15 @@ def _answered_during_updates(
             return all(future.done() for future in futures)
 
         for version in range(1, len(models)):
-            until = endpoint.stats().num_tokens + num_between
-            wait_in_thread(lambda until=until: endpoint.stats().num_tokens >= until or is_over())  # type: ignore[misc]
+            wait_in_thread(lambda: endpoint.stats().num_tokens >= limit.num_tokens or is_over())
             if is_over():
                 break
             worker: Any = CheckpointWorker.of_model(models[version], version)
             report = publish_weights(worker, publisher, in_flight=policy, deadline_s=30.0)
             assert report is not None
             assert report.applied_everywhere
+            limit.num_tokens = endpoint.stats().num_tokens + num_between
+        limit.num_tokens = 1 << 30
         return [future.result(60).completions[0] for future in futures], endpoint.stats()
 
 

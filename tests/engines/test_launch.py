@@ -26,6 +26,7 @@ from inflight.errors import ConfigError, EndpointError
 from inflight.http.client import HttpEndpoint
 from inflight.wire import GenerateRequest, SamplingParams
 from tests.engines.fake_engines import ENGINE_TOKEN, FAILING, SILENT, FakeKind, installed
+from tests.gates import SOON_S
 from tests.run.runs import RunProcess, ends_within, is_alive
 from tests.servers import TOKEN
 
@@ -141,7 +142,7 @@ def test_an_engine_that_ignores_sigterm_is_killed_with_its_descendants(
         members = pids(tmp_path / "pid")
         assert all(map(is_alive, members))
         stopped_at = time.monotonic()
-    assert 1.0 <= time.monotonic() - stopped_at < 5
+    assert 1.0 <= time.monotonic() - stopped_at < SOON_S
     assert not any(map(is_alive, members))
     assert not engine.log.exists()  # nothing failed
 
@@ -163,7 +164,7 @@ def test_an_engine_ends_when_the_process_that_stands_between_is_killed(tmp_path:
         os.kill(between, signal.SIGKILL)
         with pytest.raises(EndpointError, match="was killed by signal 9"):
             asyncio.run(engine.watch())
-        assert ends_within(leader, 5.0)
+        assert ends_within(leader)
     for pid in filter(is_alive, rest):  # nobody is left who knows of them
         os.kill(pid, signal.SIGKILL)
 
@@ -181,22 +182,20 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def test_an_engine_whose_own_server_says_that_it_is_dead_is_told_within_two_seconds(tmp_path: Path) -> None:
+def test_an_engine_whose_own_server_says_that_it_is_dead_is_reported(tmp_path: Path) -> None:
     options = EngineOptions(model=Path("model"), arguments=(str(tmp_path / "dead"),))
 
-    async def watch(engine: EngineProcess) -> float:
-        await engine.wait_until_healthy(30.0)
+    async def watch(engine: EngineProcess) -> None:
+        await engine.wait_until_healthy(SOON_S)
         watching = asyncio.ensure_future(engine.watch())
         await asyncio.wait({watching}, timeout=1.0)
         assert not watching.done()
         (tmp_path / "dead").touch()
-        dead_at = time.monotonic()
         with pytest.raises(EndpointError, match="sick has died: GET /health answered status 503; the end of"):
             await watching
-        return time.monotonic() - dead_at
 
     with started(FakeKind("sick", SICK, liveness_path="/health"), options) as engine:
-        assert asyncio.run(watch(engine)) < 2.0
+        asyncio.run(watch(engine))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -289,7 +288,7 @@ def test_the_contract_is_served_in_front_of_an_engine_until_told_to_stop(
     family = server.descendants()
     assert len(family) == 2
     server.process.terminate()
-    assert server.process.wait(20) == 128 + signal.SIGTERM
+    assert server.process.wait(SOON_S) == 128 + signal.SIGTERM
     assert not any(map(is_alive, family))
     output = server.output()
     assert f"serving tiny at {url} (fake at http://127.0.0.1:" in output
@@ -314,12 +313,12 @@ def test_an_engine_that_dies_while_it_is_served_ends_the_server_with_its_last_wo
     server.url()
     *_, engine = server.descendants()
     os.kill(engine, signal.SIGKILL)
-    assert server.process.wait(20) == 1
+    assert server.process.wait(SOON_S) == 1
     assert "inflight: fake was killed by signal 9; the end of " in server.output()
     assert "Traceback" not in server.output()
 
 
-def test_a_part_of_an_engine_that_dies_ends_the_server_and_all_that_waits_for_it_within_two_seconds(
+def test_a_part_of_an_engine_that_dies_ends_the_server_and_all_that_waits_for_it(
     start: Callable[..., Serving],
 ) -> None:
     server = start("parted")
@@ -331,26 +330,23 @@ def test_a_part_of_an_engine_that_dies_ends_the_server_and_all_that_waits_for_it
         request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=1000, ignore_eos=True)
     )
 
-    async def use() -> float:
+    async def use() -> None:
         endpoint = HttpEndpoint(url, token=TOKEN)
         await asyncio.sleep(1.0)
         assert (await endpoint.weight_version()).version == 0
         os.kill(first, signal.SIGSTOP)  # its sockets are open, and no answer comes
         calls = [asyncio.ensure_future(call) for call in (endpoint.generate(request), endpoint.weight_version())]
-        await asyncio.wait(calls, timeout=0.5)
+        await asyncio.wait(calls, timeout=2.0)
         os.kill(part, signal.SIGKILL)
-        killed_at = time.monotonic()
         for call in calls:
             with pytest.raises(
                 EndpointError, match=rf"parted has died: its process {part} \(.*\) was killed by SIGKILL"
             ):
                 await call
         await endpoint.aclose()
-        return killed_at
 
-    killed_at = asyncio.run(use())
-    assert server.process.wait(20) == 1
-    assert time.monotonic() - killed_at < 2.0
+    asyncio.run(use())
+    assert server.process.wait(SOON_S) == 1
     assert re.search(rf"(?m)^inflight: parted has died: its process {part} .*; the end of ", server.output())
     assert "Traceback" not in server.output()
     assert not any(map(is_alive, family))
@@ -370,7 +366,7 @@ def test_a_start_ends_with_standard_input_and_with_signals(start: Callable[..., 
     servers["stdin"].process.stdin.close()
     servers["sigint"].process.send_signal(signal.SIGINT)
     servers["sigterm"].process.terminate()
-    statuses = {name: server.process.wait(20) for name, server in servers.items()}
+    statuses = {name: server.process.wait(SOON_S) for name, server in servers.items()}
     assert statuses == {"stdin": 0, "sigint": 130, "sigterm": 143}
     for name, family in families.items():
         assert not any(map(is_alive, family)), name
@@ -422,13 +418,19 @@ def test_a_missing_model_directory_is_named(capsys: pytest.CaptureFixture[str], 
 def test_a_run_trains_over_an_engine_and_an_embedded_server_and_ends_both(model_dir: Path, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": installed(tmp_path / "installed")}
     fleet = '[{ engine = "fake", engine_arguments = ["--max-concurrent", "8"] }, { engine = "embedded" }]'
-    run = RunProcess(tmp_path, model_dir, "--servers.fleet", fleet, "--run.num_steps", "3", environment=environment)
-    assert run.wait() == 0, run.output()
-    assert [row["version"] for row in run.rows()] == [1, 2, 3]
+    run = RunProcess(
+        tmp_path, model_dir, "--servers.fleet", fleet, "--run.num_steps", "100000", environment=environment
+    )
+    try:
+        run.wait_for_steps(3)
+        run.wait_until(lambda: len({event["endpoint"] for event in run.events("group")}) == 2)
+        run.interrupt()
+        assert run.wait() == 130, run.output()
+    finally:
+        run.kill()
     assert len(run.rows()[-1]["publish"]["paused_s"]) == 2
-    assert len({event["endpoint"] for event in run.events("group")}) == 2
     assert "serving" in (run.directory / "logs" / "server-0-fake.engine.log").read_text()
-    assert all(ends_within(pid, 1.0) for pid in run.servers())
+    assert all(map(ends_within, run.servers()))
 
 
 @pytest.mark.timeout(300)

@@ -17,6 +17,7 @@ from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
 from inflight.errors import DeadlineError, EndpointError, UnreachableError
 from inflight_vllm.updates import VllmUpdates
+from tests.gates import NEVER_S, SOON_S
 
 
 class Server(ThreadingHTTPServer):
@@ -69,11 +70,11 @@ def asked(server: Server, timeout_s: float) -> float:
 
 
 @pytest.mark.parametrize("server", [503], indirect=True)
-def test_a_question_that_a_dead_engine_never_answers_ends_within_two_seconds(server: Server) -> None:
+def test_a_question_that_a_dead_engine_never_answers_ends_long_before_its_deadline(server: Server) -> None:
     began = time.monotonic()
     with pytest.raises(EndpointError, match="GET /weight_info got no answer, and GET /health says that the engine has"):
-        asked(server, 30.0)
-    assert time.monotonic() - began < 2.0
+        asked(server, NEVER_S)
+    assert time.monotonic() - began < SOON_S
 
 
 @pytest.mark.parametrize("server", [200], indirect=True)

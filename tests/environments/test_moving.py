@@ -12,6 +12,7 @@ from inflight.environments.moving import Moving, Place
 from inflight.environments.recording import completion_of
 from inflight.errors import ProtocolError, UnreachableError
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams, VersionSpan
+from tests.gates import SOON_S, until
 
 REQUEST = GenerateRequest(
     request_id="turn", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=6, seed=9, temperature=0.5)
@@ -26,6 +27,8 @@ class Scripted:
         self._version, self._num_tokens, self._end = version, num_tokens, end
         self.place = Place(self.generate, self.stream if streams else None)
         self.began = asyncio.Event()
+        self.hangs = asyncio.Event()
+        """All of its tokens have been taken."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         return completion_of([chunk async for chunk in self.stream(request)])
@@ -49,11 +52,12 @@ class Scripted:
             case "fails":
                 raise UnreachableError("gone", "place")
             case "hangs":
+                self.hangs.set()
                 await asyncio.sleep(3600)
 
 
 def run(call: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(call, 20))
+    return asyncio.run(asyncio.wait_for(call, SOON_S))
 
 
 async def sampled(moving: Moving, streamed: bool) -> Completion:
@@ -71,9 +75,7 @@ def test_a_streamed_turn_goes_on_behind_the_tokens_that_arrived(end: str, second
         moving = Moving((UnreachableError, ProtocolError), errors.append)
         moving.go_to(first.place)
         turn = asyncio.ensure_future(sampled(moving, True))
-        async with asyncio.timeout(10):
-            while not errors:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: errors, "no place failed")
         moving.go_to(second.place)
         whole = await turn
         assert whole.token_ids == (100, 101, 200, 201, 202, 203)
@@ -126,8 +128,7 @@ def test_a_turn_whose_place_is_left_ends_there_and_goes_on_at_the_next(streamed:
         moving = Moving((), lambda error: None)
         moving.go_to(slow.place)
         turn = asyncio.ensure_future(sampled(moving, streamed))
-        await slow.began.wait()
-        await asyncio.sleep(0.1)
+        await slow.hangs.wait()
         moving.leave()
         done, _ = await asyncio.wait({turn}, timeout=0.05)
         assert not done

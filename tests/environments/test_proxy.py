@@ -34,6 +34,7 @@ from tests.environments.proxied import (
     versions_of,
 )
 from tests.environments.tokenizers import tokenizer
+from tests.gates import SOON_S, BrakedServer
 from tests.servers import ServerProcess
 
 pytestmark = pytest.mark.timeout(120)
@@ -314,10 +315,11 @@ def test_a_retry_and_an_edited_context_are_branches() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request_and_nothing_is_recorded(
-    shared_server: ServerProcess, model_dir: Path, stream: bool
+    braked_server: BrakedServer, model_dir: Path, stream: bool
 ) -> None:
     async def play(it: Open) -> None:
-        endpoint = HttpEndpoint(shared_server.url)
+        endpoint = HttpEndpoint(braked_server.url)
+        braked_server.brake.put_on()
         calling = asyncio.ensure_future(
             it.client.chat.completions.create(model="m", messages=[user("go")], stream=stream)
         )
@@ -330,6 +332,7 @@ def test_a_client_that_leaves_ends_its_request_and_nothing_is_recorded(
                 calling.cancel()
             await until(lambda: endpoint, running=False)
         finally:
+            braked_server.brake.release()
             calling.cancel()
             await endpoint.aclose()
         assert len(it.episode.recording) == 0
@@ -338,11 +341,11 @@ def test_a_client_that_leaves_ends_its_request_and_nothing_is_recorded(
         assert len(it.episode.recording) == 1
 
     settings = SETTINGS.model_copy(update={"max_tokens": 900, "ignore_eos": True})
-    on_engine(shared_server, model_dir, play, settings=settings)
+    on_engine(braked_server, model_dir, play, settings=settings)
 
 
 async def until(endpoint: Callable[[], HttpEndpoint], *, running: bool) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         while ((await endpoint().weight_version()).num_running > 0) != running:  # noqa: ASYNC110 - it is in another process
             await asyncio.sleep(0.01)
 

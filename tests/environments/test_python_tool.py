@@ -18,6 +18,7 @@ from inflight.environments.tools.python_tool import PythonResult, PythonTool
 from inflight.errors import ConfigError, TaskError
 from tests.environments.attempts import ATTEMPTS, Attempt
 from tests.environments.outside import Outside, outside
+from tests.gates import SOON_S
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "tests.environments.tool_program"]
@@ -51,7 +52,7 @@ def run(code: str, tool: PythonTool | None = None) -> PythonResult:
     return asyncio.run((tool or PythonTool()).run(code))
 
 
-def wait_for_none(beyond: Outside, deadline_s: float = 20.0) -> None:
+def wait_for_none(beyond: Outside, deadline_s: float = SOON_S) -> None:
     deadline = time.monotonic() + deadline_s
     while left := beyond.marked_processes():
         assert time.monotonic() < deadline, f"processes are left: {left}"

@@ -14,6 +14,7 @@ import pytest
 
 from inflight.errors import ConfigError
 from inflight.launchers import Launched, Launcher, LocalLauncher, Program, load_launcher
+from tests.gates import SOON_S
 from tests.launchers.clusters import RayCluster, need_ray, ray_cluster
 
 pytestmark = pytest.mark.timeout(600)
@@ -96,9 +97,9 @@ def test_a_process_says_that_it_is_ready_and_ends_when_its_input_does(launcher: 
         async with started(launcher, program(tmp_path, WAITS)) as (it,):
             assert await ready(it) == f"hello from {it.address}"
             assert it.ended is None
-            await it.stop(10.0)
+            await it.stop(SOON_S)
             assert (it.ended.status, it.ended.lines) == (3, ("the end of its input",))
-            await it.stop(10.0)
+            await it.stop(SOON_S)
 
     asyncio.run(run())
 

@@ -21,6 +21,7 @@ from inflight.observe.trackers import Reporting, TrackedRun, Tracker, load_track
 from inflight.observe.trackers import reporting as reporting_module
 from inflight.observe.trackers.tracker import numbers_of
 from inflight.run.config import load_config
+from tests.gates import NEVER_S, SOON_S
 from tests.trackers.tracked import CONFIG, FAILURE, RUN_ID, loss_of
 from tests.zygote import python
 
@@ -188,13 +189,13 @@ def test_a_tracker_that_hangs_holds_up_neither_steps_nor_the_end(
 ) -> None:
     monkeypatch.setattr(reporting_module, "_MAX_WAITING", 5)
     goes_on, told = threading.Event(), []
-    tracker = Recorded(lambda call: goes_on.wait(30) and None if call == "step" else None)
+    tracker = Recorded(lambda call: goes_on.wait(NEVER_S) and None if call == "step" else None)
     reporting = reporting_to(tracker, tmp_path, told)
     begun = time.monotonic()
     for version in range(1, 100):
         reporting.report(step_of(version))
     reporting.end(None, within_s=0.1)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < SOON_S
     assert sorted(told) == [
         "tracker 'ours' did not end in time: what it shows may be incomplete",
         "tracker 'ours' is 5 steps behind: it does not get all of them",

@@ -19,6 +19,7 @@ from inflight.observe.trace.files import EventFollower, begin_files
 from inflight.observe.watch.model import RunModel
 from inflight.observe.watch.report import write_report
 from inflight.observe.watch.serving import create_app, following
+from tests.gates import SOON_S
 from tests.watch.recorded import OTHER, WrittenRun, browser
 from tests.watch.test_model import a_run, folded
 
@@ -41,7 +42,7 @@ def watched(*directories: Path) -> Iterator[str]:
         try:
             yield process.stdout.readline().split()[-1]
             process.stdin.close()
-            assert process.wait(20) == 0
+            assert process.wait(SOON_S) == 0
             assert process.stderr is not None and process.stderr.read() == ""
         finally:
             process.kill()
@@ -103,7 +104,7 @@ def test_a_page_that_is_opened_while_steps_are_read_is_told_all_of_them_at_once(
     late.join()
     assert seen["steps"]["versions"] == [1, 2, 3]
     with following([tmp_path]) as (followed,):
-        assert followed.reading.has_steps.wait(20)
+        assert followed.reading.has_steps.wait(SOON_S)
         assert followed.steps.last == 3
 
 
@@ -149,7 +150,7 @@ class Opened:
         self.page.on("console", lambda line: line.type == "error" and self.errors.append(line.text))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(address)
-        self.page.wait_for_selector("html[data-ready]", timeout=30_000)
+        self.page.wait_for_selector("html[data-ready]", timeout=60_000)
 
     def text(self, selector: str) -> str:
         return str(self.page.inner_text(selector))
@@ -173,8 +174,8 @@ def test_the_page_follows_a_run_and_its_report_needs_no_network(tmp_path: Path) 
             assert page.evaluate("window.hurt") is None
 
             written.step(3)
-            page.locator(".fact dd", has_text="3").first.wait_for(timeout=10_000)
-            page.locator(".items button[data-item='2']").wait_for(timeout=10_000)
+            page.locator(".fact dd", has_text="3").first.wait_for(timeout=60_000)
+            page.locator(".items button[data-item='2']").wait_for(timeout=60_000)
 
             check_keys(page)
             check_narrow(page)
@@ -233,9 +234,9 @@ def check_replaced(page: Any, directory: Path) -> None:
     again.began(began_at=1.7e9 + 100)
     again.request(60, 0.1, endpoint=OTHER, error=HOSTILE)
     again.step(1)
-    page.locator(".items button[data-item='60']").wait_for(timeout=10_000)
+    page.locator(".items button[data-item='60']").wait_for(timeout=60_000)
     page.get_by_text("Choose a group to see its completions.").wait_for()
-    page.locator(".fact dd", has_text="1").first.wait_for(timeout=10_000)
+    page.locator(".fact dd", has_text="1").first.wait_for(timeout=60_000)
     assert page.locator(".items button[data-item='50']").count() == 0
     assert page.evaluate("Watch.timeline.view.isAll")
 
