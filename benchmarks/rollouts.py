@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from inflight.contracts.scheduling import Finished, Joined, Offered, Scored, StepWanted
-from inflight.planning import Endpoint, Outcome, Prompted, Setup, TokenTime, TrainerCost, simulate
+from inflight.planning import Endpoint, Prompted, Setup, SimulationResult, TokenTime, TrainerCost, simulate
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.schedulers import SCHEDULERS
 from results import write_results
@@ -45,7 +45,7 @@ def lengths(seed: int, item: int) -> tuple[int, ...]:
     return tuple(max(1, min(819, round(base * churn.lognormvariate(0, 0.15)))) for _ in range(GROUP_SIZE))
 
 
-def outcome(name: str, seed: int, setting: dict[str, Any]) -> Outcome:
+def outcome(name: str, seed: int, setting: dict[str, Any]) -> SimulationResult:
     history = HistoryStore()
     return simulate(
         Setup(

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.results import DIRECTORY, read_results, write_results
 
-from inflight.planning import Endpoint, Outcome, Prompted, Setup, TokenTime, TrainerCost, simulate
+from inflight.planning import Endpoint, Prompted, Setup, SimulationResult, TokenTime, TrainerCost, simulate
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.schedulers import SCHEDULERS, HistoPipe
 from inflight.rollouts.schedulers.histopipe import whole_endpoints
@@ -55,7 +55,7 @@ def run(
     conventional: int = 0,
     staleness: Any = None,
     batch: int = BATCH,
-) -> Outcome:
+) -> SimulationResult:
     """Simulate PipelineRL's setting: single completions, endpoints flat up to 128 running."""
     history = HistoryStore()
     return simulate(
@@ -84,7 +84,7 @@ def pipelinerl(
     rows = []
     for cost in costs:
 
-        def speed(seed: int, training: int, capacity: int, cost: float = cost) -> tuple[float, Outcome]:
+        def speed(seed: int, training: int, capacity: int, cost: float = cost) -> tuple[float, SimulationResult]:
             lengths = log_normal(seed, 20 * batch)
             time = batch * statistics.fmean(lengths) * cost / training
             found = run(lengths, devices - training, capacity, time, steps=16, batch=batch)
@@ -124,7 +124,7 @@ def exponential(item: int, version: int) -> Prompted:
     return Prompted((round(10 * math.exp(4 * (prompt // PER_GROUP) / (RANK_GROUPS - 1))),), str(prompt))
 
 
-def rank_groups(num_endpoints: int, num_paired: int, **params: Any) -> Outcome:
+def rank_groups(num_endpoints: int, num_paired: int, **params: Any) -> SimulationResult:
     """Simulate endpoints that run one completion at a time: one step, or ``num_paired`` in pairs of opposite order."""
     history, size = HistoryStore(), RANK_GROUPS * PER_GROUP
     for item in range(size):

@@ -20,7 +20,7 @@ from benchmarks.tables.weight_tables import WEIGHT_TABLES
 
 from inflight.losses import PRESETS
 from inflight.observe.trace.schema import markdown as event_tables
-from inflight.weights.receive.states import TRANSITIONS, Event
+from inflight.weights.receive.states import TRANSITIONS, UpdateEvent
 from inflight.wire import EndpointState
 
 CERTIFICATES = ROOT / "docs" / "certificates"
@@ -40,7 +40,7 @@ def transitions_table() -> str:
         f"| event | what has happened | {' | '.join(state.name for state in EndpointState)} |",
         "|---|---|" + "---|" * len(EndpointState),
     ]
-    for event in Event:
+    for event in UpdateEvent:
         after = [TRANSITIONS.get((state, event)) for state in EndpointState]
         cells = " | ".join("" if state is None else f"→ {state.name}" for state in after)
         lines.append(f"| {event.name.lower()} | {event.value} | {cells} |")

@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from inflight.errors import ConfigError
 from inflight_fsdp.config import WorkerConfig
-from inflight_fsdp.parts import Part
+from inflight_fsdp.parts import ParameterPart
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -111,7 +111,7 @@ class ShardedAdamW8bit(ShardedAdamW):
         return full
 
 
-def make_adamw(parts: Mapping[str, Part], config: WorkerConfig) -> ShardedAdamW:
+def make_adamw(parts: Mapping[str, ParameterPart], config: WorkerConfig) -> ShardedAdamW:
     """Return the configured optimizer over the trained parts. Raises `ConfigError` if its package is missing."""
     with torch.no_grad():
         shards = {name: part.local for name, part in parts.items() if part.is_trained}

@@ -10,7 +10,7 @@ from inflight.types import WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
 from inflight_fsdp.config import WireDtype
 from inflight_fsdp.layout import Layout, ShardedTensor, Sharding
-from inflight_fsdp.parts import Part
+from inflight_fsdp.parts import ParameterPart
 from inflight_fsdp.sharding import gather_on_first
 
 
@@ -23,7 +23,7 @@ class ShardedParameters:
 
     def __init__(
         self,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, ParameterPart],
         shardings: Mapping[str, Sharding],
         layouts: Mapping[str, Layout],
         *,

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
-class Part(Protocol):
+class ParameterPart(Protocol):
     """This rank's part of one parameter: one box of it, or one range of the flattened parameter."""
 
     @property

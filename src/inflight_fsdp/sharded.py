@@ -46,7 +46,7 @@ from inflight_fsdp.devices import device_of
 from inflight_fsdp.layout import Layout, Sharding
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
 from inflight_fsdp.parameters import ShardedParameters
-from inflight_fsdp.parts import Part
+from inflight_fsdp.parts import ParameterPart
 from inflight_fsdp.rounding import LostUpdates, lost_share, spread_sample
 from inflight_fsdp.rows import PackedImages, Row, head_exchange, rows_of, summed_for_all
 
@@ -69,7 +69,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         *,
         owns_group: bool,
         policy: nn.Module,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, ParameterPart],
         shardings: Mapping[str, Sharding],
         layouts: Mapping[str, Layout],
         optimizer: ShardedAdamW,

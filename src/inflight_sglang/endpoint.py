@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from inflight.base.requirements import require
 from inflight.contracts import AbortingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
-from inflight.engines.requests import Asked
+from inflight.engines.requests import SentRequest
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.version_labels import ServedVersion
 from inflight.errors import InvalidRequestError, TransferError, UpdateRefusedError
@@ -152,7 +152,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         check_request(request, limits)
         require(can, Needs.of_request(request), self.name)
 
-        async def send(asked: Mapping[int, Asked]) -> list[Any]:
+        async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
             body = body_of(request, limits, asked)
             answer = await self._routes.request("/generate", body, self._generate_timeout_s)
             return items_of(answer, len(asked))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from inflight.engines.requests import Asked, check_fit, reading, unsampled
+from inflight.engines.requests import SentRequest, check_fit, reading, unsampled
 from inflight.engines.version_labels import spans_of
 from inflight.errors import NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import DTYPE_SIZES, Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
@@ -69,7 +69,7 @@ def is_filtered(sampling: SamplingParams, limits: RequestLimits) -> bool:
     return sampling.temperature > 0 and (limits.has_top_k(sampling) or sampling.top_p < 1 or sampling.min_p > 0)
 
 
-def body_of(request: GenerateRequest, limits: RequestLimits, asked: Mapping[int, Asked]) -> dict[str, Any]:
+def body_of(request: GenerateRequest, limits: RequestLimits, asked: Mapping[int, SentRequest]) -> dict[str, Any]:
     """Return the body of ``POST /generate`` for completions, which are given by their index."""
     sampling, room = request.sampling, limits.max_model_len - len(request.prompt_token_ids)
     params = _sampling_params(sampling, room, limits)

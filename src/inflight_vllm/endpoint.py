@@ -11,7 +11,7 @@ from typing import Any
 from inflight.base.tasks import run_together
 from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
-from inflight.engines.requests import Asked
+from inflight.engines.requests import SentRequest
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import ConfigError, InvalidRequestError, ProtocolError, UnauthorizedError, UnsupportedError
 from inflight.model.checkpoint_specs import checkpoint_of
@@ -224,7 +224,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         can = await self.capabilities()
         check_request(request, can, speculates=self._speculates)
 
-        async def send(asked: Mapping[int, Asked]) -> list[Any]:
+        async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
             bodies = bodies_of(request, can, asked)
             answers = await run_together(
                 *(self._requests.request(GENERATE, body, self._generate_timeout_s) for body in bodies)
@@ -243,7 +243,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
             prompt_token_ids=(0,),
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
         )
-        asked = {0: Asked(request.request_id, cache_key=request.request_id)}
+        asked = {0: SentRequest(request.request_id, cache_key=request.request_id)}
         (body,) = bodies_of(request, await self.capabilities(), asked)
         await self._requests.request(GENERATE, body)
 

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from inflight_vllm.traced_loads import Place, TracedLayer, TracedLoad
+from inflight_vllm.traced_loads import StridedRegion, TracedLayer, TracedLoad
 
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
@@ -34,7 +34,7 @@ class ReadyLayer:
     """A layer, copies of tensors to places of its parameters, and attributes that vLLM made."""
 
     module: torch.nn.Module
-    copies: Sequence[tuple[str, Place, torch.Tensor]]
+    copies: Sequence[tuple[str, StridedRegion, torch.Tensor]]
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def take(self) -> None:
@@ -100,7 +100,7 @@ def _packed(
         next_one._parameters[name] = torch.nn.Parameter(weights, requires_grad=False)
     module.quant_method.process_weights_after_loading(next_one)
     copies = [
-        (name, Place(tuple(weights.shape), weights.stride(), 0), weights.data)
+        (name, StridedRegion(tuple(weights.shape), weights.stride(), 0), weights.data)
         for name, weights in next_one._parameters.items()
         if weights is not None and weights.numel()
     ]

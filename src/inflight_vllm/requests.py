@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.base.requirements import require
-from inflight.engines.requests import Asked, check_fit, reading, unsampled
+from inflight.engines.requests import SentRequest, check_fit, reading, unsampled
 from inflight.engines.version_labels import spans_of
 from inflight.errors import InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.wire import (
@@ -60,7 +60,7 @@ def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bo
     require(can, Needs.of_request(request), "this endpoint")
 
 
-def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, Asked]) -> list[dict[str, Any]]:
+def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, SentRequest]) -> list[dict[str, Any]]:
     """Return the bodies of ``POST /inference/v1/generate`` for completions, which are given by their index.
 
     There are several bodies where vLLM does not take n completions at once, or counts drafts, which it does only of a
@@ -84,7 +84,7 @@ def ids_of(names: Sequence[str]) -> list[str]:
     return [f"{_PREFIX}{name}" for name in names]
 
 
-def _body(request: GenerateRequest, can: Capabilities, asked: Asked, start: int, num: int) -> dict[str, Any]:
+def _body(request: GenerateRequest, can: Capabilities, asked: SentRequest, start: int, num: int) -> dict[str, Any]:
     params = _sampling(request.sampling, start, num, can.max_model_len - len(request.prompt_token_ids))
     if can.drafts and request.num_continued:
         params["extra_args"] = {CONTINUED: request.num_continued}

@@ -23,7 +23,7 @@ _DTYPE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StridedRegion:
     """Some elements of a tensor, counted from its first."""
 
     size: tuple[int, ...]
@@ -39,9 +39,9 @@ class Write:
     """One write of a loader: a part of ``source`` to a part of ``parameter``, or ``value`` if there is no source."""
 
     parameter: str
-    to: Place
+    to: StridedRegion
     source: str | None = None
-    read: Place | None = None
+    read: StridedRegion | None = None
     value: float = 0.0
 
     def written(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -67,13 +67,13 @@ class TracedLayer:
         """Return whether the writes reach each element of each parameter once. Sampling uses no buffer of the layer."""
         if any(buffer is not None for buffer in self.module._buffers.values()):
             return False
-        places: dict[str, list[Place]] = {name: [] for name in self.parameters}
+        places: dict[str, list[StridedRegion]] = {name: [] for name in self.parameters}
         for write in self.writes:
             places[write.parameter].append(write.to)
         return all(_fill(self.parameters[name], found) for name, found in places.items())
 
 
-def _fill(parameter: torch.Tensor, places: Sequence[Place]) -> bool:
+def _fill(parameter: torch.Tensor, places: Sequence[StridedRegion]) -> bool:
     """Return whether disjoint boxes make up a contiguous tensor. Other shapes of places are not looked at."""
     boxes = [_box(place, parameter) for place in places]
     if not parameter.is_contiguous() or any(box is None for box in boxes):
@@ -86,7 +86,7 @@ def _fill(parameter: torch.Tensor, places: Sequence[Place]) -> bool:
     return sum(math.prod(place.size) for place in places) == parameter.numel()
 
 
-def _box(place: Place, parameter: torch.Tensor) -> list[range] | None:
+def _box(place: StridedRegion, parameter: torch.Tensor) -> list[range] | None:
     """Return the indices of a place along each dimension of a contiguous tensor that is longer than 1."""
     lengths = {stride: size for size, stride in zip(place.size, place.stride, strict=True) if size != 1}
     rest, box = place.offset, []
@@ -230,5 +230,5 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _place(tensor: torch.Tensor, start: int = 0) -> Place:
-    return Place(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) - start)
+def _place(tensor: torch.Tensor, start: int = 0) -> StridedRegion:
+    return StridedRegion(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) - start)

@@ -18,7 +18,7 @@ import xxhash
 
 from inflight.conformance.fleet.palette import CHECKPOINT, Palette, Shade, make_checkpoint
 from inflight.conformance.fleet.plan import INSIDE, Kind
-from inflight.conformance.fleet.servers import Call, Loop, Server, Testbed
+from inflight.conformance.fleet.servers import Call, Loop, Testbed, TestedServer
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
@@ -76,7 +76,7 @@ class ServerProcess:
     tears: int = 0
 
 
-class EmbeddedServer(Server):
+class EmbeddedServer(TestedServer):
     """A server of a copy of ``template``."""
 
     def __init__(self, name: str, template: Any, palette: DigestedPalette) -> None:
@@ -256,7 +256,7 @@ class EmbeddedTestbed(Testbed):
         return palette
 
     @contextlib.contextmanager
-    def servers(self, palette: Palette, frozen: tuple[str, ...]) -> Iterator[Sequence[Server]]:
+    def servers(self, palette: Palette, frozen: tuple[str, ...]) -> Iterator[Sequence[TestedServer]]:
         assert isinstance(palette, DigestedPalette)
         servers = [EmbeddedServer(f"server-{i}", self.template, palette) for i in range(self.num_servers)]
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inflight.base.tasks import TaskOwner
-from inflight.engines.requests import Asked, RequestGate
+from inflight.engines.requests import RequestGate, SentRequest
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
 from inflight.wire import GenerateRequest, SamplingParams
@@ -27,7 +27,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.label = OLD
-        self.asked: list[Mapping[int, Asked]] = []
+        self.asked: list[Mapping[int, SentRequest]] = []
         self.ended: list[str] = []
         self.num_deaf = 0
         """How often it ignores names, as if they had not arrived yet."""
@@ -36,7 +36,7 @@ class Engine:
     async def told_label(self) -> str:
         return self.label
 
-    async def send(self, asked: Mapping[int, Asked]) -> list[Item]:
+    async def send(self, asked: Mapping[int, SentRequest]) -> list[Item]:
         self.asked.append(asked)
         for it in asked.values():
             self._answers[it.name] = asyncio.get_running_loop().create_future()

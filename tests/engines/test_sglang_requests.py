@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from inflight.contracts import EngineOptions
-from inflight.engines.requests import Asked
+from inflight.engines.requests import SentRequest
 from inflight.errors import ConfigError, InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import GenerateRequest, Manifest, SamplingParams, TensorSpec, VersionSpan, WeightUpdate
@@ -37,8 +37,8 @@ def request(id: str = "a", num_prompt: int = 4, **sampling: Any) -> GenerateRequ
     )
 
 
-def asked(cache_keys: Mapping[int, str]) -> dict[int, Asked]:
-    return {index: Asked(f"name/{index}.", key) for index, key in cache_keys.items()}
+def asked(cache_keys: Mapping[int, str]) -> dict[int, SentRequest]:
+    return {index: SentRequest(f"name/{index}.", key) for index, key in cache_keys.items()}
 
 
 def item(token_ids: list[int], **meta: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import inflight_sglang
 from inflight.contracts import EngineKind, EngineOptions
 from inflight.engines.launch import start_engine
-from inflight.engines.requests import Asked
+from inflight.engines.requests import SentRequest
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.rollouts.drafts import LARGEST_WINDOW, SMALLEST_WINDOW
 from inflight.wire import DraftCounts, DraftHistory, PromptHistory
@@ -118,7 +118,7 @@ def test_a_continued_completion_is_drafted_behind_its_original_prompt_and_not_be
     (body,) = bodies_of(
         request(12).model_copy(update={"num_continued": 7}),
         CAN.model_copy(update={"drafts": True}),
-        {0: Asked("a", cache_key="")},
+        {0: SentRequest("a", cache_key="")},
     )
     assert body["sampling_params"]["extra_args"] == {CONTINUED: 7}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from inflight.contracts import EngineOptions
-from inflight.engines.requests import Asked
+from inflight.engines.requests import SentRequest
 from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import Capabilities, GenerateRequest, InFlightPolicy, SamplingParams, VersionSpan
 from inflight_vllm import KIND, flags
@@ -48,8 +48,8 @@ def request(num_prompt: int = 4, **sampling: Any) -> GenerateRequest:
     )
 
 
-def asked(cache_keys: Mapping[int, str]) -> dict[int, Asked]:
-    return {index: Asked(f"name/{index}.", key) for index, key in cache_keys.items()}
+def asked(cache_keys: Mapping[int, str]) -> dict[int, SentRequest]:
+    return {index: SentRequest(f"name/{index}.", key) for index, key in cache_keys.items()}
 
 
 def choice(token_ids: list[int], index: int = 0, **changes: Any) -> dict[str, Any]:

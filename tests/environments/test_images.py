@@ -11,7 +11,7 @@ from inflight.engines.embedded.tiny_images import IMAGE, TinyImageShape, create_
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.answers import Answers
 from inflight.environments.proxy.requests import ChatRequest, rendered_message
-from inflight.environments.recording import PlayedEpisode, Recording
+from inflight.environments.recording import EpisodeRecording, PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.model.images import ImageProcessor
@@ -81,7 +81,7 @@ def test_a_call_continues_another_only_with_the_same_images() -> None:
 
     red, blue = (PromptImage(url=picture(colour), start=0, num_tokens=2) for colour in (RED, BLUE))
     later = PromptImage(url=picture(BLUE), start=4, num_tokens=2)
-    recording = Recording()
+    recording = EpisodeRecording()
     recording.add([IMAGE, IMAGE, 1], said(2), images=[red])
     recording.add([IMAGE, IMAGE, 1, 2, 3], said(4), images=[blue])
     recording.add([IMAGE, IMAGE, 1, 2, IMAGE, IMAGE], said(5), images=[red, later])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inflight.environments.moving import Moving, Place
+from inflight.environments.moving import Moving, TurnSampler
 from inflight.environments.recording import completion_of
 from inflight.errors import ProtocolError, UnreachableError
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams, VersionSpan
@@ -25,7 +25,7 @@ class Scripted:
     def __init__(self, version: int, num_tokens: int, end: str, streams: bool) -> None:
         self.asked: list[GenerateRequest] = []
         self._version, self._num_tokens, self._end = version, num_tokens, end
-        self.place = Place(self.generate, self.stream if streams else None)
+        self.place = TurnSampler(self.generate, self.stream if streams else None)
         self.began = asyncio.Event()
         self.hangs = asyncio.Event()
         """All of its tokens have been taken."""

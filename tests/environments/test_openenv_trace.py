@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from inflight.environments.adapters.openenv_trace import training_trace
-from inflight.environments.recording import PlayedEpisode, Recording
+from inflight.environments.recording import EpisodeRecording, PlayedEpisode
 from inflight.wire import Completion, VersionSpan
 
 
@@ -37,7 +37,7 @@ class Trace(BaseModel):
 
 
 def played() -> PlayedEpisode:
-    recording = Recording()
+    recording = EpisodeRecording()
     spans = (VersionSpan(version=3, start=0, end=1), VersionSpan(version=4, start=1, end=3))
     for prompt, token_ids, role in (([1, 2], (10, 11, 12), "asks"), ([5], (13,), "answers"), ([6], (), "asks")):
         recording.add(

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.environments.moving import Moving, Place
+from inflight.environments.moving import Moving, TurnSampler
 from inflight.environments.proxy.answers import Answers
 from inflight.environments.proxy.requests import ChatRequest
 from inflight.environments.proxy.run_server import ProxyServer
@@ -383,7 +383,7 @@ def test_an_episode_whose_client_leaves_a_streamed_answer_continues() -> None:
                     await asyncio.sleep(0)  # as a connection takes a moment to be closed
                     has_ended.set()
 
-            moving.go_to(Place(episode.generate, held))
+            moving.go_to(TurnSampler(episode.generate, held))
             episode.generate, episode.stream = moving.generate, moving.stream
             async with opened(episode) as it:
                 await play(it)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.environments.recording import PlayedEpisode, Recording
+from inflight.environments.recording import EpisodeRecording, PlayedEpisode
 from inflight.types import OBSERVED, Turn
 from inflight.wire import Completion, VersionSpan
 
@@ -22,7 +22,7 @@ def said(*token_ids: int, version: int = 0) -> Completion:
 
 
 def test_turns_of_a_conversation_become_one_stream_with_observations_between_them() -> None:
-    recording = Recording()
+    recording = EpisodeRecording()
     recording.add([1, 2], said(10, 11, version=3))
     number = recording.add([1, 2, 10, 11, 5, 6], said(12, version=4))
     recording.reward(number, 0.5)
@@ -38,7 +38,7 @@ def test_turns_of_a_conversation_become_one_stream_with_observations_between_the
 
 
 def test_branches_are_rollouts_of_their_own_and_no_token_is_trained_on_twice() -> None:
-    recording = Recording()
+    recording = EpisodeRecording()
     recording.add([1], said(10))
     recording.add([1, 10, 2], said(11))
     recording.add([1, 10, 3], said(12))  # a retry with another observation
@@ -50,7 +50,7 @@ def test_branches_are_rollouts_of_their_own_and_no_token_is_trained_on_twice() -
 
 
 def test_the_same_prompt_in_another_role_is_another_conversation() -> None:
-    recording = Recording()
+    recording = EpisodeRecording()
     recording.add([1], said(10), role="asks")
     recording.add([1, 10, 2], said(11), role="answers")
     played = PlayedEpisode(calls=recording.calls, reward=1.0, role_rewards={"answers": -1.0})
@@ -64,7 +64,7 @@ def test_the_same_prompt_in_another_role_is_another_conversation() -> None:
 def test_every_sampled_token_is_trained_on_once_in_any_tree_of_calls(data: st.DataObject) -> None:
     """Few different tokens, so that many prompts begin with several earlier calls."""
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=3)
-    recording = Recording()
+    recording = EpisodeRecording()
     for version in range(data.draw(st.integers(1, 8))):
         earlier = [(*call.prompt_token_ids, *call.completion.token_ids) for call in recording.calls]
         start = data.draw(st.sampled_from([(), *earlier]))
@@ -92,7 +92,7 @@ def test_every_sampled_token_is_trained_on_once_in_any_tree_of_calls(data: st.Da
 
 
 def test_an_episode_is_the_same_after_a_checkpoint() -> None:
-    recording = Recording()
+    recording = EpisodeRecording()
     recording.add([1], said(10))
     recording.reward(0, 0.25)
     played = PlayedEpisode(calls=recording.calls, reward=1.0, num_rewritten=2)
@@ -100,7 +100,7 @@ def test_an_episode_is_the_same_after_a_checkpoint() -> None:
 
 
 def test_the_reward_of_a_turn_must_be_finite() -> None:
-    recording = Recording()
+    recording = EpisodeRecording()
     recording.add([1], said(10))
     with pytest.raises(ValueError, match="finite number, not nan"):
         recording.reward(0, float("nan"))

@@ -18,7 +18,7 @@ from inflight.cli import main
 from inflight.errors import ConfigError
 from inflight.http.server_spec import ServerSpec
 from inflight.launchers.emit import jobset
-from inflight.launchers.plan import Gang, Plan
+from inflight.launchers.plan import Gang, JobPlan
 from inflight.run.config import load_config
 from inflight.run.machines.manifests import plan_of
 from inflight.run.machines.server_specs import server_spec
@@ -226,7 +226,7 @@ def test_a_jobset_without_what_it_needs_is_refused(
 
 def test_a_name_that_kubernetes_cannot_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="'_1' has no letter to begin"):
-        jobset(Plan("_1", Gang("controller", 1, [], 1, 0), ()), "image", None)
+        jobset(JobPlan("_1", Gang("controller", 1, [], 1, 0), ()), "image", None)
 
 
 FAKE_SRUN = """#!{python}

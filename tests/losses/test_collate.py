@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inflight.errors import InvalidRequestError
-from inflight.losses import PRESETS, Counts, Plan, collate, empty_micro_batch, prepare
+from inflight.losses import PRESETS, Counts, LossPlan, collate, empty_micro_batch, prepare
 from inflight.types import Rollout, Sample, Turn
 from inflight.wire import VersionSpan
 
@@ -111,7 +111,7 @@ def test_no_samples_make_the_empty_micro_batch():
 def test_empty_micro_batch_has_zero_loss_that_depends_on_the_logprobs(preset, counts):
     logprobs_T = torch.zeros(2, requires_grad=True)
     thresholds = tuple(0.1 if c.kind == "second_moment" else None for c in preset.loss.corrections)
-    output = preset.loss(empty_micro_batch(), logprobs_T, Plan(preset.loss, counts, counts, thresholds, 3))
+    output = preset.loss(empty_micro_batch(), logprobs_T, LossPlan(preset.loss, counts, counts, thresholds, 3))
     output.loss.backward()
     assert output.loss.item() == 0
     assert logprobs_T.grad.tolist() == [0, 0]

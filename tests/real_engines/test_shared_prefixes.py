@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.conformance.endpoint.subject import TOLERANCES
-from inflight.conformance.reference import ReferenceCheckpoint, Weights, chosen, distribution
+from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen, distribution
 from inflight.contracts import InferenceEndpoint
 from inflight.http.kinds import connect_endpoint
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy, SamplingParams
@@ -84,7 +84,7 @@ class Publishing:
         self._process = process
         self._directory = directory
         self._reference = reference
-        self.weights: dict[int, Weights] = {0: reference.weights}
+        self.weights: dict[int, ReferenceWeights] = {0: reference.weights}
         """By version."""
 
     async def publish(self, version: int, policy: InFlightPolicy) -> None:
@@ -137,7 +137,7 @@ def difference(reference: ReferenceCheckpoint, logits_TV: torch.Tensor, completi
 
 def difference_of_spans(
     reference: ReferenceCheckpoint,
-    weights: Mapping[int, Weights],
+    weights: Mapping[int, ReferenceWeights],
     asked: GenerateRequest,
     completion: Completion,
     policy: InFlightPolicy,
@@ -157,7 +157,7 @@ def test_a_shared_prefix_is_what_the_policy_says_while_another_process_publishes
     answers: Answers = []
     between: list[tuple[int, GenerateRequest, Completion]] = []
 
-    async def main() -> dict[int, Weights]:
+    async def main() -> dict[int, ReferenceWeights]:
         actor = server.client()
         async with contextlib.aclosing(actor), publishing(server, tmp_path, reference) as publisher:
             first = (await actor.weight_version()).version
@@ -194,7 +194,7 @@ def test_completions_that_wait_in_the_engine_while_weights_change_find_no_older_
 ) -> None:
     """More completions than run at a time: the last ones begin under weights that came after they were asked for."""
 
-    async def main() -> tuple[GenerateRequest, tuple[Completion, ...], dict[int, Weights]]:
+    async def main() -> tuple[GenerateRequest, tuple[Completion, ...], dict[int, ReferenceWeights]]:
         actor = server.client()
         async with contextlib.aclosing(actor), publishing(server, tmp_path, reference) as publisher:
             first = (await actor.weight_version()).version + 1

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from inflight.errors import CheckpointError
-from inflight.observe.trace.records import EarlierIncarnation, Manifest, read_manifest, versions_of
+from inflight.observe.trace.records import EarlierIncarnation, RecordManifest, read_manifest, versions_of
 from inflight.run.config import RunConfig
 from inflight.run.ranks.messages import Trained
-from inflight.run.record.recording import Recording, earlier_incarnations
+from inflight.run.record.recording import RunRecording, earlier_incarnations
 from inflight.run.sampling.batches import StepBatch
 from tests.replay.test_records import example
 
@@ -30,12 +30,12 @@ class Usage(NamedTuple):
     free: int
 
 
-def recording(directory: Path, model: Path, notes: list[str], **run: Any) -> Recording:
+def recording(directory: Path, model: Path, notes: list[str], **run: Any) -> RunRecording:
     values = {"run": {"directory": directory, **run}, "model": {"path": model}, "task": {"name": "t"}}
-    return Recording(RunConfig.model_validate(values), directory, notes.append)
+    return RunRecording(RunConfig.model_validate(values), directory, notes.append)
 
 
-def record(it: Recording, begin: int, num_steps: int) -> None:
+def record(it: RunRecording, begin: int, num_steps: int) -> None:
     """Record steps from a version on, as a run that begins or is resumed there."""
 
     async def run() -> None:
@@ -86,7 +86,7 @@ def test_a_resumed_run_keeps_its_earlier_configurations(tmp_path: Path, model_di
 
 def test_a_incarnation_whose_steps_were_all_removed_is_not_kept() -> None:
     incarnations = (EarlierIncarnation(until=2, config={"a": 1}), EarlierIncarnation(until=4, config={"a": 2}))
-    before = Manifest(config={"a": 3}, earlier=incarnations)
+    before = RecordManifest(config={"a": 3}, earlier=incarnations)
     assert earlier_incarnations(before, 6) == (*incarnations, EarlierIncarnation(until=6, config={"a": 3}))
     assert earlier_incarnations(before, 4) == incarnations
     assert earlier_incarnations(before, 3) == (incarnations[0], EarlierIncarnation(until=3, config={"a": 2}))

@@ -20,7 +20,7 @@ from inflight.errors import CheckpointError, ConfigError
 from inflight.observe.trace.digests import weights_digest
 from inflight.observe.trace.records import (
     MANIFEST,
-    Manifest,
+    RecordManifest,
     RecordWriter,
     item_details,
     read_manifest,
@@ -30,7 +30,7 @@ from inflight.observe.trace.records import (
     remove_steps,
     versions_of,
 )
-from inflight.observe.trace.steps import Outcome, RecordedStep, put_together, taken_apart
+from inflight.observe.trace.steps import RecordedStep, StepOutcome, put_together, taken_apart
 from inflight.observe.trace.text import pieces_of
 from inflight.types import Group, Rollout, Sample, Turn
 from inflight.wire import PromptImage, RoutedExperts, VersionSpan
@@ -101,7 +101,9 @@ def steps(draw: st.DrawFn) -> RecordedStep:
         if draw(st.booleans())
     ]
     logprobs = [per_token(sample.rollout, FLOATS) for sample in samples] if has_logprobs else None
-    outcome = draw(st.none() | st.builds(Outcome, gradient_norm=st.floats(), learning_rate=FLOATS, metrics=st.just(())))
+    outcome = draw(
+        st.none() | st.builds(StepOutcome, gradient_norm=st.floats(), learning_rate=FLOATS, metrics=st.just(()))
+    )
     return RecordedStep(draw(st.integers(0, 10**9)), groups, samples, logprobs, outcome)
 
 
@@ -119,7 +121,7 @@ def example(version: int = 0, reward: float = 1.0) -> RecordedStep:
     rollout = Rollout([104, 105], [72, 105, 33], [-0.5, 0.0, -0.25], spans((0, 1, 0), (2, 3, 1)), "stop", reward, 1.0)
     other = replace(rollout, reward=0.0)
     sample = Sample(rollout, [1.0, 0.0, 1.0], [True, False, True])
-    outcome = Outcome(gradient_norm=0.1, learning_rate=1e-3, metrics=({"ratio": [2.0, 2.0]},))
+    outcome = StepOutcome(gradient_norm=0.1, learning_rate=1e-3, metrics=({"ratio": [2.0, 2.0]},))
     return RecordedStep(version, [Group(4, 17, [rollout, other], "a")], [sample], [[-0.5, 0.0, -0.125]], outcome)
 
 
@@ -130,7 +132,7 @@ def spans(*parts: tuple[int, int, int]) -> Sequence[VersionSpan]:
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
     writer = RecordWriter(tmp_path / "run" / "record")
-    writer.begin(Manifest(config={"run": {"seed": 3}}))
+    writer.begin(RecordManifest(config={"run": {"seed": 3}}))
     for version in range(3):
         writer.write_step(example(version))
     return writer.directory

@@ -18,15 +18,15 @@ from inflight.cli import main
 from inflight.errors import ConfigError
 from inflight.observe.trace.records import (
     EarlierIncarnation,
-    Manifest,
+    RecordManifest,
     RecordWriter,
-    Weights,
+    WeightsFile,
     read_manifest,
     read_step,
     record_of,
     versions_of,
 )
-from inflight.observe.trace.steps import Outcome, RecordedStep
+from inflight.observe.trace.steps import RecordedStep, StepOutcome
 from inflight.replay.differences import LogprobDifference, StepDifference, step_difference
 from inflight.replay.report import described, first_beyond_rounding, first_unequal
 from inflight.replay.sampling import compared
@@ -163,7 +163,7 @@ def test_an_imported_record_is_trained_on_with_the_configuration_of_a_run(
 # The parts
 
 
-def of_run(**changes: Any) -> Manifest:
+def of_run(**changes: Any) -> RecordManifest:
     config = {
         "run": {"directory": "old", "num_steps": 7, "mode": "conventional", "record": True, "restarts": 3},
         "model": {"path": "model"},
@@ -173,7 +173,7 @@ def of_run(**changes: Any) -> Manifest:
         "rollouts": {"max_lag": 1},
         "train": {"trainer_options": {"cpu_offload": True}, "devices": [3], "num_ranks": 1, "learning_rate": 1.0},
     }
-    return Manifest(config=config, num_ranks=1, **changes)
+    return RecordManifest(config=config, num_ranks=1, **changes)
 
 
 def test_a_replay_keeps_what_trains_and_leaves_out_the_rest(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_replay_keeps_what_trains_and_leaves_out_the_rest(tmp_path: Path) -> N
 def test_training_again_needs_the_start_weights_and_every_step(tmp_path: Path, model_dir: Path) -> None:
     writer = RecordWriter(tmp_path / "record")
     config = replay_config(of_run(), tmp_path, model=model_dir)
-    manifest = of_run(start=Weights(path="gone", sha256="0" * 64, size_bytes=1))
+    manifest = of_run(start=WeightsFile(path="gone", sha256="0" * 64, size_bytes=1))
     writer.begin(manifest)
     with pytest.raises(ConfigError, match="has no step"):
         check_record(writer.directory, manifest, config)
@@ -233,7 +233,7 @@ def test_each_incarnation_of_a_run_is_trained_as_it_was_configured(tmp_path: Pat
 
 
 def test_a_relative_path_of_the_model_starts_from_where_the_run_was(tmp_path: Path, model_dir: Path) -> None:
-    manifest = of_run(start=Weights(path=str(model_dir), sha256="0" * 64, size_bytes=1))
+    manifest = of_run(start=WeightsFile(path=str(model_dir), sha256="0" * 64, size_bytes=1))
     assert replay_config(manifest, tmp_path).model.path == model_dir
     assert replay_config(manifest, tmp_path, model=Path("m")).model.path == Path("m")
 
@@ -286,8 +286,8 @@ def test_tokens_that_the_model_does_not_have_are_told() -> None:
         check_tokens(step, largest)
 
 
-def outcome(gradient_norm: float, ratio: float = 2.0) -> Outcome:
-    return Outcome(gradient_norm=gradient_norm, learning_rate=1e-3, metrics=({"ratio": [ratio, 2.0]},))
+def outcome(gradient_norm: float, ratio: float = 2.0) -> StepOutcome:
+    return StepOutcome(gradient_norm=gradient_norm, learning_rate=1e-3, metrics=({"ratio": [ratio, 2.0]},))
 
 
 def test_a_difference_says_what_differs_and_by_how_much() -> None:
@@ -302,8 +302,8 @@ def test_a_difference_says_what_differs_and_by_how_much() -> None:
 
 
 def replayed(*steps: StepDifference) -> Replayed:
-    final = Weights(path="b", sha256="1" * 64, size_bytes=1)
-    recorded = Weights(path="a", sha256="2" * 64, size_bytes=1)
+    final = WeightsFile(path="b", sha256="1" * 64, size_bytes=1)
+    recorded = WeightsFile(path="a", sha256="2" * 64, size_bytes=1)
     return Replayed("torchtitan", 2, "fsdp", 1, "float32", steps, final, recorded, None)
 
 

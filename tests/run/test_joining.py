@@ -14,7 +14,7 @@ import pytest
 
 from inflight.errors import ConfigError
 from inflight.http.joining import RENEW_S
-from inflight.run.servers.joining import JoinDesk
+from inflight.run.servers.joining import JoinServer
 from tests.gates import reserved_port
 from tests.run.runs import RunProcess
 from tests.servers import TOKEN, ServerProcess
@@ -67,7 +67,7 @@ def asked(method: str, content: bytes, token: str = "right") -> tuple[int, str, 
     """Ask a desk; return the status, the body, and who is listed then."""
 
     async def ask() -> tuple[int, str, dict[str, str]]:
-        desk = JoinDesk("127.0.0.1:0", "right", "run")
+        desk = JoinServer("127.0.0.1:0", "right", "run")
         url = await desk.open()
         try:
             async with httpx.AsyncClient(base_url=url) as client:
@@ -106,7 +106,7 @@ def test_what_cannot_join_is_refused_and_not_listed(content: bytes, token: str, 
 
 def test_a_server_that_falls_silent_is_listed_no_more() -> None:
     now = [0.0]
-    desk = JoinDesk("127.0.0.1:0", "right", "run", clock=lambda: now[0])
+    desk = JoinServer("127.0.0.1:0", "right", "run", clock=lambda: now[0])
 
     async def join() -> None:
         url = await desk.open()
@@ -124,4 +124,4 @@ def test_a_server_that_falls_silent_is_listed_no_more() -> None:
 
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"servers.attach.join '8100' is not HOST:PORT"):
-        asyncio.run(JoinDesk("8100", "t", "run").open())
+        asyncio.run(JoinServer("8100", "t", "run").open())

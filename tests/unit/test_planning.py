@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from inflight.cli import main
 from inflight.errors import ConfigError
-from inflight.planning import Endpoint, Outcome, Prompted, PublishCost, Setup, TokenTime, TrainerCost, simulate
+from inflight.planning import Endpoint, Prompted, PublishCost, Setup, SimulationResult, TokenTime, TrainerCost, simulate
 from inflight.planning.applying import apply
 from inflight.planning.calibration import Costs, calibrate, factors_of
 from inflight.planning.candidates import Candidate, candidate_of, predict
 from inflight.planning.costs import Contention
 from inflight.planning.parts import parts_of
-from inflight.planning.servers import Server
+from inflight.planning.servers import SimulatedServer
 from inflight.planning.traces import measured
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.littles_law import WINDOW, LittlesLaw
@@ -32,7 +32,7 @@ from inflight.rollouts.staleness import STALENESS
 
 
 class PlainServer:
-    """What `Server` does, one completion and one moment at a time."""
+    """What `SimulatedServer` does, one completion and one moment at a time."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -85,7 +85,7 @@ def test_the_clock_of_an_endpoint_agrees_with_counting_every_completion(
 ) -> None:
     curve = TokenTime(tuple((4.0 * i + 1, time) for i, time in enumerate(points)))
     endpoint = Endpoint("one", 1000, curve, context_time)
-    server, plain = Server(endpoint), PlainServer(endpoint)
+    server, plain = SimulatedServer(endpoint), PlainServer(endpoint)
     for number, (what, size) in enumerate(orders):
         now = min(server.now + size / 7, server.next_end())
         if what == "end" and server.num_running:
@@ -129,7 +129,7 @@ def prompted(item: int, version: int) -> Prompted:
     return Prompted(lengths, str(item % 40), 10, tuple(float(draw.randrange(3)) for _ in range(4)))
 
 
-def outcome_of(scheduler: str = "least_loaded", num_steps: int = 60, **others: Any) -> Outcome:
+def outcome_of(scheduler: str = "least_loaded", num_steps: int = 60, **others: Any) -> SimulationResult:
     history = HistoryStore()
     endpoints = [Endpoint(f"endpoint-{i}", 24, TokenTime.roofline(1.0, 12), request_time=0.3) for i in range(2)]
     own: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.planning import Endpoint, Outcome, Prompted, Setup, TokenTime, TrainerCost, simulate
+from inflight.planning import Endpoint, Prompted, Setup, SimulationResult, TokenTime, TrainerCost, simulate
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.schedulers import SCHEDULERS, HistoPipe, LeastLoaded, OverProvision
 from inflight.rollouts.staleness import EtaGate
@@ -71,7 +71,7 @@ def test_every_step_is_made_and_no_item_is_trained_twice(
     assert conventional or num_trained == 6 * groups_per_step  # a conventional phase trains on all that it finished
 
 
-def rank_groups(*, linear: bool, alternate: bool) -> Outcome:
+def rank_groups(*, linear: bool, alternate: bool) -> SimulationResult:
     """Sixteen endpoints that run one completion at a time, and prompts whose lengths are exponential in their rank."""
     num_prompts = 256
     history = HistoryStore()
@@ -142,7 +142,7 @@ def test_longest_first_gains_beyond_the_knee_and_nothing_below() -> None:
 
 
 def test_over_provisioning_ends_the_wait_for_the_last_completion_and_loses_no_token() -> None:
-    def outcome(kind: type[OverProvision] | type[LeastLoaded]) -> Outcome:
+    def outcome(kind: type[OverProvision] | type[LeastLoaded]) -> SimulationResult:
         history = HistoryStore()
         return simulate(
             Setup(

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inflight.observe.trace.records import RECORD, Manifest, RecordWriter, Weights
-from inflight.observe.trace.steps import Outcome, RecordedStep
+from inflight.observe.trace.records import RECORD, RecordManifest, RecordWriter, WeightsFile
+from inflight.observe.trace.steps import RecordedStep, StepOutcome
 from inflight.observe.watch import views
 from inflight.observe.watch.details import rollout_details
 from inflight.run.record.page import serve_page
@@ -31,9 +31,9 @@ def record(directory: Path, model: Path | None, item: int, version: int) -> None
     )
     sample = Sample(rollout=rollout, loss_mask=[True, False, True], advantages=[2.0, 0.0, 2.0])
     writer = RecordWriter(directory / RECORD)
-    start = None if model is None else Weights(path=str(model), sha256="", size_bytes=0)
-    writer.begin(Manifest(start=start))
-    outcome = Outcome(gradient_norm=1.0, learning_rate=0.1, metrics=())
+    start = None if model is None else WeightsFile(path=str(model), sha256="", size_bytes=0)
+    writer.begin(RecordManifest(start=start))
+    outcome = StepOutcome(gradient_norm=1.0, learning_rate=0.1, metrics=())
     writer.write_step(
         RecordedStep(
             version=version - 1,

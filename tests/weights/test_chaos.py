@@ -14,7 +14,7 @@ import torch
 
 from inflight.conformance.fleet.campaign import summary
 from inflight.conformance.fleet.palette import CHECKPOINT, FROZEN, Shade
-from inflight.conformance.fleet.plan import INSIDE, OUTSIDE, SENDER, TRANSPORTS, Kind, Step, fault_plan, sites
+from inflight.conformance.fleet.plan import INSIDE, OUTSIDE, SENDER, TRANSPORTS, Kind, UpdateStep, fault_plan, sites
 from inflight.conformance.fleet.proxy import TcpProxy
 from inflight.conformance.fleet.schedule import run_schedule
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
@@ -67,7 +67,7 @@ def test_every_step_of_every_transport_is_struck_in_every_way_by_a_campaign(kind
         for fault in fault_plan(seed, 3, transport, kinds=kinds).faults
     }
     assert planned == {(transport, *site) for transport in TRANSPORTS for site in sites(transport, kinds)}
-    assert {step for _, step, _ in planned} == set(Step)
+    assert {step for _, step, _ in planned} == set(UpdateStep)
     assert {kind for _, _, kind in planned} == set(Kind) - ((INSIDE | OUTSIDE) - kinds)
 
 
@@ -133,10 +133,10 @@ def test_no_schedule_of_a_small_campaign_fails() -> None:
 # Broken libraries
 
 
-def seeds_with(kind: Kind, steps: tuple[Step, ...]) -> list[int]:
+def seeds_with(kind: Kind, steps: tuple[UpdateStep, ...]) -> list[int]:
     """Seeds whose plan strikes so first."""
 
-    def first(seed: int) -> tuple[Step, Kind]:
+    def first(seed: int) -> tuple[UpdateStep, Kind]:
         fault = fault_plan(seed, 3, TRANSPORTS[seed % len(TRANSPORTS)]).faults[0]
         return fault.step, fault.kind
 
@@ -226,17 +226,17 @@ def lose_what_runs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "load", losing)
 
 
-ANYTHING = (Kind.DELAY, (Step.REQUEST, Step.VERSION))
-MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Kind, tuple[Step, ...]]] = [
+ANYTHING = (Kind.DELAY, (UpdateStep.REQUEST, UpdateStep.VERSION))
+MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Kind, tuple[UpdateStep, ...]]] = [
     (report_a_commit_that_was_not_applied, *ANYTHING),  # found soonest
-    (skip_the_checksum, Kind.CORRUPT, (Step.SEND,)),
+    (skip_the_checksum, Kind.CORRUPT, (UpdateStep.SEND,)),
     (apply_before_all_buckets_arrived, *ANYTHING),
     (name_the_version_before, *ANYTHING),
     (lose_what_runs, *ANYTHING),
-    (ignore_incarnations, Kind.TAKE_OVER, (Step.REQUEST, Step.RECEIVE, Step.SEND)),
-    (resume_a_torn_endpoint, Kind.TEAR, (Step.COMMIT,)),
-    (forget_sessions_that_are_over, Kind.REPEAT_LATE, (Step.REQUEST,)),
-    (succeed_without_a_quorum, Kind.CORRUPT, (Step.SEND,)),
+    (ignore_incarnations, Kind.TAKE_OVER, (UpdateStep.REQUEST, UpdateStep.RECEIVE, UpdateStep.SEND)),
+    (resume_a_torn_endpoint, Kind.TEAR, (UpdateStep.COMMIT,)),
+    (forget_sessions_that_are_over, Kind.REPEAT_LATE, (UpdateStep.REQUEST,)),
+    (succeed_without_a_quorum, Kind.CORRUPT, (UpdateStep.SEND,)),
 ]
 
 
@@ -248,7 +248,7 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Kind, tuple[Step, ...]
 def test_a_campaign_finds_a_library_that_would(
     mutate: Callable[[pytest.MonkeyPatch], None],
     kind: Kind,
-    steps: tuple[Step, ...],
+    steps: tuple[UpdateStep, ...],
     monkeypatch: pytest.MonkeyPatch,
     testbed: EmbeddedTestbed,
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.errors import BusyError, PoisonedError, UpdateRefusedError
 from inflight.weights.encode.buckets import plan_buckets
-from inflight.weights.receive.states import TRANSITIONS, Event, UpdateSession
+from inflight.weights.receive.states import TRANSITIONS, UpdateEvent, UpdateSession
 from inflight.wire import BucketTransfer, EndpointState, InFlightPolicy, Manifest, TensorSpec, UpdateRef, WeightUpdate
 
 SPECS = tuple(TensorSpec(name=f"t{i}", dtype="float32", shape=(2,)) for i in range(2))
@@ -89,22 +89,29 @@ WAYS = {
 """Ways into each state. Updates are requested over whole weights and over torn ones."""
 
 EVENTS = {
-    Event.JOINED: "join",
-    Event.REQUEST: "request another",
-    Event.REQUEST_STAGED: "stage another",
-    Event.BUCKET: "begin",
-    Event.PAUSE: "pause",
-    Event.APPLY: "apply",
-    Event.COMMITTED: "commit",
-    Event.ENDED: "abort",
-    Event.TORN: "abort torn",
-    Event.FOUND: "find another",
-    Event.FOUND_TORN: "find another torn",
-    Event.FOUND_RELEASED: "find another released",
-    Event.RELEASE: "release",
-    Event.RESTORED: "restore",
+    UpdateEvent.JOINED: "join",
+    UpdateEvent.REQUEST: "request another",
+    UpdateEvent.REQUEST_STAGED: "stage another",
+    UpdateEvent.BUCKET: "begin",
+    UpdateEvent.PAUSE: "pause",
+    UpdateEvent.APPLY: "apply",
+    UpdateEvent.COMMITTED: "commit",
+    UpdateEvent.ENDED: "abort",
+    UpdateEvent.TORN: "abort torn",
+    UpdateEvent.FOUND: "find another",
+    UpdateEvent.FOUND_TORN: "find another torn",
+    UpdateEvent.FOUND_RELEASED: "find another released",
+    UpdateEvent.RELEASE: "release",
+    UpdateEvent.RESTORED: "restore",
 }
-ASKED = (Event.REQUEST, Event.REQUEST_STAGED, Event.BUCKET, Event.PAUSE, Event.APPLY, Event.RELEASE)
+ASKED = (
+    UpdateEvent.REQUEST,
+    UpdateEvent.REQUEST_STAGED,
+    UpdateEvent.BUCKET,
+    UpdateEvent.PAUSE,
+    UpdateEvent.APPLY,
+    UpdateEvent.RELEASE,
+)
 """Publishers ask for these at any time, and are refused. The other events never come at a wrong time."""
 
 
@@ -116,11 +123,11 @@ def session_by(way: str) -> UpdateSession:
     return session
 
 
-def calls(state: EndpointState, way: str, event: Event) -> list[str]:
+def calls(state: EndpointState, way: str, event: UpdateEvent) -> list[str]:
     """Return the calls that bring an event about in a session that came into a state this way."""
     tears = state in UPDATES and ("torn" in way or "apply" in way)  # whatever ends this update
-    if tears and event in (Event.ENDED, Event.TORN):
-        return [] if event is Event.ENDED else ["abort", "abort torn"]
+    if tears and event in (UpdateEvent.ENDED, UpdateEvent.TORN):
+        return [] if event is UpdateEvent.ENDED else ["abort", "abort torn"]
     return [EVENTS[event]]
 
 
@@ -134,7 +141,7 @@ def facts(session: UpdateSession) -> tuple[object, ...]:
     return s.state, s.version, s.run_id, s.session_id, s.update, s.is_torn, s.has_begun, is_complete, buckets
 
 
-def state_after(way: str, event: Event, call: str) -> EndpointState | None:
+def state_after(way: str, event: UpdateEvent, call: str) -> EndpointState | None:
     """Return the state that a call leads to; None if it is refused or has no effect."""
     session = session_by(way)
     before = facts(session)
@@ -154,9 +161,9 @@ def test_every_way_leads_into_its_state(state: EndpointState) -> None:
     assert {session_by(way).state for way in WAYS[state]} == {state}
 
 
-@pytest.mark.parametrize("event", Event, ids=lambda event: event.name.lower())
+@pytest.mark.parametrize("event", UpdateEvent, ids=lambda event: event.name.lower())
 @pytest.mark.parametrize("state", EndpointState)
-def test_every_event_leads_where_the_table_says_or_has_no_effect(state: EndpointState, event: Event) -> None:
+def test_every_event_leads_where_the_table_says_or_has_no_effect(state: EndpointState, event: UpdateEvent) -> None:
     tried = {state_after(way, event, call) for way in WAYS[state] for call in calls(state, way, event)}
     assert tried
     assert tried - {None} == {after for pair, after in TRANSITIONS.items() if pair == (state, event)}

@@ -49,14 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate or measure the configurations and print a table of them."""
     from inflight.planning.calibration import calibrate
     from inflight.planning.candidates import candidate_of
-    from inflight.planning.plan import Plan, load_plan
+    from inflight.planning.plan import SearchPlan, load_plan
     from inflight.planning.search import candidates, costs_of, pareto, search
     from inflight.planning.showing import as_json, draw, table
 
     if arguments.plan is None and not arguments.runs and arguments.measure is None:
         raise ConfigError("inflight plan needs PLAN.toml, --from RUN_DIR, or --measure RUN.toml")
     check_writable({"json": arguments.json, "plot": arguments.plot})
-    plan = Plan() if arguments.plan is None else load_plan(arguments.plan)
+    plan = SearchPlan() if arguments.plan is None else load_plan(arguments.plan)
     if arguments.measure is not None:
         found, costs = _measure(arguments, plan), None
     else:

@@ -17,7 +17,7 @@ from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
-    from inflight.replay.training import Incarnation
+    from inflight.replay.training import ReplayedIncarnation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{str(arguments.to)!r} is the directory of a run or a record: choose another with --to")
     check_writable({"json": arguments.json})
 
-    def make(directory: Path) -> list[Incarnation]:
+    def make(directory: Path) -> list[ReplayedIncarnation]:
         return replay_incarnations(
             manifest,
             directory,
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(first_beyond_rounding(replayed) is not None)
 
 
-def _sample_again(arguments: argparse.Namespace, record: Path, incarnations: Sequence[Incarnation]) -> int:
+def _sample_again(arguments: argparse.Namespace, record: Path, incarnations: Sequence[ReplayedIncarnation]) -> int:
     """Print where what an endpoint samples now differs from the record; return 1 if it does."""
     from inflight.http.kinds import connect_endpoint
     from inflight.model.checkpoints import load_tokenizer

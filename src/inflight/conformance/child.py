@@ -1,6 +1,6 @@
 """The process that runs checks, so that one that never returns can be killed: ``python -m`` with a socket's number.
 
-Lines of JSON in: first a `ChildSetup`, then one `Command` per check. Lines of JSON out: first `Ready`, then one
+Lines of JSON in: first a `ChildSetup`, then one `Command` per check. Lines of JSON out: first `ChildReady`, then one
 `Judgement` per command. The process ends with its parent.
 """
 
@@ -40,7 +40,7 @@ class ChildSetup(WireModel):
     deadline_scale: float = 1.0
 
 
-class Ready(WireModel):
+class ChildReady(WireModel):
     """The subject was made, with these facts for the certificate; or ``problem`` says why not."""
 
     facts: dict[str, object] = Field(default_factory=dict)
@@ -69,15 +69,15 @@ def main(file_number: int) -> int:
     try:
         subject = open_subject(setup)
     except InflightError as error:
-        send(Ready(problem=str(error)))
+        send(ChildReady(problem=str(error)))
         return 0
     except Exception as error:  # whatever a factory raises is for the person who wrote it
         where = own_frame(error) or innermost_frame(error)
-        send(Ready(problem=f"{setup.target.label} could not be made: {type(error).__name__} at {where}: {error}"))
+        send(ChildReady(problem=f"{setup.target.label} could not be made: {type(error).__name__} at {where}: {error}"))
         raise
     checks = {c.id: replace(c, deadline_s=c.deadline_s * setup.deadline_scale) for c in checks_of(setup.target.kind)}
     try:
-        send(Ready(facts=plain(subject.facts)))
+        send(ChildReady(facts=plain(subject.facts)))
         for line in lines:
             command = Command.model_validate_json(line)
             check = checks[command.check]

@@ -50,7 +50,7 @@ class FactChange(WireModel):
     after: str | None
 
 
-class Comparison(WireModel):
+class CertificateComparison(WireModel):
     """An old and a new certificate side by side."""
 
     old_title: str
@@ -69,7 +69,7 @@ class Comparison(WireModel):
         return bool(self.of(ChangeKind.REGRESSION)) or bool(self.new_problem)
 
 
-def compare(old: Certificate, new: Certificate) -> Comparison:
+def compare(old: Certificate, new: Certificate) -> CertificateComparison:
     """Return what changed from ``old`` to ``new``. Raises `ConfigError` if they are of different kinds."""
     if old.kind != new.kind:
         raise ConfigError(f"certificates of different kinds cannot be compared: {old.kind} and {new.kind}")
@@ -77,7 +77,7 @@ def compare(old: Certificate, new: Certificate) -> Comparison:
     after = {verdict.id: verdict for verdict in new.verdicts}
     old_facts, new_facts = dict(_facts(old)), dict(_facts(new))
     changes = [_change(before.get(id), after.get(id)) for id in [*after, *(id for id in before if id not in after)]]
-    return Comparison(
+    return CertificateComparison(
         old_title=_title(old),
         new_title=_title(new),
         changes=tuple(change for change in changes if change is not None),
@@ -90,7 +90,7 @@ def compare(old: Certificate, new: Certificate) -> Comparison:
     )
 
 
-def comparison_text(comparison: Comparison) -> str:
+def comparison_text(comparison: CertificateComparison) -> str:
     """Return the comparison for a terminal, the worst changes first."""
     lines = [f"old: {comparison.old_title}", f"new: {comparison.new_title}"]
     if comparison.new_problem:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from inflight.conformance.checks import Check
-from inflight.conformance.child import ChildSetup, Command, Ready
+from inflight.conformance.child import ChildReady, ChildSetup, Command
 from inflight.conformance.judge import Judgement, verdict_of
 from inflight.conformance.targets import SERVER_GROUP, EndpointTarget, Target, WorkerTarget
 from inflight.conformance.verdicts import CheckOutcome, Verdict, merged
@@ -201,7 +201,7 @@ class _Session:
             for process, setup in zip(self._ranks, setups, strict=True):
                 process.send(setup)
             deadline = time.monotonic() + start_deadline_s
-            answers = [self._receive(rank, Ready, deadline) for rank in range(len(setups))]
+            answers = [self._receive(rank, ChildReady, deadline) for rank in range(len(setups))]
         except _NoAnswerError as error:
             self.kill()
             stacks = f"\n{error.stacks}" if error.stacks else ""

@@ -20,7 +20,7 @@ from inflight.wire import ImageUrl, SamplingParams, VersionSpan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Weights:
+class ReferenceWeights:
     """Tensors by checkpoint name, in the order in which they travel; evidence names them by ``label``."""
 
     label: str
@@ -39,19 +39,19 @@ class ReferenceCheckpoint:
         self.config = load_config(path)
         self._model: Any = load_causal_lm(path, attention="sdpa", dtype="float32")
         self._stored_names = stored_names(self._model)
-        self._loaded: Weights | None = None
+        self._loaded: ReferenceWeights | None = None
         self.images = load_image_processor(path)
         """None if the model takes no images."""
         self.tokenizer = load_tokenizer(path)
         self.max_model_len = max_model_len_of(self.config)
         self.vocab_size = _vocab_size(self._model)
         self.is_tied = bool(self.config.get_text_config().tie_word_embeddings)
-        self.weights = Weights("A", self._stored())
+        self.weights = ReferenceWeights("A", self._stored())
 
     def cast(self, dtype: str) -> None:
         """Convert the weights to another dtype, as an engine does that computes in it."""
         wanted: torch.dtype = getattr(torch, dtype)
-        self.weights = Weights("A", {name: tensor.to(wanted) for name, tensor in self.weights.tensors.items()})
+        self.weights = ReferenceWeights("A", {name: tensor.to(wanted) for name, tensor in self.weights.tensors.items()})
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -79,7 +79,7 @@ class ReferenceCheckpoint:
             raise ConfigError(f"cannot tell which tensor of {str(self.path)!r} is the final norm: {names}")
         return names[0]
 
-    def with_final_norm(self, factor: float, label: str) -> Weights:
+    def with_final_norm(self, factor: float, label: str) -> ReferenceWeights:
         """Return weights whose logits are ``factor`` times as large, exactly if it is a power of two, or its negative.
 
         Keys and values are the same: the norm comes after every layer.
@@ -88,18 +88,18 @@ class ReferenceCheckpoint:
         tensors = dict(self.weights.tensors)
         norm = tensors[self.final_norm]
         tensors[self.final_norm] = (factor * (norm.double() + offset) - offset).to(norm.dtype)
-        return Weights(label, tensors)
+        return ReferenceWeights(label, tensors)
 
-    def perturbed(self, label: str, seed: int = 1) -> Weights:
+    def perturbed(self, label: str, seed: int = 1) -> ReferenceWeights:
         """Return weights in which every tensor differs, so that logits, keys and values do."""
         random = torch.Generator().manual_seed(seed)
         tensors = {}
         for name, tensor in self.weights.tensors.items():
             sign = torch.randint(0, 2, tensor.shape, generator=random).double() * 2 - 1
             tensors[name] = (tensor.double() * (1 + 0.25 * sign)).to(tensor.dtype)
-        return Weights(label, tensors)
+        return ReferenceWeights(label, tensors)
 
-    def save(self, weights: Weights, path: Path) -> Path:
+    def save(self, weights: ReferenceWeights, path: Path) -> Path:
         """Write a checkpoint directory with these weights; return ``path``."""
         path.mkdir(parents=True, exist_ok=True)
         for file in self.path.iterdir():
@@ -110,7 +110,11 @@ class ReferenceCheckpoint:
 
     @torch.inference_mode()
     def logits(
-        self, weights: Weights, prompt: Sequence[int], completion: Sequence[int], images: Sequence[ImageUrl] = ()
+        self,
+        weights: ReferenceWeights,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        images: Sequence[ImageUrl] = (),
     ) -> torch.Tensor:
         """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn.
 
@@ -123,7 +127,9 @@ class ReferenceCheckpoint:
         return logits_TV[len(prompt) - 1 :].float()
 
     @torch.inference_mode()
-    def mixed_logits(self, parts: Sequence[tuple[Weights, int]], ids: Sequence[int], first: int) -> torch.Tensor:
+    def mixed_logits(
+        self, parts: Sequence[tuple[ReferenceWeights, int]], ids: Sequence[int], first: int
+    ) -> torch.Tensor:
         """Return float32 [T, V]: the logits behind positions ``first`` to the last but one, with keys and values of
         several weights.
 
@@ -139,7 +145,7 @@ class ReferenceCheckpoint:
 
     def kept_logits(
         self,
-        versions: Mapping[int, Weights],
+        versions: Mapping[int, ReferenceWeights],
         spans: Sequence[VersionSpan],
         prompt: Sequence[int],
         completion: Sequence[int],
@@ -154,7 +160,7 @@ class ReferenceCheckpoint:
 
     def logprobs(
         self,
-        weights: Weights,
+        weights: ReferenceWeights,
         prompt: Sequence[int],
         completion: Sequence[int],
         sampling: SamplingParams | None = None,
@@ -164,7 +170,7 @@ class ReferenceCheckpoint:
         return chosen(distribution(self.logits(weights, prompt, completion, images), sampling), completion)
 
     @torch.no_grad()
-    def _load(self, weights: Weights) -> None:
+    def _load(self, weights: ReferenceWeights) -> None:
         if weights is self._loaded:
             return
         parameters = dict(self._model.named_parameters())

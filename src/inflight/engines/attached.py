@@ -144,7 +144,7 @@ class AttachedEndpoint(ABC):
 
     @abstractmethod
     async def _end(self, names: Sequence[str]) -> None:
-        """Ask the server to end completions of these names; see `inflight.engines.requests.Asked`."""
+        """Ask the server to end completions of these names; see `inflight.engines.requests.SentRequest`."""
 
     @abstractmethod
     async def _rendered(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:

@@ -16,7 +16,7 @@ _TITLE = "::"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class VitalProcess:
     """One process. ``started`` tells it from a later process with the same id.
 
     ``status`` is a wait status, 0 while alive. Only its own user can read the status of a process that its parent has
@@ -39,7 +39,7 @@ class Part:
         return f"was killed by {signal.Signals(number).name}" if number else f"ended with status {self.status >> 8}"
 
 
-def vital_parts(supervisor: int) -> tuple[int, Mapping[int, Part]]:
+def vital_parts(supervisor: int) -> tuple[int, Mapping[int, VitalProcess]]:
     """Return the engine's first process, and the parts it cannot live without, among what ``supervisor`` started.
 
     The parts are the children of the first process, and every process that the engine gave a title. Other descendants
@@ -57,7 +57,7 @@ def vital_parts(supervisor: int) -> tuple[int, Mapping[int, Part]]:
     return first, {part.pid: part for part in found if part.is_alive and (part.parent == first or _TITLE in part.name)}
 
 
-def dead_part(first: int, parts: Mapping[int, Part]) -> Part | None:
+def dead_part(first: int, parts: Mapping[int, VitalProcess]) -> VitalProcess | None:
     """Return a part that has died while the first process lives; None if there is none."""
     for pid, part in parts.items():
         now = _process(pid)
@@ -70,18 +70,18 @@ def dead_part(first: int, parts: Mapping[int, Part]) -> Part | None:
     return None
 
 
-def _processes() -> dict[int, Part]:
+def _processes() -> dict[int, VitalProcess]:
     with contextlib.suppress(OSError):
         found = (_process(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit())
         return {part.pid: part for part in found if part is not None}
     return {}
 
 
-def _process(pid: int) -> Part | None:
+def _process(pid: int) -> VitalProcess | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     name, fields = text[text.index("(") + 1 : text.rindex(")")], text.rpartition(")")[2].split()
     # The third field of proc(5) is the first here.
-    return Part(pid, int(fields[1]), name, int(fields[19]), fields[0] not in "ZX", int(fields[49]))
+    return VitalProcess(pid, int(fields[1]), name, int(fields[19]), fields[0] not in "ZX", int(fields[49]))

@@ -26,7 +26,7 @@ _AGAIN_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SentRequest:
     """How the engine is asked for one completion."""
 
     name: str
@@ -61,7 +61,7 @@ def reading(path: str) -> Iterator[None]:
 class _Running:
     """One request of this client."""
 
-    asked: Mapping[int, Asked] = field(default_factory=dict)
+    asked: Mapping[int, SentRequest] = field(default_factory=dict)
     """The completions that the engine was asked for and has not answered, by their index."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,7 +94,7 @@ class RequestGate:
         self,
         request: GenerateRequest,
         label: Callable[[], Awaitable[str]],
-        send: Callable[[Mapping[int, Asked]], Awaitable[list[Item]]],
+        send: Callable[[Mapping[int, SentRequest]], Awaitable[list[Item]]],
         labelled: Callable[[Item], Iterable[Mapping[str, Any]] | None],
     ) -> list[Item | None]:
         """Return what the engine samples for each completion, never behind a prefix that other weights computed.
@@ -162,14 +162,16 @@ def unsampled(index: int) -> Completion:
     return Completion(index=index, token_ids=(), logprobs=(), version_spans=(), finish_reason="abort")
 
 
-def _asked(request: GenerateRequest, cache_keys: Mapping[int, str]) -> dict[int, Asked]:
+def _asked(request: GenerateRequest, cache_keys: Mapping[int, str]) -> dict[int, SentRequest]:
     """Return how the engine is asked for the completions with these indices."""
     name = f"{len(request.request_id)}:{request.request_id}/{uuid.uuid4().hex[:12]}/"
-    return {index: Asked(f"{name}{index}.", key) for index, key in cache_keys.items()}
+    return {index: SentRequest(f"{name}{index}.", key) for index, key in cache_keys.items()}
 
 
 async def _sent(
-    send: Callable[[Mapping[int, Asked]], Awaitable[list[Item]]], running: _Running, asked: Mapping[int, Asked]
+    send: Callable[[Mapping[int, SentRequest]], Awaitable[list[Item]]],
+    running: _Running,
+    asked: Mapping[int, SentRequest],
 ) -> list[Item]:
     running.asked = asked
     try:

@@ -26,7 +26,7 @@ _AGAIN_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class TurnSampler:
     """Where turns can be sampled."""
 
     generate: Generate
@@ -43,13 +43,13 @@ class Moving:
     def __init__(self, failures: tuple[type[Exception], ...], on_failure: Callable[[Exception], None]) -> None:
         self._failures = failures
         self._on_failure = on_failure
-        self._place: Place | None = None
+        self._place: TurnSampler | None = None
         self._arrived = asyncio.Event()
         self._asking = TaskOwner()
         self.num_moved = 0
         """Turns that went on at another place."""
 
-    def go_to(self, place: Place) -> None:
+    def go_to(self, place: TurnSampler) -> None:
         """Sample there from now on."""
         self.leave()
         self._place = place
@@ -94,12 +94,12 @@ class Moving:
             if not any(chunk.token_ids for chunk in chunks):
                 await asyncio.sleep(_AGAIN_S)
 
-    async def _here(self) -> Place:
+    async def _here(self) -> TurnSampler:
         while self._place is None:
             await self._arrived.wait()
         return self._place
 
-    async def _chunks(self, place: Place, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+    async def _chunks(self, place: TurnSampler, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         """Yield the chunks that a place gives of a request, as far as it comes with it."""
         if place.stream is None:
             completion = await self._answer(place, place.generate(request))
@@ -115,7 +115,7 @@ class Moving:
             if said is _END:
                 self._failed(place, ProtocolError("the stream ended without a finish reason"))
 
-    async def _answer(self, place: Place, call: Awaitable[T]) -> T | None:
+    async def _answer(self, place: TurnSampler, call: Awaitable[T]) -> T | None:
         """Return what a place answers; None if it fails, or is left meanwhile."""
         try:
             return await self._asking.run(call)
@@ -125,7 +125,7 @@ class Moving:
             self._failed(place, error)
             return None
 
-    def _failed(self, place: Place, error: Exception) -> None:
+    def _failed(self, place: TurnSampler, error: Exception) -> None:
         self.num_moved += 1
         if self._place is place:  # else it was left already
             self.leave()

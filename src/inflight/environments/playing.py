@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from inflight.base.tasks import TaskOwner
 from inflight.contracts import Conversation, Environment, Episode
 from inflight.environments.play_loop import BlockedError, OverdueError, PlayLoop
-from inflight.environments.recording import PlayedEpisode, Recording, completion_of
+from inflight.environments.recording import EpisodeRecording, PlayedEpisode, completion_of
 from inflight.environments.transcripts import ChatTemplate, Prompt, Transcript
 from inflight.errors import ContextFullError, InvalidRequestError, UnsupportedError
 from inflight.types import Message, Reply, TaskItem, Tool
@@ -60,7 +60,7 @@ class PlayingEpisode(Episode):
     """Whether the experts of each token are asked for, which cannot be streamed."""
     whole_reward: float | None = None
     """What a client has posted for the episode."""
-    recording: Recording = field(default_factory=Recording)
+    recording: EpisodeRecording = field(default_factory=EpisodeRecording)
     role_rewards: dict[str, float] = field(default_factory=dict)
     num_rewritten: int = 0
     error: BaseException | None = None

@@ -77,7 +77,7 @@ class PlayedEpisode(WireModel):
         return self.role_rewards.get(role, self.reward)
 
 
-class Recording:
+class EpisodeRecording:
     """Collects the calls of one episode while it is played."""
 
     def __init__(self) -> None:

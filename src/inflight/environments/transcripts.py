@@ -35,7 +35,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ReplyText:
     """A reply as text: what the next rendering must contain, and what environments and clients see."""
 
     raw: str
@@ -100,14 +100,14 @@ class ChatTemplate:
         added, images = self._placed(added, messages, start=len(before.token_ids))
         return Prompt(everything, before.tools, text, before.token_ids + added, before.images + images)
 
-    def heard(self, token_ids: Sequence[int], finish_reason: str) -> Heard:
+    def heard(self, token_ids: Sequence[int], finish_reason: str) -> ReplyText:
         """Return what sampled tokens say."""
         is_ended = self.is_ended(token_ids, finish_reason)
         spoken = list(token_ids[:-1] if is_ended else token_ids)
         raw = self._decoded(spoken)
         plain = raw if self._special_ids.isdisjoint(spoken) else self.plain(spoken)
         text, calls = split_tool_calls(plain)
-        return Heard(raw, plain, text, calls)
+        return ReplyText(raw, plain, text, calls)
 
     def plain(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
@@ -129,7 +129,7 @@ class ChatTemplate:
             raise InvalidRequestError(f"token id {unknown} is outside of 0..{num_known - 1}, which the tokenizer knows")
 
     def transcript(
-        self, prompt: Prompt, token_ids: Sequence[int], finish_reason: str, heard: Heard | None = None
+        self, prompt: Prompt, token_ids: Sequence[int], finish_reason: str, heard: ReplyText | None = None
     ) -> Transcript:
         """Return the conversation after a reply to a prompt. Give what was `heard` if it is known."""
         heard = heard or self.heard(token_ids, finish_reason)

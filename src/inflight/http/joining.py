@@ -31,7 +31,7 @@ class Joining(BaseModel):
     """Where the run reaches it."""
 
 
-class Joined(BaseModel):
+class JoinAnswer(BaseModel):
     """The run's answer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -5,8 +5,8 @@ A launcher places and watches. Rollouts, weights and requests never pass through
 
 from __future__ import annotations
 
-from inflight.launchers.launcher import Ended, Launched, Launcher, Program
+from inflight.launchers.launcher import Launched, Launcher, ProcessEnd, Program
 from inflight.launchers.loading import load_launcher
 from inflight.launchers.local import LocalLauncher
 
-__all__ = ["Ended", "Launched", "Launcher", "LocalLauncher", "Program", "load_launcher"]
+__all__ = ["Launched", "Launcher", "LocalLauncher", "ProcessEnd", "Program", "load_launcher"]

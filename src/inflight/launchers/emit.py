@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from inflight.errors import ConfigError
-from inflight.launchers.plan import MEET_PORT, Gang, Plan
+from inflight.launchers.plan import MEET_PORT, Gang, JobPlan
 
 
-def sbatch(plan: Plan, directives: Sequence[str] = ()) -> str:
+def sbatch(plan: JobPlan, directives: Sequence[str] = ()) -> str:
     """Return a heterogeneous batch job, with one component for the controller and one for each gang.
 
     ``directives`` are further options for every component, such as ``--partition=gpu``.
@@ -54,7 +54,7 @@ def _task(gang: Gang) -> str:
     return " ".join([*words, "exec", command.replace("{head}", "'\"$INFLIGHT_HEAD\"'")])
 
 
-def jobset(plan: Plan, image: str, volume: tuple[str, str] | None) -> str:
+def jobset(plan: JobPlan, image: str, volume: tuple[str, str] | None) -> str:
     """Return a JobSet as JSON, which ``kubectl apply -f`` takes.
 
     The token comes from the secret ``NAME-token``, key ``token``. ``volume`` is a claim and where it is mounted: every

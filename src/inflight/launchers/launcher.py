@@ -37,7 +37,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessEnd:
     """How a process ended."""
 
     status: int | None
@@ -64,11 +64,11 @@ class Launched(Protocol):
 
     @property
     @abstractmethod
-    def ended(self) -> Ended | None:
+    def ended(self) -> ProcessEnd | None:
         """How it ended; None while it runs, or as long as the launcher does not know otherwise."""
 
     @abstractmethod
-    async def wait(self) -> Ended:
+    async def wait(self) -> ProcessEnd:
         """Wait until it has ended, or its host is lost."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 
 from inflight.errors import ConfigError
-from inflight.launchers.launcher import ADDRESS_VARIABLE, Ended, Launched, Launcher, Program
+from inflight.launchers.launcher import ADDRESS_VARIABLE, Launched, Launcher, ProcessEnd, Program
 from inflight.launchers.watcher import Watcher
 
 _LOOPBACK = "127.0.0.1"
@@ -55,12 +55,12 @@ class _Child(Launched):
         return _LOOPBACK
 
     @property
-    def ended(self) -> Ended | None:
+    def ended(self) -> ProcessEnd | None:
         status = self._watcher.status
-        return None if status is None else Ended(status, self._watcher.tail())
+        return None if status is None else ProcessEnd(status, self._watcher.tail())
 
-    async def wait(self) -> Ended:
-        return Ended(*await self._watcher.wait())
+    async def wait(self) -> ProcessEnd:
+        return ProcessEnd(*await self._watcher.wait())
 
     async def ready(self) -> str | None:
         return await self._watcher.ready()

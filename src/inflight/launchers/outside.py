@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Sequence
 
-from inflight.launchers.launcher import Ended, Launched, Launcher, Program
+from inflight.launchers.launcher import Launched, Launcher, ProcessEnd, Program
 
 
 class OutsideLauncher(Launcher):
@@ -47,10 +47,10 @@ class _Elsewhere(Launched):
         return ""
 
     @property
-    def ended(self) -> Ended | None:
+    def ended(self) -> ProcessEnd | None:
         return None
 
-    async def wait(self) -> Ended:
+    async def wait(self) -> ProcessEnd:
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
 

@@ -26,7 +26,7 @@ class Gang:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class JobPlan:
     """One run: a controller, and the gangs that come to it."""
 
     name: str

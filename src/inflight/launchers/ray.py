@@ -17,7 +17,7 @@ from typing import Any
 from inflight.base.tasks import cancel_and_wait, run_together, start
 from inflight.errors import ConfigError
 from inflight.launchers import watcher
-from inflight.launchers.launcher import ADDRESS_VARIABLE, Ended, Launched, Launcher, Program
+from inflight.launchers.launcher import ADDRESS_VARIABLE, Launched, Launcher, ProcessEnd, Program
 
 _FORWARDED = (
     "PYTHONPATH", "INFLIGHT_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "NCCL_", "GLOO_", "VLLM_", "SGLANG_",
@@ -176,8 +176,8 @@ class _Actor(Launched):
         self._name = name
         self._index = index
         self._address = ""
-        self._ended: Ended | None = None
-        self._waiting: asyncio.Task[Ended] | None = None
+        self._ended: ProcessEnd | None = None
+        self._waiting: asyncio.Task[ProcessEnd] | None = None
         self._is_there = True
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             room.group, placement_group_bundle_index=index
@@ -212,10 +212,10 @@ class _Actor(Launched):
         return self._address
 
     @property
-    def ended(self) -> Ended | None:
+    def ended(self) -> ProcessEnd | None:
         return self._ended
 
-    async def wait(self) -> Ended:
+    async def wait(self) -> ProcessEnd:
         assert self._waiting is not None
         return await asyncio.shield(self._waiting)
 
@@ -247,17 +247,19 @@ class _Actor(Launched):
         self._is_there = False
         if self._waiting is not None and self._ended is None:
             await cancel_and_wait(self._waiting)
-            self._ended = Ended(None, cause=f"it did not stop on {self._address}")
+            self._ended = ProcessEnd(None, cause=f"it did not stop on {self._address}")
         with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError):
             self._ray.kill(self._actor)
         self._room.leave()
 
-    async def _wait(self) -> Ended:
+    async def _wait(self) -> ProcessEnd:
         try:
             status, lines = await self._ask(None, "wait")
-            self._ended = Ended(status, tuple(lines))
+            self._ended = ProcessEnd(status, tuple(lines))
         except self._ray.exceptions.RayError as error:
-            self._ended = Ended(None, cause=f"its host {self._address}, or what watched it there: {_in_short(error)}")
+            self._ended = ProcessEnd(
+                None, cause=f"its host {self._address}, or what watched it there: {_in_short(error)}"
+            )
         return self._ended
 
     async def _ask(self, timeout_s: float | None, method: str, *arguments: object, **more: object) -> Any:

@@ -37,7 +37,7 @@ from inflight.losses.metrics import (
 from inflight.losses.micro_batch import collate, empty_micro_batch
 from inflight.losses.penalties import CrossEntropy, Distillation, Entropy, Kl, Penalty, SquaredLogRatio
 from inflight.losses.plain import grpo_loss, reinforce_loss
-from inflight.losses.policy import Plan, PolicyLoss, prepare
+from inflight.losses.policy import LossPlan, PolicyLoss, prepare
 from inflight.losses.presets import PRESETS, Preset, preset
 
 __all__ = [
@@ -56,13 +56,13 @@ __all__ = [
     "KeptTokens",
     "Kl",
     "LossOutput",
+    "LossPlan",
     "MaxAge",
     "Maximum",
     "Metric",
     "Metrics",
     "Opsm",
     "Penalty",
-    "Plan",
     "PolicyLoss",
     "PositiveUnclipped",
     "PpoClip",

@@ -44,7 +44,7 @@ trainer logprobs of the whole step before its first micro-batch is trained on.""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LossPlan:
     """What `prepare` counted over one optimizer step; the same on every rank."""
 
     loss: PolicyLoss
@@ -128,7 +128,7 @@ class PolicyLoss(Piece):
         self,
         batch: MicroBatch,
         trainer_logprobs_T: torch.Tensor,
-        plan: Plan,
+        plan: LossPlan,
         *,
         entropy_T: torch.Tensor | None = None,
     ) -> LossOutput:
@@ -155,7 +155,7 @@ class PolicyLoss(Piece):
         self,
         batch: MicroBatch,
         trainer_logprobs_T: torch.Tensor,
-        plan: Plan,
+        plan: LossPlan,
         *,
         entropy_T: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -174,7 +174,7 @@ class PolicyLoss(Piece):
         filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=False)]
         return filled[0], filled[1] if entropy_T is not None else None
 
-    def on_targets(self, batch: MicroBatch, plan: Plan) -> Callable[[torch.Tensor, slice], torch.Tensor]:
+    def on_targets(self, batch: MicroBatch, plan: LossPlan) -> Callable[[torch.Tensor, slice], torch.Tensor]:
         """Return the ``loss_of`` of `inflight.losses.one_pass`: the part of the loss of some targets of the batch.
 
         Targets are those of ``loss_mask_T``, in order. Raises `InvalidRequestError` if the loss couples targets: its
@@ -208,7 +208,7 @@ class PolicyLoss(Piece):
 
         return loss_of
 
-    def _check(self, batch: MicroBatch, plan: Plan, **of_trainer_T: torch.Tensor | None) -> None:
+    def _check(self, batch: MicroBatch, plan: LossPlan, **of_trainer_T: torch.Tensor | None) -> None:
         check_micro_batch(batch, **of_trainer_T)
         if plan.loss != self:
             raise InvalidRequestError("the plan is for another loss: prepare it with this one")
@@ -312,7 +312,7 @@ class PolicyLoss(Piece):
         return weight_N, keep_N
 
     def _shares(
-        self, aggregation: Aggregation, targets: Targets, keep_N: torch.Tensor, batch: MicroBatch, plan: Plan
+        self, aggregation: Aggregation, targets: Targets, keep_N: torch.Tensor, batch: MicroBatch, plan: LossPlan
     ) -> torch.Tensor:
         """Return the weight that the denominators give each target."""
         after = counts_after_rejection(aggregation)
@@ -330,7 +330,7 @@ def prepare(
     num_groups: int | None = None,
     num_sequences: int | None = None,
     reduce: Reduce | None = None,
-) -> Plan:
+) -> LossPlan:
     """Return what the loss needs to know about a whole optimizer step; without gradients.
 
     ``batches`` are all micro-batches of this rank, none of which splits a segment. ``reduce`` sums over ranks; every
@@ -392,7 +392,7 @@ def prepare(
         if any(map(counts_after_rejection, loss._aggregations)):
             kept = [(targets, loss._correct(targets, thresholds)[1], batch) for targets, batch in step]
             after = _counts(kept, num_groups, add)[0]
-    return Plan(loss, before, after, thresholds, current_version)
+    return LossPlan(loss, before, after, thresholds, current_version)
 
 
 def _check_groups(batches: Sequence[MicroBatch], num_groups: int) -> None:

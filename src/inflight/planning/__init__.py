@@ -5,8 +5,8 @@ Nothing here loads torch, and only `inflight.planning.measuring` starts processe
 
 from inflight.planning.costs import Endpoint, PublishCost, TokenTime, TrainerCost
 from inflight.planning.groups import Prompted
-from inflight.planning.outcome import Outcome
+from inflight.planning.outcome import SimulationResult
 from inflight.planning.setup import Setup
 from inflight.planning.simulation import simulate
 
-__all__ = ["Endpoint", "Outcome", "Prompted", "PublishCost", "Setup", "TokenTime", "TrainerCost", "simulate"]
+__all__ = ["Endpoint", "Prompted", "PublishCost", "Setup", "SimulationResult", "TokenTime", "TrainerCost", "simulate"]

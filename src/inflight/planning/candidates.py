@@ -12,10 +12,10 @@ from inflight.errors import ConfigError
 from inflight.planning.calibration import Costs
 from inflight.planning.costs import Endpoint, TrainerCost
 from inflight.planning.groups import Prompted
-from inflight.planning.outcome import Outcome
+from inflight.planning.outcome import SimulationResult
 from inflight.planning.setup import Setup
 from inflight.planning.simulation import simulate
-from inflight.planning.traces import Measured, Trace
+from inflight.planning.traces import RunMeasurements, Trace
 from inflight.rollouts import HistoryStore, load_composer, load_scheduler, load_staleness
 
 
@@ -69,7 +69,7 @@ def prompted_of(costs: Costs, group_size: int) -> Callable[[int, int], Prompted]
     return costs.prompted(group_size)
 
 
-def simulated(costs: Costs, candidate: Candidate, num_steps: int) -> Outcome:
+def simulated(costs: Costs, candidate: Candidate, num_steps: int) -> SimulationResult:
     """Simulate a configuration. Raises `ConfigError` if a policy does not take its parameters."""
     history = HistoryStore()
     scheduler = load_scheduler(
@@ -115,7 +115,7 @@ def simulated(costs: Costs, candidate: Candidate, num_steps: int) -> Outcome:
     )
 
 
-def predict(costs: Costs, candidate: Candidate, num_steps: int, num_skipped: int) -> Measured:
+def predict(costs: Costs, candidate: Candidate, num_steps: int, num_skipped: int) -> RunMeasurements:
     """Return what a run of a configuration should come to after its first ``num_skipped`` steps."""
     steady = simulated(costs, candidate, num_steps).steady(num_skipped)
-    return Measured(steady.tokens_per_time, steady.steps_per_time, steady.age, steady.lag)
+    return RunMeasurements(steady.tokens_per_time, steady.steps_per_time, steady.age, steady.lag)

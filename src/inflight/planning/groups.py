@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from inflight.contracts import StalenessPolicy
-from inflight.planning.servers import Job, Server, Span
+from inflight.planning.servers import Job, SimulatedServer, Span
 from inflight.rollouts.driver_commands import ScoredGroup
 from inflight.types import Group, Rollout
 
@@ -47,7 +47,7 @@ class SimulatedCompletion:
         return self.spans[0].version if self.spans else None
 
 
-def continue_spans(partial: Any, server: Server, job: Job, num_tokens: int) -> Spans:
+def continue_spans(partial: Any, server: SimulatedServer, job: Job, num_tokens: int) -> Spans:
     """Return the spans of a completion with what a server has added; neighbours of one version become one."""
     before: Spans = partial.spans if partial is not None else []
     added = server.spans_of(job, num_tokens, before[-1].end if before else 0)

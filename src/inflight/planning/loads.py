@@ -14,7 +14,7 @@ State = tuple[int, bool]
 """Endpoints that work, and whether the trainer trains or publishes."""
 
 
-class Running(NamedTuple):
+class EndpointActivity(NamedTuple):
     """What runs on an endpoint from a time on."""
 
     since: float
@@ -33,7 +33,7 @@ class Running(NamedTuple):
 class Loads:
     """Running completions of each endpoint, as steps over time, and when the trainer trains."""
 
-    running: dict[str, list[Running]]
+    running: dict[str, list[EndpointActivity]]
     states: tuple[list[float], list[State]]
 
     @classmethod
@@ -87,17 +87,21 @@ def rate_of(request: Mapping[str, Any]) -> float:
     return float(most / max(1e-9, request["end_s"] - request["start_s"]))
 
 
-def _steps(sampled: list[tuple[float, float, float, float]]) -> list[Running]:
+def _steps(sampled: list[tuple[float, float, float, float]]) -> list[EndpointActivity]:
     """Return what runs over time, of completions by their start, end, ``Running.first`` and rate."""
     changes = sorted([(it[0], 1, it) for it in sampled] + [(it[1], -1, it) for it in sampled], key=lambda it: it[:2])
-    steps, number, longest = [Running(0.0, 0, 0.0, 0.0)], 0, list[tuple[float, float, float]]()
+    steps, number, longest = [EndpointActivity(0.0, 0, 0.0, 0.0)], 0, list[tuple[float, float, float]]()
     for time, change, (_, end, first, rate) in changes:
         number += change
         if change > 0:
             heapq.heappush(longest, (first, end, rate))
         while longest and longest[0][1] <= time:
             heapq.heappop(longest)
-        step = Running(time, number, longest[0][0], longest[0][2]) if longest else Running(time, 0, 0.0, 0.0)
+        step = (
+            EndpointActivity(time, number, longest[0][0], longest[0][2])
+            if longest
+            else EndpointActivity(time, 0, 0.0, 0.0)
+        )
         if time == steps[-1].since:
             steps[-1] = step
         else:
@@ -105,7 +109,7 @@ def _steps(sampled: list[tuple[float, float, float, float]]) -> list[Running]:
     return steps
 
 
-class Part(NamedTuple):
+class LoadPart(NamedTuple):
     """A part of a stretch in which the same processes worked: averages over it."""
 
     seconds: float
@@ -121,7 +125,7 @@ class Stretch:
 
     num_tokens: int
     seconds: float
-    parts: list[Part]
+    parts: list[LoadPart]
     size: int
     """Completions of the request."""
     num_admitted: int
@@ -152,7 +156,7 @@ def stretches_of(trace: Trace, load: Loads, begin: float) -> Iterator[Stretch]:
             if end is None or end <= start or at <= token:
                 continue  # a publish that other endpoints had first, say
             parts = [
-                Part(until - since, _mean_context(running, since, until), max(1, sum(state)))
+                LoadPart(until - since, _mean_context(running, since, until), max(1, sum(state)))
                 for since, until, state in load.between(start, end)
             ]
             if parts:
@@ -161,7 +165,7 @@ def stretches_of(trace: Trace, load: Loads, begin: float) -> Iterator[Stretch]:
             start, token = end, at
 
 
-def _mean_context(steps: Sequence[Running], start: float, end: float) -> float:
+def _mean_context(steps: Sequence[EndpointActivity], start: float, end: float) -> float:
     """Return the mean over a time of the running completions times the tokens of the longest."""
     i = max(0, bisect.bisect_right(steps, start, key=lambda step: step.since) - 1)
     context = 0.0

@@ -16,7 +16,7 @@ from inflight.observe.trace.files import read_events, read_steps
 from inflight.planning.applying import settings_of
 from inflight.planning.candidates import Candidate
 from inflight.planning.outcome import Steady
-from inflight.planning.plan import Plan
+from inflight.planning.plan import SearchPlan
 from inflight.planning.search import Planned
 from inflight.planning.traces import measured
 
@@ -40,7 +40,7 @@ def base_of(path: Path) -> Candidate:
 
 
 def measure(
-    source: Path, wanted: Sequence[Candidate], plan: Plan, limit_s: float, tell: Callable[[int], None]
+    source: Path, wanted: Sequence[Candidate], plan: SearchPlan, limit_s: float, tell: Callable[[int], None]
 ) -> list[Planned]:
     """Make a run of ``search.num_steps`` steps of every configuration, in a directory that is removed afterwards.
 

@@ -44,7 +44,7 @@ class Steady:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationResult:
     """What a simulated run did. Times are in the unit of its costs."""
 
     time: float = 0.0

@@ -109,7 +109,7 @@ class SearchSection(Section):
     seed: int = 0
 
 
-class Plan(Section):
+class SearchPlan(Section):
     """A plan. What it leaves out is taken from the runs given with ``--from``."""
 
     hardware: HardwareSection | None = None
@@ -129,6 +129,6 @@ class Plan(Section):
         return self
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path) -> SearchPlan:
     """Return the plan in a TOML file. Raises `ConfigError`, which names the key and the value."""
-    return load_settings(Plan, path, "plan")
+    return load_settings(SearchPlan, path, "plan")

@@ -14,7 +14,7 @@ from inflight.planning.calibration import Costs
 from inflight.planning.candidates import Candidate, prompted_of, simulated
 from inflight.planning.costs import Contention, PublishCost, TokenTime, TrainerCost
 from inflight.planning.outcome import Steady
-from inflight.planning.plan import Plan
+from inflight.planning.plan import SearchPlan
 
 _NUM_SPLITS = 10
 _MAX_COMPLETIONS = 50_000_000
@@ -31,7 +31,7 @@ class Planned:
     """Groups that no step trained on."""
 
 
-def costs_of(plan: Plan, measured: Costs | None) -> Costs:
+def costs_of(plan: SearchPlan, measured: Costs | None) -> Costs:
     """Return what a plan says, and where it says nothing what was measured. Raises `ConfigError` if both are silent."""
     if measured is None:
         missing = [it for it in ("generation", "training", "prompts", "hardware") if getattr(plan, it) is None]
@@ -70,7 +70,7 @@ def costs_of(plan: Plan, measured: Costs | None) -> Costs:
     return costs
 
 
-def candidates(plan: Plan, base: Candidate | None, *, knows_lengths: bool = True) -> Iterator[Candidate]:
+def candidates(plan: SearchPlan, base: Candidate | None, *, knows_lengths: bool = True) -> Iterator[Candidate]:
     """Yield every combination that the plan asks for; ``base`` is the configuration of the run that was measured.
 
     ``knows_lengths``: lengths are those that were measured, so that groups must be as large.

@@ -40,7 +40,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Server:
+class SimulatedServer:
     """What runs on one endpoint at ``now``; all methods but `advance` and `next_end` are for that moment."""
 
     endpoint: Endpoint

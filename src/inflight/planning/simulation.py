@@ -17,10 +17,10 @@ from typing import Any
 
 from inflight.errors import InvalidRequestError
 from inflight.planning.groups import SimulatedCompletion, Spans, continue_spans, scored_group
-from inflight.planning.outcome import Outcome
-from inflight.planning.servers import Server
+from inflight.planning.outcome import SimulationResult
+from inflight.planning.servers import SimulatedServer
 from inflight.planning.setup import Setup
-from inflight.planning.training import Batch, Trainer, batch_of
+from inflight.planning.training import Batch, SimulatedTrainer, batch_of
 from inflight.rollouts.dispatcher import Dispatcher
 from inflight.rollouts.driver_commands import (
     ComposedPhase,
@@ -35,7 +35,7 @@ from inflight.rollouts.driver_commands import (
 from inflight.types import Group
 
 
-def simulate(setup: Setup) -> Outcome:
+def simulate(setup: Setup) -> SimulationResult:
     """Simulate a run. Raises `InvalidRequestError` if the scheduler issues what it may not, or if the run stalls."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 20, 20)  # a simulation keeps many small objects, and hardly any in cycles
@@ -50,7 +50,7 @@ class SimulatedRequest:
     """A request on a simulated endpoint."""
 
     command: SendRequest
-    server: Server
+    server: SimulatedServer
     began: float
     num_left: int
     """Completions that run or wait for their environment."""
@@ -94,8 +94,8 @@ class SimulatedRun:
     dispatcher: Dispatcher
     timeline: Timeline = field(default_factory=Timeline)
     version: int = 0
-    servers: dict[str, Server] = field(init=False)
-    trainer: Trainer = field(init=False)
+    servers: dict[str, SimulatedServer] = field(init=False)
+    trainer: SimulatedTrainer = field(init=False)
     requests: dict[str, SimulatedRequest] = field(default_factory=dict)
     returned: list[tuple[SimulatedRequest, list[SimulatedCompletion]]] = field(default_factory=list)
     """Aborted requests with what they have sampled; the run has them after its next decision, as a live one would."""
@@ -104,23 +104,23 @@ class SimulatedRun:
     """When the trainer may begin a step."""
     phase: deque[Sequence[Group]] = field(default_factory=deque)
     """Steps of a conventional phase that are not trained yet."""
-    outcome: Outcome = field(default_factory=Outcome)
-    _changed: dict[str, Server] = field(default_factory=dict)
+    outcome: SimulationResult = field(default_factory=SimulationResult)
+    _changed: dict[str, SimulatedServer] = field(default_factory=dict)
     """Servers whose next end must be looked at again."""
     _load: tuple[int, bool] = (0, False)
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
         setup = self.setup
-        self.servers = {endpoint.name: Server(endpoint) for endpoint in setup.endpoints}
-        self.trainer = Trainer(setup.trainer)
+        self.servers = {endpoint.name: SimulatedServer(endpoint) for endpoint in setup.endpoints}
+        self.trainer = SimulatedTrainer(setup.trainer)
         self.outcome.law = self.dispatcher.steps.law
         self.outcome.num_slots = sum(endpoint.capacity for endpoint in setup.endpoints)
         self._random = random.Random(setup.seed)
 
     # ------------------------------------------------------------------------------------------------------- the loop
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         for name, server in self.servers.items():
             endpoint = server.endpoint
             self.dispatcher.endpoints.add(name, endpoint.capacity, keeps_partials=endpoint.keeps_partials, now=0.0)
@@ -148,7 +148,7 @@ class SimulatedRun:
     def _is_over(self) -> bool:
         return self.version >= self.setup.num_steps
 
-    def _closed(self) -> Outcome:
+    def _closed(self) -> SimulationResult:
         for name, server in self.servers.items():
             server.advance(self.timeline.now)
             self.outcome.busy[name], self.outcome.slot_time[name] = server.busy_time, server.slot_time
@@ -156,7 +156,7 @@ class SimulatedRun:
         self.outcome.scheduler = dict(self.setup.scheduler.metrics())
         return self.outcome
 
-    def _advance_server(self, server: Server) -> Server:
+    def _advance_server(self, server: SimulatedServer) -> SimulatedServer:
         """Return a server that is about to change, as it is now."""
         server.advance(self.timeline.now)
         self._changed[server.endpoint.name] = server
@@ -241,7 +241,7 @@ class SimulatedRun:
             length = prompted.lengths[i] - num_before
             server.begin((command.request_id, i), length, prompted.num_prompt_tokens + num_before)
 
-    def _server_event(self, server: Server, stamp: int) -> None:
+    def _server_event(self, server: SimulatedServer, stamp: int) -> None:
         """End the completions of a server that end now."""
         if stamp != server.stamp:
             return
@@ -297,7 +297,7 @@ class SimulatedRun:
             self.outcome.num_lost_tokens += sum(one.num_tokens - num_before for one in sampled)
             self.dispatcher.request_ended(command, (), self.timeline.now)
 
-    def _leave_server(self, request: SimulatedRequest) -> Server:
+    def _leave_server(self, request: SimulatedRequest) -> SimulatedServer:
         del self.requests[request.command.request_id]
         server = self._advance_server(request.server)
         server.num_held -= len(request.command.numbers)
@@ -397,7 +397,7 @@ class SimulatedRun:
         names = [name for name, server in self.servers.items() if server.is_open]
         self.dispatcher.endpoints.serve(names, self.version, self.timeline.now)
 
-    def _join(self, *servers: Server) -> None:
+    def _join(self, *servers: SimulatedServer) -> None:
         for server in servers:
             server.is_open = True
             server.advance(self.timeline.now)
@@ -406,7 +406,7 @@ class SimulatedRun:
                 self.timeline.at(self.timeline.now + time, lambda server=server: self._fail(server))  # type: ignore[misc]
         self._serve()
 
-    def _fail(self, server: Server) -> None:
+    def _fail(self, server: SimulatedServer) -> None:
         """An endpoint is gone, with what ran there; it comes back with the version that is served then."""
         self._advance_server(server).is_open = False
         self.dispatcher.endpoints.lose(server.endpoint.name, "it failed", self.timeline.now)

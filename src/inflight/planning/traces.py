@@ -54,7 +54,7 @@ def _count_sampled(requests: Iterable[dict[str, Any]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RunMeasurements:
     """What a run came to, after its first steps."""
 
     tokens_per_s: float
@@ -65,7 +65,7 @@ class Measured:
     """Mean over trained tokens of the step's version minus theirs."""
 
 
-def measured(directory: Path, num_skipped: int) -> Measured:
+def measured(directory: Path, num_skipped: int) -> RunMeasurements:
     """Return what a run came to after its first ``num_skipped`` steps. Raises `ConfigError` if it has no more."""
     steps = [*read_steps(directory)]
     if len(steps) <= num_skipped + 1:
@@ -74,7 +74,7 @@ def measured(directory: Path, num_skipped: int) -> Measured:
     seconds = rest[-1]["time_s"] - first["time_s"]
     num_tokens = sum(row["num_step_tokens"] for row in rest)
     ages = [(int(age), num) for row in rest for age, num in row["completions_by_age"].items()]
-    return Measured(
+    return RunMeasurements(
         num_tokens / seconds,
         len(rest) / seconds,
         sum(age * num for age, num in ages) / sum(num for _, num in ages),

@@ -81,7 +81,7 @@ def batch_of(
 
 
 @dataclass(slots=True, eq=False)
-class Trainer:
+class SimulatedTrainer:
     """Works on one batch at a time, slower while others share its cores."""
 
     cost: TrainerCost

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from inflight.losses import Metrics, add_metrics, decode_metrics, metric_values
 from inflight.model.checkpoints import stored_tensors
-from inflight.observe.trace.steps import Outcome, RecordedStep
+from inflight.observe.trace.steps import RecordedStep, StepOutcome
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
 """By dtype of the computation, what sums in another order explain: relative for a gradient norm, absolute for a
@@ -73,7 +73,7 @@ class WeightDifference:
     largest: float
 
 
-def step_difference(step: RecordedStep, outcome: Outcome, logprobs: Sequence[Sequence[float]]) -> StepDifference:
+def step_difference(step: RecordedStep, outcome: StepOutcome, logprobs: Sequence[Sequence[float]]) -> StepDifference:
     """Return how a step differs; ``logprobs`` are the trainer's of each sample's completion tokens."""
     recorded = step.outcome
     unequal: list[str] = []
@@ -95,7 +95,7 @@ def step_difference(step: RecordedStep, outcome: Outcome, logprobs: Sequence[Seq
     )
 
 
-def _figures(outcome: Outcome) -> dict[str, float]:
+def _figures(outcome: StepOutcome) -> dict[str, float]:
     total: Metrics = {}
     for share in outcome.metrics:
         total = add_metrics(total, decode_metrics(share))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
-from inflight.observe.trace.records import MANIFEST, Manifest, RecordWriter, remove_steps, step_files
+from inflight.observe.trace.records import MANIFEST, RecordManifest, RecordWriter, remove_steps, step_files
 from inflight.observe.trace.steps import RecordedStep
 from inflight.rollouts import AdvantageEstimator, MaxLag
 from inflight.run.sampling.batches import make_batch
@@ -30,14 +30,14 @@ class Found:
     steps: Iterator[list[Group]] = field(default_factory=lambda: iter(()))
     """The groups of each file, in order; read as they are asked for, since one file may take gigabytes."""
     lacks: set[str] = field(default_factory=set)
-    """As `inflight.observe.trace.records.Manifest.lacks`."""
+    """As `inflight.observe.trace.records.RecordManifest.lacks`."""
     assumed: Counter[str] = field(default_factory=Counter)
     """What had to be assumed, with how many samples it concerns. Known like ``lacks`` once all steps are read."""
 
 
 def write_imported(
     found: Found, directory: Path, *, source: str, advantages: AdvantageEstimator, files: Sequence[Path]
-) -> Manifest:
+) -> RecordManifest:
     """Write a record and return its manifest.
 
     Raises `ConfigError` if the directory holds one already, and what reading raises; no step is left then.
@@ -45,7 +45,7 @@ def write_imported(
     if step_files(directory):
         raise ConfigError(f"{str(directory)!r} holds a record already: choose another directory with --to")
     writer = RecordWriter(directory)
-    writer.begin(Manifest(source=source))
+    writer.begin(RecordManifest(source=source))
     try:
         for version, groups in enumerate(found.steps):
             batch = make_batch(groups, version, advantages, MaxLag(_ANY_LAG))
@@ -53,7 +53,7 @@ def write_imported(
         notes = [f"{what} ({number} samples)" for what, number in found.assumed.items()]
         notes.append(f"advantages are {advantages}, by group of one prompt, since {source} does not store them")
         notes.append("each file is one step: " + ", ".join(path.name for path in files))
-        manifest = Manifest(source=source, lacks=tuple(sorted(found.lacks)), notes=tuple(notes))
+        manifest = RecordManifest(source=source, lacks=tuple(sorted(found.lacks)), notes=tuple(notes))
         writer.write_manifest(manifest)
     except BaseException:
         remove_steps(directory, 0)

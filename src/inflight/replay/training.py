@@ -15,7 +15,14 @@ from inflight.contracts import DEFAULT_MAX_CONCURRENT
 from inflight.errors import ConfigError
 from inflight.model.checkpoints import check_weights, load_config
 from inflight.model.images import load_image_processor
-from inflight.observe.trace.records import Manifest, Weights, check_steps, read_manifest, read_step, versions_of
+from inflight.observe.trace.records import (
+    RecordManifest,
+    WeightsFile,
+    check_steps,
+    read_manifest,
+    read_step,
+    versions_of,
+)
 from inflight.observe.trace.steps import RecordedStep
 from inflight.replay.differences import StepDifference, WeightDifference, step_difference, weight_difference
 from inflight.run.config import RunConfig, TrainSection
@@ -28,7 +35,7 @@ _STOP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Incarnation:
+class ReplayedIncarnation:
     """How training is configured up to a version, at which the run was resumed; None: to the end."""
 
     until: int | None
@@ -46,8 +53,8 @@ class Replayed:
     recorded_ranks: int | None
     dtype: str
     steps: tuple[StepDifference, ...]
-    final: Weights
-    recorded_final: Weights | None
+    final: WeightsFile
+    recorded_final: WeightsFile | None
     """None if the run has not ended, or the replay ended before it."""
     weights: WeightDifference | None
     """None if the recorded weights are gone, or equal."""
@@ -60,7 +67,7 @@ class Replayed:
 
 
 def replay_config(
-    manifest: Manifest,
+    manifest: RecordManifest,
     directory: Path,
     *,
     base: Mapping[str, Any] | None = None,
@@ -108,19 +115,19 @@ _KEPT = {"num_steps", "seed", "start_timeout_s", "step_timeout_s", "save_timeout
 
 
 def replay_incarnations(
-    manifest: Manifest, directory: Path, *, base: Mapping[str, Any] | None = None, **changes: Any
-) -> list[Incarnation]:
+    manifest: RecordManifest, directory: Path, *, base: Mapping[str, Any] | None = None, **changes: Any
+) -> list[ReplayedIncarnation]:
     """Return the incarnations of the recorded run, each configured by `replay_config`; ``base`` stands in for all of
     them.
     """
     earlier = () if base is not None else manifest.earlier
     incarnations = [
-        Incarnation(it.until, replay_config(manifest, directory, base=it.config, **changes)) for it in earlier
+        ReplayedIncarnation(it.until, replay_config(manifest, directory, base=it.config, **changes)) for it in earlier
     ]
-    return [*incarnations, Incarnation(None, replay_config(manifest, directory, base=base, **changes))]
+    return [*incarnations, ReplayedIncarnation(None, replay_config(manifest, directory, base=base, **changes))]
 
 
-def check_record(record: Path, manifest: Manifest, config: RunConfig, num_steps: int | None = None) -> None:
+def check_record(record: Path, manifest: RecordManifest, config: RunConfig, num_steps: int | None = None) -> None:
     """Raise `ConfigError` if training cannot begin where the record begins, or the files of its steps are not whole.
 
     ``num_steps`` of them are needed; None: all.
@@ -168,7 +175,7 @@ def check_tokens(step: RecordedStep, vocab_size: int) -> None:
 
 async def train_again(
     record: Path,
-    incarnations: Sequence[Incarnation],
+    incarnations: Sequence[ReplayedIncarnation],
     *,
     num_steps: int | None = None,
     note: Callable[[str], None],
@@ -250,7 +257,7 @@ async def _train_incarnation(
         await group.stop()
 
 
-def _weight_difference(config: RunConfig, final: Weights, recorded: Weights | None) -> WeightDifference | None:
+def _weight_difference(config: RunConfig, final: WeightsFile, recorded: WeightsFile | None) -> WeightDifference | None:
     if recorded is None or recorded.sha256 == final.sha256 or not Path(recorded.path).is_dir():
         return None
     if weights_of(Path(recorded.path)).sha256 != recorded.sha256:
@@ -260,7 +267,7 @@ def _weight_difference(config: RunConfig, final: Weights, recorded: Weights | No
 
 def replay_training(
     record: Path,
-    make_incarnations: Callable[[Path], Sequence[Incarnation]],
+    make_incarnations: Callable[[Path], Sequence[ReplayedIncarnation]],
     directory: Path | None,
     *,
     num_steps: int | None = None,

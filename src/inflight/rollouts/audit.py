@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class BiasComparison:
     """How one quantity of trained completions compares with that of those left out."""
 
     distance: float
@@ -31,10 +31,10 @@ class _Samples:
     trained: list[float] = field(default_factory=list)
     left_out: list[float] = field(default_factory=list)
 
-    def compare(self) -> Comparison | None:
+    def compare(self) -> BiasComparison | None:
         if not self.trained or not self.left_out:
             return None
-        return Comparison(
+        return BiasComparison(
             *kolmogorov_smirnov(self.trained, self.left_out),
             statistics.median(self.trained),
             statistics.median(self.left_out),
@@ -63,7 +63,7 @@ class BiasAudit:
 
     def settled(
         self, lengths: Sequence[int], is_trained: Sequence[bool], rewards: Sequence[float] | None = None
-    ) -> dict[str, Comparison]:
+    ) -> dict[str, BiasComparison]:
         """Take note of a group and its completions; return what differs significantly, once a window is whole.
 
         ``rewards`` is None if the group was given up before it was scored; ``lengths`` are then those so far.
@@ -81,9 +81,9 @@ class BiasAudit:
         """Return the figures of the last whole window, and the number of alarms."""
         return {"alarms": self.num_alarms, **self._last}
 
-    def _compare(self) -> dict[str, Comparison]:
+    def _compare(self) -> dict[str, BiasComparison]:
         self._last = {"groups_with_left_out": self._num_left_out}
-        found: dict[str, Comparison] = {}
+        found: dict[str, BiasComparison] = {}
         for name, samples in self._samples.items():
             if (comparison := samples.compare()) is not None:
                 self._last |= {f"{name}_distance": comparison.distance, f"{name}_p": comparison.p}

@@ -22,7 +22,7 @@ from inflight.contracts.scheduling import (
 
 
 @dataclass(slots=True)
-class Place:
+class EndpointLoad:
     """One endpoint, and how many completions run there."""
 
     name: str
@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Item:
+class OpenItem:
     """An item that was offered and is not scored yet. Lists have one entry per completion."""
 
     index: int
@@ -85,8 +85,8 @@ class Item:
 class Board:
     """Follows events and decisions. A scheduler tells it everything, and reads it to decide."""
 
-    places: dict[str, Place] = field(default_factory=dict)
-    items: dict[int, Item] = field(default_factory=dict)
+    places: dict[str, EndpointLoad] = field(default_factory=dict)
+    items: dict[int, OpenItem] = field(default_factory=dict)
     """In the order in which they were offered."""
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=512))
     """Lengths of the completions that finished last."""
@@ -103,7 +103,7 @@ class Board:
             case Joined(_, endpoint, capacity, keeps_partials):
                 old = self.places.get(endpoint)
                 num_running = 0 if old is None else old.num_running
-                self.places[endpoint] = Place(endpoint, capacity, keeps_partials, num_running=num_running)
+                self.places[endpoint] = EndpointLoad(endpoint, capacity, keeps_partials, num_running=num_running)
             case Left(_, endpoint):
                 if (place := self.places.get(endpoint)) is not None:
                     place.is_open = False
@@ -111,7 +111,7 @@ class Board:
             case Offered(time_s, item, prompt, num_prompt_tokens, num_tokens):
                 size = len(num_tokens)
                 self._num_offered += 1
-                self.items[item] = Item(
+                self.items[item] = OpenItem(
                     item,
                     prompt,
                     num_prompt_tokens,
@@ -166,7 +166,7 @@ class Board:
         """Completions that may run at a time."""
         return sum(place.capacity for place in self.places.values() if place.is_open)
 
-    def unissued(self) -> list[Item]:
+    def unissued(self) -> list[OpenItem]:
         """Return the items with completions to issue, oldest first."""
         if not self._unissued:
             return []
@@ -176,13 +176,13 @@ class Board:
         """Return the median of the recent lengths."""
         return statistics.median(self.recent_lengths) if self.recent_lengths else otherwise
 
-    def tokens_so_far(self, item: Item, completion: int, time_s: float) -> float:
+    def tokens_so_far(self, item: OpenItem, completion: int, time_s: float) -> float:
         """Return an estimate of how many tokens a running completion has, by the pace of those that finished."""
         if self.token_s is None:
             return item.num_tokens[completion]
         return item.num_tokens[completion] + (time_s - item.started_s[completion]) / self.token_s
 
-    def least_loaded(self, num_completions: int) -> Place | None:
+    def least_loaded(self, num_completions: int) -> EndpointLoad | None:
         """Return the endpoint with the smallest share in use, of those with room for so many completions."""
         best, least = None, 0.0
         for place in self.places.values():
@@ -192,13 +192,13 @@ class Board:
                     best, least = place, load
         return best
 
-    def _note_pace(self, item: Item, completion: int, num_tokens: int, time_s: float) -> None:
+    def _note_pace(self, item: OpenItem, completion: int, num_tokens: int, time_s: float) -> None:
         num_new, elapsed_s = num_tokens - item.num_tokens[completion], time_s - item.started_s[completion]
         if num_new > 0 and elapsed_s > 0:
             pace = elapsed_s / num_new
             self.token_s = pace if self.token_s is None else 0.98 * self.token_s + 0.02 * pace
 
-    def _stopped(self, item: Item, completion: int, num_tokens: int) -> None:
+    def _stopped(self, item: OpenItem, completion: int, num_tokens: int) -> None:
         where, item.running_on[completion] = item.running_on[completion], None
         item.num_tokens[completion] = num_tokens
         self._recount(item)
@@ -206,7 +206,7 @@ class Board:
             self.places[where].num_running -= 1
             self._forget_if_idle(self.places[where])
 
-    def _recount(self, item: Item) -> None:
+    def _recount(self, item: OpenItem) -> None:
         self.num_open -= len(item.unissued) + len(item.running)
         item.recount()
         self.num_open += len(item.unissued) + len(item.running)
@@ -215,6 +215,6 @@ class Board:
         else:
             self._unissued.discard(item.index)
 
-    def _forget_if_idle(self, place: Place) -> None:
+    def _forget_if_idle(self, place: EndpointLoad) -> None:
         if not place.is_open and place.num_running == 0:
             del self.places[place.name]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from inflight.contracts import LengthPredictor
 from inflight.errors import ConfigError
-from inflight.rollouts.board import Item
+from inflight.rollouts.board import OpenItem
 from inflight.rollouts.history import HistoryStore
 
 
@@ -63,7 +63,7 @@ def make_predictor(name: str, history: HistoryStore) -> LengthPredictor:
     return PREDICTORS[name](history)
 
 
-def predicted(predictor: LengthPredictor, item: Item, otherwise: float) -> float:
+def predicted(predictor: LengthPredictor, item: OpenItem, otherwise: float) -> float:
     """Return the predicted length of an item's completions, ``otherwise`` if there is no prediction."""
     length = predictor.predict(item.prompt, item.finished_lengths)
     return otherwise if length is None else length

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from inflight.contracts.scheduling import Decision, Event, Issue, Offered, Scored, StepWanted, Withdrawn
-from inflight.rollouts.board import Board, Item
+from inflight.rollouts.board import Board, OpenItem
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Queues:
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def put(self, endpoint: str, item: Item) -> None:
+    def put(self, endpoint: str, item: OpenItem) -> None:
         """Put the unissued completions of an item at the end of an endpoint's queue."""
         self._waiting.setdefault(endpoint, []).extend((item.index, i) for i in item.unissued)
 
@@ -121,7 +121,7 @@ def issue_in_order(board: Board, order: Iterable[tuple[int, int]], time_s: float
     return decisions
 
 
-def unissued(board: Board, key: Callable[[Item], object] | None = None) -> Iterator[tuple[int, int]]:
+def unissued(board: Board, key: Callable[[OpenItem], object] | None = None) -> Iterator[tuple[int, int]]:
     """Yield all (item, completion) pairs that neither run nor have finished, oldest first or sorted by ``key``.
 
     A pair may be issued before the next is taken.

@@ -18,7 +18,7 @@ from inflight.launchers.loading import check_launcher
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device
 from inflight.run.machines.memory import ON_THE_GPU, DeviceUse, gib, terms_as_text, total_as_text
-from inflight.run.machines.placement import Place
+from inflight.run.machines.placement import GpuPlacement
 from inflight.run.preflight import Hosts, Prepared, hosts_of
 from inflight.run.servers.checks import check_endpoint
 from inflight.weights.encode.bucket_bytes import encoded_size
@@ -118,7 +118,7 @@ def _started(prepared: Prepared) -> list[PlannedProcess]:
     return found
 
 
-def _indices(it: Place) -> tuple[int, ...]:
+def _indices(it: GpuPlacement) -> tuple[int, ...]:
     return tuple(device.index for device in it.devices)
 
 

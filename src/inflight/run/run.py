@@ -27,7 +27,7 @@ from inflight.run.ranks.messages import Members, Trained
 from inflight.run.record.console import Progress
 from inflight.run.record.journal import open_journal
 from inflight.run.record.observers import Observers
-from inflight.run.record.recording import Recording
+from inflight.run.record.recording import RunRecording
 from inflight.run.record.run_directory import RunDirectory, claim
 from inflight.run.record.saving import Saving
 from inflight.run.record.step_rows import Notes
@@ -198,7 +198,7 @@ class _Run:
         )
         self.memory = MemoryTurns(self.servers, prepared.limits.publish_s) if config.servers.release_memory else None
         self.delivery = updates_of(config).delivery(self.servers, self.trainers)
-        self.recording = Recording(config, path, note) if config.run.record else None
+        self.recording = RunRecording(config, path, note) if config.run.record else None
         self.saving = Saving(self.trainers, path, config.run, self._state, version, self.journal.saved, self.recording)
 
     def _is_done(self) -> bool:

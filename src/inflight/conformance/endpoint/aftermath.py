@@ -8,7 +8,7 @@ import time
 from inflight.conformance.checks import fail, require
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
-from inflight.conformance.reference import Weights
+from inflight.conformance.reference import ReferenceWeights
 from inflight.errors import PoisonedError
 from inflight.wire import Completion, EndpointState, WeightVersion
 
@@ -67,7 +67,9 @@ async def require_recovers(subject: EndpointSubject, when: str) -> None:
     await subject.require_serves(other, f"after a complete update {when}")
 
 
-async def require_all_sampled_from(subject: EndpointSubject, weights: Weights, running: Running, what: str) -> None:
+async def require_all_sampled_from(
+    subject: EndpointSubject, weights: ReferenceWeights, running: Running, what: str
+) -> None:
     """Require of each request what `require_all_whole` does, and that all its tokens were sampled from ``weights``."""
     for (request, _), completion in zip(running, await require_all_whole(running, what), strict=True):
         subject.require_sampled_from(weights, request, completion, what)

@@ -11,7 +11,7 @@ from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import within
-from inflight.conformance.reference import Weights, chosen, distribution
+from inflight.conformance.reference import ReferenceWeights, chosen, distribution
 from inflight.contracts import InferenceEndpoint
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
@@ -45,7 +45,7 @@ async def prefix(subject: EndpointSubject) -> None:
 
 async def _updates(
     subject: EndpointSubject, prompt: Sequence[int]
-) -> AsyncIterator[tuple[InFlightPolicy, Weights, Weights]]:
+) -> AsyncIterator[tuple[InFlightPolicy, ReferenceWeights, ReferenceWeights]]:
     """Update the weights behind a prompt that was just seen, under each policy; yield it with old and new weights."""
     turns = [subject.reference.perturbed("B"), subject.reference.weights]
     policies = subject.capabilities.in_flight_policies
@@ -58,8 +58,8 @@ async def _updates(
 
 def _require_nothing_stale(
     subject: EndpointSubject,
-    before: Weights,
-    after: Weights,
+    before: ReferenceWeights,
+    after: ReferenceWeights,
     request: GenerateRequest,
     completion: Completion,
     what: str,
@@ -107,7 +107,7 @@ async def held_prefix(subject: EndpointSubject) -> None:
 
 
 async def _require_fresh(
-    subject: EndpointSubject, prompt: Sequence[int], weights: Weights, what: str, *, n: int = 1
+    subject: EndpointSubject, prompt: Sequence[int], weights: ReferenceWeights, what: str, *, n: int = 1
 ) -> None:
     """Require that a prompt gets the logprobs of a fresh start under these weights."""
     request = subject.request(prompt, n=n, max_tokens=4)
@@ -167,7 +167,7 @@ async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
 
 
 async def answers_across_an_update(
-    subject: EndpointSubject, weights: Weights, policy: InFlightPolicy, *, num: int, num_tokens: int
+    subject: EndpointSubject, weights: ReferenceWeights, policy: InFlightPolicy, *, num: int, num_tokens: int
 ) -> Answers:
     """Publish ``weights`` while requests run; return these, with tokens of the new version unless all are too short."""
     for length in subject.lengths(num_tokens):
@@ -196,8 +196,8 @@ async def others_updates(subject: EndpointSubject) -> None:
 
 
 async def _publish_while_sampling(
-    subject: EndpointSubject, sampler: InferenceEndpoint, policy: InFlightPolicy, before: Weights
-) -> Weights:
+    subject: EndpointSubject, sampler: InferenceEndpoint, policy: InFlightPolicy, before: ReferenceWeights
+) -> ReferenceWeights:
     """Publish some versions under ``policy``, sampling behind one prefix all the while; return the last weights."""
     publisher, answers, over = subject.publisher, Answers(), asyncio.Event()
     prefix = subject.prompt(min(_SHARED_LENGTH, subject.capabilities.max_model_len // 2), seed=7)
@@ -241,7 +241,7 @@ async def _until_sampling(subject: EndpointSubject, running: Sequence[asyncio.Ta
 
 
 def _require_as_the_policy_says(
-    subject: EndpointSubject, published: Mapping[int, Weights], answers: Answers, policy: InFlightPolicy
+    subject: EndpointSubject, published: Mapping[int, ReferenceWeights], answers: Answers, policy: InFlightPolicy
 ) -> None:
     """Require that the keys and values behind each token of every completion are those that the policy says."""
     reference, largest, num_updated = subject.reference, 0.0, 0

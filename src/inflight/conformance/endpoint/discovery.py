@@ -8,7 +8,7 @@ from typing import Any
 from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.subject import ENCODINGS, STORES, EndpointSubject
-from inflight.conformance.reference import Weights
+from inflight.conformance.reference import ReferenceWeights
 from inflight.contracts import StreamingEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError, UpdateRefusedError
 from inflight.wire import (
@@ -131,8 +131,8 @@ async def undeclared_updates(subject: EndpointSubject) -> None:
     capabilities."""
     capabilities, publisher = subject.capabilities, subject.publisher
     other = subject.reference.perturbed("B")
-    rest = Weights("all but the first", dict(list(other.tensors.items())[1:]))
-    asked: dict[str, tuple[Weights, dict[str, Any]]] = {}
+    rest = ReferenceWeights("all but the first", dict(list(other.tensors.items())[1:]))
+    asked: dict[str, tuple[ReferenceWeights, dict[str, Any]]] = {}
     if not capabilities.staging:
         asked["staging"] = (other, {"staged": True})
     for encoding in ENCODINGS:

@@ -12,7 +12,7 @@ from inflight.conformance.endpoint.aftermath import require_old_weights, require
 from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLACK_S
-from inflight.conformance.reference import Weights
+from inflight.conformance.reference import ReferenceWeights
 from inflight.errors import TransferError
 from inflight.wire import Encoding, EndpointState, UpdateRef, WeightUpdate
 
@@ -31,7 +31,7 @@ async def frozen_tensors(subject: EndpointSubject) -> None:
     refused."""
     publisher, reference = subject.publisher, subject.reference
     doubled = reference.with_final_norm(2.0, "A with its final norm doubled")
-    alone = Weights("its final norm", {reference.final_norm: doubled.tensors[reference.final_norm]})
+    alone = ReferenceWeights("its final norm", {reference.final_norm: doubled.tensors[reference.final_norm]})
     others = tuple(name for name in reference.weights.tensors if name != reference.final_norm)
     await publisher.form_group()
     call = subject.endpoint.request_weight_update(publisher.announcement(alone, frozen=others[1:]))
@@ -58,7 +58,7 @@ async def _publish_rounded(
     subject: EndpointSubject, encoding: Encoding, rounded: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     publisher, other = subject.publisher, subject.reference.perturbed("B")
-    decoded = Weights(f"B in {encoding}", {name: rounded(tensor) for name, tensor in other.tensors.items()})
+    decoded = ReferenceWeights(f"B in {encoding}", {name: rounded(tensor) for name, tensor in other.tensors.items()})
     await publisher.publish(other, encodings=(encoding,), bucket_bytes=other.size_bytes // 3)
     subject.note(**{f"largest logprob difference from B before {encoding}": await subject.gap_now(other)})
     await subject.require_serves(decoded, f"after an update in {encoding}")
@@ -130,7 +130,11 @@ async def unknown_base(subject: EndpointSubject) -> None:
 
 
 async def _send_delta(
-    subject: EndpointSubject, weights: Weights, base: WeightUpdate, base_weights: Weights, session_id: str
+    subject: EndpointSubject,
+    weights: ReferenceWeights,
+    base: WeightUpdate,
+    base_weights: ReferenceWeights,
+    session_id: str,
 ) -> WeightUpdate:
     """Send every bucket of a delta, and return its update, which is open."""
     publisher, fields = subject.publisher, {"base": base.ref, "keep": True, "session_id": session_id}
@@ -164,9 +168,9 @@ async def damaged_bucket(subject: EndpointSubject) -> None:
     await require_recovers(subject, "after a damaged bucket")
 
 
-def _with_another_bit(weights: Weights) -> Weights:
+def _with_another_bit(weights: ReferenceWeights) -> ReferenceWeights:
     """Return weights whose last tensor differs in one bit."""
     name, tensor = list(weights.tensors.items())[-1]
     damaged = tensor.clone().contiguous()
     damaged.view(-1).view(torch.uint8)[0] ^= 1
-    return Weights(f"{weights.label}, damaged", {**weights.tensors, name: damaged})
+    return ReferenceWeights(f"{weights.label}, damaged", {**weights.tensors, name: damaged})

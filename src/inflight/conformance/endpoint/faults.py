@@ -12,7 +12,7 @@ from inflight.conformance.endpoint.failing import Failure
 from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
-from inflight.conformance.reference import Weights
+from inflight.conformance.reference import ReferenceWeights
 from inflight.errors import EndpointError, PoisonedError, TransferError, UpdateAbortedError
 from inflight.wire import EndpointState, InFlightPolicy
 
@@ -138,7 +138,13 @@ async def in_and_out(subject: EndpointSubject) -> None:
 
 
 async def _poison(
-    subject: EndpointSubject, weights: Weights, policy: InFlightPolicy, failure: Failure, what: str, *, staged: bool
+    subject: EndpointSubject,
+    weights: ReferenceWeights,
+    policy: InFlightPolicy,
+    failure: Failure,
+    what: str,
+    *,
+    staged: bool,
 ) -> None:
     """Let an apply fail while some requests run and some wait; require that all of them end."""
     running: Running = []

@@ -10,7 +10,7 @@ from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.models import make_seeing_model
-from inflight.conformance.reference import ReferenceCheckpoint, Weights
+from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InvalidRequestError, UnsupportedError
 from inflight.model.images import ImageProcessor, image_url_of
@@ -43,7 +43,7 @@ class _Seeing:
         responses = await asyncio.gather(*(self.endpoint.generate(request) for request in requests))
         return [response.completions[0] for response in responses]
 
-    def gap(self, weights: Weights, request: GenerateRequest, completion: Completion) -> float:
+    def gap(self, weights: ReferenceWeights, request: GenerateRequest, completion: Completion) -> float:
         """Return by how much logprobs differ, up to a sampled placeholder, which transformers takes for an image."""
         ids, placeholder = completion.token_ids, self.images.placeholder_id
         tokens = ids[: ids.index(placeholder)] if placeholder in ids else ids
@@ -146,7 +146,7 @@ async def updated_tower(subject: EndpointSubject) -> None:
         name: tensor * 1.5 if name.startswith(_TOWER) and tensor.dim() > 1 else tensor
         for name, tensor in weights.tensors.items()
     }
-    other = Weights("A with another vision tower", tensors)
+    other = ReferenceWeights("A with another vision tower", tensors)
     publisher = SteppedPublisher(seeing.endpoint, await seeing.endpoint.capabilities())
     await publisher.publish(other)
     again = request.model_copy(update={"request_id": f"{request.request_id}-again"})

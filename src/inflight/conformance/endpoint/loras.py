@@ -7,7 +7,7 @@ import torch
 from inflight.conformance.checks import check, look_at
 from inflight.conformance.endpoint.aftermath import require_old_weights
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.reference import Weights
+from inflight.conformance.reference import ReferenceWeights
 from inflight.weights.encode.lora_tensors import lora_names
 from inflight.wire import LoraSpec
 
@@ -57,12 +57,12 @@ async def loras_that_do_not_fit(subject: EndpointSubject) -> None:
     }
     await subject.publisher.form_group()
     for what, tensors in faults.items():
-        update = subject.publisher.announcement(Weights(f"a LoRA {what}", tensors), lora=_SPEC)
+        update = subject.publisher.announcement(ReferenceWeights(f"a LoRA {what}", tensors), lora=_SPEC)
         await subject.require_refused(subject.endpoint.request_weight_update(update), f"a LoRA {what}")
         await require_old_weights(subject, f"after a LoRA {what} was refused")
 
 
-def _lora(base: Weights, ends: tuple[str, ...], seed: int) -> Weights:
+def _lora(base: ReferenceWeights, ends: tuple[str, ...], seed: int) -> ReferenceWeights:
     """Return a random LoRA that changes these layers by about a third of their size."""
     random = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -76,13 +76,13 @@ def _lora(base: Weights, ends: tuple[str, ...], seed: int) -> Weights:
             tensors[b] = (size * torch.randn(num_out, _SPEC.rank, generator=random, dtype=torch.float64)).to(
                 weight.dtype
             )
-    return Weights(f"a LoRA of {', '.join(end.removeprefix('.') for end in ends)}", tensors)
+    return ReferenceWeights(f"a LoRA of {', '.join(end.removeprefix('.') for end in ends)}", tensors)
 
 
-def _merged(base: Weights, lora: Weights) -> Weights:
+def _merged(base: ReferenceWeights, lora: ReferenceWeights) -> ReferenceWeights:
     tensors = dict(base.tensors)
     for name, weight in base.tensors.items():
         a, b = (lora.tensors.get(part) for part in lora_names(name.removesuffix(".weight")))
         if a is not None and b is not None:
             tensors[name] = (weight.double() + _SPEC.scale * (b.double() @ a.double())).to(weight.dtype)
-    return Weights(f"{base.label} and {lora.label}", tensors)
+    return ReferenceWeights(f"{base.label} and {lora.label}", tensors)

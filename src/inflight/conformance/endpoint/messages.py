@@ -17,7 +17,7 @@ from inflight.conformance.endpoint.aftermath import (
 )
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLACK_S, within
-from inflight.conformance.reference import Weights
+from inflight.conformance.reference import ReferenceWeights
 from inflight.errors import InflightError, TransferError, UpdateAbortedError, UpdateRefusedError
 from inflight.wire import EndpointState, InFlightPolicy
 
@@ -96,7 +96,7 @@ async def messages_out_of_order(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after the right order")
 
 
-async def _commit_before_the_pause(subject: EndpointSubject, weights: Weights) -> None:
+async def _commit_before_the_pause(subject: EndpointSubject, weights: ReferenceWeights) -> None:
     """Send everything while the endpoint drains, and require that a commit is refused until it holds."""
     running = await subject.start_running(2, max_tokens=min(200, subject.capabilities.max_model_len // 2))
     update = subject.publisher.announcement(weights, in_flight=InFlightPolicy.DRAIN)

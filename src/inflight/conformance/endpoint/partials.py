@@ -15,7 +15,7 @@ from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.tokens import fill_places
 from inflight.conformance.endpoint.versions import check_spans, publish_next
 from inflight.conformance.endpoint.waiting import SLACK_S, within
-from inflight.conformance.reference import Weights
+from inflight.conformance.reference import ReferenceWeights
 from inflight.rollouts import continuation, joined
 from inflight.wire import AbortRequests, Completion, GenerateRequest, GenerateResponse, VersionSpan
 from inflight.wire import check_spans as spans_cover
@@ -80,7 +80,7 @@ async def spans_of_both_parts(subject: EndpointSubject) -> None:
     logprobs of that moment, whether weights change within a part or between the parts."""
     _require_two_places(subject)
     for policy in subject.pausing_policies():
-        published: dict[int, Weights] = {}
+        published: dict[int, ReferenceWeights] = {}
         await publish_next(subject, published)
         ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
         await subject.generate(max_tokens=_BESIDE)

@@ -9,7 +9,7 @@ from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import require_all_sampled_from, require_all_whole, require_old_weights
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, until, within
-from inflight.conformance.reference import Weights
+from inflight.conformance.reference import ReferenceWeights
 from inflight.wire import EndpointState, InFlightPolicy, WeightUpdate
 
 LEVEL = "control"
@@ -116,7 +116,7 @@ async def _pause_and_end(subject: EndpointSubject, policy: InFlightPolicy, endin
     return num_paused
 
 
-async def _end(subject: EndpointSubject, update: WeightUpdate, weights: Weights, ending: str) -> None:
+async def _end(subject: EndpointSubject, update: WeightUpdate, weights: ReferenceWeights, ending: str) -> None:
     """End a pause by an abort, or by a commit of these weights."""
     if ending == "an abort":
         await subject.publisher.abort(update)

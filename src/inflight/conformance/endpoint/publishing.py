@@ -14,7 +14,7 @@ import torch
 
 from inflight.base.threads import run_abandonable
 from inflight.conformance.checks import skip
-from inflight.conformance.reference import Weights
+from inflight.conformance.reference import ReferenceWeights
 from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import bucket_transfer, encode_bucket, pack
@@ -111,7 +111,7 @@ class SteppedPublisher:
 
     def announcement(
         self,
-        weights: Weights,
+        weights: ReferenceWeights,
         *,
         version: int | None = None,
         in_flight: InFlightPolicy | str | None = None,
@@ -145,12 +145,14 @@ class SteppedPublisher:
         """Return the message that asks for one bucket."""
         return BucketTransfer(bucket_index=index, timeout_s=timeout_s, **update.ref.model_dump())
 
-    def bucket(self, update: WeightUpdate, weights: Weights, index: int) -> WeightBucket:
+    def bucket(self, update: WeightUpdate, weights: ReferenceWeights, index: int) -> WeightBucket:
         """Return one bucket as it is: raw, without a checksum."""
         part = slice(update.buckets[index].start, update.buckets[index].stop)
         return WeightBucket(index, update.manifest.tensors[part], tuple(weights.tensors.values())[part])
 
-    def encoded(self, update: WeightUpdate, weights: Weights, index: int, base: Weights | None = None) -> WeightBucket:
+    def encoded(
+        self, update: WeightUpdate, weights: ReferenceWeights, index: int, base: ReferenceWeights | None = None
+    ) -> WeightBucket:
         """Return one bucket in the update's encoding, with its checksum; a delta is relative to ``base``."""
         bucket, delta = self.bucket(update, weights, index), None
         if base is not None:
@@ -163,17 +165,19 @@ class SteppedPublisher:
     async def send(
         self,
         update: WeightUpdate,
-        weights: Weights,
+        weights: ReferenceWeights,
         index: int,
         *,
-        base: Weights | None = None,
+        base: ReferenceWeights | None = None,
         delay_s: float = 0.0,
     ) -> None:
         """Send one bucket, ``delay_s`` after the endpoint was asked to receive it: `encoded` if the update says so."""
         bucket = self.encoded(update, weights, index, base) if update.encodings else self.bucket(update, weights, index)
         await self.send_bucket(update, bucket, delay_s=delay_s)
 
-    async def send_all(self, update: WeightUpdate, weights: Weights, base: Weights | None = None) -> None:
+    async def send_all(
+        self, update: WeightUpdate, weights: ReferenceWeights, base: ReferenceWeights | None = None
+    ) -> None:
         """Send every bucket of an update."""
         for index in range(len(update.buckets)):
             await self.send(update, weights, index, base=base)
@@ -198,7 +202,7 @@ class SteppedPublisher:
         """Send a bucket, and do not ask the endpoint to receive it."""
         await run_abandonable(lambda: self._sender.send(bucket, TRANSFER_TIMEOUT_S), "check-send")
 
-    async def request(self, weights: Weights, **options: Any) -> WeightUpdate:
+    async def request(self, weights: ReferenceWeights, **options: Any) -> WeightUpdate:
         """Form the group if there is none, announce ``weights`` and return once the endpoint has paused."""
         if not self._has_group:
             await self.form_group()
@@ -217,16 +221,16 @@ class SteppedPublisher:
     async def abort(self, update: WeightUpdate | UpdateRef) -> WeightVersion:
         return await self._endpoint.abort_weight_update(update.ref if isinstance(update, WeightUpdate) else update)
 
-    async def publish(self, weights: Weights, **options: Any) -> WeightVersion:
+    async def publish(self, weights: ReferenceWeights, **options: Any) -> WeightVersion:
         """Bring the endpoint to ``weights``; return its answer to the commit."""
         return await self.complete(await self.request(weights, **options), weights)
 
-    async def complete(self, update: WeightUpdate, weights: Weights) -> WeightVersion:
+    async def complete(self, update: WeightUpdate, weights: ReferenceWeights) -> WeightVersion:
         """Send every bucket of an update, and commit."""
         await self.send_all(update, weights)
         return await self.commit(update)
 
 
-def specs_of(weights: Weights) -> list[TensorSpec]:
+def specs_of(weights: ReferenceWeights) -> list[TensorSpec]:
     """Return how these tensors travel."""
     return [tensor_spec(name, tensor, wire_dtype=None) for name, tensor in weights.tensors.items()]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.caches import answers_across_an_update
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.reference import Weights, chosen, distribution
+from inflight.conformance.reference import ReferenceWeights, chosen, distribution
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
 LEVEL = "caches"
@@ -46,7 +46,7 @@ async def everything_recomputed(subject: EndpointSubject) -> None:
     await _recomputed_while_prefilled(subject, (reference.weights, other))
 
 
-async def _recomputed_while_prefilled(subject: EndpointSubject, turns: Sequence[Weights]) -> None:
+async def _recomputed_while_prefilled(subject: EndpointSubject, turns: Sequence[ReferenceWeights]) -> None:
     publisher = subject.publisher
     started = time.monotonic()
     await asyncio.gather(*(subject.endpoint.generate(request) for request in _long_requests(subject, 0)))
@@ -88,7 +88,7 @@ def _long_requests(subject: EndpointSubject, turn: int) -> list[GenerateRequest]
 
 
 def _after_the_update(
-    subject: EndpointSubject, request: GenerateRequest, completion: Completion, version: int, weights: Weights
+    subject: EndpointSubject, request: GenerateRequest, completion: Completion, version: int, weights: ReferenceWeights
 ) -> tuple[int, float]:
     """Return the number of tokens of ``version``, and how far they are from a fresh start behind the same ids."""
     start = next((span.start for span in completion.version_spans if span.version == version), None)
@@ -113,7 +113,7 @@ async def random_numbers_go_on(subject: EndpointSubject) -> None:
 
 
 async def _drawn_across_an_update(
-    subject: EndpointSubject, policy: InFlightPolicy, weights: Weights
+    subject: EndpointSubject, policy: InFlightPolicy, weights: ReferenceWeights
 ) -> list[Completion]:
     """Return completions with enough tokens on both sides of an update, which comes later if there were too few."""
     few = 2 * _run_length(subject)

@@ -21,7 +21,7 @@ from inflight.conformance.endpoint.opening import Opened, opened
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.waiting import SLACK_S, within
 from inflight.conformance.models import make_tiny_model
-from inflight.conformance.reference import ReferenceCheckpoint, Weights
+from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights
 from inflight.conformance.targets import EndpointTarget
 from inflight.contracts import AbortingEndpoint, InferenceEndpoint, ReleasingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, UpdateRefusedError
@@ -316,7 +316,7 @@ class EndpointSubject:
 
     def gap(
         self,
-        weights: Weights,
+        weights: ReferenceWeights,
         request: GenerateRequest,
         completion: Completion,
         reference: ReferenceCheckpoint | None = None,
@@ -326,11 +326,11 @@ class EndpointSubject:
         expected = reference.logprobs(weights, request.prompt_token_ids, tokens, request.sampling)
         return self.difference(completion.logprobs, expected)
 
-    async def gap_now(self, weights: Weights, prompt: Sequence[int] | None = None) -> float:
+    async def gap_now(self, weights: ReferenceWeights, prompt: Sequence[int] | None = None) -> float:
         """Return the `gap` of a fresh seeded request."""
         return self.gap(weights, *await self.ask(prompt))
 
-    async def require_serves(self, weights: Weights, when: str, prompt: Sequence[int] | None = None) -> None:
+    async def require_serves(self, weights: ReferenceWeights, when: str, prompt: Sequence[int] | None = None) -> None:
         """Require that a fresh request samples from ``weights``, whole; the difference becomes evidence."""
         gap = await self.gap_now(weights, prompt)
         self.note(**{f"largest logprob difference from {weights.label}, {when}": gap})
@@ -341,7 +341,7 @@ class EndpointSubject:
         )
 
     def require_sampled_from(
-        self, weights: Weights, request: GenerateRequest, completion: Completion, what: str
+        self, weights: ReferenceWeights, request: GenerateRequest, completion: Completion, what: str
     ) -> None:
         """Require that every token of ``what`` has the logprob that ``weights`` give it."""
         gap = self.gap(weights, request, completion)

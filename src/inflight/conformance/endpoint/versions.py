@@ -15,7 +15,7 @@ import torch
 from inflight.conformance.checks import check, fail, require
 from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
-from inflight.conformance.reference import Weights, chosen, distribution
+from inflight.conformance.reference import ReferenceWeights, chosen, distribution
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, InFlightPolicy, VersionSpan
 
 LEVEL = "versions"
@@ -30,7 +30,7 @@ _LOOK_AT = "when the version of a token is noted: at its sampling, in the step t
 
 
 async def publish_next(
-    subject: EndpointSubject, published: dict[int, Weights], policy: InFlightPolicy | None = None
+    subject: EndpointSubject, published: dict[int, ReferenceWeights], policy: InFlightPolicy | None = None
 ) -> None:
     """Publish A and B in turn, whose logits are each other's negatives, and add the version to ``published``."""
     is_a = subject.publisher.version % 2 == 0
@@ -40,7 +40,7 @@ async def publish_next(
 
 
 def check_spans(
-    subject: EndpointSubject, request: GenerateRequest, completion: Completion, weights: Mapping[int, Weights]
+    subject: EndpointSubject, request: GenerateRequest, completion: Completion, weights: Mapping[int, ReferenceWeights]
 ) -> tuple[int, int]:
     """Require that every token was sampled from the version that its span names.
 
@@ -75,7 +75,7 @@ def check_spans(
 async def spans_while_requests_go_on(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     """Under {policy}, every token's span names the version whose weights it was sampled from, over any number of
     updates."""
-    published: dict[int, Weights] = {}
+    published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
     running = await subject.start_running(4, max_tokens=min(_NUM_TOKENS, subject.capabilities.max_model_len // 2))
     for _ in range(_NUM_UPDATES):
@@ -90,7 +90,7 @@ async def spans_while_requests_go_on(subject: EndpointSubject, policy: InFlightP
 @check("U-23", "updates abort", deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.ABORT)
 async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     """Under {policy}, a completion has tokens of one version only, and names it."""
-    published: dict[int, Weights] = {}
+    published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
     for _ in range(_NUM_UPDATES):
         running = await subject.start_running(4, max_tokens=200)
@@ -111,7 +111,7 @@ async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightP
 @check("U-24", "updates spans streaming", deadline_s=40, look_at=_LOOK_AT)
 async def streamed_versions(subject: EndpointSubject) -> None:
     """Every chunk of a stream names the version that sampled its tokens."""
-    published: dict[int, Weights] = {}
+    published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
     request = subject.request(max_tokens=min(_NUM_TOKENS, subject.capabilities.max_model_len // 2), stream=True)
     chunks: list[CompletionChunk] = []
@@ -137,7 +137,7 @@ async def streamed_versions(subject: EndpointSubject) -> None:
 async def single_version(subject: EndpointSubject) -> None:
     """A completion that ran under one version names that version, whatever the version binding."""
     for _ in range(3):
-        published: dict[int, Weights] = {}
+        published: dict[int, ReferenceWeights] = {}
         await publish_next(subject, published)
         await _check_all(subject, subject.start(4, 16), published)
 
@@ -146,7 +146,7 @@ def _short(spans: Sequence[VersionSpan]) -> list[tuple[int, int, int]]:
     return [(span.version, span.start, span.end) for span in spans]
 
 
-async def _check_all(subject: EndpointSubject, running: Running, published: Mapping[int, Weights]) -> set[int]:
+async def _check_all(subject: EndpointSubject, running: Running, published: Mapping[int, ReferenceWeights]) -> set[int]:
     """Require exact spans of every completion; return the versions that they name."""
     num_tokens = num_decisive = 0
     seen: set[int] = set()

@@ -14,7 +14,7 @@ from inflight.conformance.endpoint.publishing import SteppedPublisher, specs_of
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.models import make_tiny_model
-from inflight.conformance.reference import ReferenceCheckpoint, Weights, chosen
+from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen
 from inflight.wire import EndpointState, TensorSpec
 
 LEVEL = "weights"
@@ -112,7 +112,7 @@ async def every_tensor(subject: EndpointSubject) -> None:
         await subject.require_serves(weights, when)
 
 
-async def _require_would_show(subject: EndpointSubject, weights: Weights) -> None:
+async def _require_would_show(subject: EndpointSubject, weights: ReferenceWeights) -> None:
     """Require that what is served now differs from ``weights`` clearly."""
     gap = await subject.gap_now(weights)
     require(gap > 2 * subject.tolerance, f"before the update, logprobs differ by {gap:.3g} only: nothing could be told")
@@ -135,7 +135,7 @@ async def tied_head(subject: EndpointSubject) -> None:
     names = [n for n, t in reference.weights.tensors.items() if t.dim() == 2 and t.shape[0] == reference.vocab_size]
     require(len(names) == 1, f"of a tied model one tensor has a row per token, here {names}")
     turned = {**reference.weights.tensors, names[0]: reference.weights.tensors[names[0]].roll(1, 0)}
-    other = Weights("A with every row of its embedding moved by one", turned)
+    other = ReferenceWeights("A with every row of its embedding moved by one", turned)
     await publisher.publish(other)
     gap = subject.gap(other, *await subject.ask(endpoint=endpoint), reference=reference)
     publisher.lose_group()
@@ -158,7 +158,7 @@ async def several_buckets(subject: EndpointSubject) -> None:
 async def any_order(subject: EndpointSubject) -> None:
     """Tensors may come in any order that the manifest names."""
     other = subject.reference.perturbed("B")
-    backwards = Weights("B", dict(reversed(list(other.tensors.items()))))
+    backwards = ReferenceWeights("B", dict(reversed(list(other.tensors.items()))))
     await subject.publisher.publish(backwards, bucket_bytes=1 << 16)
     await subject.require_serves(other, "after an update in reverse order")
 

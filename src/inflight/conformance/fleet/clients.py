@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from inflight.conformance.fleet.faults import FaultyEndpoint
 from inflight.conformance.fleet.palette import Palette
-from inflight.conformance.fleet.servers import Server
+from inflight.conformance.fleet.servers import TestedServer
 from inflight.errors import InflightError, PoisonedError, UnreachableError
 from inflight.wire import Capabilities, GenerateRequest, GenerateResponse, SamplingParams
 
@@ -20,10 +20,10 @@ _PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class Exchange:
     """One request and how it ended."""
 
-    server: Server
+    server: TestedServer
     request: GenerateRequest
     response: GenerateResponse | None
     error: InflightError | None
@@ -37,7 +37,7 @@ async def converse(
     random_: random.Random,
     vocab_size: int,
     is_over: threading.Event,
-    conversations: list[Conversation],
+    conversations: list[Exchange],
 ) -> None:
     """Send one request after another until ``is_over`` is set, and add each that has ended to ``conversations``."""
     server = endpoint.server
@@ -54,13 +54,11 @@ async def converse(
         except InflightError as raised:
             error = raised
         saw_break = not was_up or num_breaks != server.num_breaks
-        conversations.append(Conversation(server, request, response, error, saw_break))
+        conversations.append(Exchange(server, request, response, error, saw_break))
         await asyncio.sleep(_PAUSE_S)
 
 
-def problems_of(
-    conversation: Conversation, palette: Palette, capabilities: Capabilities, *, may_abort: bool
-) -> list[str]:
+def problems_of(conversation: Exchange, palette: Palette, capabilities: Capabilities, *, may_abort: bool) -> list[str]:
     """Return what is wrong with how a request ended. ``may_abort``: an update used the policy ``abort``."""
     name, response, server = conversation.request.request_id, conversation.response, conversation.server
     if response is None:

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from inflight.base.tasks import cancel_and_wait, start
-from inflight.conformance.fleet.plan import SENDER, Fault, FaultPlan, Kind, Step
+from inflight.conformance.fleet.plan import SENDER, Fault, FaultPlan, Kind, UpdateStep
 from inflight.conformance.fleet.proxy import TcpProxy
-from inflight.conformance.fleet.servers import Call, Server, Testbed
+from inflight.conformance.fleet.servers import Call, Testbed, TestedServer
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InflightError, UnreachableError
 from inflight.wire import (
@@ -59,23 +59,23 @@ class Faults:
         self.take_over = threading.Event()
         self.proxied = {f.endpoint for f in plan.faults if f.kind in (Kind.CUT, Kind.CORRUPT) and f.endpoint != SENDER}
         self.proxies: dict[tuple[int, int], TcpProxy] = {}
-        self.aborted: set[Server] = set()
+        self.aborted: set[TestedServer] = set()
         """Servers that got an update with the policy ``abort``."""
-        self.over: set[tuple[Server, int, UpdateRef]] = set()
+        self.over: set[tuple[TestedServer, int, UpdateRef]] = set()
         """Sessions that a process of a server has ended: their calls must have no further effect."""
-        self.incarnations: dict[tuple[Server, int], int] = {}
+        self.incarnations: dict[tuple[TestedServer, int], int] = {}
         """The highest incarnation that has joined each process of a server."""
         self._late_s = _LATE_S * testbed.scale
         self._lock = threading.Lock()
         self._pending = list(plan.faults)
-        self._counts: Counter[tuple[int, Step, int]] = Counter()
-        self._num_calls: Counter[Server] = Counter()
-        self._late: list[tuple[Server, Call[Any], int]] = []
+        self._counts: Counter[tuple[int, UpdateStep, int]] = Counter()
+        self._num_calls: Counter[TestedServer] = Counter()
+        self._late: list[tuple[TestedServer, Call[Any], int]] = []
         """Calls that arrive once their server has had that many."""
         self.arriving: list[Future[Any]] = []
         """Calls that `flush` waits for."""
 
-    def due(self, endpoint: int, step: Step, bucket: int = 0) -> Fault | None:
+    def due(self, endpoint: int, step: UpdateStep, bucket: int = 0) -> Fault | None:
         """Count one call and return the fault to inject into it, if any."""
         with self._lock:
             key = (endpoint, step, bucket)
@@ -83,7 +83,7 @@ class Faults:
             self._counts[key] += 1
             for fault in self._pending:
                 is_here = (fault.endpoint, fault.step) == (endpoint, step) and fault.occurrence <= occurrence
-                if is_here and (step not in (Step.RECEIVE, Step.SEND) or fault.bucket == bucket):
+                if is_here and (step not in (UpdateStep.RECEIVE, UpdateStep.SEND) or fault.bucket == bucket):
                     self._pending.remove(fault)
                     self.injected.append(fault)
                     return fault
@@ -94,11 +94,11 @@ class Faults:
             self._pending = []
             self.lease_s = float("inf")
 
-    def postpone(self, server: Server, call: Call[Any], num_calls: int) -> None:
+    def postpone(self, server: TestedServer, call: Call[Any], num_calls: int) -> None:
         with self._lock:
             self._late.append((server, call, self._num_calls[server] + num_calls))
 
-    def count(self, server: Server) -> None:
+    def count(self, server: TestedServer) -> None:
         """Count a call to ``server``, and let the late calls arrive that waited for it."""
         with self._lock:
             self._num_calls[server] += 1
@@ -113,7 +113,7 @@ class Faults:
                 future.result(max(0.01, deadline - time.monotonic()))
             future.cancel()
 
-    def _let_arrive(self, is_due: Callable[[Server, int], bool]) -> None:
+    def _let_arrive(self, is_due: Callable[[TestedServer, int], bool]) -> None:
         with self._lock:
             now = [late for late in self._late if is_due(late[0], late[2])]
             self._late = [late for late in self._late if late not in now]
@@ -129,7 +129,7 @@ async def _ignored(call: Awaitable[Any]) -> None:
 class FaultyEndpoint(InferenceEndpoint):
     """Server number ``index`` as one trainer or one client sees it, which makes no more calls once it ``is_dead``."""
 
-    def __init__(self, server: Server, index: int, faults: Faults, is_dead: threading.Event) -> None:
+    def __init__(self, server: TestedServer, index: int, faults: Faults, is_dead: threading.Event) -> None:
         self.server = server
         self._index = index
         self._faults = faults
@@ -140,7 +140,7 @@ class FaultyEndpoint(InferenceEndpoint):
         return self.server.name
 
     async def capabilities(self) -> Capabilities:
-        return await self._called(Step.CONNECT, lambda e: e.capabilities())
+        return await self._called(UpdateStep.CONNECT, lambda e: e.capabilities())
 
     async def init_process_group(self, spec: TransportSpec) -> None:
         if self._index in self._faults.proxied:
@@ -151,7 +151,7 @@ class FaultyEndpoint(InferenceEndpoint):
             await endpoint.init_process_group(spec)
             self._faults.incarnations[process] = max(spec.incarnation, self._faults.incarnations.get(process, 0))
 
-        await self._called(Step.JOIN, join)
+        await self._called(UpdateStep.JOIN, join)
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
         update = update.model_copy(update={"lease_s": min(update.lease_s, self._faults.lease_s)})
@@ -167,31 +167,31 @@ class FaultyEndpoint(InferenceEndpoint):
             if update.incarnation < incarnation:
                 self._note(f"an update of incarnation {update.incarnation} was accepted after {incarnation} had joined")
 
-        await self._called(Step.REQUEST, request)
+        await self._called(UpdateStep.REQUEST, request)
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
-        await self._called(Step.RECEIVE, lambda e: e.receive_weights(bucket), bucket.bucket_index)
+        await self._called(UpdateStep.RECEIVE, lambda e: e.receive_weights(bucket), bucket.bucket_index)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        return await self._called(Step.COMMIT, self._ending(ref, lambda e: e.commit_weight_update(ref)))
+        return await self._called(UpdateStep.COMMIT, self._ending(ref, lambda e: e.commit_weight_update(ref)))
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        return await self._called(Step.ABORT, self._ending(ref, lambda e: e.abort_weight_update(ref)))
+        return await self._called(UpdateStep.ABORT, self._ending(ref, lambda e: e.abort_weight_update(ref)))
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        return await self._called(Step.GENERATE, lambda e: e.generate(request))
+        return await self._called(UpdateStep.GENERATE, lambda e: e.generate(request))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        return await self._called(Step.GENERATE, lambda e: e.chat_completion(request))
+        return await self._called(UpdateStep.GENERATE, lambda e: e.chat_completion(request))
 
     async def weight_version(self) -> WeightVersion:
-        return await self._called(Step.VERSION, lambda e: e.weight_version())
+        return await self._called(UpdateStep.VERSION, lambda e: e.weight_version())
 
     async def aclose(self) -> None:
         """Does nothing: the server outlives its callers."""
 
     @property
-    def _process(self) -> tuple[Server, int]:
+    def _process(self) -> tuple[TestedServer, int]:
         return self.server, self.server.num_starts
 
     def _note(self, problem: str) -> None:
@@ -208,14 +208,14 @@ class FaultyEndpoint(InferenceEndpoint):
 
         return ending
 
-    async def _called(self, step: Step, call: Call[T], bucket: int = 0) -> T:
+    async def _called(self, step: UpdateStep, call: Call[T], bucket: int = 0) -> T:
         if self._is_dead.is_set():
             raise UnreachableError("this trainer is dead", self.name)
         fault = self._faults.due(self._index, step, bucket)
         try:
             answer = await (self._delivered(call) if fault is None else self._struck(fault, call))
         finally:
-            if step is not Step.GENERATE:
+            if step is not UpdateStep.GENERATE:
                 self._faults.count(self.server)
         if self._is_dead.is_set():
             raise UnreachableError("this trainer is dead", self.name)

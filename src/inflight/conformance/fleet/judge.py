@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from inflight.conformance.fleet.palette import Shade
-from inflight.conformance.fleet.servers import Server, version_of
-from inflight.conformance.fleet.trainer import CLEAN_UP_S, Published, Trainer
+from inflight.conformance.fleet.servers import TestedServer, version_of
+from inflight.conformance.fleet.trainer import CLEAN_UP_S, FleetTrainer, PublishRecord
 from inflight.errors import InflightError, PoisonedError
 from inflight.types import EndpointOutcome
 from inflight.wire import EndpointState, GenerateRequest, SamplingParams, WeightVersion
@@ -32,14 +32,14 @@ class Seen(NamedTuple):
     is_steady: bool
 
 
-def outcome(published: Published) -> str:
+def outcome(published: PublishRecord) -> str:
     """Return the outcome of a publish as text, for statistics."""
     said = "returned" if published.error is None else type(published.error).__name__
     kinds = [] if published.report is None else sorted(e.outcome.value for e in published.report.endpoints)
     return ":".join((said, *kinds))
 
 
-def publishes(trainers: Sequence[Trainer], servers: Sequence[Server], scale: float) -> list[str]:
+def publishes(trainers: Sequence[FleetTrainer], servers: Sequence[TestedServer], scale: float) -> list[str]:
     """Return what is wrong with the reports and durations of publishes."""
     problems = []
     all_lived = all(server.num_starts == 1 for server in servers)  # a restarted server has forgotten incarnations
@@ -63,12 +63,12 @@ def publishes(trainers: Sequence[Trainer], servers: Sequence[Server], scale: flo
     return problems
 
 
-def _is_everywhere(published: Published, before: float) -> bool:
+def _is_everywhere(published: PublishRecord, before: float) -> bool:
     """Return whether a publish had reached every endpoint before that time."""
     return published.ended < before and published.report is not None and published.report.applied_everywhere
 
 
-async def _seen(server: Server) -> Seen | None:
+async def _seen(server: TestedServer) -> Seen | None:
     """Return what a server reports and samples from; None if it is down."""
     try:
         said = await version_of(server)
@@ -82,7 +82,7 @@ async def _seen(server: Server) -> Seen | None:
     return Seen(said, shade, is_steady=all(getattr(said, name) == getattr(again, name) for name in names))
 
 
-async def served(servers: Sequence[Server], published: Published, *, is_alone: bool) -> list[str]:
+async def served(servers: Sequence[TestedServer], published: PublishRecord, *, is_alone: bool) -> list[str]:
     """Return where a report differs from what servers serve. ``is_alone``: no other trainer is publishing."""
     problems = []
     reports = {} if published.report is None else {e.endpoint: e for e in published.report.endpoints}
@@ -109,7 +109,7 @@ async def served(servers: Sequence[Server], published: Published, *, is_alone: b
     return problems
 
 
-async def _poisoned(server: Server) -> list[str]:
+async def _poisoned(server: TestedServer) -> list[str]:
     """Return what is wrong with a server that reports torn weights."""
     request = GenerateRequest(request_id="poisoned", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
     try:
@@ -121,7 +121,7 @@ async def _poisoned(server: Server) -> list[str]:
     return [f"{server.name} is poisoned but generates"]
 
 
-async def together(servers: Sequence[Server], shade: Shade) -> list[str]:
+async def together(servers: Sequence[TestedServer], shade: Shade) -> list[str]:
     """Return which servers the last publish, into which no fault was injected, did not reach."""
     problems = []
     for server in servers:
@@ -134,7 +134,7 @@ async def together(servers: Sequence[Server], shade: Shade) -> list[str]:
     return problems
 
 
-async def watch(server: Server, longest_pause_s: Callable[[], float], note: Callable[[str], None]) -> None:
+async def watch(server: TestedServer, longest_pause_s: Callable[[], float], note: Callable[[str], None]) -> None:
     """Note each pause that outlives its lease, until cancelled."""
     since: float | None = None
     while True:

@@ -20,7 +20,7 @@ NUM_BUCKETS = 3
 """Faults are injected into one of the first this many buckets; every update has at least these."""
 
 
-class Step(StrEnum):
+class UpdateStep(StrEnum):
     """Where a fault is injected: a call of the contract, or the trainer's sending or storing of one bucket."""
 
     CONNECT = "connect"
@@ -78,20 +78,20 @@ OUTSIDE = frozenset({Kind.STOP, Kind.DISCONNECT})
 _LOST = (Kind.DELAY, Kind.LOSE_REQUEST, Kind.SILENCE, Kind.LOSE_ANSWER)
 _CONTROL = (*_LOST, Kind.REPEAT, Kind.REPEAT_LATE, Kind.REORDER, Kind.KILL, Kind.RESTART, *sorted(OUTSIDE))
 _TRAINER = (Kind.KILL_TRAINER, Kind.TAKE_OVER)
-_KINDS: dict[Step, tuple[Kind, ...]] = {
-    Step.CONNECT: (*_LOST, Kind.KILL, Kind.RESTART),
-    Step.JOIN: (*_CONTROL, *_TRAINER),
-    Step.REQUEST: (*_CONTROL, *_TRAINER),
-    Step.RECEIVE: (*_CONTROL, *_TRAINER),
-    Step.SEND: (Kind.DELAY, Kind.CUT, Kind.CORRUPT, *_TRAINER),
-    Step.COMMIT: (*_CONTROL, Kind.TEAR, *_TRAINER),
-    Step.ABORT: _CONTROL,
-    Step.VERSION: _LOST,
-    Step.GENERATE: (Kind.DELAY, Kind.LOSE_REQUEST, Kind.LOSE_ANSWER, Kind.KILL, Kind.RESTART),
+_KINDS: dict[UpdateStep, tuple[Kind, ...]] = {
+    UpdateStep.CONNECT: (*_LOST, Kind.KILL, Kind.RESTART),
+    UpdateStep.JOIN: (*_CONTROL, *_TRAINER),
+    UpdateStep.REQUEST: (*_CONTROL, *_TRAINER),
+    UpdateStep.RECEIVE: (*_CONTROL, *_TRAINER),
+    UpdateStep.SEND: (Kind.DELAY, Kind.CUT, Kind.CORRUPT, *_TRAINER),
+    UpdateStep.COMMIT: (*_CONTROL, Kind.TEAR, *_TRAINER),
+    UpdateStep.ABORT: _CONTROL,
+    UpdateStep.VERSION: _LOST,
+    UpdateStep.GENERATE: (Kind.DELAY, Kind.LOSE_REQUEST, Kind.LOSE_ANSWER, Kind.KILL, Kind.RESTART),
 }
-_OVER_TCP: dict[Transport, dict[Step, tuple[Kind, ...]]] = {
-    "gloo": {Step.JOIN: (Kind.CUT,)},
-    "http": {Step.JOIN: (Kind.CUT,), Step.RECEIVE: (Kind.CUT, Kind.CORRUPT)},
+_OVER_TCP: dict[Transport, dict[UpdateStep, tuple[Kind, ...]]] = {
+    "gloo": {UpdateStep.JOIN: (Kind.CUT,)},
+    "http": {UpdateStep.JOIN: (Kind.CUT,), UpdateStep.RECEIVE: (Kind.CUT, Kind.CORRUPT)},
 }
 """Faults that a proxy between an endpoint and the trainer adds to the data plane."""
 
@@ -105,7 +105,7 @@ class Fault:
     """
 
     endpoint: int
-    step: Step
+    step: UpdateStep
     kind: Kind
     occurrence: int = 0
     bucket: int = 0
@@ -114,7 +114,7 @@ class Fault:
 
     def __str__(self) -> str:
         where = "trainer" if self.endpoint == SENDER else f"endpoint {self.endpoint}"
-        bucket = f" of bucket {self.bucket}" if self.step in (Step.RECEIVE, Step.SEND) else ""
+        bucket = f" of bucket {self.bucket}" if self.step in (UpdateStep.RECEIVE, UpdateStep.SEND) else ""
         extent = (
             f"{self.seconds:.2f} s" if self.kind not in (Kind.REPEAT_LATE, Kind.REORDER) else f"{self.num_calls} calls"
         )
@@ -133,13 +133,15 @@ class FaultPlan:
         return f"seed {self.seed} over {self.transport}: " + ("; ".join(map(str, self.faults)) or "no fault")
 
 
-def sites(transport: Transport, kinds: Collection[Kind] = INSIDE) -> list[tuple[Step, Kind]]:
+def sites(transport: Transport, kinds: Collection[Kind] = INSIDE) -> list[tuple[UpdateStep, Kind]]:
     """Return every step of a transport with every kind of fault that can happen there.
 
     ``kinds`` are the kinds of `INSIDE` and `OUTSIDE` that can be injected into the servers.
     """
     impossible = (INSIDE | OUTSIDE) - set(kinds)
-    every = [(step, kind) for step in Step for kind in (*_KINDS[step], *_OVER_TCP.get(transport, {}).get(step, ()))]
+    every = [
+        (step, kind) for step in UpdateStep for kind in (*_KINDS[step], *_OVER_TCP.get(transport, {}).get(step, ()))
+    ]
     return [(step, kind) for step, kind in every if kind not in impossible]
 
 
@@ -150,7 +152,7 @@ def fault_plan(
     deadline_s: float = 1.0,
     kinds: Collection[Kind] = INSIDE,
 ) -> FaultPlan:
-    """Return a plan of one to three faults; if the first is at `Step.ABORT`, others make the trainer abort."""
+    """Return a plan of one to three faults; if the first is at `UpdateStep.ABORT`, others make the trainer abort."""
     random_ = random.Random(f"plan {seed} {transport}")
     known = sites(transport, kinds)
     if set(kinds) != INSIDE:  # a campaign over processes is short, and should still reach every step
@@ -158,23 +160,23 @@ def fault_plan(
     chosen = [known[(seed // len(TRANSPORTS)) % len(known)]]
     chosen += random_.choices(known, k=random_.choice((0, 0, 1, 2)))
     faults = [_fault(random_, num_endpoints, step, kind, deadline_s) for step, kind in chosen]
-    if faults[0].step is Step.ABORT:
+    if faults[0].step is UpdateStep.ABORT:
         victim = (faults[0].endpoint + 1) % num_endpoints
-        faults.append(Fault(victim, Step.RECEIVE, Kind.REORDER, 0, 1, num_calls=2))
-        faults.append(Fault(victim, Step.RECEIVE, Kind.LOSE_REQUEST, 1, 1))
-        faults.append(Fault(victim, Step.RECEIVE, Kind.LOSE_REQUEST, 2, 1))
+        faults.append(Fault(victim, UpdateStep.RECEIVE, Kind.REORDER, 0, 1, num_calls=2))
+        faults.append(Fault(victim, UpdateStep.RECEIVE, Kind.LOSE_REQUEST, 1, 1))
+        faults.append(Fault(victim, UpdateStep.RECEIVE, Kind.LOSE_REQUEST, 2, 1))
     return FaultPlan(seed, transport, tuple(faults))
 
 
-def _fault(random_: random.Random, num_endpoints: int, step: Step, kind: Kind, deadline_s: float) -> Fault:
-    endpoint = SENDER if step is Step.SEND else random_.randrange(num_endpoints)
+def _fault(random_: random.Random, num_endpoints: int, step: UpdateStep, kind: Kind, deadline_s: float) -> Fault:
+    endpoint = SENDER if step is UpdateStep.SEND else random_.randrange(num_endpoints)
     is_long = kind is Kind.STOP or (kind is Kind.DELAY and random_.random() < 0.25)
     longest_s = 0.02 if kind in (Kind.KILL, Kind.RESTART, Kind.CUT, Kind.DISCONNECT) else 0.15
     return Fault(
         endpoint,
         step,
         kind,
-        occurrence=random_.choice((0, 0, 1)) if step not in (Step.ABORT, Step.CONNECT) else 0,
+        occurrence=random_.choice((0, 0, 1)) if step not in (UpdateStep.ABORT, UpdateStep.CONNECT) else 0,
         bucket=random_.randrange(NUM_BUCKETS),
         seconds=round(deadline_s * random_.uniform(0.9, 1.4) if is_long else random_.uniform(0.0, longest_s), 3),
         num_calls=random_.randint(1, 9),

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from inflight.conformance.fleet import judge
 from inflight.conformance.fleet.campaign import ScheduleResult
-from inflight.conformance.fleet.clients import Conversation, converse, problems_of
+from inflight.conformance.fleet.clients import Exchange, converse, problems_of
 from inflight.conformance.fleet.faults import Faults, FaultyEndpoint
 from inflight.conformance.fleet.palette import FROZEN
 from inflight.conformance.fleet.plan import TRANSPORTS, Kind, Transport, fault_plan
-from inflight.conformance.fleet.servers import Server, Testbed
-from inflight.conformance.fleet.trainer import Trainer, TrainerSettings
+from inflight.conformance.fleet.servers import Testbed, TestedServer
+from inflight.conformance.fleet.trainer import FleetTrainer, TrainerSettings
 from inflight.errors import ConfigError
 
 _END_S = 15.0
@@ -85,16 +85,16 @@ class _Schedule:
         lease_s = deadline_s + 0.4 * testbed.scale
         self._longest_pause_s = deadline_s + lease_s + _PAUSE_SLACK_S * testbed.scale
         self._faults = Faults(self._plan, testbed, lease_s, cancel_arrives=random_.random() < 0.5)
-        self._servers: Sequence[Server] = ()
-        self._trainers: list[Trainer] = []
-        self._conversations: list[list[Conversation]] = []
+        self._servers: Sequence[TestedServer] = ()
+        self._trainers: list[FleetTrainer] = []
+        self._conversations: list[list[Exchange]] = []
         """Of each client."""
         self._is_over = threading.Event()
         """Tells the clients to end."""
         self._tasks: list[Future[None]] = []
         self._problems: list[str] = []
 
-    def run(self, servers: Sequence[Server]) -> None:
+    def run(self, servers: Sequence[TestedServer]) -> None:
         random_, self._servers = self._random, servers
         for i, server in enumerate(servers):
             endpoint = FaultyEndpoint(server, i, self._faults, threading.Event())
@@ -161,17 +161,17 @@ class _Schedule:
             task.cancel()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _trainer(self, incarnation: int | None) -> Trainer:
+    def _trainer(self, incarnation: int | None) -> FleetTrainer:
         random_ = random.Random(self._random.random())
         directory = self._directory / f"trainer-{len(self._trainers)}"
         directory.mkdir()
-        trainer = Trainer(
+        trainer = FleetTrainer(
             self._servers, self._faults, self.palette, self.frozen, self._settings, directory, random_, incarnation
         )
         self._trainers.append(trainer)
         return trainer
 
-    def _train(self, trainer: Trainer, num_versions: int, random_: random.Random, version: int) -> int:
+    def _train(self, trainer: FleetTrainer, num_versions: int, random_: random.Random, version: int) -> int:
         """Connect, and publish some versions while the trainer lives and is not fenced; return the next version."""
         if not trainer.connect():
             return version
@@ -188,13 +188,13 @@ class _Schedule:
             version += 1
         return version
 
-    def _challenge(self, first: Trainer) -> None:
+    def _challenge(self, first: FleetTrainer) -> None:
         """Take over from the first trainer without its knowledge."""
         self._faults.take_over.wait()
         incarnation = None if first.publisher is not None else 2
         self._train(self._trainer(incarnation), 2, random.Random(self._plan.seed), self._first_version)
 
-    def _compare(self, trainer: Trainer, *, is_alone: bool) -> None:
+    def _compare(self, trainer: FleetTrainer, *, is_alone: bool) -> None:
         served = judge.served(self._servers, trainer.published[-1], is_alone=is_alone)
         self._problems += self._loop.run(served, _JUDGE_S * self._testbed.scale)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from inflight.conformance.fleet.faults import Faults
-from inflight.conformance.fleet.plan import SENDER, Fault, Kind, Step
+from inflight.conformance.fleet.plan import SENDER, Fault, Kind, UpdateStep
 from inflight.contracts import WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
@@ -48,7 +48,7 @@ class FaultySender(WeightSender):
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         self._require_alive()
-        fault = self._faults.due(SENDER, Step.SEND, bucket.index)
+        fault = self._faults.due(SENDER, UpdateStep.SEND, bucket.index)
         kind = None if fault is None else fault.kind
         if fault is not None and kind in (Kind.DELAY, Kind.TAKE_OVER):
             if kind is Kind.TAKE_OVER:

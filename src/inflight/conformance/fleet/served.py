@@ -24,7 +24,7 @@ from inflight.conformance.endpoint.opening import opened
 from inflight.conformance.fleet.palette import FROZEN, Palette, Shade, make_checkpoint
 from inflight.conformance.fleet.plan import OUTSIDE, Kind
 from inflight.conformance.fleet.proxy import TcpProxy
-from inflight.conformance.fleet.servers import Call, Loop, Server, Testbed
+from inflight.conformance.fleet.servers import Call, Loop, Testbed, TestedServer
 from inflight.conformance.targets import EndpointTarget
 from inflight.errors import ConfigError, PoisonedError, UnreachableError
 from inflight.http.client import HttpEndpoint
@@ -41,7 +41,7 @@ _BASE_SCALE = 2.0
 _NUM_PROBED = 8
 
 
-class ServedServer(Server):
+class ServedServer(TestedServer):
     """A server behind its own proxy, whose port stays the same over all starts of the server."""
 
     def __init__(self, name: str, testbed: ServedTestbed) -> None:
@@ -205,7 +205,7 @@ class ServedTestbed(Testbed):
         return self.shades
 
     @contextlib.contextmanager
-    def servers(self, palette: Palette, frozen: tuple[str, ...]) -> Iterator[Sequence[Server]]:
+    def servers(self, palette: Palette, frozen: tuple[str, ...]) -> Iterator[Sequence[TestedServer]]:
         if frozen:  # engines forget the values that an earlier schedule has sent, and refuse updates without them
             for server in self._servers:
                 self.loop.run(server.kill(None))

@@ -52,7 +52,7 @@ class Loop:
         self._thread.join(_CLOSE_S)
 
 
-class Server(Protocol):
+class TestedServer(Protocol):
     """One endpoint of a schedule. Its methods run in the loop of its `Testbed`."""
 
     name: str
@@ -117,13 +117,13 @@ class Testbed(Protocol):
         """Return the palette of a seed's schedule. It knows all shades that the servers begin with."""
 
     @abstractmethod
-    def servers(self, palette: Palette, frozen: tuple[str, ...]) -> AbstractContextManager[Sequence[Server]]:
+    def servers(self, palette: Palette, frozen: tuple[str, ...]) -> AbstractContextManager[Sequence[TestedServer]]:
         """Bring up the servers of one schedule; their ``frozen`` tensors are the checkpoint's.
 
         Enter and leave the context in another thread than the loop's.
         """
 
 
-async def version_of(server: Server) -> WeightVersion:
+async def version_of(server: TestedServer) -> WeightVersion:
     """Return which version a server reports."""
     return await server.deliver(lambda endpoint: endpoint.weight_version())

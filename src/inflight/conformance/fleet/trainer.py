@@ -17,7 +17,7 @@ from inflight.conformance.fleet.faults import Faults, FaultyEndpoint
 from inflight.conformance.fleet.palette import Palette, Shade
 from inflight.conformance.fleet.plan import FaultPlan, Transport
 from inflight.conformance.fleet.sender import FaultySender
-from inflight.conformance.fleet.servers import Server, Testbed
+from inflight.conformance.fleet.servers import Testbed, TestedServer
 from inflight.conformance.judge import Hung
 from inflight.contracts import PartialWeightSource
 from inflight.errors import FencedError, InflightError, PublishError
@@ -74,7 +74,7 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishRecord:
     """One call of `publish_weights`: its report, its duration, and the ``error`` it raised."""
 
     shade: Shade
@@ -119,10 +119,10 @@ class ShadeSource(PartialWeightSource):
 
 
 @dataclass(eq=False)
-class Trainer:
+class FleetTrainer:
     """One incarnation of the run's trainer. With ``given_incarnation`` None it finds its own number."""
 
-    servers: Sequence[Server]
+    servers: Sequence[TestedServer]
     faults: Faults
     palette: Palette
     frozen: tuple[str, ...]
@@ -134,7 +134,7 @@ class Trainer:
     """Set once it makes no more calls."""
     is_fenced: bool = False
     publisher: WeightPublisher | None = None
-    published: list[Published] = field(default_factory=list)
+    published: list[PublishRecord] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class Trainer:
             error = raised
             self.problems.append(f"publish_weights raised {raised!r}: {traceback.format_exc()[-600:]}")
         ended = time.monotonic()
-        self.published.append(Published(shade, started, ended, deadline_s, report, error, quorum, names))
+        self.published.append(PublishRecord(shade, started, ended, deadline_s, report, error, quorum, names))
         return error is None
 
     def react(self) -> None:

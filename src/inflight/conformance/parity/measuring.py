@@ -14,7 +14,7 @@ import torch
 
 from inflight.conformance.parity.figures import Figures, figures_of, mean_difference
 from inflight.conformance.parity.pair import Pair, Sampled, at_temperature_one
-from inflight.conformance.reference import Weights
+from inflight.conformance.reference import ReferenceWeights
 
 OTHER_TEMPERATURE = 0.7
 ROUNDED = (torch.bfloat16, torch.float16)
@@ -45,7 +45,7 @@ class Bisection:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class PairMeasurements:
     """One pair in one dtype, before the weights change by an optimizer step: lag 0."""
 
     dtype: str
@@ -82,7 +82,9 @@ class Measured:
         return all(figures.agree(self.tolerance) for figures in all_figures) and self.grown <= self.tolerance / 5
 
 
-async def measure(pair: Pair, num_updates: int, *, bisect: bool | None, report: Callable[[str], None]) -> Measured:
+async def measure(
+    pair: Pair, num_updates: int, *, bisect: bool | None, report: Callable[[str], None]
+) -> PairMeasurements:
     """Return what was measured; ``bisect`` None: only if the two sides do not agree.
 
     Afterwards the endpoint serves other weights than its checkpoint's. Raises what the endpoint and the worker raise.
@@ -106,7 +108,7 @@ async def measure(pair: Pair, num_updates: int, *, bisect: bool | None, report: 
     for _ in range(num_updates):
         await pair.publish_again()
     after = (await pair.sample()).figures
-    measured = Measured(
+    measured = PairMeasurements(
         dtype=subject.capabilities.dtype,
         tolerance=subject.tolerance,
         same_weights=one.figures,
@@ -153,9 +155,9 @@ async def _bisect(pair: Pair, tolerance: float, report: Callable[[str], None]) -
     return Bisection(layers_off, attention_off, mlp_off, depths, context_counts)
 
 
-def _switched_off(weights: Weights, label: str, is_off: Callable[[str], bool]) -> Weights:
+def _switched_off(weights: ReferenceWeights, label: str, is_off: Callable[[str], bool]) -> ReferenceWeights:
     """Return weights with zeros for the output projections that ``is_off`` names."""
-    return Weights(
+    return ReferenceWeights(
         label,
         {
             name: torch.zeros_like(tensor) if name.endswith((_ATTENTION, _MLP)) and is_off(name) else tensor

@@ -15,7 +15,7 @@ import torch
 from inflight.base.worker_kinds import load_worker_kind
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.parity.figures import Figures, figures_of
-from inflight.conformance.reference import Weights, chosen
+from inflight.conformance.reference import ReferenceWeights, chosen
 from inflight.contracts import TrainerWorker
 from inflight.losses.micro_batch import collate
 from inflight.types import MicroBatch, Rollout, Sample
@@ -57,7 +57,7 @@ class Pair:
         self._weights = subject.reference.weights
         self._worker: TrainerWorker | None = None
 
-    async def bring(self, weights: Weights) -> None:
+    async def bring(self, weights: ReferenceWeights) -> None:
         """Give both sides these weights, which have the names of the checkpoint."""
         self.close()
         self._weights, published = weights, weights
@@ -138,7 +138,7 @@ def at_temperature_one(batch: MicroBatch) -> MicroBatch:
     return replace(batch, temperature_T=torch.ones_like(batch.temperature_T))
 
 
-def gathered(worker: TrainerWorker) -> Weights:
+def gathered(worker: TrainerWorker) -> ReferenceWeights:
     """Return a worker's weights as they would be published; of one rank."""
     buckets = plan_buckets(worker.parameter_specs())
     tensors = {
@@ -146,7 +146,7 @@ def gathered(worker: TrainerWorker) -> Weights:
         for bucket in worker.gather_weights(buckets)
         for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True)
     }
-    return Weights("the worker's", tensors)
+    return ReferenceWeights("the worker's", tensors)
 
 
 def _sample_of(prompt: tuple[int, ...], completion: Completion, temperature: float) -> Sample:

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from inflight.conformance.parity.figures import Figures
-from inflight.conformance.parity.measuring import OTHER_TEMPERATURE, Measured
+from inflight.conformance.parity.measuring import OTHER_TEMPERATURE, PairMeasurements
 from inflight.conformance.parity.verdict import findings_of
 from inflight.conformance.verdicts import plain
 
 
-def row_of(engine: str, version: str, trainer: str, measured: Measured) -> dict[str, Any]:
+def row_of(engine: str, version: str, trainer: str, measured: PairMeasurements) -> dict[str, Any]:
     """Return one pair in one dtype as JSON values."""
     found = [asdict(finding) for finding in findings_of(measured)]
     names = {"engine": engine, "engine_version": version, "trainer": trainer}
@@ -20,7 +20,7 @@ def row_of(engine: str, version: str, trainer: str, measured: Measured) -> dict[
     return {**names, "agrees": measured.agrees, "findings": found, "grown": plain(measured.grown), "measured": row}
 
 
-def text_of(engine: str, version: str, trainer: str, measured: Measured) -> str:
+def text_of(engine: str, version: str, trainer: str, measured: PairMeasurements) -> str:
     """Return what a person reads of one pair in one dtype."""
     lines = [f"{engine} {version} in {measured.dtype} beside {trainer}, in nats:", *_table(measured), ""]
     lines += [f"  {name}: {side.from_reference:.2g} from transformers in float32, in the mean"
@@ -38,7 +38,7 @@ def text_of(engine: str, version: str, trainer: str, measured: Measured) -> str:
     return "\n".join([*lines, ""])
 
 
-def _table(measured: Measured) -> Iterator[str]:
+def _table(measured: PairMeasurements) -> Iterator[str]:
     rows = {
         "the same weights": measured.same_weights,
         f"at temperature {OTHER_TEMPERATURE:g}": measured.other_temperature,

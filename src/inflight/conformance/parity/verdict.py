@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from inflight.conformance.parity.measuring import Measured, Side
+from inflight.conformance.parity.measuring import PairMeasurements, Side
 
 _CLEARLY = 4.0
 """How many times as large one difference must be for the other to count as absent."""
@@ -19,12 +19,12 @@ class Finding:
     look_at: str
 
 
-def findings_of(measured: Measured) -> list[Finding]:
+def findings_of(measured: PairMeasurements) -> list[Finding]:
     """Return what was found, the most telling first; none if the two sides agree."""
     return [] if measured.agrees else [*_of_temperature(measured), *_of_parts(measured), *_of_the_rest(measured)]
 
 
-def _of_temperature(measured: Measured) -> Iterator[Finding]:
+def _of_temperature(measured: PairMeasurements) -> Iterator[Finding]:
     same, other, unscaled = measured.same_weights, measured.other_temperature, measured.unscaled
     if other.mean > _CLEARLY * unscaled.mean:
         yield Finding(
@@ -39,7 +39,7 @@ def _of_temperature(measured: Measured) -> Iterator[Finding]:
         )
 
 
-def _of_parts(measured: Measured) -> Iterator[Finding]:
+def _of_parts(measured: PairMeasurements) -> Iterator[Finding]:
     found, small = measured.bisection, measured.tolerance / 5
     if found is None or measured.same_weights.agree(measured.tolerance):
         return
@@ -78,7 +78,7 @@ def _of_parts(measured: Measured) -> Iterator[Finding]:
         )
 
 
-def _of_the_rest(measured: Measured) -> Iterator[Finding]:
+def _of_the_rest(measured: PairMeasurements) -> Iterator[Finding]:
     small = measured.tolerance / 5
     first, last = measured.quarters[0], measured.quarters[-1]
     if last > small and last > _CLEARLY * first:

@@ -24,7 +24,14 @@ import torch.distributed
 
 from inflight.base.threads import run_unless
 from inflight.errors import ConfigError, TransferError, transfer_failed
-from inflight.weights.transports.groups import GRACE_S, GlooGroup, Group, address_towards, new_gloo_group, timeout_of
+from inflight.weights.transports.groups import (
+    GRACE_S,
+    CollectiveGroup,
+    GlooGroup,
+    address_towards,
+    new_gloo_group,
+    timeout_of,
+)
 from inflight.weights.transports.store import GIVEN_UP, give_up
 
 dist: Any = torch.distributed  # its stubs leave out the stores
@@ -33,7 +40,7 @@ NAME = "actor"
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPlace:
+class GroupRank:
     """Where a group meets, which ``rank`` of it this process is, and how long the others may take to come."""
 
     address: str
@@ -43,7 +50,7 @@ class GroupPlace:
     timeout_s: float = 300.0
 
 
-def place_of(init_method: str, *, rank: int, world_size: int, timeout_s: float = 300.0) -> GroupPlace:
+def place_of(init_method: str, *, rank: int, world_size: int, timeout_s: float = 300.0) -> GroupRank:
     """Return the place that ``tcp://HOST:PORT`` names. Raises `ConfigError`."""
     try:
         parts = urlsplit(init_method)
@@ -56,16 +63,16 @@ def place_of(init_method: str, *, rank: int, world_size: int, timeout_s: float =
         raise ConfigError(f"rank {rank} of {world_size} is no rank of a group; rank 0 is the trainer's")
     if not timeout_s > 0:
         raise ConfigError(f"the timeout of the group must be above 0, not {timeout_s:g}")
-    return GroupPlace(host, port, rank, world_size, timeout_s)
+    return GroupRank(host, port, rank, world_size, timeout_s)
 
 
 class BroadcastGroup:
     """One rank's end. Its calls block; `abort` ends them from another thread."""
 
-    def __init__(self, place: GroupPlace) -> None:
+    def __init__(self, place: GroupRank) -> None:
         self._place = place
         self._given_up: Future[str] = Future()
-        self._group: Group | None = None
+        self._group: CollectiveGroup | None = None
         self._store: Any = None
 
     @property
@@ -121,7 +128,7 @@ class BroadcastGroup:
             raise TransferError(GIVEN_UP)
 
 
-def _hosted(place: GroupPlace) -> Any:
+def _hosted(place: GroupRank) -> Any:
     """Return a store that listens on the address only. PipelineRL's own listens on every one."""
     family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
     with socket.socket(family) as listener:
@@ -139,7 +146,7 @@ def _hosted(place: GroupPlace) -> Any:
         )
 
 
-def _found(place: GroupPlace) -> Any:
+def _found(place: GroupRank) -> Any:
     """Return rank 0's store; it counts the ranks that have come."""
     timeout = timeout_of(place.timeout_s)
     return dist.TCPStore(

@@ -22,7 +22,7 @@ from inflight.engines.embedded.forwards import Forwards
 from inflight.engines.embedded.parameters import ServedParameters
 from inflight.engines.embedded.sampling_pauses import SamplingPauses
 from inflight.engines.embedded.scheduler import SequenceScheduler
-from inflight.engines.embedded.sequences import Request, Sequence
+from inflight.engines.embedded.sequences import EngineRequest, Sequence
 from inflight.engines.embedded.slots import SlotStore, token_bytes_of
 from inflight.engines.embedded.speculation import Speculation
 from inflight.engines.embedded.stepping import StepRunner
@@ -149,7 +149,7 @@ class Engine:
         on_failed: Callable[[InflightError], None],
         on_token: Callable[[Sequence], None] | None = None,
         image_tensors: Mapping[str, torch.Tensor] | None = None,
-    ) -> tuple[Request, Future[None]]:
+    ) -> tuple[EngineRequest, Future[None]]:
         """Queue a request; ``image_tensors`` are what the model's processor made of its images.
 
         Raises `InvalidRequestError` if it does not fit; the future raises it if its id is in use.
@@ -158,7 +158,7 @@ class Engine:
         when every completion has a finish reason, ``on_failed`` if a step of this request raises even when it runs
         alone.
         """
-        admitted = Request(
+        admitted = EngineRequest(
             request.request_id,
             request.prompt_token_ids,
             request.sampling,

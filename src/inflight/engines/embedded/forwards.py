@@ -18,7 +18,7 @@ from inflight.model.vision import embedded
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PackedPrompt:
     """Token ids that are computed into a slot."""
 
     slot: Slot
@@ -42,7 +42,7 @@ class Forwards:
         self._decoder = decoder
 
     def logits(
-        self, running: Mapping[Slot, Sequence[int]], prompts: Sequence[Prompt]
+        self, running: Mapping[Slot, Sequence[int]], prompts: Sequence[PackedPrompt]
     ) -> tuple[list[Slot], torch.Tensor]:
         """Store the keys and values of each slot's next tokens and of prompts; return slots and logits [B, V].
 
@@ -59,7 +59,7 @@ class Forwards:
         return list(running), torch.cat([decoded_BV, prefilled_BV])
 
     def _packed(
-        self, running: Mapping[Slot, Sequence[int]], prompts: Sequence[Prompt]
+        self, running: Mapping[Slot, Sequence[int]], prompts: Sequence[PackedPrompt]
     ) -> tuple[list[Slot], torch.Tensor]:
         """Run everything as one packed row."""
         ahead = {slot: len(token_ids) - 1 for slot, token_ids in running.items() if len(token_ids) > 1}
@@ -80,7 +80,7 @@ class Forwards:
             hidden = hidden[torch.tensor(keep, device=self._device)]
         return plan.decoding_slots, self._head(hidden)
 
-    def _inputs(self, packed: Sequence[int], prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+    def _inputs(self, packed: Sequence[int], prompts: Sequence[PackedPrompt]) -> dict[str, torch.Tensor]:
         """Return the ids of packed tokens, of which the last are the prompts'; with images, their embeddings."""
         token_ids_T = torch.tensor(packed, device=self._device)
         with_images = [it.image_tensors for it in prompts if it.image_tensors is not None]

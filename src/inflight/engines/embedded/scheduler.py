@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from inflight.engines.embedded.counters import EngineCounters
-from inflight.engines.embedded.sequences import Request, Sequence
+from inflight.engines.embedded.sequences import EngineRequest, Sequence
 from inflight.engines.embedded.slots import Slot, SlotStore
 from inflight.engines.embedded.speculation import Speculation
 from inflight.errors import InvalidRequestError
@@ -30,13 +30,13 @@ class SequenceScheduler:
         self.max_concurrent = max_concurrent
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Slot, Sequence] = {}
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, EngineRequest] = {}
         self.starts_new = True
         """Whether sequences without a token may start; the others always may, since they have started before."""
         self._speculation = speculation
         self._counters = counters
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a request's sequences. Raises `InvalidRequestError` if its id is in use."""
         if request.request_id in self.requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is already running; choose another id")
@@ -60,7 +60,7 @@ class SequenceScheduler:
         """Return whether the first waiting sequence may run now."""
         return bool(self.waiting) and (self.starts_new or bool(self.waiting[0].token_ids))
 
-    def start_waiting(self, failed: list[tuple[Request, Exception]]) -> list[list[Sequence]]:
+    def start_waiting(self, failed: list[tuple[EngineRequest, Exception]]) -> list[list[Sequence]]:
         """Open slots for waiting sequences, in order; return them, grouped by equal ids and images.
 
         The first of a group is prefilled, and the others get copies of its keys and values. A sequence without room
@@ -109,7 +109,7 @@ class SequenceScheduler:
             del self.requests[request.request_id]
             request.on_finished([s.completion() for s in request.sequences])
 
-    def remove(self, request: Request) -> Request:
+    def remove(self, request: EngineRequest) -> EngineRequest:
         """End a request that fails, without a delivery, and return it."""
         del self.requests[request.request_id]
         self.waiting = deque(s for s in self.waiting if s.request is not request)
@@ -124,7 +124,7 @@ class SequenceScheduler:
             self.store.close(sequence.slot)
             sequence.slot = None
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: EngineRequest) -> None:
         """End a request, unless it has ended, with its tokens so far and reason ``abort``."""
         if self.requests.get(request.request_id) is request:
             self.waiting = deque(s for s in self.waiting if s.request is not request)

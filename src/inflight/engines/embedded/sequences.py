@@ -28,7 +28,7 @@ from inflight.wire import (
 class Sequence:
     """One unfinished completion."""
 
-    request: Request
+    request: EngineRequest
     index: int
     uniform: Callable[[], float]
     token_ids: list[int] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Sequence:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class EngineRequest:
     """One request inside the engine. Callbacks run in the engine's thread and must not block.
 
     Exactly one of ``on_finished`` and ``on_failed`` is called, once.

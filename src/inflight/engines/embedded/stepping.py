@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 import torch
 
 from inflight.engines.embedded.counters import EngineCounters
-from inflight.engines.embedded.forwards import Forwards, Prompt
+from inflight.engines.embedded.forwards import Forwards, PackedPrompt
 from inflight.engines.embedded.sampler import sample
 from inflight.engines.embedded.sampling_pauses import SamplingPauses
 from inflight.engines.embedded.scheduler import SequenceScheduler
-from inflight.engines.embedded.sequences import Request, Sequence
+from inflight.engines.embedded.sequences import EngineRequest, Sequence
 from inflight.engines.embedded.slots import Slot
 from inflight.engines.embedded.speculation import Drawn, Speculation
 from inflight.errors import EndpointError, InflightError, InvalidRequestError
@@ -60,7 +60,7 @@ class StepRunner:
 
         Requests that fail end.
         """
-        failed: list[tuple[Request, Exception]] = []
+        failed: list[tuple[EngineRequest, Exception]] = []
         running = self._scheduler.running
         wanted = {slot: 1 + self._speculation.propose(sequence) for slot, sequence in running.items()}
         self._store.expect(wanted.items())
@@ -80,7 +80,7 @@ class StepRunner:
         if broken is not None:
             raise broken from failed[0][1]
 
-    def _advance(self, groups: list[list[Sequence]], failed: list[tuple[Request, Exception]]) -> None:
+    def _advance(self, groups: list[list[Sequence]], failed: list[tuple[EngineRequest, Exception]]) -> None:
         """Sample for each sequence of these groups. Requests that fail alone are removed and put in ``failed``.
 
         A group is one running sequence, or new sequences with the same ids.
@@ -118,7 +118,9 @@ class StepRunner:
         running = {s.slot: s for (s, *_) in groups if s.slot is not None and s.slot in self._scheduler.running}
         new = [group for group in groups if group[0].slot not in self._scheduler.running]
         prompts = [
-            Prompt(leader.slot, leader.all_ids(), len(group), leader.request.image_rows(), leader.request.image_tensors)
+            PackedPrompt(
+                leader.slot, leader.all_ids(), len(group), leader.request.image_rows(), leader.request.image_tensors
+            )
             for group in new
             if (leader := group[0]).slot is not None
         ]
@@ -144,7 +146,7 @@ class StepRunner:
         tokens = sample(logits_BV, [s.request.sampling for s in rows], uniforms)
         return self._speculation.verify(drawing, *tokens)
 
-    def _run_new(self, new: list[list[Sequence]], prompts: list[Prompt]) -> None:
+    def _run_new(self, new: list[list[Sequence]], prompts: list[PackedPrompt]) -> None:
         """Let sequences run whose prompts have been computed; all but the first of a group get copies."""
         for prompt in prompts:
             prompt.slot.length = len(prompt.token_ids)
@@ -161,7 +163,7 @@ class StepRunner:
         try:
             slot = self._store.open(1, 1)
             try:
-                _, logits_BV = self._forwards.logits({}, [Prompt(slot, [0])])
+                _, logits_BV = self._forwards.logits({}, [PackedPrompt(slot, [0])])
                 logits_BV.cpu()  # a GPU reports its errors only now
             finally:
                 self._store.close(slot)
@@ -216,7 +218,7 @@ def _note_experts(
         experts_TLK = experts_TLK[num:]
 
 
-def _failure_of(request: Request, error: Exception, *, is_engine: bool) -> InflightError:
+def _failure_of(request: EngineRequest, error: Exception, *, is_engine: bool) -> InflightError:
     what = f"{type(error).__name__}: {error}"
     if is_engine:
         return EndpointError(f"the engine failed ({what}); restart the server")

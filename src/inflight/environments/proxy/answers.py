@@ -18,13 +18,13 @@ from inflight.environments.proxy.histories import Histories, history_of, identit
 from inflight.environments.proxy.requests import (
     ChatRequest,
     CompletionRequest,
-    GenerateRequest,
+    ProxyGenerateRequest,
     Request,
     RewardRequest,
     rendered_message,
 )
 from inflight.environments.tools.tool_calls import before_calls, openai_tool_calls, split_tool_calls
-from inflight.environments.transcripts import Heard, Prompt
+from inflight.environments.transcripts import Prompt, ReplyText
 from inflight.errors import InvalidRequestError
 from inflight.http.chat import before_stop
 from inflight.http.streamed_text import StreamedText
@@ -59,7 +59,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """A part of an answer, as it is streamed."""
 
     id: str
@@ -77,7 +77,7 @@ class _Asked:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     may_call: bool
-    note: Callable[[Answer, Heard], None]
+    note: Callable[[Answer, ReplyText], None]
     """Remembers the conversation that an answer makes."""
     images: tuple[PromptImage, ...] = ()
 
@@ -106,7 +106,7 @@ class Answers:
         number, completion = await self.episode.sample(asked.token_ids, self.role, asked.sampling, asked.images)
         return self._answered(asked, number, completion)
 
-    async def stream(self, request: Request) -> AsyncGenerator[Piece | Answer, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[AnswerPiece | Answer, None]:
         """Yield an answer in pieces as it is sampled; last the whole of it, which is recorded by then."""
         asked = self._asked(request)
         text = StreamedText(self.episode.template.plain, asked.sampling.stop)
@@ -117,16 +117,16 @@ class Answers:
                 if isinstance(one, CompletionChunk):
                     certain = text.add(one.token_ids)
                     certain = before_calls(certain) if asked.may_call else certain
-                    yield Piece(asked.id, certain[len(sent) :], one)
+                    yield AnswerPiece(asked.id, certain[len(sent) :], one)
                     sent = max(sent, certain, key=len)
                 else:
                     answer = self._answered(asked, *one, sent)
-                    yield Piece(asked.id, answer.text[len(sent) :], None)
+                    yield AnswerPiece(asked.id, answer.text[len(sent) :], None)
                     yield answer
 
     def overridden(self, request: Request) -> str:
         """Return, in words, what a request says of how tokens are drawn and the episode's settings say otherwise."""
-        drawn = request.sampling_params if isinstance(request, GenerateRequest) else request
+        drawn = request.sampling_params if isinstance(request, ProxyGenerateRequest) else request
         return ", ".join(drawn.overridden(self.episode.sampling))
 
     def reward(self, request: RewardRequest) -> None:
@@ -165,7 +165,7 @@ class Answers:
                     False,
                     lambda answer, heard: self._note_text(before, answer, heard),
                 )
-            case GenerateRequest():
+            case ProxyGenerateRequest():
                 asked = request.sampling_params
                 self.episode.template.check_known((*request.token_ids, *(asked.stop_token_ids or ())))
                 sampling = asked.sampling(self.episode.sampling)
@@ -195,7 +195,7 @@ class Answers:
         transcript, num_known = found
         return history, template.following(transcript, messages[num_known:])
 
-    def _note_chat(self, history: Sequence[bytes], prompt: Prompt, answer: Answer, heard: Heard) -> None:
+    def _note_chat(self, history: Sequence[bytes], prompt: Prompt, answer: Answer, heard: ReplyText) -> None:
         self.episode.num_rewritten += prompt.rewritten is not None
         completion = answer.completion
         transcript = self.episode.template.transcript(prompt, completion.token_ids, completion.finish_reason, heard)
@@ -218,7 +218,7 @@ class Answers:
             raise InvalidRequestError("prompt is empty: send a text or token ids")
         return prompt, token_ids
 
-    def _note_text(self, before: str | None, answer: Answer, heard: Heard) -> None:
+    def _note_text(self, before: str | None, answer: Answer, heard: ReplyText) -> None:
         """Remember text and tokens, without the token that ended the answer: no client sends that back."""
         if before is not None:
             template, completion = self.episode.template, answer.completion

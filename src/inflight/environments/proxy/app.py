@@ -26,9 +26,15 @@ from starlette.routing import Route
 
 from inflight.base.tasks import EndedByOwnerError, TaskOwner, cancel_and_wait, start
 from inflight.environments.playing import PlayingEpisode
-from inflight.environments.proxy.answers import Answer, Answers, Piece
+from inflight.environments.proxy.answers import Answer, AnswerPiece, Answers
 from inflight.environments.proxy.formats import answer_json, writer_of
-from inflight.environments.proxy.requests import ChatRequest, CompletionRequest, GenerateRequest, Request, RewardRequest
+from inflight.environments.proxy.requests import (
+    ChatRequest,
+    CompletionRequest,
+    ProxyGenerateRequest,
+    Request,
+    RewardRequest,
+)
 from inflight.errors import (
     EpisodeOverError,
     InflightError,
@@ -134,7 +140,7 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
         return await answered(request, served, await _body(request, served, CompletionRequest))
 
     async def generate(request: HttpRequest, served: ServedEpisode) -> Response:
-        return await answered(request, served, await _body(request, served, GenerateRequest))
+        return await answered(request, served, await _body(request, served, ProxyGenerateRequest))
 
     async def answered(request: HttpRequest, served: ServedEpisode, body: Request) -> Response:
         nonlocal has_noted
@@ -255,7 +261,7 @@ async def body_message(kind: type[Body], content: bytes) -> Body:
 
 async def _streamed(request: HttpRequest, served: ServedEpisode, body: Request, headers: dict[str, str]) -> Response:
     """Answer with server-sent events. What fails before the first one is raised here; a later error becomes one."""
-    parts: asyncio.Queue[Piece | Answer | BaseException] = asyncio.Queue()
+    parts: asyncio.Queue[AnswerPiece | Answer | BaseException] = asyncio.Queue()
 
     async def sample() -> None:
         try:
@@ -283,8 +289,8 @@ async def _streamed(request: HttpRequest, served: ServedEpisode, body: Request, 
     async def lines() -> AsyncIterator[str]:
         writer = writer_of(body, body.model or served.model, served.answers.episode.template.pieces)
         has_streamed = False
-        part: Piece | Answer | BaseException = first
-        while isinstance(part, Piece):
+        part: AnswerPiece | Answer | BaseException = first
+        while isinstance(part, AnswerPiece):
             has_streamed |= part.chunk is not None
             if (chunk := writer.piece(part)) is not None:
                 yield _event(chunk)

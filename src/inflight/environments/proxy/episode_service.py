@@ -27,7 +27,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from inflight.contracts import InferenceEndpoint, StreamingEndpoint
-from inflight.environments.moving import Moving, Place, fitted
+from inflight.environments.moving import Moving, TurnSampler, fitted
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.app import (
     ServedEpisode,
@@ -259,7 +259,7 @@ def _opened(request: HttpRequest, key: str) -> dict[str, str]:
     return {"key": key, "openai_url": f"{request.base_url}e/{key}/v1"}
 
 
-def _place(host: _Host) -> Place:
+def _place(host: _Host) -> TurnSampler:
     async def generate(request: GenerateRequest) -> Completion:
         (completion,) = (await host.endpoint.generate(fitted(request, host.declared))).completions
         return completion
@@ -272,4 +272,4 @@ def _place(host: _Host) -> Place:
             async for chunk in chunks:
                 yield chunk
 
-    return Place(generate, stream if host.declared.streaming else None)
+    return TurnSampler(generate, stream if host.declared.streaming else None)

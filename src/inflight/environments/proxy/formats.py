@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inflight.environments.proxy.answers import Answer, Piece
-from inflight.environments.proxy.requests import ChatRequest, CompletionRequest, GenerateRequest, Request
+from inflight.environments.proxy.answers import Answer, AnswerPiece
+from inflight.environments.proxy.requests import ChatRequest, CompletionRequest, ProxyGenerateRequest, Request
 from inflight.environments.tools.tool_calls import openai_tool_calls
 
 Pieces = Callable[[Sequence[int]], list[str]]
@@ -23,7 +23,7 @@ def answer_json(request: Request, answer: Answer, model: str, pieces: Pieces) ->
         case CompletionRequest():
             choice = _choice(request, answer, {"text": answer.text}, pieces)
             return _opening(answer.id, "text_completion", model, choice) | _facts(request, answer)
-        case GenerateRequest():
+        case ProxyGenerateRequest():
             return _generated(request, answer, model)
 
 
@@ -38,7 +38,7 @@ class ChunkWriter:
         self._kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         self._has_begun = False
 
-    def piece(self, piece: Piece) -> dict[str, Any] | None:
+    def piece(self, piece: AnswerPiece) -> dict[str, Any] | None:
         """Return the chunk of a piece; None if it brings nothing that the client has asked for."""
         is_first, self._has_begun = not self._has_begun, True
         wants_tokens = piece.chunk is not None and bool(self._request.return_token_ids or self._request.wants_logprobs)
@@ -138,11 +138,11 @@ def _logprobs(is_chat: bool, token_ids: Sequence[int], logprobs: Sequence[float]
 class GenerateWriter:
     """Writes one streamed answer as the chunks of vLLM's generate."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: ProxyGenerateRequest) -> None:
         self._request = request
         self._has_begun = False
 
-    def piece(self, piece: Piece) -> dict[str, Any] | None:
+    def piece(self, piece: AnswerPiece) -> dict[str, Any] | None:
         """Return the chunk of a piece; None if it brings no token."""
         chunk = piece.chunk
         if chunk is None or not chunk.token_ids:
@@ -171,7 +171,7 @@ class GenerateWriter:
 
 def writer_of(request: Request, model: str, pieces: Pieces) -> ChunkWriter | GenerateWriter:
     """Return what writes a streamed answer in the format of its request."""
-    return GenerateWriter(request) if isinstance(request, GenerateRequest) else ChunkWriter(request, model, pieces)
+    return GenerateWriter(request) if isinstance(request, ProxyGenerateRequest) else ChunkWriter(request, model, pieces)
 
 
 def _generate_chunk(
@@ -198,7 +198,7 @@ def _weight_versions(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _token_logprobs(
-    request: GenerateRequest, token_ids: Sequence[int], logprobs: Sequence[float]
+    request: ProxyGenerateRequest, token_ids: Sequence[int], logprobs: Sequence[float]
 ) -> dict[str, Any] | None:
     if request.sampling_params.logprobs is None:
         return None
@@ -211,7 +211,7 @@ def _token_logprobs(
     }
 
 
-def _generated(request: GenerateRequest, answer: Answer, model: str) -> dict[str, Any]:
+def _generated(request: ProxyGenerateRequest, answer: Answer, model: str) -> dict[str, Any]:
     completion = answer.completion
     choice = {
         "index": 0,

@@ -193,7 +193,7 @@ class GenerateSampling(_Sampled):
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
 
 
-class GenerateRequest(_Body):
+class ProxyGenerateRequest(_Body):
     """Body of vLLM's ``/inference/v1/generate``: token ids in, token ids out."""
 
     token_ids: Items[TokenId] = Field(min_length=1)
@@ -205,7 +205,7 @@ class GenerateRequest(_Body):
     output_mode: Literal["tokens"] = "tokens"
 
 
-Request = ChatRequest | CompletionRequest | GenerateRequest
+Request = ChatRequest | CompletionRequest | ProxyGenerateRequest
 
 Reward = Annotated[float, Field(strict=True)]
 """A finite number, as a number: neither true nor "1"."""

@@ -317,10 +317,10 @@ def _set_limits(timeout_s: float, memory: int, disk: int, confined: bool) -> Non
 
 
 def _install(filters: bytes) -> None:
-    class Program(ctypes.Structure):
+    class SandboxedProgram(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
-    program = Program(len(filters) // 8, filters)
+    program = SandboxedProgram(len(filters) // 8, filters)
     _prctl("prctl PR_SET_SECCOMP", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program))
 
 

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Incarnation:
+class ProcessIncarnation:
     """One process of a run. ``began_at`` is second 0 of its events, in seconds since 1970."""
 
     began_at: float
@@ -27,7 +27,7 @@ class Incarnation:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnSpan:
     """A sampled turn of an episode."""
 
     number: int
@@ -46,13 +46,13 @@ class Incarnations:
         if not event_files(directory):
             raise ConfigError(f"{str(directory)!r} holds no events of a run: name a run directory")
         self._directory = directory
-        self._incarnations: list[Incarnation] = []
+        self._incarnations: list[ProcessIncarnation] = []
 
     def events(self) -> Iterator[tuple[float, Row]]:
         """Yield every event but the steps, with its process's second 0 in seconds since 1970."""
         for event in read_events(self._directory):
             if event["kind"] == "run_started":
-                incarnation = Incarnation(event["began_at"], event["version"])
+                incarnation = ProcessIncarnation(event["began_at"], event["version"])
                 if not self._incarnations or self._incarnations[-1].began_at != incarnation.began_at:
                     self._incarnations.append(incarnation)
             if not self._incarnations:
@@ -73,7 +73,7 @@ class Incarnations:
                 yield present.began_at, step
 
 
-def turns_of(request: Row) -> list[Turn]:
+def turns_of(request: Row) -> list[TurnSpan]:
     """Return the turns that an episode had in a request, by their starts. Earlier ones were at other servers."""
     turns = []
     for part in request["parts"]:
@@ -83,7 +83,7 @@ def turns_of(request: Row) -> list[Turn]:
             if end_s >= request["start_s"]:
                 spans = ((max(start, first), min(end, last), version) for start, end, version in part["spans"])
                 spans_of_turn = tuple(span for span in spans if span[0] < span[1])
-                turns.append(Turn(number, max(start_s, request["start_s"]), end_s, num_tokens, spans_of_turn))
+                turns.append(TurnSpan(number, max(start_s, request["start_s"]), end_s, num_tokens, spans_of_turn))
             first = last
     return sorted(turns, key=lambda turn: turn.start_s)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from inflight.errors import ConfigError
-from inflight.observe.exports.incarnations import Incarnations, Row, Turn, publish_parts, turns_of
+from inflight.observe.exports.incarnations import Incarnations, Row, TurnSpan, publish_parts, turns_of
 
 _RUN, _TRAINER = "run", "trainer"
 _COUNTERS = {
@@ -285,7 +285,7 @@ def _environment(start_s: float, end_s: float) -> _Inner:
     return _Inner("environment", "environment", (start_s, end_s), {})
 
 
-def _drawn(turn: Turn, item: int, shift_s: float) -> _Inner:
+def _drawn(turn: TurnSpan, item: int, shift_s: float) -> _Inner:
     versions = sorted({version for _, _, version in turn.spans})
     facts = {"item": item, "tokens": turn.num_tokens, "versions": versions}
     span = (turn.start_s + shift_s, turn.end_s + shift_s)

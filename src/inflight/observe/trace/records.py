@@ -32,7 +32,7 @@ _STEP = "step"
 """Key of a step's structure in the metadata of its file."""
 
 
-class Weights(Kept):
+class WeightsFile(Kept):
     """Weights, told apart by `inflight.observe.trace.digests.weights_digest`."""
 
     path: str
@@ -48,7 +48,7 @@ class EarlierIncarnation(Kept):
     config: dict[str, Any]
 
 
-class Manifest(Kept):
+class RecordManifest(Kept):
     """What holds for all steps of a record."""
 
     format: Literal["inflight record"] = "inflight record"
@@ -61,9 +61,9 @@ class Manifest(Kept):
     earlier: tuple[EarlierIncarnation, ...] = ()
     """Those before it, in order."""
     num_ranks: int | None = None
-    start: Weights | None = None
+    start: WeightsFile | None = None
     """The model directory that training began with."""
-    final: Weights | None = None
+    final: WeightsFile | None = None
     """The checkpoint after the last step; None: the run has not ended."""
     final_version: int | None = None
     lacks: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class RecordWriter:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def begin(self, manifest: Manifest) -> None:
+    def begin(self, manifest: RecordManifest) -> None:
         """Write the manifest, and make the directory if there is none."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ class RecordWriter:
             raise CheckpointError(f"the record {str(self.directory)!r} cannot be made: {error.strerror}") from error
         self.write_manifest(manifest)
 
-    def write_manifest(self, manifest: Manifest) -> None:
+    def write_manifest(self, manifest: RecordManifest) -> None:
         text = manifest.model_dump_json(indent=2) + "\n"
         self._replace(self.directory / MANIFEST, lambda partial: _write_text(partial, text))
 
@@ -139,7 +139,7 @@ def record_of(path: Path) -> Path:
     )
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> RecordManifest:
     """Return the manifest of a record. Raises `ConfigError`."""
     path = directory / MANIFEST
     try:
@@ -150,7 +150,7 @@ def read_manifest(directory: Path) -> Manifest:
                 f"{values['format_version']} of the format, and this release reads up to {FORMAT_VERSION}: use that "
                 "release or a newer one"
             )
-        return Manifest.model_validate(values)
+        return RecordManifest.model_validate(values)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError) as error:

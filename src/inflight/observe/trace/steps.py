@@ -27,7 +27,7 @@ class Kept(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
 
-class Outcome(Kept):
+class StepOutcome(Kept):
     """What a step did, to compare a replay with."""
 
     gradient_norm: float
@@ -46,7 +46,7 @@ class RecordedStep:
     samples: Sequence[Sample]
     trainer_logprobs: Sequence[Sequence[float]] | None = None
     """Of each sample, one per completion token, 0.0 where the loss has no target; None if they are not known."""
-    outcome: Outcome | None = None
+    outcome: StepOutcome | None = None
 
 
 class StoredRollout(Kept):
@@ -95,7 +95,7 @@ class StoredStep(Kept):
     more_rollouts: tuple[StoredRollout, ...] = ()
     """Those that a composer made of others."""
     samples: tuple[StoredSample, ...]
-    outcome: Outcome | None = None
+    outcome: StepOutcome | None = None
 
 
 def taken_apart(step: RecordedStep) -> tuple[StoredStep, Arrays]:

@@ -12,7 +12,7 @@ from typing import Any
 from inflight.observe.watch.lanes import Lane
 from inflight.observe.watch.notices import Notices
 from inflight.observe.watch.rollouts import Items, longest_part
-from inflight.observe.watch.series import Counts, StepTable, TimeBins, columns_of
+from inflight.observe.watch.series import StepTable, TimeBins, VersionCounts, columns_of
 from inflight.observe.watch.server_states import ServerStates
 
 Event = Mapping[str, Any]
@@ -81,7 +81,7 @@ class RunModel:
         self.status = "empty"
         """``empty``, ``running``, ``finished``, ``interrupted`` or ``failed``."""
         self.steps = StepTable()
-        self.counts = {"ages": Counts(), "lags": Counts()}
+        self.counts = {"ages": VersionCounts(), "lags": VersionCounts()}
         self.ledger: Event = {}
         self._last_ledger: dict[str, Any] = {}
         """At the end, if the run has come to it."""

@@ -16,7 +16,7 @@ Part = tuple[int, Sequence[Sequence[int]], str]
 
 
 @dataclass
-class Item:
+class ItemRow:
     """One group, from its first request on."""
 
     number: int
@@ -77,22 +77,22 @@ class Items:
     """The newest items of a run."""
 
     def __init__(self) -> None:
-        self._items: OrderedDict[int, Item] = OrderedDict()
+        self._items: OrderedDict[int, ItemRow] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[ItemRow]:
         return iter(self._items.values())
 
-    def get(self, number: int) -> Item | None:
+    def get(self, number: int) -> ItemRow | None:
         return self._items.get(number)
 
-    def at(self, number: int, start_s: float, end_s: float) -> Item:
+    def at(self, number: int, start_s: float, end_s: float) -> ItemRow:
         """Return an item, which something was said about at a time; a new one if it is not known."""
         item = self._items.get(number)
         if item is None:
-            item = self._items[number] = Item(number, start_s, end_s)
+            item = self._items[number] = ItemRow(number, start_s, end_s)
             if len(self._items) > MAX_ITEMS:
                 self._items.popitem(last=False)
         item.start_s, item.end_s = min(item.start_s, start_s), max(item.end_s, end_s)
@@ -112,7 +112,7 @@ class Items:
         return {"total": len(found), "counts": dict(counts), "offset": offset, "items": rows}
 
 
-def _mean_reward(item: Item) -> float:
+def _mean_reward(item: ItemRow) -> float:
     return -statistics.fmean(item.rewards) if item.rewards else 1e300
 
 

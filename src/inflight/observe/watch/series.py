@@ -128,7 +128,7 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]]:
     return {name: [row.get(name) for row in rows] for name in every}
 
 
-class Counts:
+class VersionCounts:
     """How often each small number occurred, by bins of consecutive versions."""
 
     LARGEST = 64

@@ -9,7 +9,7 @@ from typing import Any
 
 from inflight.contracts import Scheduler
 from inflight.contracts.scheduling import Decision, Event, Returned, Scored, Withdrawn
-from inflight.rollouts.board import Board, Item
+from inflight.rollouts.board import Board, OpenItem
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import TailRecall, make_predictor, predicted
 from inflight.rollouts.rounds import Queues, Rounds
@@ -67,7 +67,7 @@ class SkewAware(Scheduler):
             self._plan([self._board.items[index] for index in indices])
         return self._queues.issue(self._board, time_s)
 
-    def _plan(self, items: list[Item]) -> None:
+    def _plan(self, items: list[OpenItem]) -> None:
         median = self._board.median_length()
         lengths = {item.index: predicted(self._predictor, item, median) for item in items}
         self._predicted |= lengths
@@ -78,7 +78,9 @@ class SkewAware(Scheduler):
         self._assign(items[:num_long], lengths, places[:num_places] or places)
         self._assign(items[num_long:], lengths, places[num_places:] or places)
 
-    def _split(self, long: Sequence[Item], short: Sequence[Item], lengths: Mapping[int, float], num_places: int) -> int:
+    def _split(
+        self, long: Sequence[OpenItem], short: Sequence[OpenItem], lengths: Mapping[int, float], num_places: int
+    ) -> int:
         """Return how many endpoints the long part gets; 0: the parts share all of them."""
         if not long or not short or num_places < 2:
             return 0
@@ -96,7 +98,7 @@ class SkewAware(Scheduler):
             key=lambda n: max(latency(len(long), n, long_length), latency(len(short), num_places - n, short_length)),
         )
 
-    def _assign(self, items: Sequence[Item], lengths: Mapping[int, float], places: Sequence[str]) -> None:
+    def _assign(self, items: Sequence[OpenItem], lengths: Mapping[int, float], places: Sequence[str]) -> None:
         work = dict.fromkeys(places, 0.0)
         for item in items:
             name = min(places, key=lambda place: work[place])

@@ -9,7 +9,7 @@ from typing import Any
 
 from inflight.contracts import Scheduler
 from inflight.contracts.scheduling import Abort, Decision, Event, Returned, Scored, Withdrawn
-from inflight.rollouts.board import Board, Item
+from inflight.rollouts.board import Board, OpenItem
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import TailRecall, make_predictor, predicted
 from inflight.rollouts.rounds import Queues, Rounds, carried_out, issue_in_order
@@ -91,7 +91,7 @@ class HistoPipe(Scheduler):
         item = self._board.items.get(pair[0])
         return item is not None and pair[1] in item.unissued
 
-    def _plan(self, items: list[Item]) -> None:
+    def _plan(self, items: list[OpenItem]) -> None:
         """Give each endpoint its rank group of a round."""
         median = self._board.median_length()
         known = {item.index: predicted(self._predictor, item, math.inf) for item in items}

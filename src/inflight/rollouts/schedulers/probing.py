@@ -7,7 +7,7 @@ from typing import Any
 
 from inflight.contracts import Scheduler
 from inflight.contracts.scheduling import Decision, Event, Finished, Scored, Withdrawn
-from inflight.rollouts.board import Board, Item
+from inflight.rollouts.board import Board, OpenItem
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import TailRecall
 from inflight.rollouts.rounds import issue_in_order
@@ -51,7 +51,7 @@ class ProbeFirst(Scheduler):
             return []
         return issue_in_order(self._board, self._in_order(waiting, time_s), time_s)
 
-    def _in_order(self, waiting: list[Item], time_s: float) -> Iterator[tuple[int, int]]:
+    def _in_order(self, waiting: list[OpenItem], time_s: float) -> Iterator[tuple[int, int]]:
         """Yield one completion of each whole group, then the others, longest group first; each may be issued at once.
 
         Lengths are those of the time before the first is issued.
@@ -63,7 +63,7 @@ class ProbeFirst(Scheduler):
             for completion in item.unissued:
                 yield item.index, completion
 
-    def _expected(self, item: Item, time_s: float) -> float:
+    def _expected(self, item: OpenItem, time_s: float) -> float:
         """Return the length of the probe, or how long the longest running completion is by now."""
         longest: float = self._probes.get(item.index, 0)
         for completion in item.running:

@@ -7,7 +7,7 @@ from typing import Any
 
 from inflight.contracts import Scheduler
 from inflight.contracts.scheduling import Decision, Event, Offered, Scored, StepWanted, Withdrawn
-from inflight.rollouts.board import Board, Item
+from inflight.rollouts.board import Board, OpenItem
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import make_predictor, predicted
 from inflight.rollouts.rounds import issue_in_order, unissued
@@ -57,7 +57,7 @@ class ShortestFirst(Scheduler):
             return []
         median = self._board.median_length()
 
-        def rank(item: Item) -> tuple[bool, float]:
+        def rank(item: OpenItem) -> tuple[bool, float]:
             has_waited = self._version - self._offered_at[item.index] >= self._max_wait
             return not has_waited, predicted(self._predictor, item, median)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from inflight.errors import ConfigError
 from inflight.http.server_spec import JoinOptions, ListenOptions
-from inflight.launchers.plan import JOIN_PORT, MEET_PORT, Gang, Plan
+from inflight.launchers.plan import JOIN_PORT, MEET_PORT, Gang, JobPlan
 from inflight.run.config import RunConfig
 from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.placement import gpu_use, wants_gpu
 from inflight.run.machines.server_specs import server_spec
 
 
-def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> Plan:
+def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> JobPlan:
     """Return the processes of the run that a file and overrides describe, so that each finds the others by itself.
 
     Processes are given GPUs unless the configuration says ``cpu``. Raises `ConfigError` for what only one machine has.
@@ -44,7 +44,7 @@ def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> Pla
     )
     serving = [_servers(config, index, member) for index, member in enumerate(servers.members)]
     name = config.run.directory.name or "inflight"
-    return Plan(name, Gang("controller", 1, controller, 1, 0), (ranks, *serving))
+    return JobPlan(name, Gang("controller", 1, controller, 1, 0), (ranks, *serving))
 
 
 def _servers(config: RunConfig, index: int, member: FleetMember) -> Gang:

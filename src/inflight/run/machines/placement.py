@@ -18,7 +18,7 @@ from inflight.run.machines.devices import Device
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GpuPlacement:
     """One process of a run, and its GPUs: none if it computes on the CPU, or there are none."""
 
     name: str
@@ -50,15 +50,15 @@ class Place:
 class Placement:
     """Every process that a run starts."""
 
-    trainers: tuple[Place, ...]
-    servers: tuple[Place, ...]
+    trainers: tuple[GpuPlacement, ...]
+    servers: tuple[GpuPlacement, ...]
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[GpuPlacement]:
         yield from self.trainers
         yield from self.servers
 
     @property
-    def placed(self) -> tuple[Place, ...]:
+    def placed(self) -> tuple[GpuPlacement, ...]:
         """Processes with GPUs."""
         return tuple(place for place in self if place.has_gpu)
 
@@ -106,10 +106,10 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
     return Placement(tuple(places[:num_ranks]), tuple(places[num_ranks:]))
 
 
-def place_extra(name: str, config: RunConfig, member: FleetMember, num_gpus: int | None) -> Place:
+def place_extra(name: str, config: RunConfig, member: FleetMember, num_gpus: int | None) -> GpuPlacement:
     """Return where a server goes that is started while the run goes on; ``num_gpus`` as `Launcher` says."""
     on_gpu = bool(num_gpus) and wants_gpu(config.servers.device)
-    return Place(name, "server", (), gpu_use(member).num_gpus if on_gpu else 0)
+    return GpuPlacement(name, "server", (), gpu_use(member).num_gpus if on_gpu else 0)
 
 
 def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
@@ -129,10 +129,10 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
             "process its own: leave it out"
         )
     on_gpu = bool(num_gpus) and wants_gpu(config.train.device)
-    trainers = [Place(f"trainer-{rank}", "trainer", (), int(on_gpu)) for rank in range(config.train.num_ranks)]
+    trainers = [GpuPlacement(f"trainer-{rank}", "trainer", (), int(on_gpu)) for rank in range(config.train.num_ranks)]
     serves_on_gpu = bool(num_gpus) and wants_gpu(servers.device)
     placed = [
-        Place(server_name(index, member), "server", (), gpu_use(member).num_gpus if serves_on_gpu else 0)
+        GpuPlacement(server_name(index, member), "server", (), gpu_use(member).num_gpus if serves_on_gpu else 0)
         for index, member in enumerate(servers.started)
     ]
     if (needed := sum(place.num_gpus for place in (*trainers, *placed))) > num_gpus:
@@ -205,7 +205,7 @@ def _of_servers(member: FleetMember, num_devices: int) -> list[tuple[int, ...]]:
     return [given[i * num_devices : (i + 1) * num_devices] for i in range(member.count)]
 
 
-def _filled(wanted: Sequence[_Wanted], devices: Sequence[Device], *, shares: bool) -> list[Place]:
+def _filled(wanted: Sequence[_Wanted], devices: Sequence[Device], *, shares: bool) -> list[GpuPlacement]:
     """Give each process its configured devices, or else those that are free, first come first served.
 
     With ``shares`` servers take devices that no other server has, whether or not a trainer has them.
@@ -226,7 +226,7 @@ def _filled(wanted: Sequence[_Wanted], devices: Sequence[Device], *, shares: boo
         if len(chosen) < it.num_devices:
             raise ConfigError(_too_few(wanted, len(devices), shares=shares))
         taken[it.role] |= set(chosen)
-        places.append(Place(it.name, it.role, tuple(devices[index] for index in chosen)))
+        places.append(GpuPlacement(it.name, it.role, tuple(devices[index] for index in chosen)))
     return places
 
 
@@ -243,7 +243,7 @@ def _too_few(wanted: Sequence[_Wanted], num_devices: int, *, shares: bool) -> st
     return f"the run needs {needed} GPUs ({', '.join(parts)}) but sees {num_devices}: {', or '.join(remedies)}"
 
 
-def _check_releases(servers: Sequence[Place], config: RunConfig) -> None:
+def _check_releases(servers: Sequence[GpuPlacement], config: RunConfig) -> None:
     """Raise `ConfigError` if a server is to release its memory and computes on the CPU, where engines cannot."""
     for it, member in zip(servers, config.servers.started, strict=True):
         if member.kind.releases_memory == "on_gpu" and not it.devices:
@@ -253,9 +253,9 @@ def _check_releases(servers: Sequence[Place], config: RunConfig) -> None:
             )
 
 
-def _check_sharing(places: Sequence[Place], config: RunConfig) -> None:
+def _check_sharing(places: Sequence[GpuPlacement], config: RunConfig) -> None:
     """Raise `ConfigError` if two processes share a device and must not."""
-    on: dict[int, list[Place]] = {}
+    on: dict[int, list[GpuPlacement]] = {}
     for it in places:
         for device in it.devices:
             on.setdefault(device.index, []).append(it)

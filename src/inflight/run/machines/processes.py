@@ -21,7 +21,7 @@ from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.launchers import Launched, Launcher, Program
 from inflight.run.config import RunConfig
 from inflight.run.fleet_config import FleetMember
-from inflight.run.machines.placement import Place
+from inflight.run.machines.placement import GpuPlacement
 from inflight.run.machines.server_specs import server_spec
 from inflight.run.ranks.channel import RunChannel
 from inflight.run.ranks.handshake import RUN_VARIABLE, Meeting
@@ -59,7 +59,7 @@ class Process:
 
 
 @dataclass(slots=True, eq=False)
-class Server(Process):
+class ServerProcess(Process):
     """An inference server that this run started; ``url`` is empty until the server is ready."""
 
     spec: ServerSpec
@@ -140,16 +140,16 @@ class Rank(Process):
 
 
 async def start_servers(
-    config: RunConfig, directory: RunDirectory, token: str, places: Sequence[Place], launcher: Launcher
-) -> list[Server]:
+    config: RunConfig, directory: RunDirectory, token: str, places: Sequence[GpuPlacement], launcher: Launcher
+) -> list[ServerProcess]:
     """Start all servers together and wait until they are ready. With updates ``pull`` they follow the run's store.
 
     Raises `ConfigError` with the end of a server's log; no server is left running then.
     """
     timeout_s = config.run.start_timeout_s
-    servers: dict[str, Server] = {}
+    servers: dict[str, ServerProcess] = {}
 
-    async def start(member: FleetMember, place: Place) -> None:
+    async def start(member: FleetMember, place: GpuPlacement) -> None:
         spec = _spec(config, member, directory, place.name)
         program = _program(config, spec, member, directory, token, place)
         process: Launched | None = None
@@ -180,10 +180,10 @@ async def start_joining_server(
     member: FleetMember,
     directory: RunDirectory,
     token: str,
-    place: Place,
+    place: GpuPlacement,
     launcher: Launcher,
     at: str,
-) -> Server:
+) -> ServerProcess:
     """Start a server that joins the run by itself ``at`` its URL, and wait until it is ready.
 
     Raises `ConfigError` with the end of its log; it is not left running then.
@@ -203,12 +203,12 @@ async def _launched(
     launcher: Launcher,
     timeout_s: float,
     process: Launched | None,
-) -> Server:
+) -> ServerProcess:
     """Return the server of a process, or of a new one."""
     if process is None:
         (process,) = await launcher.start([program], timeout_s)
     stop_s = STOP_S if member.kind.runs_in_process else _STOP_ENGINE_S
-    return Server(program.name, process, program.log, spec, program, launcher, stop_s=stop_s)
+    return ServerProcess(program.name, process, program.log, spec, program, launcher, stop_s=stop_s)
 
 
 def _spec(config: RunConfig, member: FleetMember, directory: RunDirectory, name: str) -> ServerSpec:
@@ -229,7 +229,7 @@ def _spec(config: RunConfig, member: FleetMember, directory: RunDirectory, name:
 
 
 def _program(
-    config: RunConfig, spec: ServerSpec, member: FleetMember, directory: RunDirectory, token: str, place: Place
+    config: RunConfig, spec: ServerSpec, member: FleetMember, directory: RunDirectory, token: str, place: GpuPlacement
 ) -> Program:
     environment = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(config.servers.threads)}
     return Program(
@@ -251,7 +251,7 @@ def _command(spec: ServerSpec, port: int) -> list[str]:
     return [sys.executable, "-m", "inflight", "serve", *spec.to_argv()]
 
 
-async def _ready(server: Server) -> None:
+async def _ready(server: ServerProcess) -> None:
     """Return once a server has said where it answers. Raises `ConfigError` if its process ends before."""
     while (text := await server.process.ready()) is None:
         if server.process.ended is not None:
@@ -262,7 +262,7 @@ async def _ready(server: Server) -> None:
 
 
 async def start_ranks(
-    config: RunConfig, logs: Path, token: str, lock: int | None, places: Sequence[Place], launcher: Launcher
+    config: RunConfig, logs: Path, token: str, lock: int | None, places: Sequence[GpuPlacement], launcher: Launcher
 ) -> list[Rank]:
     """Start the trainer ranks together, which meet the run and wait for their first request."""
     meeting = await Meeting.open(launcher.address, token, len(places), launcher.port)

@@ -16,12 +16,11 @@ from inflight.base.tasks import any_of, cancel_and_wait, finish_all, result_unle
 from inflight.errors import InflightError, WorkerDiedError, error_from_code
 from inflight.launchers import Launcher, LocalLauncher
 from inflight.run.config import RunConfig
-from inflight.run.machines.placement import Place, place
+from inflight.run.machines.placement import GpuPlacement, place
 from inflight.run.machines.processes import NUM_LINES, STOP_S, Rank, start_ranks
 from inflight.run.machines.time_limits import TimeLimits, time_limits
 from inflight.run.ranks.channel import encode
 from inflight.run.ranks.messages import (
-    Doing,
     Done,
     Failed,
     FinishSave,
@@ -32,6 +31,7 @@ from inflight.run.ranks.messages import (
     Ready,
     Save,
     Start,
+    StatusMessage,
     Trained,
 )
 from inflight.weights.transports.private_directory import memory_directory, remove_left_behind
@@ -60,7 +60,7 @@ class TrainerGroup:
     """Called once with each different note of a rank."""
     lock: int | None = None
     """Inherited by the ranks' processes."""
-    places: Sequence[Place] = ()
+    places: Sequence[GpuPlacement] = ()
     """Name and GPUs of each rank; none: as `place` names them on a machine without GPUs."""
     launcher: Launcher = field(default_factory=LocalLauncher)
     ranks: Sequence[Rank] = ()
@@ -226,7 +226,7 @@ async def _ask_one(rank: Rank, frame: bytes, kind: type[A]) -> A:
     async def answer() -> Message:
         channel = await rank.channel()
         await channel.send(frame)
-        while isinstance(reply := await channel.receive(), Doing):
+        while isinstance(reply := await channel.receive(), StatusMessage):
             rank.doing = reply.what
         return reply
 

@@ -163,7 +163,7 @@ class Here(Message):
     """``HOST:PORT`` of the store that rank 0 hosts for the others."""
 
 
-class Doing(Message):
+class StatusMessage(Message):
     """What the rank begins to do; its answer follows."""
 
     type: Literal["doing"] = "doing"
@@ -238,7 +238,7 @@ class Trained(RankAnswer):
     """Trainer logprobs [T] of each micro-batch before the step, 0.0 where there is no target; empty if not asked."""
 
 
-Reply = Annotated[Here | Doing | Failed | Done | Ready | Trained, Field(discriminator="type")]
+Reply = Annotated[Here | StatusMessage | Failed | Done | Ready | Trained, Field(discriminator="type")]
 
 
 # ---------------------------------------------------------------------------------------------------------------

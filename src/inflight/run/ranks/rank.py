@@ -28,12 +28,11 @@ from inflight.contracts.trainer import data_ranks_of
 from inflight.errors import ConfigError, InflightError, NonFiniteError, PrecisionWarning, UnsupportedError
 from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.launchers.launcher import ADDRESS_VARIABLE
-from inflight.losses import LossOutput, Metric, Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
+from inflight.losses import LossOutput, LossPlan, Metric, Metrics, PolicyLoss, add_metrics, encode_metrics, prepare
 from inflight.run.machines.time_limits import time_limits
 from inflight.run.ranks.channel import WorkerChannel
 from inflight.run.ranks.handshake import RUN_VARIABLE, meet_run, tell_collectives
 from inflight.run.ranks.messages import (
-    Doing,
     Done,
     Failed,
     FinishSave,
@@ -46,6 +45,7 @@ from inflight.run.ranks.messages import (
     Request,
     Save,
     Start,
+    StatusMessage,
     Train,
     Trained,
     micro_batches_of,
@@ -209,7 +209,7 @@ class TrainerRank:
                 "that takes them with the trainer 'fsdp'"
             )
 
-    def _forward_backward(self, batch: MicroBatch, plan: Plan, number: str) -> tuple[LossOutput, torch.Tensor]:
+    def _forward_backward(self, batch: MicroBatch, plan: LossPlan, number: str) -> tuple[LossOutput, torch.Tensor]:
         """Return the loss and the trainer logprobs of a micro-batch, once its gradient is accumulated."""
         self._begin(f"running the forward of {number}")
         if self._reference is not None:
@@ -249,7 +249,7 @@ class TrainerRank:
 
 def planned(
     worker: TrainerWorker, loss: PolicyLoss, batches: Sequence[MicroBatch], step: Train
-) -> tuple[Sequence[MicroBatch], Plan]:
+) -> tuple[Sequence[MicroBatch], LossPlan]:
     """Return the micro-batches with everything the loss needs, and the plan of the whole step."""
 
     def sum_over_ranks(numbers: torch.Tensor) -> torch.Tensor:
@@ -290,7 +290,7 @@ def answer_requests(channel: WorkerChannel, told: list[str], hosted: Any) -> Non
         for request, tensors in channel.requests():
             if trainer is None:
                 assert isinstance(request, Start), "the first request says what to load"
-                trainer = TrainerRank(request, lambda what: channel.send(Doing(what=what)), hosted)
+                trainer = TrainerRank(request, lambda what: channel.send(StatusMessage(what=what)), hosted)
             answer = trainer.answer(request, tensors)
             channel.send(answer.model_copy(update={"notes": tuple(told)}))
             told.clear()

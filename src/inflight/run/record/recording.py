@@ -18,13 +18,13 @@ from inflight.observe.trace.records import (
     MANIFEST,
     RECORD,
     EarlierIncarnation,
-    Manifest,
+    RecordManifest,
     RecordWriter,
-    Weights,
+    WeightsFile,
     read_manifest,
     versions_of,
 )
-from inflight.observe.trace.steps import Outcome, RecordedStep
+from inflight.observe.trace.steps import RecordedStep, StepOutcome
 from inflight.run.config import RunConfig
 from inflight.run.ranks.messages import Trained
 from inflight.run.record.checkpoints import latest_checkpoint
@@ -34,7 +34,7 @@ _NUM_MEASURED = 3
 """Steps after which the size of a record is estimated."""
 
 
-class Recording:
+class RunRecording:
     """Writes the record in the directory of a run, and reports to ``note`` once how large it becomes.
 
     Every call raises `CheckpointError` if a step cannot be written; earlier steps are whole then.
@@ -49,7 +49,7 @@ class Recording:
         self._last = 0
         """Version that the last step made."""
         self._writer = RecordWriter(directory / RECORD)
-        self._manifest = Manifest(
+        self._manifest = RecordManifest(
             config=config.model_dump(mode="json", exclude_unset=True), num_ranks=config.train.num_ranks
         )
         self._writing: asyncio.Task[int] | None = None
@@ -116,7 +116,7 @@ class Recording:
             self._writer.write_manifest(self._manifest.model_copy(update=final))
 
 
-def earlier_incarnations(before: Manifest, version: int) -> tuple[EarlierIncarnation, ...]:
+def earlier_incarnations(before: RecordManifest, version: int) -> tuple[EarlierIncarnation, ...]:
     """Return the incarnations of a run up to ``version``, where it is resumed, from the manifest of the last one."""
     incarnations = [it for it in before.earlier if it.until < version]
     last = next((it.config for it in before.earlier if it.until >= version), before.config)
@@ -134,19 +134,19 @@ def recorded(batch: StepBatch, by_share: Sequence[Trained], max_tokens: int) -> 
     )
 
 
-def outcome_of(by_share: Sequence[Trained]) -> Outcome:
+def outcome_of(by_share: Sequence[Trained]) -> StepOutcome:
     """Return what a step did, from the answer of each share."""
-    return Outcome(
+    return StepOutcome(
         gradient_norm=by_share[0].gradient_norm,
         learning_rate=by_share[0].learning_rate,
         metrics=tuple(answer.metrics for answer in by_share),
     )
 
 
-def weights_of(directory: Path) -> Weights:
+def weights_of(directory: Path) -> WeightsFile:
     """Return what identifies the weights of a model directory. Raises `ConfigError`."""
     sha256, size_bytes = weights_digest(directory)
-    return Weights(path=str(directory.absolute()), sha256=sha256, size_bytes=size_bytes)
+    return WeightsFile(path=str(directory.absolute()), sha256=sha256, size_bytes=size_bytes)
 
 
 def _megabytes(size_bytes: float) -> str:

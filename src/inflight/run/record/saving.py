@@ -14,7 +14,7 @@ from inflight.run.config import RunSection
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import RankAnswer
 from inflight.run.record.checkpoints import checkpoint_path, finish_checkpoint
-from inflight.run.record.recording import Recording
+from inflight.run.record.recording import RunRecording
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Saving:
     last: int
     on_saved: Callable[[int], None] = lambda version: None
     """Called with each version whose checkpoint is complete."""
-    recording: Recording | None = None
+    recording: RunRecording | None = None
     """Has written every step of a checkpoint before that begins."""
     begun: dict[int, _Begun] = field(default_factory=dict)
     """Incomplete checkpoints by version."""

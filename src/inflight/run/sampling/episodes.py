@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.contracts import Environment, StreamingEndpoint
-from inflight.environments.moving import Moving, Place
+from inflight.environments.moving import Moving, TurnSampler
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, Proxy, play
 from inflight.environments.recording import PlayedEpisode
@@ -55,13 +55,13 @@ class _Played:
             self.failed.set_exception(error)
 
 
-async def _place(endpoint: SamplingEndpoint) -> Place:
+async def _place(endpoint: SamplingEndpoint) -> TurnSampler:
     async def generate(request: GenerateRequest) -> Completion:
         (completion,) = await endpoint.sample(request)
         return completion
 
     streams = (await endpoint.capabilities()).streaming and isinstance(endpoint.endpoint, StreamingEndpoint)
-    return Place(generate, endpoint.stream if streams else None)
+    return TurnSampler(generate, endpoint.stream if streams else None)
 
 
 @dataclass(frozen=True)

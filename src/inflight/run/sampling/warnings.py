@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from inflight.rollouts.audit import BiasAudit, Comparison
+from inflight.rollouts.audit import BiasAudit, BiasComparison
 from inflight.rollouts.driver_commands import DroppedItem
 from inflight.rollouts.littles_law import LittlesLaw
 from inflight.types import Group
@@ -96,7 +96,7 @@ class SamplingWarnings:
         if rest == 0 and num_doublings.bit_count() == 1:
             self.note(f"the last {self._num_dropped_in_a_row} groups were dropped{self.drops()}. {why}")
 
-    def _show_bias(self, found: Mapping[str, Comparison]) -> None:
+    def _show_bias(self, found: Mapping[str, BiasComparison]) -> None:
         if not found or self.audit.num_alarms.bit_count() != 1:
             return
         what = "; ".join(

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from inflight.base.validation import describe_problems
 from inflight.errors import ConfigError
-from inflight.http.joining import JOIN_PATH, RENEW_S, Joined, Joining
+from inflight.http.joining import JOIN_PATH, RENEW_S, JoinAnswer, Joining
 from inflight.http.kinds import connect_endpoint
 from inflight.http.listening import InLoopServer, bind
 
@@ -27,7 +27,7 @@ _MAX_BODY_BYTES = 4096
 
 
 @dataclass(slots=True)
-class _Guest:
+class _JoinedServer:
     url: str
     renewed: float
     has_said_goodbye: bool = False
@@ -41,7 +41,7 @@ def host_and_port(at: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class JoinDesk:
+class JoinServer:
     """Lists the servers that have joined. ``at`` is HOST:PORT; off loopback, hosts share a private network."""
 
     def __init__(self, at: str, token: str, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,7 +49,7 @@ class JoinDesk:
         self._token = token
         self._run_id = run_id
         self._clock = clock
-        self._guests: dict[str, _Guest] = {}
+        self._guests: dict[str, _JoinedServer] = {}
         self._server: InLoopServer | None = None
 
     async def open(self) -> str:
@@ -93,8 +93,8 @@ class JoinDesk:
         except ConfigError as error:
             return _refusal(400, str(error).splitlines()[0])
         leaves = request.method == "DELETE"
-        self._guests[name] = _Guest(joining.url, self._clock(), has_said_goodbye=leaves)
-        return JSONResponse(Joined(run_id=self._run_id).model_dump())
+        self._guests[name] = _JoinedServer(joining.url, self._clock(), has_said_goodbye=leaves)
+        return JSONResponse(JoinAnswer(run_id=self._run_id).model_dump())
 
 
 def _refusal(status: int, why: str) -> JSONResponse:

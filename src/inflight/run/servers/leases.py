@@ -21,7 +21,7 @@ from inflight.contracts import InferenceEndpoint
 from inflight.errors import InflightError
 from inflight.http.kinds import connect_endpoint
 from inflight.http.tokens import TOKEN_VARIABLE
-from inflight.launchers import Ended, Launched
+from inflight.launchers import Launched, ProcessEnd
 from inflight.run.config import RunConfig
 
 _BEAT_S = 0.5
@@ -37,7 +37,7 @@ class LeasedServer(Launched):
         self.url = url
         self._pid = pid
         self._endpoint = endpoint
-        self._ended: Ended | None = None
+        self._ended: ProcessEnd | None = None
         self._watching = start(self._watch())
 
     @property
@@ -45,10 +45,10 @@ class LeasedServer(Launched):
         return str(urlsplit(self.url).hostname)
 
     @property
-    def ended(self) -> Ended | None:
+    def ended(self) -> ProcessEnd | None:
         return self._ended
 
-    async def wait(self) -> Ended:
+    async def wait(self) -> ProcessEnd:
         return await asyncio.shield(self._watching)
 
     async def ready(self) -> str | None:
@@ -65,7 +65,7 @@ class LeasedServer(Launched):
                 async with asyncio.timeout(patience_s):
                     await self._gone()
             self.send_signal(signal.SIGKILL)
-            self._ended = Ended(None, cause="the run has stopped it")
+            self._ended = ProcessEnd(None, cause="the run has stopped it")
             await cancel_and_wait(self._watching)
         await self._endpoint.aclose()
 
@@ -73,7 +73,7 @@ class LeasedServer(Launched):
         while _is_alive(self._pid):  # noqa: ASYNC110 - it is no child, so nothing tells of its end
             await asyncio.sleep(0.05)
 
-    async def _watch(self) -> Ended:
+    async def _watch(self) -> ProcessEnd:
         answered = time.monotonic()
         while _is_alive(self._pid) and time.monotonic() - answered < _PATIENCE_S:
             with contextlib.suppress(InflightError, TimeoutError):
@@ -81,7 +81,9 @@ class LeasedServer(Launched):
                     await self._endpoint.weight_version()
                 answered = time.monotonic()
             await asyncio.sleep(_BEAT_S)
-        self._ended = Ended(None, cause=f"an earlier life of this run had started it; {self.url} no longer answers")
+        self._ended = ProcessEnd(
+            None, cause=f"an earlier life of this run had started it; {self.url} no longer answers"
+        )
         return self._ended
 
 

@@ -11,7 +11,7 @@ from inflight.errors import ConfigError
 from inflight.observe.trace import events
 from inflight.rollouts.scaling import ScaleRule
 from inflight.run.fleet_config import ScalingSection
-from inflight.run.machines.processes import Server
+from inflight.run.machines.processes import ServerProcess
 from inflight.run.record.journal import Journal
 
 _LOOK_S = 0.25
@@ -22,7 +22,7 @@ _LEAVE_S = 120.0
 class StartServer(Protocol):
     """Starts one more server under a name, and waits until it answers. Raises `ConfigError`."""
 
-    async def __call__(self, name: str) -> Server:
+    async def __call__(self, name: str) -> ServerProcess:
         """Return the server."""
 
 
@@ -35,7 +35,7 @@ class Scaling:
     def __init__(
         self,
         settings: ScalingSection,
-        running: list[Server],
+        running: list[ServerProcess],
         start: StartServer,
         load: Callable[[], tuple[bool, int, int]],
         journal: Journal,

@@ -21,14 +21,14 @@ from inflight.errors import ConfigError, EndpointError, InflightError
 from inflight.http.kinds import connect_endpoint
 from inflight.launchers import Launcher
 from inflight.run.config import RunConfig
-from inflight.run.machines.placement import Place, place_extra
-from inflight.run.machines.processes import Server, start_joining_server, start_servers
+from inflight.run.machines.placement import GpuPlacement, place_extra
+from inflight.run.machines.processes import ServerProcess, start_joining_server, start_servers
 from inflight.run.ranks.messages import Members
 from inflight.run.record.journal import Journal
 from inflight.run.record.run_directory import RunDirectory
 from inflight.run.sampling.actor import Actor
 from inflight.run.servers.checks import check_endpoint, read_server_list
-from inflight.run.servers.joining import JoinDesk
+from inflight.run.servers.joining import JoinServer
 from inflight.run.servers.scaling import Scaling
 from inflight.wire import Capabilities
 
@@ -62,13 +62,13 @@ class Servers:
     actor: Actor
     journal: Journal
     note: Callable[[str], None]
-    places: Sequence[Place]
+    places: Sequence[GpuPlacement]
     """Name and GPUs of each server that the run starts."""
     launcher: Launcher
     is_training: Callable[[], bool]
     """Whether the ranks train; otherwise they wait for samples."""
-    own: list[Server] = field(default_factory=list)
-    extra: list[Server] = field(default_factory=list)
+    own: list[ServerProcess] = field(default_factory=list)
+    extra: list[ServerProcess] = field(default_factory=list)
     """Servers that were started because training waited, with ``servers.scaling``; they joined by themselves."""
     scaling: Scaling | None = None
     run_id: str | None = None
@@ -83,7 +83,7 @@ class Servers:
     """Whether a server has come, or come back, since the last publish."""
     num_given_up: int = 0
     """Own servers that will not be started again."""
-    desk: JoinDesk | None = None
+    desk: JoinServer | None = None
     """Where servers join by themselves, with ``servers.attach.join``."""
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while trainers have the memory that a server would need to start."""
@@ -114,13 +114,13 @@ class Servers:
         for (endpoint, url), can in zip(self.taking_part.items(), capabilities, strict=True):
             self.actor.add(endpoint, limits[url], can)
         if servers.attach.join is not None:
-            self.desk = JoinDesk(servers.attach.join, self.token, directory.run_id)
+            self.desk = JoinServer(servers.attach.join, self.token, directory.run_id)
             at = await self.desk.open()
             self.note(f"servers may join at {at}")
             if servers.scaling is not None:
                 member = servers.scaling.server
 
-                async def start_one(name: str) -> Server:
+                async def start_one(name: str) -> ServerProcess:
                     where = place_extra(name, self.config, member, self.launcher.num_gpus)
                     return await start_joining_server(
                         self.config, member, directory, self.token, where, self.launcher, at
@@ -191,7 +191,7 @@ class Servers:
                 )
         return can
 
-    async def _keep_running(self, server: Server) -> None:
+    async def _keep_running(self, server: ServerProcess) -> None:
         """Start a server again whenever its process ends, until it ends repeatedly without having held a version."""
         backoff, num_failures = Backoff(_RESTART_PAUSE_S, _MAX_PAUSE_S), 0
         while True:
@@ -223,7 +223,7 @@ class Servers:
         if self.num_given_up == len(self.own) and not self.config.servers.attach.others_may_come:
             raise nobody_left(self.actor)
 
-    async def _moved(self, before: str, server: Server) -> None:
+    async def _moved(self, before: str, server: ServerProcess) -> None:
         """Let a server that was started again take part where it is now, and nowhere else. Raises `ConfigError`."""
         if server.url in self.taking_part.values():
             return

@@ -32,7 +32,7 @@ _NUM_REMEMBERED = 256
 _RELEASED = "the endpoint's memory is released: restore_memory takes it back"
 
 
-class Event(Enum):
+class UpdateEvent(Enum):
     """What changes the state of an endpoint; each value says what has happened."""
 
     JOINED = "the endpoint has loaded its checkpoint"
@@ -51,36 +51,36 @@ class Event(Enum):
     FOUND_RELEASED = "an engine that others may change says that its memory is released"
 
 
-TRANSITIONS: Mapping[tuple[EndpointState, Event], EndpointState] = {
-    (EndpointState.JOINING, Event.JOINED): EndpointState.READY,
-    (EndpointState.READY, Event.REQUEST): EndpointState.PAUSED,
-    (EndpointState.READY, Event.REQUEST_STAGED): EndpointState.STAGING,
-    (EndpointState.READY, Event.FOUND): EndpointState.READY,
-    (EndpointState.READY, Event.FOUND_TORN): EndpointState.POISONED,
-    (EndpointState.READY, Event.FOUND_RELEASED): EndpointState.RELEASED,
-    (EndpointState.READY, Event.RELEASE): EndpointState.RELEASED,
-    (EndpointState.RELEASED, Event.RESTORED): EndpointState.READY,
-    (EndpointState.RELEASED, Event.FOUND): EndpointState.READY,
-    (EndpointState.RELEASED, Event.FOUND_TORN): EndpointState.POISONED,
-    (EndpointState.RELEASED, Event.FOUND_RELEASED): EndpointState.RELEASED,
-    (EndpointState.STAGING, Event.BUCKET): EndpointState.STAGING,
-    (EndpointState.STAGING, Event.PAUSE): EndpointState.PAUSED,
-    (EndpointState.STAGING, Event.ENDED): EndpointState.READY,
-    (EndpointState.STAGING, Event.TORN): EndpointState.POISONED,
-    (EndpointState.PAUSED, Event.BUCKET): EndpointState.UPDATING,
-    (EndpointState.PAUSED, Event.APPLY): EndpointState.UPDATING,
-    (EndpointState.PAUSED, Event.ENDED): EndpointState.READY,
-    (EndpointState.PAUSED, Event.TORN): EndpointState.POISONED,
-    (EndpointState.UPDATING, Event.BUCKET): EndpointState.UPDATING,
-    (EndpointState.UPDATING, Event.APPLY): EndpointState.UPDATING,
-    (EndpointState.UPDATING, Event.COMMITTED): EndpointState.READY,
-    (EndpointState.UPDATING, Event.ENDED): EndpointState.READY,
-    (EndpointState.UPDATING, Event.TORN): EndpointState.POISONED,
-    (EndpointState.POISONED, Event.REQUEST): EndpointState.PAUSED,
-    (EndpointState.POISONED, Event.REQUEST_STAGED): EndpointState.STAGING,
-    (EndpointState.POISONED, Event.FOUND): EndpointState.READY,
-    (EndpointState.POISONED, Event.FOUND_TORN): EndpointState.POISONED,
-    (EndpointState.POISONED, Event.FOUND_RELEASED): EndpointState.RELEASED,
+TRANSITIONS: Mapping[tuple[EndpointState, UpdateEvent], EndpointState] = {
+    (EndpointState.JOINING, UpdateEvent.JOINED): EndpointState.READY,
+    (EndpointState.READY, UpdateEvent.REQUEST): EndpointState.PAUSED,
+    (EndpointState.READY, UpdateEvent.REQUEST_STAGED): EndpointState.STAGING,
+    (EndpointState.READY, UpdateEvent.FOUND): EndpointState.READY,
+    (EndpointState.READY, UpdateEvent.FOUND_TORN): EndpointState.POISONED,
+    (EndpointState.READY, UpdateEvent.FOUND_RELEASED): EndpointState.RELEASED,
+    (EndpointState.READY, UpdateEvent.RELEASE): EndpointState.RELEASED,
+    (EndpointState.RELEASED, UpdateEvent.RESTORED): EndpointState.READY,
+    (EndpointState.RELEASED, UpdateEvent.FOUND): EndpointState.READY,
+    (EndpointState.RELEASED, UpdateEvent.FOUND_TORN): EndpointState.POISONED,
+    (EndpointState.RELEASED, UpdateEvent.FOUND_RELEASED): EndpointState.RELEASED,
+    (EndpointState.STAGING, UpdateEvent.BUCKET): EndpointState.STAGING,
+    (EndpointState.STAGING, UpdateEvent.PAUSE): EndpointState.PAUSED,
+    (EndpointState.STAGING, UpdateEvent.ENDED): EndpointState.READY,
+    (EndpointState.STAGING, UpdateEvent.TORN): EndpointState.POISONED,
+    (EndpointState.PAUSED, UpdateEvent.BUCKET): EndpointState.UPDATING,
+    (EndpointState.PAUSED, UpdateEvent.APPLY): EndpointState.UPDATING,
+    (EndpointState.PAUSED, UpdateEvent.ENDED): EndpointState.READY,
+    (EndpointState.PAUSED, UpdateEvent.TORN): EndpointState.POISONED,
+    (EndpointState.UPDATING, UpdateEvent.BUCKET): EndpointState.UPDATING,
+    (EndpointState.UPDATING, UpdateEvent.APPLY): EndpointState.UPDATING,
+    (EndpointState.UPDATING, UpdateEvent.COMMITTED): EndpointState.READY,
+    (EndpointState.UPDATING, UpdateEvent.ENDED): EndpointState.READY,
+    (EndpointState.UPDATING, UpdateEvent.TORN): EndpointState.POISONED,
+    (EndpointState.POISONED, UpdateEvent.REQUEST): EndpointState.PAUSED,
+    (EndpointState.POISONED, UpdateEvent.REQUEST_STAGED): EndpointState.STAGING,
+    (EndpointState.POISONED, UpdateEvent.FOUND): EndpointState.READY,
+    (EndpointState.POISONED, UpdateEvent.FOUND_TORN): EndpointState.POISONED,
+    (EndpointState.POISONED, UpdateEvent.FOUND_RELEASED): EndpointState.RELEASED,
 }
 """The state after each event. For a pair that is not listed, the call is refused or has no effect."""
 
@@ -163,7 +163,7 @@ class UpdateSession:
 
     def joined(self) -> None:
         """Note that the endpoint holds version 0."""
-        self._take(Event.JOINED)
+        self._take(UpdateEvent.JOINED)
 
     def found(
         self, version: int, run_id: str | None, *, torn: bool, released: bool = False, session_id: str = ""
@@ -171,7 +171,7 @@ class UpdateSession:
         """Adopt what an engine that others may change or restart says of its weights, unless an update is open."""
         if self._open is not None or self._is_moving:
             return
-        self._take(Event.FOUND_TORN if torn else Event.FOUND_RELEASED if released else Event.FOUND)
+        self._take(UpdateEvent.FOUND_TORN if torn else UpdateEvent.FOUND_RELEASED if released else UpdateEvent.FOUND)
         if (version, run_id, session_id) != (self.version, self._run_id, self.session_id):
             self._served = UpdateRef(run_id=run_id or "checkpoint", version=version, session_id=session_id)
             self._served_incarnation = 0 if run_id is None else self._incarnations.get(run_id, 0)
@@ -210,7 +210,7 @@ class UpdateSession:
         if reason is not None:
             raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
         opened = OpenUpdate(update, was_torn=self.is_torn)
-        self._take(Event.REQUEST_STAGED if update.staged else Event.REQUEST)
+        self._take(UpdateEvent.REQUEST_STAGED if update.staged else UpdateEvent.REQUEST)
         self._open = opened
         return opened
 
@@ -254,7 +254,7 @@ class UpdateSession:
             )
         if transfer.bucket_index >= len(update.buckets):
             raise UpdateRefusedError(f"all {len(update.buckets)} buckets were received already")
-        self._take(Event.BUCKET)
+        self._take(UpdateEvent.BUCKET)
         opened.is_receiving = True
         bucket = update.buckets[transfer.bucket_index]
         return bucket, update.manifest.tensors[bucket.start : bucket.stop]
@@ -281,7 +281,7 @@ class UpdateSession:
     def pause(self, ref: UpdateRef) -> None:
         """Note that sampling is being paused for a staged update that has arrived completely."""
         self.require_complete(ref)
-        self._take(Event.PAUSE, f"version {ref.version} is being committed already")
+        self._take(UpdateEvent.PAUSE, f"version {ref.version} is being committed already")
 
     def begin_apply(self, ref: UpdateRef) -> None:
         """Note that the update is being applied: from here on a failure poisons.
@@ -289,14 +289,14 @@ class UpdateSession:
         Raises if the update is not open or not complete. Afterwards the owner calls `committed` or `abort`.
         """
         opened = self.require_complete(ref)
-        self._take(Event.APPLY, f"version {ref.version} cannot be applied: sampling is not paused")
+        self._take(UpdateEvent.APPLY, f"version {ref.version} cannot be applied: sampling is not paused")
         opened.is_applying = True
 
     def committed(self) -> None:
         """Note that every tensor was applied: the open update is now served."""
         assert self._open is not None
         assert self._open.is_applying
-        self._take(Event.COMMITTED)
+        self._take(UpdateEvent.COMMITTED)
         opened = self._end()
         self._served, self._served_incarnation = opened.update.ref, opened.update.incarnation
         self._run_id = opened.update.run_id
@@ -311,7 +311,7 @@ class UpdateSession:
             self._num_changes += 1
             return
         has_applied = torn or self._open.is_applying
-        self._take(Event.TORN if has_applied or self._open.was_torn else Event.ENDED)
+        self._take(UpdateEvent.TORN if has_applied or self._open.was_torn else UpdateEvent.ENDED)
         opened = self._end()
         if has_applied:
             self._torn_names = frozenset(changed_names(opened.update.manifest)) | (self._torn_names or frozenset())
@@ -326,7 +326,7 @@ class UpdateSession:
             raise BusyError(f"the update to version {self._open.update.version} is open: memory cannot be released now")
         if self._state is not EndpointState.READY:
             raise BusyError(f"the endpoint is {self._state}: memory cannot be released now")
-        self._take(Event.RELEASE)
+        self._take(UpdateEvent.RELEASE)
         self._is_moving = True
 
     def begin_restore(self) -> None:
@@ -340,7 +340,7 @@ class UpdateSession:
 
     def restored(self) -> None:
         """Note that the endpoint has its memory, whether it was taken back or could not be released."""
-        self._take(Event.RESTORED)
+        self._take(UpdateEvent.RESTORED)
         self._is_moving = False
         self._num_changes += 1
 
@@ -370,7 +370,7 @@ class UpdateSession:
                 "Publish a complete update, or restart the server"
             )
 
-    def _take(self, event: Event, refusal: str | None = None) -> None:
+    def _take(self, event: UpdateEvent, refusal: str | None = None) -> None:
         """Change the state as the table says, or raise; ``refusal`` is for events that a caller may send too early."""
         after = TRANSITIONS.get((self._state, event))
         if after is None and refusal is not None:

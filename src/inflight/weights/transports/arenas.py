@@ -43,7 +43,7 @@ _MOST_UNUSED = 4  # an arena that takes this many times more memory than the las
 _NUM_ARENAS = 2
 
 
-class Room(Protocol):
+class SenderMemory(Protocol):
     """The memory of one arena, as the sender has it. Methods raise `OSError`, `RuntimeError`."""
 
     @property
@@ -83,7 +83,7 @@ class ArenaMemory(Protocol):
         """Return where an endpoint finds the arenas."""
 
     @abstractmethod
-    def room(self, fd: int, path: Path, size_bytes: int) -> Room:
+    def room(self, fd: int, path: Path, size_bytes: int) -> SenderMemory:
         """Return new memory that ``fd``, a new file at ``path``, describes. Raises `OSError`, `RuntimeError`."""
 
     @abstractmethod

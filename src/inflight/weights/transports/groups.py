@@ -41,7 +41,7 @@ _LATER_S = 5.0
 """How much later than its caller's deadline a polled operation may end by itself."""
 
 
-class Group(Protocol):
+class CollectiveGroup(Protocol):
     """One rank's end of a group; ``raw`` is torch's own object."""
 
     raw: Any
@@ -59,7 +59,7 @@ class Group(Protocol):
         """Give up the group. Returns at once."""
 
 
-class GlooGroup(Group):
+class GlooGroup(CollectiveGroup):
     """A group of gloo."""
 
     def __init__(self, raw: Any) -> None:
@@ -72,7 +72,7 @@ class GlooGroup(Group):
         self.raw.abort()
 
 
-class PolledGroup(Group):
+class PolledGroup(CollectiveGroup):
     """A group, such as NCCL's, whose operations have no deadline of their own and whose abort may block for seconds.
 
     Memory of an operation that has not ended is held until the group is aborted: the device may still write to it.
@@ -121,7 +121,7 @@ class GroupKind:
 
     device_type: Literal["cpu", "cuda"]
     sends_from_device: bool
-    make: Callable[[Any, int, int, str, float], Group]
+    make: Callable[[Any, int, int, str, float], CollectiveGroup]
 
 
 def new_gloo_group(keys: Any, rank: int, world_size: int, address: str, timeout_s: float) -> Any:

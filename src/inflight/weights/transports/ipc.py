@@ -15,7 +15,7 @@ from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack_into
 from inflight.weights.encode.transit import beside
-from inflight.weights.transports.arenas import ArenaMemory, ArenaSpec, Room
+from inflight.weights.transports.arenas import ArenaMemory, ArenaSpec, SenderMemory
 from inflight.weights.transports.device_memory import DeviceMemory, MemoryHandle
 from inflight.weights.transports.store import Attempt, parsed
 from inflight.wire import IpcSpec
@@ -40,7 +40,7 @@ class IpcMemory(ArenaMemory):
         place = self._memory.place
         return IpcSpec(run_id=run_id, transport="ipc", directory=str(directory), place=place, timeout_s=timeout_s)
 
-    def room(self, fd: int, path: Path, size_bytes: int) -> Room:
+    def room(self, fd: int, path: Path, size_bytes: int) -> SenderMemory:
         flat, handle = self._memory.allocate(size_bytes, path.with_suffix(".bytes"))
         os.write(fd, handle.model_dump_json().encode())
         return _Shared(self._memory, flat, handle)
@@ -57,7 +57,7 @@ class IpcMemory(ArenaMemory):
         return self._memory.mapped(handle, spec.place)
 
 
-class _Shared(Room):
+class _Shared(SenderMemory):
     def __init__(self, memory: DeviceMemory, flat: torch.Tensor, handle: MemoryHandle) -> None:
         self._memory = memory
         self._flat = flat

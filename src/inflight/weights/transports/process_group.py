@@ -27,7 +27,7 @@ from inflight.weights.transports.groups import (
     GRACE_S,
     JOINING,
     NCCL,
-    Group,
+    CollectiveGroup,
     GroupKind,
     address_towards,
     announce_send,
@@ -63,7 +63,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
         self._hosted: Any = None
         self._opened: ProcessGroupSpec | None = None
         self._given_up: Future[str] = Future()
-        self._group: Group | None = None
+        self._group: CollectiveGroup | None = None
         self._ref: UpdateRef | None = None
         self._num_sent = 0
 
@@ -158,7 +158,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         self._device = torch.device("cpu") if is_cpu else device or torch.device("cuda", torch.cuda.current_device())
         self._lock = threading.Lock()
         self._given_up: Future[str] = Future()
-        self._group: Group | None = None
+        self._group: CollectiveGroup | None = None
         self._memory = ReusedMemory(device)
         self._ahead: tuple[torch.Tensor, Future[None]] | None = None
 
@@ -231,14 +231,14 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
             group.abort()
 
 
-def _broadcast(group: Group, flat: torch.Tensor, timeout_s: float, given_up: Future[str], what: str) -> None:
+def _broadcast(group: CollectiveGroup, flat: torch.Tensor, timeout_s: float, given_up: Future[str], what: str) -> None:
     try:
         run_unless(given_up, group.broadcasting(flat, timeout_s), what, timeout_s + GRACE_S)
     except RuntimeError as error:
         raise transfer_failed(error, what) from error
 
 
-def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind = GLOO) -> Group:
+def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind = GLOO) -> CollectiveGroup:
     """Return the group that ``spec`` describes, joined as ``rank`` from local ``address`` once all ranks have come."""
     prefixed = meet(spec, [rank])
     # The prefix that torch's own groups use, so that ranks that torch joins (SGLang's) meet ours.

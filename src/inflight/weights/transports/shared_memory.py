@@ -14,7 +14,7 @@ import torch
 
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack
-from inflight.weights.transports.arenas import ArenaMemory, ArenaSpec, Room
+from inflight.weights.transports.arenas import ArenaMemory, ArenaSpec, SenderMemory
 from inflight.weights.transports.store import PIECE_BYTES, Attempt, bytes_of, write_all
 from inflight.wire import DirectorySpec
 
@@ -29,7 +29,7 @@ class FileMemory(ArenaMemory):
     def spec(self, run_id: str, directory: Path, timeout_s: float) -> ArenaSpec:
         return DirectorySpec(run_id=run_id, transport="shm", directory=str(directory), timeout_s=timeout_s)
 
-    def room(self, fd: int, path: Path, size_bytes: int) -> Room:
+    def room(self, fd: int, path: Path, size_bytes: int) -> SenderMemory:
         os.ftruncate(fd, size_bytes)
         return _File(fd, size_bytes)
 
@@ -41,7 +41,7 @@ class FileMemory(ArenaMemory):
         return torch.frombuffer(mmap.mmap(fd, size_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
-class _File(Room):
+class _File(SenderMemory):
     """The first write to a page allocates it. First writes go through the file, which does not clear pages first, and
     does not end the process if memory runs out. Later writes go through a mapping, as a plain copy.
     """
