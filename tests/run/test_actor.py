@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from inflight.wire import AbortRequests, GenerateRequest, GenerateResponse, Samp
 from tests.gates import SOON_S, BrakedServer
 from tests.run.acting import actor_of, partials_of
 from tests.servers import TOKEN, ServerProcess
+from tests.unit.two_drivers import Prompts, Tokenizer, VirtualEndpoint, VirtualLoop, VirtualWork, World
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -328,7 +330,7 @@ def act_on_stale(
         running = asyncio.ensure_future(actor.run())
         await until_running(endpoint, 6)
         actor.dispatcher.want_step(1, actor.clock())
-        actor.carry_out()
+        actor.carry_out_commands()
         while len(outcome.groups) + len(outcome.drops) < 3:
             await asyncio.wait({running}, timeout=0.01)
         await until_running(endpoint, 0)
@@ -415,3 +417,43 @@ def test_a_group_that_turns_out_to_have_begun_later_than_it_was_sent_is_sampled_
         assert all(
             len(rollout.completion_token_ids) == 400 or rollout.finish_reason == "stop" for rollout in group.rollouts
         )
+
+
+def test_rewards_that_fail_together_are_both_reported() -> None:
+    """The first error ends the actor, and the other is a note of it."""
+    world = World(capacities=(4,))
+
+    @dataclass(frozen=True)
+    class Failing:
+        are_both: asyncio.Event
+        items: list[int] = field(default_factory=list)
+
+        async def rewards(self, item: int, token_ids: Sequence[Sequence[int]], timeout_s: float) -> list[float]:
+            self.items.append(item)
+            if len(self.items) == 2:
+                self.are_both.set()
+            await self.are_both.wait()
+            raise TaskError(f"no reward for item {item}")
+
+        async def aclose(self) -> None:
+            pass
+
+    async def run() -> tuple[BaseException, list[int]]:
+        pool: Any = Failing(asyncio.Event())
+        work = VirtualWork(Prompts(), Tokenizer(), SamplingParams(n=2, max_tokens=1 << 16), 1 << 20, 10.0, pool)
+        actor = actor_of(work, lambda outcome: None)
+        (endpoint,) = world.setup().endpoints
+        virtual = VirtualEndpoint(world, endpoint, work.orders)
+        actor.add(virtual, endpoint.capacity)
+        actor.serve([virtual.name], 0)
+        with pytest.raises(TaskError) as raised:
+            await actor.run()
+        return raised.value, pool.items
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        error, items = runner.run(run())
+    messages = [f"no reward for item {item}" for item in items]
+    (note,) = error.__notes__
+    assert str(error) in messages
+    assert note.removeprefix("also failed: TaskError: ") in messages
+    assert not note.endswith(str(error))

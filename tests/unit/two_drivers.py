@@ -417,7 +417,7 @@ class LiveRun:
     def want_step(self, version: int) -> None:
         self.composed.clear()
         self.dispatcher.want_step(version, self.actor.clock())
-        self.actor.carry_out()
+        self.actor.carry_out_commands()
 
     async def train(self) -> None:
         while self.version < self.world.num_steps:

@@ -126,7 +126,7 @@ class SimulatedRun:
             self.dispatcher.endpoints.add(name, endpoint.capacity, keeps_partials=endpoint.keeps_partials, now=0.0)
         self._join(*self.servers.values())
         self.dispatcher.want_step(0, 0.0)
-        self._carry_out()
+        self._carry_out_commands()
         while not self._is_over():
             if self.dispatcher.has_news:
                 self._decide()
@@ -142,7 +142,7 @@ class SimulatedRun:
                 )
             while self.timeline.next_time() <= time and not self._is_over():
                 self.timeline.make_next_call()
-                self._carry_out()
+                self._carry_out_commands()
         return self._closed()
 
     def _is_over(self) -> bool:
@@ -156,7 +156,7 @@ class SimulatedRun:
         self.outcome.scheduler = dict(self.setup.scheduler.metrics())
         return self.outcome
 
-    def _touched(self, server: Server) -> Server:
+    def _advance_server(self, server: Server) -> Server:
         """Return a server that is about to change, as it is now."""
         server.advance(self.timeline.now)
         self._changed[server.endpoint.name] = server
@@ -172,7 +172,7 @@ class SimulatedRun:
         self._load = load
         factor = self.setup.contention.of(sum(load))
         for server in self.servers.values():
-            self._touched(server).slowdown = factor
+            self._advance_server(server).slowdown = factor
         if self.trainer.is_busy:
             self.trainer.slow_down(self.timeline.now, factor)
             self._look_at_trainer()
@@ -198,11 +198,11 @@ class SimulatedRun:
                 size = len(prompted.lengths)
                 dispatcher.offer(item, prompted.prompt, prompted.num_prompt_tokens, size, prompted, now)
             has_decided = dispatcher.decide(now)
-            self._carry_out()
+            self._carry_out_commands()
             if not has_decided:
                 return
 
-    def _carry_out(self) -> None:
+    def _carry_out_commands(self) -> None:
         while commands := self.dispatcher.take_commands():
             for command in commands:
                 match command:
@@ -227,7 +227,8 @@ class SimulatedRun:
                         pass
 
     def _send(self, command: SendRequest) -> None:
-        server, numbers, prompted = self._touched(self.servers[command.endpoint]), command.numbers, command.content
+        server = self._advance_server(self.servers[command.endpoint])
+        numbers, prompted = command.numbers, command.content
         request = SimulatedRequest(command, server, self.timeline.now, len(numbers))
         self.requests[command.request_id] = request
         endpoint, num_before = server.endpoint, 0 if command.partial is None else command.partial.num_tokens
@@ -245,7 +246,7 @@ class SimulatedRun:
         if stamp != server.stamp:
             return
         ended = []
-        for job in self._touched(server).take_ended(at_least_one=True):
+        for job in self._advance_server(server).take_ended(at_least_one=True):
             request_id, i = job.key
             request = self.requests[request_id]
             prompted, partial = request.command.content, request.command.partial
@@ -253,7 +254,10 @@ class SimulatedRun:
             request.ended[i] = continue_spans(partial, server, job, prompted.lengths[i] - num_before)
             ended.append((request, prompted.waits[i] if prompted.waits else 0.0))
         for request, wait in ended:  # once all are noted: the end of one may let others be stopped
-            self.timeline.after(wait, lambda request=request: self._one_ended(request))  # type: ignore[misc]
+            if wait > 0.0:
+                self.timeline.after(wait, lambda request=request: self._one_ended(request))  # type: ignore[misc]
+            else:
+                self._one_ended(request)
 
     def _one_ended(self, request: SimulatedRequest) -> None:
         request.num_left -= 1
@@ -295,7 +299,7 @@ class SimulatedRun:
 
     def _leave_server(self, request: SimulatedRequest) -> Server:
         del self.requests[request.command.request_id]
-        server = self._touched(request.server)
+        server = self._advance_server(request.server)
         server.num_held -= len(request.command.numbers)
         return server
 
@@ -304,7 +308,7 @@ class SimulatedRun:
         returned, self.returned = self.returned, []
         for request, sampled in returned:
             self.dispatcher.request_ended(request.command, sampled, self.timeline.now)
-            self._carry_out()
+            self._carry_out_commands()
 
     def _score(self, command: ScoreGroup) -> None:
         scored = scored_group(command.content, command.sampled)
@@ -353,7 +357,7 @@ class SimulatedRun:
 
     def _pause(self, until: float) -> None:
         for server in self.servers.values():
-            self._touched(server).block(until)
+            self._advance_server(server).block(until)
 
     def _settle(self, batch: Batch, published_since: float | None) -> None:
         """A step is complete, and published, if it was: its groups are settled, and the next one may begin."""
@@ -404,7 +408,7 @@ class SimulatedRun:
 
     def _fail(self, server: Server) -> None:
         """An endpoint is gone, with what ran there; it comes back with the version that is served then."""
-        self._touched(server).is_open = False
+        self._advance_server(server).is_open = False
         self.dispatcher.endpoints.lose(server.endpoint.name, "it failed", self.timeline.now)
         self.timeline.at(self.timeline.now + server.endpoint.restart_time, lambda: self._join(server))
 

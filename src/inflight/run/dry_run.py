@@ -17,8 +17,7 @@ from inflight.launchers import load_launcher
 from inflight.launchers.loading import check_launcher
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device
-from inflight.run.machines.memory import ON_THE_GPU, gib
-from inflight.run.machines.memory_check import DeviceUse, listed, totals
+from inflight.run.machines.memory import ON_THE_GPU, DeviceUse, gib, terms_as_text, total_as_text
 from inflight.run.machines.placement import Place
 from inflight.run.preflight import Hosts, Prepared, hosts_of
 from inflight.run.servers.checks import check_endpoint
@@ -181,7 +180,7 @@ def render_text(plan: DryRun) -> str:
     for terms, group in alike:
         names = [it.name for it in group]
         who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        lines.append(f"  {who}: {totals(terms)} ({listed(terms) or 'not known'})")
+        lines.append(f"  {who}: {total_as_text(terms)} ({terms_as_text(terms) or 'not known'})")
     for use in plan.devices:
         has = gib(use.memory_bytes) if use.memory_bytes else "an unknown amount"
         who = ", ".join(use.processes) or "nobody"

@@ -21,7 +21,7 @@ from inflight.observe.trackers import Tracker, load_trackers
 from inflight.rollouts import EssGuard, HistoryStore, load_composer, load_scheduler, load_staleness, load_task
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device, devices_here
-from inflight.run.machines.memory_check import DeviceUse, Memory, check_fits, device_uses, memory_of
+from inflight.run.machines.memory import DeviceUse, Memory, check_fits, device_uses, memory_of
 from inflight.run.machines.placement import Placement, place, place_elsewhere, uses_gpus
 from inflight.run.machines.time_limits import TimeLimits, time_limits
 from inflight.run.ranks.workers import check_lora

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from inflight.base.tasks import first_of
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import EndpointError, InflightError, TaskError
 from inflight.rollouts.dispatcher import Dispatcher
@@ -136,12 +137,12 @@ class Actor:
         for name in self._endpoints.keys() & {*names}:
             self._endpoints[name].version = version
         self.dispatcher.endpoints.serve(names, version, self.clock())
-        self.carry_out()
+        self.carry_out_commands()
 
     def lose(self, name: str, reason: str) -> None:
         """Give an endpoint no work until `serve` names it again; what ran there is sent again elsewhere."""
         self.dispatcher.endpoints.lose(name, reason, self.clock())
-        self.carry_out()
+        self.carry_out_commands()
 
     def retire(self, name: str, on_idle: Callable[[], None], *, hands_on: bool = False) -> None:
         """Give an endpoint no more work. Once its requests have ended, forget it and call ``on_idle``.
@@ -151,7 +152,7 @@ class Actor:
         if (endpoint := self._endpoints.get(name)) is not None:
             endpoint.on_idle = on_idle
             self.dispatcher.endpoints.retire(name, self.clock(), hands_on=hands_on)
-            self.carry_out()
+            self.carry_out_commands()
 
     # ----------------------------------------------------------------------------------------------------- the loop
 
@@ -160,35 +161,35 @@ class Actor:
 
         If several tasks fail, the first error is raised, with the others as notes.
         """
+        failures: Sequence[Exception] = ()
         try:
             async with self._tasks:
                 while True:
                     self._has_news.clear()
-                    await self._offer_and_decide()
+                    if self.dispatcher.has_news:
+                        await self._offer_and_decide()
                     await self._has_news.wait()
-        except ExceptionGroup as failures:
-            first, *others = failures.exceptions
-            for other in others:
-                first.add_note(f"and then: {other!r}")
-            raise first from first.__cause__
+        except ExceptionGroup as raised:
+            failures = raised.exceptions
         finally:
             try:
                 for request in [*self._requests.values()]:
                     self._cancel(request)
             finally:
                 await self.work.aclose()
+        raise first_of(failures)
 
     async def _offer_and_decide(self) -> None:
         since = self.clock()
         while True:
             while (item := self.dispatcher.next_item()) is not None:
                 self._offer(item)
-                self._carry_out()
+                self.carry_out_commands()
                 if self.clock() - since > _RENDER_S:
                     await asyncio.sleep(0)
                     since = self.clock()
             has_decided = self.dispatcher.decide(self.clock())
-            self._carry_out()
+            self.carry_out_commands()
             if not has_decided:
                 return
 
@@ -209,16 +210,8 @@ class Actor:
 
     # ----------------------------------------------------------------------------------------------------- commands
 
-    def carry_out(self) -> None:
-        """Carry out the dispatcher's commands after a report to it, and let it decide again."""
-        self._carry_out()
-        self._has_news.set()
-        if self.dispatcher.endpoints.is_unserved:
-            self.unserved.set()
-        else:
-            self.unserved.clear()
-
-    def _carry_out(self) -> None:
+    def carry_out_commands(self) -> None:
+        """Carry out what the dispatcher has decided after a report to it, and let it decide again."""
         while commands := self.dispatcher.take_commands():
             for command in commands:
                 match command:
@@ -238,6 +231,11 @@ class Actor:
                         if isinstance(command, DroppedItem):
                             self.work.forget(command.item)
                         self.on_outcome(command)
+        self._has_news.set()
+        if self.dispatcher.endpoints.is_unserved:
+            self.unserved.set()
+        else:
+            self.unserved.clear()
 
     def _start(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
         try:
@@ -279,7 +277,7 @@ class Actor:
             self._end_request(request, (), Failure("driver", str(failed)), str(failed))
             raise
         self._end_request(request, sampled, failure, error)
-        self.carry_out()
+        self.carry_out_commands()
 
     def _end_request(
         self, request: _LiveRequest, sampled: Sequence[Sampled], failure: Failure | None, error: str | None
@@ -313,7 +311,7 @@ class Actor:
         except InflightError:
             for request in requests:
                 self._cancel(request)
-            self.carry_out()
+            self.carry_out_commands()
 
     async def _score(self, command: ScoreGroup) -> None:
         try:
@@ -325,7 +323,7 @@ class Actor:
         for kind, what_happened in scored.failures:
             self.on_outcome(FailedEpisode(command.item, kind, what_happened))
         self.dispatcher.group_scored(command.item, scored, self.clock())
-        self.carry_out()
+        self.carry_out_commands()
 
 
 def seed_of(seed: int, index: int, *parts: int) -> int:

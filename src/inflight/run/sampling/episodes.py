@@ -36,7 +36,7 @@ class _Played:
     """Set to the error of the endpoint where it is, once that fails."""
 
     async def at(self, endpoint: SamplingEndpoint) -> PlayedEpisode:
-        """Play on on an endpoint, and return the episode once it is over. Raises what the endpoint raises."""
+        """Continue on an endpoint, and return the episode once it is over. Raises what the endpoint raises."""
         self.failed = asyncio.get_running_loop().create_future()
         self.moving.go_to(await _place(endpoint))
         try:
@@ -111,7 +111,7 @@ class Episodes(Work):
         return None
 
     async def sample(self, endpoint: SamplingEndpoint, order: Order) -> list[Sampled]:
-        """Play an episode, or go on with one that has lost its endpoint. Raises as `SamplingEndpoint.sample`.
+        """Play an episode, or continue one that has lost its endpoint. Raises as `SamplingEndpoint.sample`.
 
         One that was over just when it lost its endpoint is kept for the next call.
         """

@@ -168,7 +168,7 @@ class Sampling:
         for group, kept in zip(batch.groups, batch.kept, strict=True):
             self.warnings.group_settled(group, kept)
         self.warnings.check_littles_law(self.dispatcher.steps.law)
-        self.actor.carry_out()
+        self.actor.carry_out_commands()
 
     def stepped(self, version: int, effective_sample_size: float | None) -> None:
         """Let the staleness policy look at a step. Raises `TrainerError` if it stops the run."""
@@ -178,7 +178,7 @@ class Sampling:
         self._begun = asyncio.get_running_loop().time()
         self._is_composed.clear()
         self.dispatcher.want_step(version, self.actor.clock())
-        self.actor.carry_out()
+        self.actor.carry_out_commands()
 
     def _make_batch(self, groups: Sequence[Group], version: int) -> StepBatch:
         rollouts = self._config.rollouts
