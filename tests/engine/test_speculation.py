@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import inflight.engines.embedded.stepping
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.engines.embedded.sampler import sample
 from inflight.errors import InvalidRequestError, UnsupportedError
@@ -413,7 +413,7 @@ def test_drafted_tokens_have_the_frequencies_of_the_distribution(
         (first, int(second_V.argmax() if is_likely else second_V.argmin())) for first, second_V in seconds.items()
     ]
 
-    async def draw(endpoint: LocalEndpoint) -> Counter[tuple[int, ...]]:
+    async def draw(endpoint: EmbeddedEndpoint) -> Counter[tuple[int, ...]]:
         counts: Counter[tuple[int, ...]] = Counter()
         for i in range(num_completions // 1024):
             request = make_request(f"r{i}", prompt, n=1024, max_tokens=3, temperature=temperature, ignore_eos=True)

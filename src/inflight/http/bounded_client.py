@@ -6,7 +6,7 @@ import asyncio
 import functools
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any
 
 import httpx
@@ -117,7 +117,10 @@ class BoundedClient:
                 try:
                     if response.status_code != 200:
                         raise on_refusal(response.status_code, await self._read(response, MAX_ERROR_BYTES))
-                    async for part in self._bounded(response, self._max_response_bytes):
+                    size_bytes = 0
+                    async for part in self._body_of(response, self._max_response_bytes):
+                        size_bytes += len(part)
+                        self._check_size(size_bytes, self._max_response_bytes)
                         yield part
                 finally:
                     await response.aclose()
@@ -153,26 +156,29 @@ class BoundedClient:
         return UnreachableError(f"{what} failed ({cause}); is the server running?", self._url)
 
     async def _read(self, response: httpx.Response, max_bytes: int) -> bytes:
+        max_bytes = min(max_bytes, self._max_response_bytes)
         if response.status_code != 200:
             max_bytes = min(max_bytes, MAX_ERROR_BYTES)
-        return b"".join([part async for part in self._bounded(response, min(max_bytes, self._max_response_bytes))])
+        parts: list[bytes] = []
+        size_bytes = 0
+        async for part in self._body_of(response, max_bytes):
+            size_bytes += len(part)
+            self._check_size(size_bytes, max_bytes)
+            parts.append(part)
+        return b"".join(parts)
 
-    async def _bounded(self, response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:
-        """Yield the body piece by piece, up to the limit; nothing if its content-length exceeds the limit."""
+    def _body_of(self, response: httpx.Response, max_bytes: int) -> httpx.AsyncByteStream:
+        """Return the body as it arrives. Refuses one whose headers say that it is compressed or too long."""
         headers = {name.lower(): value for name, value in response.headers.raw}
         encoding = headers.get(b"content-encoding", b"identity").decode(errors="replace")
         if encoding != "identity":
             raise ProtocolError(f"the answer is encoded as {encoding[:40]!r}, which was not asked for", self._url)
         length = headers.get(b"content-length", b"0")
-        size_bytes = int(length[:20]) if length.isdigit() else 0
-        if size_bytes <= max_bytes:
-            size_bytes = 0
-            assert isinstance(response.stream, httpx.AsyncByteStream)
-            async for part in response.stream:
-                size_bytes += len(part)
-                if size_bytes > max_bytes:
-                    break
-                yield part
+        self._check_size(int(length[:20]) if length.isdigit() else 0, max_bytes)
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        return response.stream
+
+    def _check_size(self, size_bytes: int, max_bytes: int) -> None:
         if size_bytes > max_bytes:
             raise ProtocolError(f"the answer is longer than {max_bytes} bytes", self._url)
 

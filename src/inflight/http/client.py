@@ -1,4 +1,4 @@
-"""An `InferenceEndpoint` over HTTP, for any server that speaks the contract. Knows nothing of engines."""
+"""An `InferenceEndpoint` over HTTP, for any server that speaks the contract."""
 
 from __future__ import annotations
 
@@ -45,9 +45,11 @@ _SLACK_S = 5.0
 class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint):
     """One inference server at ``url``.
 
-    ``token`` is sent to control routes only. ``control_timeout_s`` bounds each control call without a deadline of its
-    own, ``generate_timeout_s`` each generation; a commit may take as long as its update. A response that is longer than
-    the request allows, or than ``max_response_bytes``, raises `ProtocolError`. An instance belongs to the event loop in
+    ``client`` sends the requests, with its headers, authentication and proxies but without its timeouts, and stays
+    open. Without one, the endpoint keeps connections of its own and ignores proxies of the environment. ``token`` is
+    sent to control routes only. ``control_timeout_s`` bounds each control call without a deadline of its own,
+    ``generate_timeout_s`` each generation; a commit may take as long as its update. A response that is longer than the
+    request allows, or than ``max_response_bytes``, raises `ProtocolError`. An instance belongs to the event loop in
     which it is first used.
     """
 

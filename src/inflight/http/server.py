@@ -1,7 +1,7 @@
 """The contract's HTTP server: serves any `InferenceEndpoint` as a Starlette application.
 
 Control routes take a bearer token, which is checked before the body is read. Each route limits its body to what it can
-need, and answers errors with an `ErrorBody`. A client that disconnects ends its request. Knows nothing of engines.
+need, and answers errors with an `ErrorBody`. A client that disconnects ends its request.
 """
 
 from __future__ import annotations

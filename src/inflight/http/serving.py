@@ -1,4 +1,4 @@
-"""Serving an endpoint over HTTP in this process, until told to stop. Knows nothing of engines."""
+"""Serving an endpoint over HTTP in this process, until told to stop."""
 
 from __future__ import annotations
 

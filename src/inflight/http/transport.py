@@ -43,7 +43,8 @@ def tls_context() -> ssl.SSLContext:
 class PlainTransport(httpx.AsyncBaseTransport):
     """Sends each request of ``http://`` on a connection of its own, the one that was idle for the shortest time.
 
-    A connection whose answer was not read to its end is closed. An instance belongs to the event loop in which it is
+    The body of a request is read whole before a connection is opened. A connection whose answer was not read to its end
+    is closed. An instance belongs to the event loop in which it is
     first used.
     """
 
@@ -57,7 +58,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the response once its head has arrived. Raises errors of httpx."""
-        content = await request.aread()
+        content = request.read() if isinstance(request.stream, httpx.ByteStream) else await request.aread()
         connection = await self._checkout(request.url)
         self._busy.add(connection)
         try:
@@ -138,10 +139,17 @@ class _Body(httpx.AsyncByteStream):
     def __init__(self, connection: _Connection, transport: PlainTransport) -> None:
         self._connection = connection
         self._transport = transport
-        self._is_closed = False
+        self._is_read = self._is_closed = False
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._connection.read_body()
+        return self  # the event loop keeps account of every asynchronous generator, which takes longer
+
+    async def __anext__(self) -> bytes:
+        data = b"" if self._is_read else await self._connection.read_data()
+        if not data:
+            self._is_read = True
+            raise StopAsyncIteration
+        return data
 
     async def aclose(self) -> None:
         if not self._is_closed:
@@ -169,9 +177,9 @@ class _Connection(asyncio.Protocol):
 
     @property
     def has_input(self) -> bool:
-        """Whether an idle connection can only be closed. A peer that has just closed it is seen at once.
+        """Whether something arrived on an idle connection, most often its end; it can only be closed then.
 
-        The event loop would notice it later.
+        The socket is asked, since the event loop may not have noticed yet.
         """
         return self._is_closed or bool(self._received) or bool(self._polling.poll(0))
 
@@ -203,19 +211,19 @@ class _Connection(asyncio.Protocol):
             elif event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
                 raise httpx.ReadError("the server disconnected without an answer")
 
-    async def read_body(self) -> AsyncIterator[bytes]:
-        """Yield the rest of the answer."""
+    async def read_data(self) -> bytes:
+        """Return the next bytes of the answer's body, or none at its end."""
         while True:
             event = self._next_event()
             if event is h11.NEED_DATA:
                 await self._input()
-            elif isinstance(event, h11.Data):
-                yield bytes(event.data)
+            elif isinstance(event, h11.Data) and event.data:
+                return bytes(event.data)
             elif isinstance(event, h11.EndOfMessage):
                 is_done = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
                 if is_done and not self._http.trailing_data[0]:  # else a later request would read it as its answer
                     self._http.start_next_cycle()
-                return
+                return b""
 
     def _next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Return what follows in the answer as far as it has arrived."""
