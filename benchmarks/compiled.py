@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from engine import CAP, NUM_SLOTS, PROMPT_TOKENS
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.engines.embedded.tiny import TinyShape, create_tiny_model, save_tiny_model
 from inflight.wire import GenerateRequest, SamplingParams
@@ -33,7 +33,7 @@ def loads() -> dict[str, Sequence[int]]:
     return {"96, log-normal": drawn, "64, equal": [64] * NUM_SLOTS, "one alone": [128]}
 
 
-async def sampling_s(endpoint: LocalEndpoint, lengths: Sequence[int]) -> float:
+async def sampling_s(endpoint: EmbeddedEndpoint, lengths: Sequence[int]) -> float:
     requests = [
         GenerateRequest(
             request_id=str(i),

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import ModuleWeights, WeightPublisher, grpo_loss, publish_weights
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.environments.transcripts import ChatTemplate
 from inflight.rollouts.drafts import DraftSource
@@ -50,7 +50,7 @@ class Measured:
 
     def __init__(self, path: Path, kind: str) -> None:
         self.kind = kind
-        self.endpoint: LocalEndpoint = load_endpoint(
+        self.endpoint: EmbeddedEndpoint = load_endpoint(
             path,
             name=kind,
             device="cpu",

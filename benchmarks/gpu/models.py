@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu.settings import Settings
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.engines.embedded.slots import token_bytes_of
@@ -94,7 +94,7 @@ def save_random_model(config: Any, settings: Settings) -> Path:
     return path
 
 
-def serve_random(model: Path, *, device: str, dtype: str, threads: int) -> LocalEndpoint:
+def serve_random(model: Path, *, device: str, dtype: str, threads: int) -> EmbeddedEndpoint:
     """Return an endpoint of the embedded engine with random weights: ``inflight serve --engine`` calls it.
 
     ``model`` holds a configuration and no weights, since writing and reading sixteen gigabytes takes longer than
@@ -110,4 +110,4 @@ def serve_random(model: Path, *, device: str, dtype: str, threads: int) -> Local
         max_concurrent=NUM_SERVED,
         kv_cache_bytes=NUM_SERVED * MAX_MODEL_LEN * token_bytes_of(config, served.dtype),
     )
-    return LocalEndpoint(engine, served, name=model.name)
+    return EmbeddedEndpoint(engine, served, name=model.name)

@@ -1,7 +1,6 @@
-"""A checkpoint that is written while training goes on: shards copied to host memory, and one thread that saves them.
+"""A checkpoint that is written while training continues: shards copied to host memory, and one thread that saves them.
 
-The thread uses a process group of its own, so that its collectives cannot be mixed up with those of training. Knows
-nothing of models or files.
+The thread uses a process group of its own, so that its collectives cannot be mixed up with those of training.
 """
 
 from __future__ import annotations
@@ -10,23 +9,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from inflight.errors import CheckpointError
-from inflight_fsdp.checkpoint import TrainerState
+from inflight_fsdp.checkpoint import TrainerState, save_checkpoint
 from inflight_fsdp.layout import ShardedTensor
-
-
-def make_save_group(longest_wait_s: float) -> dist.ProcessGroup:
-    """Return a group of all ranks for saves in the background; collective over the default group.
-
-    A rank waits at most ``longest_wait_s`` for another.
-    """
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_wait_s))
-    return group
 
 
 def copy_to_host(state: TrainerState) -> TrainerState:
@@ -76,3 +67,50 @@ class BackgroundSave:
                 f"no checkpoint was written to {self.path}: {type(error).__name__}: {error}; an earlier one "
                 "there is intact"
             )
+
+
+class BackgroundSaves:
+    """One rank's saves in the background, one at a time. A rank waits at most ``longest_wait_s`` for another."""
+
+    def __init__(self, longest_wait_s: float) -> None:
+        self._longest_wait_s = longest_wait_s
+        self._group: dist.ProcessGroup | None = None
+        self._begun: BackgroundSave | None = None
+
+    def begin(self, path: Path, state: TrainerState) -> None:
+        """Copy a state and start to write it. Collective; an earlier save has to be finished."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._longest_wait_s))
+        copy = copy_to_host(state)
+        self._begun = BackgroundSave(path, partial(save_checkpoint, path.absolute(), copy, self._group))
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Wait for a save, at most ``timeout_s``, and raise `CheckpointError` if it failed or is still running."""
+        timeout_s = self._longest_wait_s if timeout_s is None else timeout_s
+        begun = self._begun
+        if begun is None:
+            return
+        if not begun.wait(timeout_s):
+            raise CheckpointError(
+                f"the save to {begun.path} is still running after {timeout_s:g} s; an earlier one there is intact"
+            )
+        self._begun = None
+        if begun.failure is not None:
+            raise begun.failure
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a save has not ended yet."""
+        return self._begun is not None and self._begun.is_running
+
+    def wait(self) -> None:
+        """Wait for a save that is running; `finish` still reports how it ended."""
+        if self._begun is not None:
+            self._begun.wait(self._longest_wait_s)
+
+    def close(self) -> None:
+        """Wait for a save that is running and end the process group. Idempotent."""
+        self.wait()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None

@@ -34,7 +34,7 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
         assert config.lora is not None
         self._lora = config.lora
         super().__init__(config, device, owns_group=owns_group)
-        self._changed = [name.removesuffix(PARTS[0]) for name in self._layouts if name.endswith(PARTS[0])]
+        self._changed = [name.removesuffix(PARTS[0]) for name in self._parameters.layouts if name.endswith(PARTS[0])]
         """The layers that the LoRA changes."""
         self._num_forwards = 0
         """With gradients since the last step; the dropout of each is another one."""
@@ -47,9 +47,11 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
         return ()
 
     def merged(self, bucket_bytes: int) -> PartialWeightSource:
-        names = [stored for name, layout in self._layouts.items() if not is_lora(name) for stored in layout.shapes]
+        names = [
+            stored for name, layout in self._parameters.layouts.items() if not is_lora(name) for stored in layout.shapes
+        ]
         base = BaseWeights(str(self._config.model_path), getattr(torch, self._config.stored_dtype))
-        return MergedLora(self, base, names, self._wire_dtype, bucket_bytes)
+        return MergedLora(self, base, names, self._parameters.wire_dtype, bucket_bytes)
 
     def _compute(self, rows: Sequence[Row]) -> torch.Tensor:
         if not (self._lora.dropout and torch.is_grad_enabled()):
@@ -72,22 +74,22 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
     @torch.no_grad()
     def _state(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> TrainerState:
         state = super()._state(states)
-        lora = [part for name, part in zip(self._layouts, state.weights, strict=True) if is_lora(name)]
+        lora = [part for name, part in zip(self._parameters.layouts, state.weights, strict=True) if is_lora(name)]
         described = peft_config(self._lora, self._changed, self._config.model_path)
         return replace(state, weights=[], lora=lora, lora_config=described)
 
     def _saved_state(self) -> TrainerState:
         """Collective: every rank merges its own rows."""
-        weights = [self._merged(name) for name in self._layouts if not is_lora(name)]
+        weights = [self._merged(name) for name in self._parameters.layouts if not is_lora(name)]
         return replace(super()._saved_state(), weights=weights)
 
     @torch.no_grad()
     def _merged(self, name: str) -> ShardedTensor:
-        part = self._sharded(name)
+        part = self._parameters.sharded(name)
         layer = name.removesuffix(".weight")
         if layer not in self._changed:
             return part
-        a, b = (self._sharded(half) for half in parts_of(layer))
+        a, b = (self._parameters.sharded(half) for half in parts_of(layer))
         whole_a = torch.zeros(a.sharding.shape, dtype=a.local.dtype, device=self._device)
         if (box := a.sharding.owners.get(self.rank)) is not None:
             whole_a[box] = a.local.to(self._device)

@@ -1,14 +1,19 @@
-"""How many updates of an optimizer step a narrow dtype rounds away. Knows nothing of models and optimizers."""
+"""How many updates of an optimizer step a narrow dtype rounds away."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from inflight.errors import PrecisionWarning
+
 _SAMPLE = 1 << 20
 """Elements of one rank that are compared."""
+_NUM_STEPS = 3
+"""Steps after which the lost updates are reported."""
 
 
 def spread_sample(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -35,3 +40,31 @@ def lost_share(
         dist.all_reduce(counts)
     lost, pulled_on = counts.tolist()
     return lost / pulled_on if pulled_on else None
+
+
+class LostUpdates:
+    """Warns of the updates that bfloat16 masters lose: in general at first, and with figures after the first steps."""
+
+    def __init__(self, *, warns: bool) -> None:
+        self._shares: list[float] = []
+        self._warns = warns
+        self._warn(
+            "master_dtype 'bfloat16': weights and moments have 8 significant bits, so an update smaller than 1/512 "
+            f"of its weight is rounded away. After {_NUM_STEPS} steps the worker reports how many were; "
+            "master_dtype 'float32' keeps them"
+        )
+
+    def note(self, share: float | None) -> None:
+        """Note the share of a step, as `lost_share` returned it."""
+        if share is None or len(self._shares) == _NUM_STEPS:
+            return
+        self._shares.append(share)
+        if len(self._shares) == _NUM_STEPS:
+            self._warn(
+                f"{sum(self._shares) / _NUM_STEPS:.1%} of the updates of {_NUM_STEPS} steps were rounded away "
+                "with master_dtype 'bfloat16'; master_dtype 'float32' keeps them"
+            )
+
+    def _warn(self, text: str) -> None:
+        if self._warns:
+            warnings.warn(text, PrecisionWarning, stacklevel=3)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,10 +30,8 @@ from inflight.contracts import (
     ReplayingWorker,
 )
 from inflight.errors import (
-    CheckpointError,
     ConfigError,
     NonFiniteError,
-    PrecisionWarning,
     TrainerError,
     UnsupportedError,
 )
@@ -43,22 +39,20 @@ from inflight.model.attention import segment_kernel_in_words
 from inflight.model.checkpoints import max_model_len_of
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
-from inflight_fsdp.background import BackgroundSave, copy_to_host, make_save_group
+from inflight_fsdp.background import BackgroundSaves
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.devices import device_of
-from inflight_fsdp.layout import Layout, ShardedTensor, Sharding
+from inflight_fsdp.layout import Layout, Sharding
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
+from inflight_fsdp.parameters import ShardedParameters
 from inflight_fsdp.parts import Part
-from inflight_fsdp.rounding import lost_share, spread_sample
+from inflight_fsdp.rounding import LostUpdates, lost_share, spread_sample
 from inflight_fsdp.rows import PackedImages, Row, head_exchange, rows_of, summed_for_all
-from inflight_fsdp.sharding import gather_on_first
 
 _SAVE_S = 1800.0
 """Longest wait for a save of a small model."""
 _LOG = logging.getLogger("inflight.worker")
-_TOLD_STEPS = 3
-"""Steps after which a worker with bfloat16 masters reports how many updates were lost."""
 Worker = TypeVar("Worker", bound="ShardedWorker")
 
 
@@ -95,41 +89,31 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         self._device = device
         self._owns_group = owns_group
         self._policy = policy
-        self._parts = dict(parts)
-        self._trained = {name: part for name, part in self._parts.items() if part.is_trained}
+        stored_dtype: torch.dtype = getattr(torch, config.stored_dtype)
+        self._parameters = ShardedParameters(
+            parts,
+            shardings,
+            layouts,
+            rank=self.rank,
+            stored_dtype=stored_dtype,
+            wire_dtype=config.wire_dtype or config.dtype,
+            device=device,
+        )
         self._has_gradients = False
-        self._layouts = dict(layouts)
-        self._shardings = dict(shardings)
         self._optimizer = optimizer
         self._summed_over = summed_over or {}
         self._ranks = config.rank_layout(dist.get_world_size())
         self._exchange = head_exchange(self._ranks, device)
-        self._nothing = torch.empty(0, dtype=getattr(torch, config.stored_dtype), device=device)
-        """Held of parameters that are on other ranks."""
-        self._owned = [name for name in self._trained if self.rank in self._shardings[name].owners]
-        """Parameters of whose parts this rank answers for its own."""
-        self._wire_dtype = config.wire_dtype or config.dtype
         self._model_config: str = hf_config.to_json_string(use_diff=True)
         self._context_length = max_model_len_of(hf_config)
-        self._parameter_of = {stored: name for name, layout in self._layouts.items() for stored in layout.shapes}
-        self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._version = 0
-        size_bytes = sum(math.prod(shape) for layout in layouts.values() for shape in layout.shapes.values())
-        size_bytes *= 3 * getattr(torch, config.stored_dtype).itemsize  # with both moments
-        self._longest_save_s = with_transfer_s(_SAVE_S, size_bytes)
-        self._save_group: dist.ProcessGroup | None = None
-        self._begun_save: BackgroundSave | None = None
-        self._lost_shares: list[float] = []
-        """Of the first steps, until they are reported."""
+        num_elements = sum(math.prod(shape) for layout in layouts.values() for shape in layout.shapes.values())
+        size_bytes = 3 * num_elements * stored_dtype.itemsize  # with both moments
+        self._saves = BackgroundSaves(with_transfer_s(_SAVE_S, size_bytes))
+        self._lost_updates = LostUpdates(warns=self.rank == 0) if config.stored_dtype == "bfloat16" else None
         if self.rank == 0:
             kernel = segment_kernel_in_words(hf_config, getattr(torch, config.dtype), device)
             _LOG.info("trainer's attention in %s on %s: %s", config.dtype, device, kernel)
-        if config.stored_dtype == "bfloat16":
-            self._warn(
-                "master_dtype 'bfloat16': weights and moments have 8 significant bits, so an update smaller than 1/512 "
-                f"of its weight is rounded away. After {_TOLD_STEPS} steps the worker reports how many were; "
-                "master_dtype 'float32' keeps them"
-            )
 
     @property
     def rank(self) -> int:
@@ -230,10 +214,11 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         return self._update()
 
     def _update(self) -> StepResult:
-        by_name = {name: part.gradient for name, part in self._trained.items()}
+        parameters = self._parameters
+        by_name = {name: part.gradient for name, part in parameters.trained.items()}
         for name, group in self._summed_over.items():
             dist.all_reduce(by_name[name], group=group)
-        gradients, owned = list(by_name.values()), [by_name[name] for name in self._owned]
+        gradients, owned = list(by_name.values()), [by_name[name] for name in parameters.owned]
         norm = global_norm(owned, self._device)
         self._clear_gradients()
         if not math.isfinite(norm):
@@ -241,14 +226,14 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         clip(gradients, norm, self._config.max_gradient_norm)
         learning_rate = learning_rate_at(self._version, self._config)
         self._forget_whole_parameters()
-        is_watched = self._config.stored_dtype == "bfloat16" and learning_rate != 0.0
-        before = spread_sample(self._owned_shards()) if is_watched else []
+        watch = self._lost_updates if learning_rate != 0.0 else None
+        before = [] if watch is None else spread_sample(parameters.owned_shards())
         self._optimizer.step(gradients, learning_rate)
         self._version += 1
-        if not is_watched:
+        if watch is None:
             return StepResult(self._version, norm, learning_rate)
-        lost = lost_share(before, spread_sample(self._owned_shards()), spread_sample(owned), self._device)
-        self._tell_lost_share(lost)
+        lost = lost_share(before, spread_sample(parameters.owned_shards()), spread_sample(owned), self._device)
+        watch.note(lost)
         return StepResult(self._version, norm, learning_rate, rounded_away=lost)
 
     def _refused(self, norm: float) -> NonFiniteError:
@@ -259,71 +244,41 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
         """Frozen parameters are left out."""
-        return [
-            TensorSpec(name=name, dtype=self._wire_dtype, shape=shape)
-            for layout in self._published.values()
-            for name, shape in layout.shapes.items()
-        ]
+        return self._parameters.specs()
 
     def frozen_names(self) -> Sequence[str]:
-        frozen = (layout for name, layout in self._layouts.items() if name not in self._published)
-        return [name for layout in frozen for name in layout.shapes]
-
-    @property
-    def _published(self) -> Mapping[str, Layout]:
-        """The layouts of trained parameters, of this rank or of others."""
-        frozen = self._parts.keys() - self._trained.keys()
-        return {name: layout for name, layout in self._layouts.items() if name not in frozen}
+        return self._parameters.frozen_names()
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
         """Yielded tensors share no memory with the parameters."""
-        specs = self.parameter_specs()
-        self._split = ("", {})
-        for bucket in buckets:
-            part = specs[bucket.start : bucket.stop]
-            tensors = [self._gather(spec.name) for spec in part]
-            yield WeightBucket(bucket.index, tuple(part), tuple(t for t in tensors if t is not None))
-        self._split = ("", {})
+        return self._parameters.gather(buckets)
 
     def save(self, path: Path) -> None:
         """Every rank writes its shards. A directory that is not a checkpoint of a worker is not replaced.
 
         Waits for a save in the background; if that fails, its error is raised and nothing is written.
         """
-        self.finish_save(self._longest_save_s)
+        self._saves.finish()
         save_checkpoint(path, self._saved_state())
 
     def begin_save(self, path: Path) -> None:
         """The copy takes as much host memory as the shards and their moments."""
-        self.finish_save(self._longest_save_s)
-        if self._save_group is None:
-            self._save_group = make_save_group(self._longest_save_s)
-        state = copy_to_host(self._saved_state())
-        write = partial(save_checkpoint, path.absolute(), state, self._save_group)
-        self._begun_save = BackgroundSave(path, write)
+        self._saves.finish()
+        self._saves.begin(path, self._saved_state())
 
     def finish_save(self, timeout_s: float) -> None:
-        begun = self._begun_save
-        if begun is None:
-            return
-        if not begun.wait(timeout_s):
-            raise CheckpointError(
-                f"the save to {begun.path} is still running after {timeout_s:g} s; an earlier one there is intact"
-            )
-        self._begun_save = None
-        if begun.failure is not None:
-            raise begun.failure
+        self._saves.finish(timeout_s)
 
     @property
     def save_pending(self) -> bool:
-        return self._begun_save is not None and self._begun_save.is_running
+        return self._saves.is_running
 
     def load(self, path: Path) -> None:
         """Every rank reads its shards from ``path``; gradients are cleared.
 
         Waits for a save in the background, which may be to ``path``; `finish_save` still reports how it ended.
         """
-        self._wait_for_save()
+        self._saves.wait()
         states = self._optimizer.states
         version, num_steps = load_checkpoint(path, self._state(states))
         self._optimizer.resume(states, num_steps)
@@ -336,17 +291,10 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
 
         Call `finish_save` before to learn how the save ended.
         """
-        self._wait_for_save()
-        if self._save_group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._save_group)
-        self._save_group = None
+        self._saves.close()
         if self._owns_group:
             self._owns_group = False
             dist.destroy_process_group()
-
-    def _wait_for_save(self) -> None:
-        if self._begun_save is not None:
-            self._begun_save.wait(self._longest_save_s)
 
     def _saved_state(self) -> TrainerState:
         """Return what a checkpoint holds now; every rank calls it."""
@@ -354,58 +302,13 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
 
     @torch.no_grad()
     def _state(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> TrainerState:
-        weights = [self._sharded(name) for name in self._layouts]
-        moments = [
-            ShardedTensor(tensors.get(name, self._nothing), self._shardings[name], layout.suffixed(f".{kind}"))
-            for kind, tensors in states.items()
-            for name, layout in self._published.items()
-        ]
+        weights = [self._parameters.sharded(name) for name in self._parameters.layouts]
+        moments = self._parameters.moments(states)
         num_steps, model_path = self._optimizer.num_steps, self._config.model_path
         return TrainerState(weights, moments, self._version, num_steps, self._model_config, model_path, self._device)
 
-    def _sharded(self, name: str) -> ShardedTensor:
-        part = self._parts.get(name)
-        local = self._nothing if part is None else part.local
-        return ShardedTensor(local, self._shardings[name], self._layouts[name])
-
-    @torch.no_grad()
-    def _gather(self, name: str) -> torch.Tensor | None:
-        """Return one stored tensor in wire dtype, in memory of its own, on rank 0, None elsewhere; collective.
-
-        If the parameter is stored as several tensors, the others are kept until they are asked for.
-        """
-        owner = self._parameter_of[name]
-        layout = self._layouts[owner]
-        dtype: torch.dtype = getattr(torch, self._wire_dtype)
-        if layout.split is None:
-            return gather_on_first(self._sharded(owner), dtype, self._device)
-        if self._split[0] != owner:
-            whole = gather_on_first(self._sharded(owner), dtype, self._device)
-            self._split = (owner, {} if whole is None else dict(layout.stored(whole)))
-        tensor = self._split[1].pop(name, None)
-        return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
-
-    def _owned_shards(self) -> list[torch.Tensor]:
-        return [self._trained[name].local for name in self._owned]
-
-    def _tell_lost_share(self, share: float | None) -> None:
-        """Warn once, after the first steps."""
-        if share is None or len(self._lost_shares) == _TOLD_STEPS:
-            return
-        self._lost_shares.append(share)
-        if len(self._lost_shares) == _TOLD_STEPS:
-            self._warn(
-                f"{sum(self._lost_shares) / _TOLD_STEPS:.1%} of the updates of {_TOLD_STEPS} steps were rounded away "
-                "with master_dtype 'bfloat16'; master_dtype 'float32' keeps them"
-            )
-
-    def _warn(self, text: str) -> None:
-        if self.rank == 0:
-            warnings.warn(text, PrecisionWarning, stacklevel=2)
-
     def _clear_gradients(self) -> None:
-        for part in self._parts.values():
-            part.clear_gradient()
+        self._parameters.clear_gradients()
         self._has_gradients = False
 
     def _forget_whole_parameters(self) -> None:

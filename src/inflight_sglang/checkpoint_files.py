@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.base.threads import BackgroundCalls, run_abandonable
+from inflight.base.tasks import TaskOwner
+from inflight.base.threads import run_abandonable
 from inflight.errors import TransferError
 from inflight.weights.receive.adapter import BucketSink
 from inflight.weights.receive.staged_sink import StagedSink
@@ -114,7 +115,7 @@ class CheckpointSink(BucketSink):
         self,
         clear: Callable[[TransportSpec], Awaitable[None]],
         make_loaded: Callable[[], LoadedWeights],
-        background: BackgroundCalls,
+        background: TaskOwner,
     ) -> None:
         self._clear = clear
         self._make_loaded = make_loaded

@@ -13,7 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from inflight.base.threads import BackgroundCalls, run_abandonable
+from inflight.base.tasks import TaskOwner
+from inflight.base.threads import run_abandonable
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import DeadlineError, ProtocolError, TransferError
 from inflight.weights.receive.adapter import BucketSink
@@ -38,9 +39,7 @@ _NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed
 class NativeSink(BucketSink):
     """Buckets arrive in SGLang's own group of ``num_ranks`` ranks; ``engine`` is told what they load."""
 
-    def __init__(
-        self, routes: EngineRoutes, engine: SglangUpdates, background: BackgroundCalls, num_ranks: int
-    ) -> None:
+    def __init__(self, routes: EngineRoutes, engine: SglangUpdates, background: TaskOwner, num_ranks: int) -> None:
         self._routes = routes
         self._engine = engine
         self._background = background

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
+from inflight.base.tasks import finish_all
 from inflight.engines.detached_calls import quietly
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import InflightError, UpdateRefusedError
@@ -68,7 +69,7 @@ async def abort(routes: EngineRoutes, rids: Sequence[str]) -> None:
         async with slots:
             await routes.post("/abort_request", {"rid": rid})
 
-    await asyncio.gather(*map(end, rids))
+    await finish_all(*map(end, rids))
 
 
 async def go_on(routes: EngineRoutes) -> None:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from pathlib import Path
 from typing import Any
 
-from inflight.base.threads import BackgroundCalls
+from inflight.base.tasks import TaskOwner
 from inflight.base.transfer_time import MOVE_S
 from inflight.engines.detached_calls import quietly
 from inflight.engines.requests import RequestGate
@@ -45,7 +45,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         self,
         routes: EngineRoutes,
         gate: RequestGate,
-        background: BackgroundCalls,
+        background: TaskOwner,
         last: LastUpdate,
     ) -> None:
         self._routes = routes

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.base.tasks import run_together
 from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.requests import Asked
@@ -225,7 +226,9 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
 
         async def send(asked: Mapping[int, Asked]) -> list[Any]:
             bodies = bodies_of(request, can, asked)
-            answers = await _all(self._requests.request(GENERATE, body, self._generate_timeout_s) for body in bodies)
+            answers = await run_together(
+                *(self._requests.request(GENERATE, body, self._generate_timeout_s) for body in bodies)
+            )
             check_placed(request, answers)
             return choices_of(answers)
 
@@ -261,18 +264,8 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
             body = {"tokens": list(ids), "skip_special_tokens": skip_special_tokens}
             return str((await self._routes.post("/detokenize", body))["prompt"])
 
-        return await asyncio.gather(*(text(ids) for ids in token_ids))
+        return await run_together(*(text(ids) for ids in token_ids))
 
     async def aclose(self) -> None:
         await super().aclose()
         await self._requests.aclose()
-
-
-async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Return the results of all calls. The first failure, or a cancellation, cancels the others."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from inflight.base.threads import BackgroundCalls
+from inflight.base.tasks import TaskOwner
 from inflight.base.transfer_time import MOVE_S
 from inflight.engines.detached_calls import quietly
 from inflight.engines.requests import RequestGate
@@ -64,7 +64,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         self,
         routes: EngineRoutes,
         gate: RequestGate,
-        background: BackgroundCalls,
+        background: TaskOwner,
         last: LastUpdate,
         probe: Callable[[], Awaitable[None]],
     ) -> None:

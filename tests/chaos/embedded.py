@@ -20,7 +20,7 @@ from inflight.conformance.fleet.palette import CHECKPOINT, Palette, Shade, make_
 from inflight.conformance.fleet.plan import INSIDE, Kind
 from inflight.conformance.fleet.servers import Call, Loop, Server, Testbed
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.errors import UnreachableError
@@ -65,7 +65,7 @@ class ServerProcess:
     ``fenced_at`` is how many shades had been seen when a later trainer had joined, and that trainer's incarnation.
     """
 
-    endpoint: LocalEndpoint
+    endpoint: EmbeddedEndpoint
     engine: Engine
     model: Any
     shades: list[Shade | None] = field(default_factory=list)
@@ -205,7 +205,7 @@ class EmbeddedServer(Server):
         return found
 
 
-class WatchedEndpoint(LocalEndpoint):
+class WatchedEndpoint(EmbeddedEndpoint):
     """An endpoint whose server looks at its weights when a trainer has joined, and after each commit."""
 
     def watch(self, server: EmbeddedServer, process: ServerProcess) -> None:

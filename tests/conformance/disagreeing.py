@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 
 
-def start(model: Path, fault: str) -> LocalEndpoint:
+def start(model: Path, fault: str) -> EmbeddedEndpoint:
     """Return an embedded endpoint with a fault."""
     return FAULTS[fault](load_endpoint(model, name=fault))
 
 
-def layer_scales(endpoint: LocalEndpoint) -> LocalEndpoint:
+def layer_scales(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Layer 2 attends with another scale."""
     model: Any = endpoint._engine.weights.model
     model.base_model.layers[2].self_attn.scaling *= 1.3
     return endpoint
 
 
-def loses_an_activation(endpoint: LocalEndpoint) -> LocalEndpoint:
+def loses_an_activation(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """The MLPs of all layers have another activation."""
     model: Any = endpoint._engine.weights.model
     for layer in model.base_model.layers:
@@ -31,14 +31,14 @@ def loses_an_activation(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def rounds_logits(endpoint: LocalEndpoint) -> LocalEndpoint:
+def rounds_logits(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """The head's logits have 8 significant bits."""
     head: Any = endpoint._engine.weights.model.get_output_embeddings()
     head.register_forward_hook(lambda _, __, logits: logits.to(torch.bfloat16).to(logits.dtype))
     return endpoint
 
 
-def keeps_a_projection(endpoint: LocalEndpoint) -> LocalEndpoint:
+def keeps_a_projection(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Updates leave out the output projection of the attention of layer 1, whose copy is another one."""
     engine: Any = endpoint._engine
     load, kept = engine.load, "model.layers.1.self_attn.o_proj.weight"

@@ -11,14 +11,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 
 
 class DyingEndpoint:
     """Passes everything on to an embedded endpoint, until it dies."""
 
-    def __init__(self, endpoint: LocalEndpoint, after: int, grave: Path) -> None:
+    def __init__(self, endpoint: EmbeddedEndpoint, after: int, grave: Path) -> None:
         self._endpoint, self._left, self._grave = endpoint, after, grave
 
     def __getattr__(self, name: str) -> Any:

@@ -13,7 +13,7 @@ from inflight.conformance.kit import Kit
 from inflight.conformance.targets import EndpointTarget
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.errors import UnsupportedError
 from inflight.wire import Capabilities, ChatCompletion, ChatCompletionRequest, InFlightPolicy, WeightUpdate
@@ -36,7 +36,7 @@ SAME_AS_THE_EMBEDDED = (
 class ModestEndpoint:
     """The embedded endpoint without streams and chat, four sequences at a time, under ``keep`` only."""
 
-    def __init__(self, endpoint: LocalEndpoint) -> None:
+    def __init__(self, endpoint: EmbeddedEndpoint) -> None:
         self._endpoint = endpoint
         for name in SAME_AS_THE_EMBEDDED:
             setattr(self, name, getattr(endpoint, name))

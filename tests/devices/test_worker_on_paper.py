@@ -91,7 +91,7 @@ def test_two_steps_have_the_logprobs_norms_and_weights_of_the_fsdp_worker_on_the
         usual.backward(policy_loss(logprobs_T, batch))
         expected.append(logprobs_T.detach())
         norms.append(usual.step().gradient_norm)
-    weights = {name: part.parameter.full_tensor().detach() for name, part in usual._parts.items()}
+    weights = {name: part.parameter.full_tensor().detach() for name, part in usual._parameters.parts.items()}
     with worker_on_paper(path) as (worker, parameters, gpu):
         for batch, wanted_T, norm in zip(batches, expected, norms, strict=True):
             mine = batch if where == "host" else batch_on_cuda(batch)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from inflight.engines.embedded.decoding import Captured, Compiler, DecodeStep, Recorded
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.model.checkpoints import load_causal_lm
@@ -64,17 +64,17 @@ def _in_place(leaf: Any) -> Any:
 
 def endpoint_of(
     path: Path, compiler: Compiler | None = recording, *, max_model_len: int = 1024, max_concurrent: int = 8
-) -> LocalEndpoint:
+) -> EmbeddedEndpoint:
     """Return an endpoint on the CPU whose engine takes this compiler."""
     register_slot_attention()
     model: Any = load_causal_lm(path, attention=ATTENTION_NAME, dtype="float32")
     engine = Engine(
         model, max_model_len=max_model_len, max_concurrent=max_concurrent, eos_token_ids=[257], compiler=compiler
     )
-    return LocalEndpoint(engine, model, name=path.name)
+    return EmbeddedEndpoint(engine, model, name=path.name)
 
 
-def make(path: Path) -> LocalEndpoint:
+def make(path: Path) -> EmbeddedEndpoint:
     """Return an endpoint with a recorded decode step, for the kit."""
     from inflight.engines.embedded.chat import ChatFormat
     from inflight.model.checkpoints import load_tokenizer
@@ -90,4 +90,4 @@ def make(path: Path) -> LocalEndpoint:
         decode=lambda ids: str(tokenizer.decode(ids)),
         compiler=recording,
     )
-    return LocalEndpoint(engine, model, name=path.name, chat=ChatFormat(tokenizer))
+    return EmbeddedEndpoint(engine, model, name=path.name, chat=ChatFormat(tokenizer))

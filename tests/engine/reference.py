@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.types import WeightBucket
 from inflight.wire import BucketSpec, Completion, GenerateRequest, GenerateResponse, SamplingParams, TensorSpec
@@ -28,7 +28,7 @@ WAIT_S = 60.0
 
 
 @contextlib.asynccontextmanager
-async def serving(path: Path, **options: Any) -> AsyncIterator[LocalEndpoint]:
+async def serving(path: Path, **options: Any) -> AsyncIterator[EmbeddedEndpoint]:
     """An endpoint on the CPU, closed at the end."""
     endpoint = load_endpoint(path, device="cpu", **options)
     try:
@@ -43,7 +43,7 @@ def make_request(request_id: str, prompt: Iterable[int], **sampling: Any) -> Gen
     )
 
 
-async def generate_all(endpoint: LocalEndpoint, requests: Sequence[GenerateRequest]) -> list[GenerateResponse]:
+async def generate_all(endpoint: EmbeddedEndpoint, requests: Sequence[GenerateRequest]) -> list[GenerateResponse]:
     """Answers of all requests, sent at once."""
     async with asyncio.timeout(WAIT_S):
         return await asyncio.gather(*(endpoint.generate(request) for request in requests))

@@ -22,7 +22,7 @@ from inflight.conformance.judge import judge
 from inflight.conformance.targets import EndpointTarget
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.engines.embedded.decoding import Compiler, compiler_for, num_places, num_rows
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.engines.embedded.parameters import exchange
 from inflight.errors import ConfigError, NonFiniteError
@@ -74,7 +74,7 @@ def requests() -> list[GenerateRequest]:
     ]
 
 
-def completions(endpoint: LocalEndpoint) -> list[Completion]:
+def completions(endpoint: EmbeddedEndpoint) -> list[Completion]:
     async def run() -> list[Any]:
         try:
             return await generate_all(endpoint, requests())
@@ -98,7 +98,7 @@ def publishing(path: Path, compiler: Compiler, transport: str = "shm") -> Iterat
         yield Publishing(endpoint, publisher)
 
 
-def addresses(endpoint: LocalEndpoint) -> dict[str, int]:
+def addresses(endpoint: EmbeddedEndpoint) -> dict[str, int]:
     return {name: parameter.data_ptr() for name, parameter in endpoint._engine.weights.by_name.items()}
 
 

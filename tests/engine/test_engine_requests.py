@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.errors import EndpointError, InflightError, InvalidRequestError
 from inflight.wire import Completion, CompletionChunk, GenerateRequest
@@ -284,7 +284,7 @@ def test_streamed_chunks_join_to_what_generate_answers(model_dir: Path) -> None:
         assert {chunk.version for chunk in mine} == {0}
 
 
-async def leave_by_cancelling(endpoint: LocalEndpoint, request: GenerateRequest) -> None:
+async def leave_by_cancelling(endpoint: EmbeddedEndpoint, request: GenerateRequest) -> None:
     with slowed(endpoint):
         task = asyncio.ensure_future(endpoint.generate(request))
         await wait_until(lambda: endpoint.stats().num_running)
@@ -293,7 +293,7 @@ async def leave_by_cancelling(endpoint: LocalEndpoint, request: GenerateRequest)
             await task
 
 
-async def leave_by_closing_the_stream(endpoint: LocalEndpoint, request: GenerateRequest) -> None:
+async def leave_by_closing_the_stream(endpoint: EmbeddedEndpoint, request: GenerateRequest) -> None:
     stream = endpoint.generate_stream(request)
     await anext(stream)
     await stream.aclose()

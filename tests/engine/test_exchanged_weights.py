@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.parameters import exchange, made_ready
 from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
@@ -124,7 +124,9 @@ class Served:
     def __init__(self, path: Path, transport: str, directory: Path, **options: Any) -> None:
         register_slot_attention()
         self.model: Any = load_causal_lm(path, attention=ATTENTION_NAME)
-        self.endpoint = LocalEndpoint(Engine(self.model, max_model_len=256, max_concurrent=4), self.model, name="local")
+        self.endpoint = EmbeddedEndpoint(
+            Engine(self.model, max_model_len=256, max_concurrent=4), self.model, name="local"
+        )
         stored = directory if transport in ("file", "http") else None
         self.publisher = WeightPublisher([self.endpoint], make_sender(transport, directory=stored), **options)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import inflight.engines.embedded.stepping
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.errors import EndpointError, InvalidRequestError
 from inflight.wire import Completion, GenerateRequest
 from tests.engine.reference import (
@@ -45,7 +45,7 @@ class FaultyModel(torch.nn.Module):
         return self.inner(**inputs)
 
 
-def in_sampling(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_sampling(endpoint: EmbeddedEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = inflight.engines.embedded.stepping.sample
 
     def faulty(logits: Any, params: Any, uniforms: Any) -> Any:
@@ -56,7 +56,7 @@ def in_sampling(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(inflight.engines.embedded.stepping, "sample", faulty)
 
 
-def in_sampling_later(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_sampling_later(endpoint: EmbeddedEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = inflight.engines.embedded.stepping.sample
     num_calls = 0
 
@@ -71,7 +71,7 @@ def in_sampling_later(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(inflight.engines.embedded.stepping, "sample", faulty)
 
 
-def in_the_model(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_the_model(endpoint: EmbeddedEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model fails where the poisonous prompt is computed: its last tokens in a row."""
     *_, before, last = poison("p").prompt_token_ids
 
@@ -83,7 +83,7 @@ def in_the_model(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(type(engine.weights.model), "base_model", property(lambda _: faulty))
 
 
-def in_the_store(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_the_store(endpoint: EmbeddedEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     store = endpoint._engine.scheduler.store
     open_slot, reserve = store.open, store.reserve
     poisoned: set[Any] = set()
@@ -103,7 +103,7 @@ def in_the_store(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(store, "reserve", reserving)
 
 
-def in_decoding(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_decoding(endpoint: EmbeddedEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: Any, sequence: Any) -> bool:
         raise KeyError("no such piece")
 
@@ -134,7 +134,7 @@ def poison(request_id: str, **fields: Any) -> GenerateRequest:
     )
 
 
-async def answer_of(endpoint: LocalEndpoint, request: GenerateRequest, streamed: bool) -> None:
+async def answer_of(endpoint: EmbeddedEndpoint, request: GenerateRequest, streamed: bool) -> None:
     if not streamed:
         await endpoint.generate(request)
         return

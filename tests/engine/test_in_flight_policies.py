@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
@@ -46,7 +46,7 @@ def models(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[in
 class Publishing:
     """An endpoint in this process and a publisher connected to it."""
 
-    def __init__(self, endpoint: LocalEndpoint, publisher: WeightPublisher) -> None:
+    def __init__(self, endpoint: EmbeddedEndpoint, publisher: WeightPublisher) -> None:
         self.endpoint = endpoint
         self.publisher = publisher
 
@@ -232,7 +232,7 @@ def test_followers_of_one_prompt_are_independent_after_a_recompute(model_dir: Pa
 def test_streamed_chunks_name_the_version_of_their_own_tokens(model_dir: Path, models: dict[int, Any]) -> None:
     request = make_request("r", random_prompt(9, 4), max_tokens=250, ignore_eos=True)
 
-    async def collect(endpoint: LocalEndpoint) -> list[tuple[int, tuple[int, ...], tuple[float, ...]]]:
+    async def collect(endpoint: EmbeddedEndpoint) -> list[tuple[int, tuple[int, ...], tuple[float, ...]]]:
         async with asyncio.timeout(WAIT_S):
             return [(c.version, c.token_ids, c.logprobs) async for c in endpoint.generate_stream(request)]
 

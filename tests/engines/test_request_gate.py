@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inflight.base.threads import BackgroundCalls
+from inflight.base.tasks import TaskOwner
 from inflight.engines.requests import Asked, RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
@@ -174,7 +174,7 @@ def test_sglang_is_told_of_an_abort_only_while_it_begins_requests(model_dir: Pat
     async def main() -> None:
         async with server.served() as url:
             routes = EngineRoutes(url, api_key=None, control_timeout_s=5.0)
-            updates = SglangUpdates(routes, RequestGate(), BackgroundCalls(), LastUpdate())
+            updates = SglangUpdates(routes, RequestGate(), TaskOwner(), LastUpdate())
             await updates.end_requests(["a", "b"])
             await routes.aclose()
 

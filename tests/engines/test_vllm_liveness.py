@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from inflight.base.threads import BackgroundCalls
+from inflight.base.tasks import TaskOwner
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
@@ -90,7 +90,7 @@ def test_no_request_waits_for_ever_when_the_server_is_gone_in_the_middle_of_a_pa
 
     async def main() -> None:
         routes, gate = EngineRoutes("http://127.0.0.1:9", api_key=None, control_timeout_s=5.0), RequestGate()
-        background = BackgroundCalls()
+        background = TaskOwner()
         updates = VllmUpdates(routes, gate, background, LastUpdate(), unused)
         gate.is_open.clear()  # as a pause does
         with pytest.raises(UnreachableError):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.environments.moving import Moving, Place
 from inflight.environments.proxy.answers import Answers
 from inflight.environments.proxy.requests import ChatRequest
 from inflight.environments.proxy.run_server import ProxyServer
 from inflight.environments.transcripts import ChatTemplate
+from inflight.errors import EndpointError
 from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
 from inflight.wire import CompletionChunk, GenerateRequest
@@ -342,6 +344,51 @@ def test_a_client_that_leaves_ends_its_request_and_nothing_is_recorded(
 
     settings = SETTINGS.model_copy(update={"max_tokens": 900, "ignore_eos": True})
     on_engine(braked_server, model_dir, play, settings=settings)
+
+
+def test_an_episode_whose_client_leaves_a_streamed_answer_continues() -> None:
+    """As a run plays it, on an endpoint that is held after the first chunk."""
+    built, template = qwen()
+    reached, gate, has_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def says(number: int, prompt: Any) -> tuple[int, ...]:
+        return (*built("some words", add_special_tokens=False)["input_ids"], built.eos_token_id)
+
+    def give_up(error: Exception) -> None:
+        raise error
+
+    async def play(it: Open) -> None:
+        answer = await it.client.chat.completions.create(model="m", messages=[user("go")], stream=True)
+        await reached.wait()
+        await answer.close()
+        await has_ended.wait()
+        again = await it.client.chat.completions.create(model="m", messages=[user("go")])
+        assert again.choices[0].message.content == "some words"
+        assert it.episode.error is None
+        assert len(it.episode.recording) == 1
+
+    async def run() -> None:
+        async with ProxyServer("scripted") as proxy:
+            episode = scripted(template, proxy, says, end=built.eos_token_id, streams=True)
+            stream, moving = episode.stream, Moving((EndpointError,), give_up)
+            assert stream is not None
+
+            async def held(request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+                try:
+                    async for chunk in stream(request):
+                        yield chunk
+                        reached.set()
+                        await gate.wait()
+                finally:
+                    await asyncio.sleep(0)  # as a connection takes a moment to be closed
+                    has_ended.set()
+
+            moving.go_to(Place(episode.generate, held))
+            episode.generate, episode.stream = moving.generate, moving.stream
+            async with opened(episode) as it:
+                await play(it)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 async def until(endpoint: Callable[[], HttpEndpoint], *, running: bool) -> None:

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from inflight.environments.tools.python_tool import PythonResult, PythonTool
+from inflight.environments.tools.python_tool import PythonResult, PythonTool, _visible_paths
+from inflight.environments.tools.seccomp import seccomp_filter
 from inflight.errors import ConfigError, TaskError
 from tests.environments.attempts import ATTEMPTS, Attempt
 from tests.environments.outside import Outside, outside
@@ -118,6 +120,66 @@ def test_a_user_whom_the_machine_grants_nothing_has_the_same_sandbox(user: str, 
     result = run_program([*root, *PROGRAM, "namespaces", "20"], code)
     assert result["text"].startswith("1000 False ['main.py']\n"), result
     assert "PermissionError" in result["text"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Why it is not bubblewrap
+
+MANY_FILES = "for i in range(5000): open(f'/tmp/{i}', 'w').close()\nprint('made')"
+MANY_THREADS = """
+import resource, threading, time
+resource.setrlimit(resource.RLIMIT_NPROC, (34, 34))
+for _ in range(100): threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start()
+print('made')
+"""
+
+
+def under_bubblewrap(code: str, *options: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Run code under ``bwrap`` with the same view of files, or skip where bwrap does not run."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    head = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--as-pid-1", "--clearenv"]
+    if subprocess.run([*head, "--ro-bind", "/", "/", "true"], capture_output=True, timeout=60).returncode != 0:
+        pytest.skip("bubblewrap does not run here")
+    python = os.path.realpath(sys.executable)
+    for path in (*_visible_paths(), python):
+        head += ["--dev-bind" if path.startswith("/dev/") else "--ro-bind", path, path]
+    head += ["--size", str(PythonTool().disk_bytes), "--tmpfs", "/tmp", *options, python, "-I", "-S", "-c", code]
+    return subprocess.run(head, capture_output=True, text=True, timeout=120, **settings)
+
+
+@namespaces
+@pytest.mark.parametrize(
+    ("code", "refusal"),
+    [
+        (MANY_FILES, "No space left on device"),
+        pytest.param(
+            MANY_THREADS,
+            "can't start new thread",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="for other users bubblewrap holds it too"),
+        ),
+    ],
+    ids=["files", "threads of a caller who is root"],
+)
+def test_bubblewrap_does_not_hold_what_the_sandbox_holds(code: str, refusal: str) -> None:
+    """If this fails because bubblewrap holds it too, there is less reason for a sandbox of our own."""
+    assert under_bubblewrap(code).stdout == "made\n"
+    result = run(code, PythonTool(timeout_s=60))
+    assert refusal in result.text
+    assert "made" not in result.text
+
+
+def test_bubblewrap_starts_no_program_under_a_filter_that_refuses_other_programs() -> None:
+    """It installs the filter before it starts the program, so code must be confined by the process that runs it."""
+    read_fd, written_fd = os.pipe()
+    os.write(written_fd, seccomp_filter())
+    os.close(written_fd)
+    try:
+        done = under_bubblewrap("print('ran')", "--seccomp", str(read_fd), pass_fds=(read_fd,))
+    finally:
+        os.close(read_fd)
+    assert (done.stdout, done.returncode) == ("", 1)
+    assert "Operation not permitted" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------

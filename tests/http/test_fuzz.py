@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.http.routes import ROUTES, STATUS_OF_CODE, Route
 from inflight.http.server import create_app
@@ -36,7 +36,7 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.endpoint: LocalEndpoint = load_endpoint(path, device="cpu", max_model_len=MAX_MODEL_LEN, drafts="both")
+        self.endpoint: EmbeddedEndpoint = load_endpoint(path, device="cpu", max_model_len=MAX_MODEL_LEN, drafts="both")
         self._app = create_app(self.endpoint, token=TOKEN)
         self.bodies = valid_bodies(self.endpoint, directory)
 
@@ -55,7 +55,7 @@ class Server:
         self._loop.close()
 
 
-def valid_bodies(endpoint: LocalEndpoint, directory: Path) -> dict[str, list[dict[str, Any]]]:
+def valid_bodies(endpoint: EmbeddedEndpoint, directory: Path) -> dict[str, list[dict[str, Any]]]:
     """Bodies that each route takes."""
     specs = endpoint._manifest.tensors
     manifest = endpoint._manifest.model_dump(mode="json")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 
 
-def without_memory_once(model: Path, *, name: str, **_: Any) -> LocalEndpoint:
+def without_memory_once(model: Path, *, name: str, **_: Any) -> EmbeddedEndpoint:
     """Return an endpoint that finds no memory when it is to take its own back for the first time."""
     endpoint = load_endpoint(model, name=name)
     take_memory = endpoint._engine.take_memory

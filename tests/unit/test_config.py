@@ -62,6 +62,8 @@ def test_an_entropy_bonus_is_refused_in_a_run(config_file: Path) -> None:
         (["--train.learning_rate"], "override --train.learning_rate has no value"),
         (["learning_rate=1"], "is not an override; write --section.field value"),
         (["--run.directory.name", "x"], "'directory' is a value, not a section"),
+        (["--servers.transport", "shm"], "unknown key 'servers.transport'; did you mean updates.transport?"),
+        (["--servers.join", "a:1"], "unknown key 'servers.join'; did you mean servers.attach.join?"),
         (["--updates.transport", "pigeon"], "updates.transport: unknown transport 'pigeon'; known: file, gloo, http"),
         (["--servers.max_concurrent", "4"], "a group would never run as a whole"),
         (["--servers.drafts", "history", "--servers.compile", "true"], "servers.drafts and servers.compile exclude"),

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from inflight.base.tasks import also_failing, cancel_and_wait, finish_all, run_together, running, text_of
+from inflight.base.tasks import (
+    EndedByOwnerError,
+    TaskOwner,
+    also_failing,
+    any_of,
+    cancel_and_wait,
+    finish_all,
+    result_unless,
+    run_together,
+    running,
+    start,
+    text_of,
+)
 
 
 def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     @functools.wraps(test)
     def run() -> None:
-        asyncio.run(test())
+        asyncio.run(asyncio.wait_for(test(), 30))
 
     return run
 
@@ -88,6 +101,11 @@ async def test_every_call_is_finished_though_another_fails() -> None:
 
 
 @in_a_loop
+async def test_results_of_finished_calls_come_in_the_order_of_the_calls() -> None:
+    assert await finish_all(asyncio.sleep(0.01, "slow"), asyncio.sleep(0, "fast")) == ["slow", "fast"]
+
+
+@in_a_loop
 async def test_a_cancelled_task_has_ended() -> None:
     task = asyncio.ensure_future(fail_when_cancelled("ended"))
     await asyncio.sleep(0)
@@ -100,3 +118,122 @@ def test_what_fails_while_a_failure_is_handled_is_told_with_it() -> None:
     with also_failing(error):
         raise KeyError("second")
     assert text_of(error) == "first\nalso failed: KeyError: 'second'"
+
+
+class Endless:
+    """Calls that end only when they are cancelled, and a moment later; ``ends`` are those that have ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    async def __call__(self, name: str, last_error: Exception | None = None) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            self.ends.append(name)
+            if last_error is not None:
+                raise last_error
+
+
+async def returning(value: int) -> int:
+    await asyncio.sleep(0)
+    return value
+
+
+@in_a_loop
+async def test_results_of_calls_together_come_in_the_order_of_the_calls() -> None:
+    assert await run_together(*(returning(i) for i in range(3))) == [0, 1, 2]
+
+
+@in_a_loop
+async def test_a_call_that_ends_first_gives_its_result_and_the_other_has_ended() -> None:
+    call = Endless()
+    assert await result_unless(returning(7), call("end"), ValueError) == 7
+    assert call.ends == ["end"]
+
+
+@in_a_loop
+async def test_a_call_is_cancelled_when_the_end_comes_and_its_own_error_is_a_note() -> None:
+    call = Endless()
+    with pytest.raises(TimeoutError) as raised:
+        await result_unless(call("call", OSError("broken")), returning(0), TimeoutError)
+    assert call.ends == ["call"]
+    assert text_of(raised.value) == "\nalso failed: OSError: broken"
+    with pytest.raises(ValueError, match="end"):
+        await result_unless(call("another"), fail("end"), TimeoutError)
+    assert call.ends == ["call", "another"]
+
+
+@in_a_loop
+async def test_a_call_may_still_answer_shortly_after_the_end() -> None:
+    answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def end() -> None:
+        asyncio.get_running_loop().call_later(0.01, answer.set_result, 3)
+
+    assert await result_unless(answer, end(), TimeoutError, grace_s=20) == 3
+
+
+@in_a_loop
+async def test_the_first_call_that_ends_is_named_and_the_others_have_ended() -> None:
+    call = Endless()
+    assert await any_of(call("call"), returning(5)) == (1, 5)
+    assert call.ends == ["call"]
+
+
+@in_a_loop
+async def test_cancelled_tasks_have_ended_even_if_who_waits_for_them_is_cancelled_too() -> None:
+    call = Endless()
+    task = start(call("task"))
+    await asyncio.sleep(0)
+    waiting = start(cancel_and_wait(task))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+    assert call.ends == ["task"]
+
+
+@pytest.mark.filterwarnings("error")
+@in_a_loop
+async def test_a_call_that_is_cancelled_before_it_begins_ends_too() -> None:
+    await cancel_and_wait(start(returning(1)), start(asyncio.get_running_loop().create_future()))
+    gc.collect()
+
+
+@in_a_loop
+async def test_an_owner_ends_its_tasks_and_calls_under_it_report_that() -> None:
+    call, owner = Endless(), TaskOwner()
+    owner.start(call("task"))
+    called = start(owner.run(call("call")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert owner
+    owner.cancel()
+    with pytest.raises(EndedByOwnerError):
+        await called
+    await owner.aclose()
+    assert sorted(call.ends) == ["call", "task"]
+    assert not owner
+
+
+@in_a_loop
+async def test_an_owner_waits_for_its_tasks_before_it_cancels_them() -> None:
+    owner = TaskOwner()
+    task = owner.start(asyncio.sleep(0.01, "done"))
+    await owner.aclose(wait_s=20)
+    assert task.result() == "done"
+
+
+@in_a_loop
+async def test_a_cancelled_call_under_an_owner_ends_before_its_caller_does() -> None:
+    call, owner = Endless(), TaskOwner()
+    called = start(owner.run(call("call")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    called.cancel()
+    await asyncio.wait({called})
+    assert called.cancelled()
+    assert call.ends == ["call"]

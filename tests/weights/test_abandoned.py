@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.errors import PoisonedError, PublishError, UnreachableError, UpdateRefusedError
@@ -160,7 +160,7 @@ class Local:
         self.tensors = checkpoint(path)
         self.model: Any = load_causal_lm(path, attention=ATTENTION_NAME)
         engine = Engine(self.model, max_model_len=1024, max_concurrent=8)
-        self.endpoint = LocalEndpoint(engine, self.model, name="local")
+        self.endpoint = EmbeddedEndpoint(engine, self.model, name="local")
         self.thaw: Callable[[], None] = lambda: None
 
     def freeze(self) -> None:

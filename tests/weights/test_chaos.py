@@ -17,7 +17,7 @@ from inflight.conformance.fleet.palette import CHECKPOINT, FROZEN, Shade
 from inflight.conformance.fleet.plan import INSIDE, OUTSIDE, SENDER, TRANSPORTS, Kind, Step, fault_plan, sites
 from inflight.conformance.fleet.proxy import TcpProxy
 from inflight.conformance.fleet.schedule import run_schedule
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.sequences import Sequence
 from inflight.types import PublishReport
@@ -155,8 +155,8 @@ def skip_the_checksum(patch: pytest.MonkeyPatch) -> None:
 
 
 def apply_before_all_buckets_arrived(patch: pytest.MonkeyPatch) -> None:
-    prepare = LocalEndpoint._prepare
-    patch.setattr(LocalEndpoint, "_prepare", lambda self, update, arrived: prepare(self, update, arrived[:-4]))
+    prepare = EmbeddedEndpoint._prepare
+    patch.setattr(EmbeddedEndpoint, "_prepare", lambda self, update, arrived: prepare(self, update, arrived[:-4]))
 
 
 def report_a_commit_that_was_not_applied(patch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def resume_a_torn_endpoint(patch: pytest.MonkeyPatch) -> None:
         abort(self)
 
     patch.setattr(UpdateSession, "abort", forgetful)
-    patch.setattr(LocalEndpoint, "fail_requests", LocalEndpoint.resume)
+    patch.setattr(EmbeddedEndpoint, "fail_requests", EmbeddedEndpoint.resume)
 
 
 def forget_sessions_that_are_over(patch: pytest.MonkeyPatch) -> None:

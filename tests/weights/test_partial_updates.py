@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from inflight import LoraWeights, ModuleWeights
 from inflight.contracts import LoraSource
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.errors import ConfigError, PublishError, UnsupportedError, UpdateRefusedError
@@ -55,7 +55,7 @@ class OneServer:
         self.tensors = checkpoint(path)
         self.model: Any = load_causal_lm(path, attention=ATTENTION_NAME)
         engine = Engine(self.model, max_model_len=1024, max_concurrent=8)
-        self.endpoint = LocalEndpoint(engine, self.model, name="local")
+        self.endpoint = EmbeddedEndpoint(engine, self.model, name="local")
         self.publisher = WeightPublisher([self.endpoint], ProcessGroupSender(), run_id="here", **options)
 
     def publish(self, worker: Any, **options: Any) -> PublishReport:

@@ -28,7 +28,7 @@ def seen_of(worker: ShardedWorker, lengths: tuple[int, ...], seed: int) -> list[
     batch = make_batch(lengths, seed)
     logprobs_T = worker.forward(batch)
     worker.backward(policy_loss(logprobs_T, batch))
-    gradients = [part.gradient.clone() for part in worker._parts.values()]
+    gradients = [part.gradient.clone() for part in worker._parameters.parts.values()]
     worker._clear_gradients()
     return [logprobs_T.detach(), *gradients]
 
@@ -59,7 +59,7 @@ def main(directory: Path, trainer: str, recompute: bool) -> None:
         "graphs": num_graphs,
         "graphs of twelve more lengths": counters["stats"]["unique_graphs"] - num_graphs,
         "breaks": list(counters["graph_break"]),
-        "same names": list(eager._parts) == list(compiled._parts),
+        "same names": list(eager._parameters.parts) == list(compiled._parameters.parts),
     }
     (directory / "seen.json").write_text(json.dumps(seen, indent=1))
     compiled.close()

@@ -72,7 +72,7 @@ def test_shards_and_moments_of_rank_0_are_as_large_as_computed(
     with pytest.warns() if dtype == "bfloat16" else _nothing():
         worker = create_worker(worker_settings(config))
     computed = terms(config)
-    assert local_bytes(part.local for part in worker._parts.values()) == computed["parameters"]
+    assert local_bytes(part.local for part in worker._parameters.parts.values()) == computed["parameters"]
     assert local_bytes(moments_of(worker)) == computed["optimizer states"]
 
 
@@ -92,7 +92,7 @@ def test_what_is_frozen_has_neither_gradients_nor_moments(tmp_path: Path, model_
     computed = terms(config)
     assert local_bytes(gradients) == computed["gradients"] < computed["parameters"]
     assert local_bytes(moments_of(worker)) == computed["optimizer states"]
-    assert local_bytes(part.local for part in worker._parts.values()) == computed["parameters"]
+    assert local_bytes(part.local for part in worker._parameters.parts.values()) == computed["parameters"]
     worker.close()
 
 

@@ -198,7 +198,7 @@ def test_bfloat16_is_computed_under_float32_weights(make_pair, model_path):
     logprobs, exact = mixed.forward(batch).detach(), ours.forward(batch).detach()
     assert logprobs.dtype == torch.float32
     assert 0.0 < float((logprobs - exact).abs().max()) < 1.0  # 8 bits of logits that reach 10
-    assert {part.local.dtype for part in mixed._parts.values()} == {torch.float32}
+    assert {part.local.dtype for part in mixed._parameters.parts.values()} == {torch.float32}
     assert {tensor.dtype for states in mixed._optimizer.states.values() for tensor in states.values()} == {
         torch.float32
     }

@@ -1,17 +1,24 @@
-"""Tasks that belong together: none is left running, and no failure is lost when several fail."""
+"""Tasks with owners: each has ended before its owner returns, and no failure is lost when several fail.
+
+A failure that cannot be raised, because an earlier one is, becomes a note of that one. The event loop reports the
+failure of a task that nobody awaits.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+# ------------------------------------------------------------------------------------- tasks that end with one call
+
+
 @contextlib.asynccontextmanager
-async def running(*calls: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def running(*calls: Awaitable[object]) -> AsyncIterator[None]:
     """Run calls while the body runs. The first exception ends all of them and is raised once they have ended.
 
     What fails while they end is a note of that exception, as `first_of` says.
@@ -20,7 +27,7 @@ async def running(*calls: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     of_body: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
+            tasks = [group.create_task(_coroutine_of(call)) for call in calls]
             try:
                 yield
             except Exception as error:
@@ -35,32 +42,150 @@ async def running(*calls: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         raise first_of(sorted(failures, key=lambda failure: failure is not of_body))
 
 
-async def run_together(*calls: Coroutine[Any, Any, T]) -> list[T]:
-    """Return what the calls return. The first exception ends the others and is raised once they have ended."""
-    failures: Sequence[Exception] = ()
+async def run_together(*calls: Awaitable[T]) -> list[T]:
+    """Return the results of all calls. The first exception ends the others and is raised once they have ended."""
+    failures: ExceptionGroup | None = None
     tasks: list[asyncio.Task[T]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks += [group.create_task(call) for call in calls]
+            tasks += [group.create_task(_coroutine_of(call)) for call in calls]
     except ExceptionGroup as raised:
-        failures = raised.exceptions
-    if failures:
-        raise first_of(failures)
+        failures = raised
+    if failures is not None:
+        raise first_of(failures.exceptions)
     return [task.result() for task in tasks]
 
 
-async def finish_all(*calls: Coroutine[Any, Any, object]) -> None:
-    """Run calls until each has returned or failed, and then raise the first exception, if there is one."""
+async def finish_all(*calls: Coroutine[Any, Any, T]) -> list[T]:
+    """Run calls until each has returned or failed; return their results, or raise the first exception."""
     ends = await asyncio.gather(*calls, return_exceptions=True)
     if failures := [end for end in ends if isinstance(end, Exception)]:
         raise first_of(failures)
+    results: list[T] = []
+    for end in ends:
+        if isinstance(end, BaseException):  # somebody has cancelled this call alone
+            raise end
+        results.append(end)
+    return results
+
+
+async def any_of(*calls: Awaitable[T]) -> tuple[int, T]:
+    """Return the number and the result of the first call that ends, once the others are cancelled and have ended."""
+    tasks = [start(call) for call in calls]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        number = next(number for number, task in enumerate(tasks) if task.done())
+        return number, tasks[number].result()
+    finally:
+        await cancel_and_wait(*tasks)
+
+
+async def result_unless(
+    call: Awaitable[T], end: Awaitable[object], error: Callable[[], Exception], grace_s: float = 0.0
+) -> T:
+    """Return what ``call`` returns, or raise ``error()`` if it is not done ``grace_s`` seconds after ``end`` is.
+
+    What is left of either is cancelled, and has ended when this returns or raises. A failure of ``end`` is raised.
+    """
+    calling, ending = start(call), start(end)
+    try:
+        await asyncio.wait({calling, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not calling.done() and grace_s:
+            await asyncio.wait({calling}, timeout=grace_s)
+        if calling.done():
+            return calling.result()
+        ending.result()
+        raise error()
+    except Exception as raised:
+        await cancel_and_wait(calling, ending)
+        others = [task.exception() for task in (calling, ending) if not task.cancelled()]
+        first_of([raised, *(other for other in others if isinstance(other, Exception) and other is not raised)])
+        raise
+    finally:
+        await cancel_and_wait(calling, ending)
+
+
+# ---------------------------------------------------------------------------------- tasks that outlive their callers
+
+
+class EndedByOwnerError(Exception):
+    """The owner of a call has ended it."""
+
+
+class TaskOwner:
+    """Tasks that continue when the calls that started them have returned. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __bool__(self) -> bool:
+        """Return whether a task is running."""
+        return bool(self._tasks)
+
+    def start(self, call: Awaitable[T]) -> asyncio.Task[T]:
+        """Begin a call and return its task."""
+        task = start(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def run(self, call: Awaitable[T]) -> T:
+        """Return what a call returns, once it has ended. Raises `EndedByOwnerError` if it was cancelled by `cancel`."""
+        task = self.start(call)
+        try:
+            await asyncio.wait({task})
+        finally:
+            await cancel_and_wait(task)
+        if task.cancelled():
+            raise EndedByOwnerError
+        return task.result()
+
+    def cancel(self) -> None:
+        """Cancel all tasks, which may take a while to end."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def aclose(self, wait_s: float | None = 0.0) -> None:
+        """Wait up to ``wait_s`` seconds for the tasks, or without limit, then cancel the rest; return at their end."""
+        try:
+            if self._tasks and wait_s != 0:
+                await asyncio.wait(self._tasks, timeout=wait_s)
+        finally:
+            await cancel_and_wait(*self._tasks)
+
+
+def start(call: Awaitable[T]) -> asyncio.Task[T]:
+    """Return a task that runs ``call``. The caller owns it: it keeps a reference, and awaits the task's end."""
+    return asyncio.create_task(_coroutine_of(call))
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and return once they have ended. Their results and exceptions are for whoever holds them."""
+    """Cancel tasks and return once they have ended, also if the caller is cancelled meanwhile.
+
+    Their results and exceptions are for whoever holds them.
+    """
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    cancelled: asyncio.CancelledError | None = None
+    while waiting := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(waiting)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+def _coroutine_of(call: Awaitable[T]) -> Coroutine[Any, Any, T]:
+    # A coroutine is not wrapped in another one, which would not await it if the task is cancelled before it begins.
+    return call if isinstance(call, Coroutine) else _awaited(call)
+
+
+async def _awaited(call: Awaitable[T]) -> T:
+    return await call
+
+
+# ------------------------------------------------------------------------------------------------- several failures
 
 
 @contextlib.contextmanager

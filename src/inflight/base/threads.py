@@ -1,10 +1,10 @@
-"""Calls that continue when nobody waits for them: blocking ones in daemon threads, async ones that have an owner."""
+"""Blocking calls that can be abandoned: each runs in a daemon thread, which continues when nobody waits for it."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
@@ -56,27 +56,3 @@ def _settle(result: Future[T], call: Callable[[], T]) -> None:
     except BaseException as raised:  # handed to the caller
         result.set_exception(raised)
         del result, call  # as above
-
-
-class BackgroundCalls:
-    """The owner of async calls that continue when their callers are cancelled. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._calls: set[asyncio.Future[Any]] = set()
-
-    def start(self, call: Awaitable[None]) -> asyncio.Future[None]:
-        """Begin a call and return its future. A failure that nobody waits for is ignored."""
-        task = asyncio.ensure_future(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return task
-
-    async def aclose(self, wait_s: float) -> None:
-        """Wait up to ``wait_s`` seconds for the calls under way, then cancel the rest and wait as long for those."""
-        if self._calls:
-            _, late = await asyncio.wait(self._calls, timeout=wait_s)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late, timeout=wait_s)

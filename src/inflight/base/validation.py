@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -81,9 +81,21 @@ def _known_instead(kind: type[BaseModel], where: Sequence[str]) -> str:
         if fields:  # otherwise it is an index, or the tag of a union
             models = [model for field in fields for model in _models_in(field.annotation)]
     known = {name: None for model in models for name in model.model_fields}
+    if sections and (elsewhere := min(_paths_of(key, kind), key=len, default=None)):
+        return f"; did you mean {'.'.join(elsewhere)}?"
     if nearest := difflib.get_close_matches(key[:_MAX_VALUE], known, n=1):
         return f"; did you mean {'.'.join((*sections, nearest[0]))}?"
     return _cut(f"; known: {', '.join(known)}", _MAX_MESSAGE) if known else ""
+
+
+def _paths_of(key: str, kind: type[BaseModel], sections: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of the keys that have a name, in sections of sections at most."""
+    for name, field in kind.model_fields.items():
+        if name == key and sections:
+            yield (*sections, name)
+        if len(sections) < 2:
+            for model in _models_in(field.annotation):
+                yield from _paths_of(key, model, (*sections, name))
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inflight.base.tasks import run_together
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
 from inflight.wire import GenerateRequest, SamplingParams
@@ -63,7 +63,7 @@ async def measure(
             sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
             requests.append(GenerateRequest(request_id=f"bench-{number}", prompt_token_ids=prompt, sampling=sampling))
         began = time.perf_counter()
-        await asyncio.gather(*(endpoint.generate(request) for request in requests))
+        await run_together(*(endpoint.generate(request) for request in requests))
         return time.perf_counter() - began
 
     found = []

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from anyio.from_thread import start_blocking_portal
 
+from inflight.base.tasks import running
 from inflight.base.text_tables import align_columns
 from inflight.bench import limits
 from inflight.bench.server import BenchServer, make_model, serving
@@ -245,8 +246,7 @@ async def _requests(server: BenchServer, num_requests: int) -> AsyncIterator[Non
         GenerateRequest(request_id=f"bench-{uuid.uuid4().hex}", prompt_token_ids=_PROMPT, sampling=params)
         for _ in range(num_requests)
     ]
-    running = [asyncio.ensure_future(endpoint.generate(request)) for request in requests]
-    try:
+    async with aclosing(endpoint), running(*(endpoint.generate(request) for request in requests)):
         try:
             async with asyncio.timeout(60):
                 while (await endpoint.weight_version()).num_running < num_requests:  # noqa: ASYNC110
@@ -254,8 +254,3 @@ async def _requests(server: BenchServer, num_requests: int) -> AsyncIterator[Non
         except TimeoutError as error:
             raise InflightError(f"the server was not running {num_requests} requests at once within 60 s") from error
         yield
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        await endpoint.aclose()

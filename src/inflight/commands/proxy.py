@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.base.tasks import running
 from inflight.commands.shared import event_of_signals, print_line, require_positive
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
@@ -82,8 +83,7 @@ async def _serve(service: Any, endpoints: Sequence[InferenceEndpoint], listener:
         for endpoint in endpoints:
             stack.push_async_callback(endpoint.aclose)
         await service.attach(endpoints)
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        stack.callback(tasks.create_task(service.expire()).cancel)
+        await stack.enter_async_context(running(service.expire()))
         server = InLoopServer(service.app(print_line), listener)
         stack.push_async_callback(server.aclose)
         url = await server.started()

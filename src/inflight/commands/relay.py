@@ -8,8 +8,9 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from inflight.base.tasks import running
 from inflight.commands.shared import event_of_signals, print_line, require_positive
-from inflight.errors import ConfigError, InflightError, transfer_failed
+from inflight.errors import ConfigError, transfer_failed
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 
@@ -60,15 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
                 server = FileServer(directory, arguments.host, arguments.port, token)
                 serving.callback(server.stop)
                 print_line(f"serving it at {server.url}")
-            async with asyncio.TaskGroup() as tasks:
-                relaying = tasks.create_task(relay(spec, directory, deadline_s=arguments.deadline, note=print_line))
+            async with running(relay(spec, directory, deadline_s=arguments.deadline, note=print_line)):
                 await stopped.wait()
-                relaying.cancel()
 
-    try:
-        asyncio.run(main())
-    except* InflightError as errors:
-        raise errors.exceptions[0] from None
+    asyncio.run(main())
     return 0
 
 

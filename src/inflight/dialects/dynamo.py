@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from inflight.base.tasks import finish_all
 from inflight.base.transport_registry import receivable
 from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of
@@ -216,7 +217,7 @@ class DynamoEndpoint(OwnedEndpoint):
                 raise ProtocolError(f"POST /engine/{route} failed: {words_of(answer)}", routes.url)
             return answer
 
-        return list(await asyncio.gather(*(one(routes) for routes in self._workers.values())))
+        return await finish_all(*(one(routes) for routes in self._workers.values()))
 
     async def aclose(self) -> None:
         await super().aclose()

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from inflight.base.requirements import require
+from inflight.base.tasks import run_together
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.detached_calls import Attaching
 from inflight.engines.requests import check_fit
@@ -118,13 +119,9 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         if request.request_id in self._running:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
         self._running.add(request.request_id)
-        calls: list[asyncio.Future[Completion]] = []
         try:
-            calls = [asyncio.ensure_future(self._one(request, index)) for index in range(request.sampling.n)]
-            completions = await asyncio.gather(*calls)
+            completions = await run_together(*(self._one(request, index) for index in range(request.sampling.n)))
         finally:
-            for call in calls:
-                call.cancel()
             self._running.discard(request.request_id)
         return GenerateResponse(request_id=request.request_id, completions=tuple(completions))
 
@@ -177,4 +174,5 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
     async def aclose(self) -> None:
         if self._attaching.has_succeeded:
             await self._updates.aclose()
+        await self._attaching.aclose()
         await self._routes.aclose()

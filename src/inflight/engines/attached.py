@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from inflight.base.requirements import require
-from inflight.base.threads import BackgroundCalls
+from inflight.base.tasks import TaskOwner
 from inflight.engines.detached_calls import Attaching
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
@@ -54,7 +54,7 @@ class AttachedEndpoint(ABC):
         self._label_path = label_path
         self._close_s = close_s
         self._gate = RequestGate()
-        self._background = BackgroundCalls()
+        self._background = TaskOwner()
         self._last = LastUpdate()
         self._attaching = Attaching(self._attach)
         self._was_replaced = False
@@ -172,5 +172,6 @@ class AttachedEndpoint(ABC):
                 with contextlib.suppress(InflightError):
                     await self._updates.abort(update.ref)
             await self._updates.aclose()
+        await self._attaching.aclose()
         await self._background.aclose(self._close_s)
         await self._routes.aclose()

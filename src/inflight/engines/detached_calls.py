@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+from inflight.base.tasks import cancel_and_wait, start
 from inflight.errors import InflightError
 
 T = TypeVar("T")
@@ -27,8 +28,13 @@ class Attaching(Generic[T]):
     async def result(self) -> T:
         """Return the result of ``attach``. Cancelling one caller does not affect the others."""
         if self._task is None or (self._task.done() and not self.has_succeeded):
-            self._task = asyncio.ensure_future(self._attach())
+            self._task = start(self._attach())
         return await asyncio.shield(self._task)
+
+    async def aclose(self) -> None:
+        """End ``attach``, if it is running."""
+        if self._task is not None:
+            await cancel_and_wait(self._task)
 
 
 async def quietly(call: Awaitable[object]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from inflight.base.tasks import any_of
 from inflight.engines.version_labels import began_under_another
 from inflight.errors import BusyError, InvalidRequestError, ProtocolError
 from inflight.wire import Completion, GenerateRequest
@@ -181,9 +182,4 @@ async def _first_of(*events: asyncio.Event) -> None:
     """Return once one of these events has happened."""
     if any(event.is_set() for event in events):
         return
-    waiting = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
+    await any_of(*(event.wait() for event in events))

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from inflight.base.tasks import cancel_and_wait
+from inflight.base.tasks import running
 from inflight.errors import (
     DeadlineError,
     EndpointError,
@@ -95,9 +95,9 @@ class EngineRoutes:
         await self._http.aclose()
 
     async def _while_alive(self, call: Answer, what: str, liveness_path: str) -> tuple[int, Any]:
-        asking = asyncio.create_task(call)
-        try:
-            while not (await asyncio.wait({asking}, timeout=_LIVENESS_S))[0]:
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(_LIVENESS_S)
                 with contextlib.suppress(DeadlineError, UnreachableError):
                     status, _ = await self._http.request(
                         "GET", liveness_path, timeout_s=_LIVENESS_S, headers=self._headers
@@ -106,9 +106,9 @@ class EngineRoutes:
                         raise EndpointError(
                             f"{what} got no answer, and GET {liveness_path} says that the engine has died", self.url
                         )
-            return asking.result()
-        finally:
-            await cancel_and_wait(asking)
+
+        async with running(watch()):
+            return await call
 
 
 def words_of(answer: Any) -> str:

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from inflight.base.tasks import EndedByOwnerError, TaskOwner
 from inflight.environments.playing import Generate, Stream
 from inflight.environments.recording import completion_of
 from inflight.errors import ProtocolError
@@ -44,7 +45,7 @@ class Moving:
         self._on_failure = on_failure
         self._place: Place | None = None
         self._arrived = asyncio.Event()
-        self._asking: set[asyncio.Future[Any]] = set()
+        self._asking = TaskOwner()
         self.num_moved = 0
         """Turns that went on at another place."""
 
@@ -58,8 +59,7 @@ class Moving:
         """End what is sampled at the present place; it waits for the next one."""
         self._place = None
         self._arrived.clear()
-        for asking in self._asking:
-            asking.cancel()
+        self._asking.cancel()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the one completion of a request. Raises what ``on_failure`` raises, and what is no failure."""
@@ -117,17 +117,13 @@ class Moving:
 
     async def _answer(self, place: Place, call: Awaitable[T]) -> T | None:
         """Return what a place answers; None if it fails, or is left meanwhile."""
-        asking = asyncio.ensure_future(call)
-        self._asking.add(asking)
         try:
-            await asyncio.wait({asking})
-            return None if asking.cancelled() else asking.result()
+            return await self._asking.run(call)
+        except EndedByOwnerError:
+            return None
         except self._failures as error:
             self._failed(place, error)
             return None
-        finally:
-            self._asking.discard(asking)
-            asking.cancel()
 
     def _failed(self, place: Place, error: Exception) -> None:
         self.num_moved += 1

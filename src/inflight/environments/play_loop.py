@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from inflight.base.tasks import cancel_and_wait, start
+
 T = TypeVar("T")
 
 _BLOCKED_S = 10.0
@@ -74,15 +76,14 @@ class PlayLoop:
         """Cancel everything and end the threads; what does not end in time is left to itself."""
         watching, self._watching, self._shared = self._watching, None, None
         if watching is not None:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await cancel_and_wait(watching)
         for thread in list(self._watched):
             self._leave(thread)
         await asyncio.to_thread(_join, list(self._left), self._grace_s)
 
     def _thread(self) -> _Thread:
         if self._watching is None:
-            self._watching = asyncio.ensure_future(self._watch())
+            self._watching = start(self._watch())
         if self._shared is not None:
             return self._shared
         thread = _Thread()

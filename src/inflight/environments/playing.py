@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from inflight.base.tasks import TaskOwner
 from inflight.contracts import Conversation, Environment, Episode
 from inflight.environments.play_loop import BlockedError, OverdueError, PlayLoop
 from inflight.environments.recording import PlayedEpisode, Recording, completion_of
@@ -67,7 +68,7 @@ class PlayingEpisode(Episode):
     _serving: dict[str, asyncio.Future[str]] = field(default_factory=dict)
     """The URL of each role."""
     _closing: asyncio.Event = field(default_factory=asyncio.Event)
-    _servers: list[asyncio.Task[None]] = field(default_factory=list)
+    _servers: TaskOwner = field(default_factory=TaskOwner)
     _home: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _is_over: bool = False
 
@@ -92,7 +93,7 @@ class PlayingEpisode(Episode):
             raise UnsupportedError("no proxy is served here for clients of OpenAI's API")
         if role not in self._serving:
             self._serving[role] = asyncio.get_running_loop().create_future()
-            self._servers.append(asyncio.ensure_future(self._serve(self.proxy(self, role), self._serving[role])))
+            self._servers.start(self._serve(self.proxy(self, role), self._serving[role]))
         return await self._serving[role]
 
     async def _at_home(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -117,7 +118,7 @@ class PlayingEpisode(Episode):
         """End what serves the episode; nothing more is sampled for it."""
         self._is_over = True
         self._closing.set()
-        await asyncio.gather(*self._servers, return_exceptions=True)
+        await self._servers.aclose(wait_s=None)
 
     async def sample(
         self,

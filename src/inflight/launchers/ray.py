@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inflight.base.tasks import cancel_and_wait, run_together, start
 from inflight.errors import ConfigError
 from inflight.launchers import watcher
 from inflight.launchers.launcher import ADDRESS_VARIABLE, Ended, Launched, Launcher, Program
@@ -84,10 +85,10 @@ class RayLauncher(Launcher):
             await self._wait_for(group, programs, bundles, timeout_s)
             for index, program in enumerate(programs):
                 launched.append(_Actor(room, index, bundles[index], program.name))
-            await asyncio.gather(*(it.start(program, deadline) for it, program in zip(launched, programs, strict=True)))
+            await run_together(*(it.start(program, deadline) for it, program in zip(launched, programs, strict=True)))
         except BaseException:
             for it in launched:
-                it.forget()
+                await it.forget()
             room.give_up()
             raise
         return launched
@@ -204,7 +205,7 @@ class _Actor(Launched):
             )
         except (TimeoutError, OSError, self._ray.exceptions.RayError) as error:
             raise ConfigError(f"{self._name} cannot be started on {self._address}: {_in_short(error)}") from error
-        self._waiting = asyncio.create_task(self._wait())
+        self._waiting = start(self._wait())
 
     @property
     def address(self) -> str:
@@ -237,15 +238,15 @@ class _Actor(Launched):
             with contextlib.suppress(TimeoutError, self._ray.exceptions.RayError):
                 await self._ask(patience_s + _ANSWER_S, "stop", patience_s)
                 await self.wait()
-        self.forget()
+        await self.forget()
 
-    def forget(self) -> None:
+    async def forget(self) -> None:
         """End the actor; a process that still runs sees the end of its input."""
         if not self._is_there:
             return
         self._is_there = False
         if self._waiting is not None and self._ended is None:
-            self._waiting.cancel()
+            await cancel_and_wait(self._waiting)
             self._ended = Ended(None, cause=f"it did not stop on {self._address}")
         with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError):
             self._ray.kill(self._actor)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from inflight.base.tasks import cancel_and_wait
+from inflight.base.tasks import result_unless
 
 T = TypeVar("T")
 
@@ -40,11 +40,4 @@ class Interrupt:
 
     async def unless(self, call: Awaitable[T]) -> T:
         """Await a call. Cancels it and raises `Interrupted` as soon as the run is asked to end."""
-        calling, interrupted = asyncio.ensure_future(call), asyncio.ensure_future(self._event.wait())
-        try:
-            await asyncio.wait({calling, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-            if not calling.done():
-                raise Interrupted
-            return calling.result()
-        finally:
-            await cancel_and_wait(calling, interrupted)
+        return await result_unless(call, self._event.wait(), Interrupted)

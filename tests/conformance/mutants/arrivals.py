@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import inflight.weights.encode.float8
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.weights.encode.bucket_bytes import pack, unpack
 from inflight.weights.encode.float8 import decode_float8, payload_size
 from inflight.weights.receive.base_weights import AdaptedLoad
@@ -19,17 +19,17 @@ from inflight.wire import BucketTransfer, Manifest, TensorSpec, TransportSpec, U
 from tests.conformance.mutants.mutant import Mutant
 
 
-def overlooks_damage(endpoint: LocalEndpoint) -> LocalEndpoint:
+def overlooks_damage(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def receive(bucket: BucketTransfer) -> None:
-        await LocalEndpoint.receive_weights(endpoint, bucket.model_copy(update={"checksum": None}))
+        await EmbeddedEndpoint.receive_weights(endpoint, bucket.model_copy(update={"checksum": None}))
 
     faulty.receive_weights = receive
     return endpoint
 
 
-def clears_frozen_tensors(endpoint: LocalEndpoint) -> LocalEndpoint:
+def clears_frozen_tensors(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     own = engine.load
 
@@ -45,7 +45,7 @@ def clears_frozen_tensors(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def freezes_what_is_missing(endpoint: LocalEndpoint) -> LocalEndpoint:
+def freezes_what_is_missing(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     session: Any = endpoint._updates._session
     own = session._reason_to_refuse
 
@@ -57,7 +57,7 @@ def freezes_what_is_missing(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def adds_up_loras(endpoint: LocalEndpoint) -> LocalEndpoint:
+def adds_up_loras(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     adapted: Any = endpoint._adapted
     own = adapted.prepare
 
@@ -74,7 +74,7 @@ def adds_up_loras(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def leaves_out_the_scale(endpoint: LocalEndpoint) -> LocalEndpoint:
+def leaves_out_the_scale(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     adapted: Any = endpoint._adapted
     own = adapted.prepare
 
@@ -89,7 +89,7 @@ def leaves_out_the_scale(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def refuses_no_lora(endpoint: LocalEndpoint) -> LocalEndpoint:
+def refuses_no_lora(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     session: Any = endpoint._updates._session
     own = session._reason_to_refuse
 
@@ -101,10 +101,10 @@ def refuses_no_lora(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def decoding(decoded: Callable[..., torch.Tensor]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def decoding(decoded: Callable[..., torch.Tensor]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Another way to decode a bucket: takes the staging, its own way, and that one's arguments."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         sink: Any = endpoint._sink
         begin = sink.begin
 
@@ -130,7 +130,7 @@ def halves_taken_for_float16(
     return pack([half.to(getattr(torch, spec.dtype)) for half, spec in zip(halves, specs, strict=True)])
 
 
-def without_scales(endpoint: LocalEndpoint) -> LocalEndpoint:
+def without_scales(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     def decode(payload: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         num_rows, num_columns = payload.numel() and (int(torch.Size(shape[:-1]).numel()), shape[-1])
         num_scales = num_rows * -(-num_columns // inflight.weights.encode.float8.BLOCK)
@@ -158,7 +158,7 @@ def leaves_aborted_deltas(staging: Any, own: Any, *arguments: Any) -> torch.Tens
     return arrived
 
 
-def takes_any_base(endpoint: LocalEndpoint) -> LocalEndpoint:
+def takes_any_base(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def request(update: WeightUpdate) -> None:
@@ -166,16 +166,16 @@ def takes_any_base(endpoint: LocalEndpoint) -> LocalEndpoint:
             kept = endpoint._sink.kept
             changes = {"base": kept} if kept is not None else {"base": None, "encodings": ()}
             update = update.model_copy(update=changes)
-        await LocalEndpoint.request_weight_update(endpoint, update)
+        await EmbeddedEndpoint.request_weight_update(endpoint, update)
 
     faulty.request_weight_update = request
     return endpoint
 
 
-def receiving(change: Callable[[Any], None]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def receiving(change: Callable[[Any], None]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Another receiver of a transport that stores."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         sink: Any = endpoint._sink
         own = sink._make_receiver
 
@@ -226,13 +226,13 @@ def without_a_lock(receiver: Any) -> None:
     faulty._arena = arena
 
 
-def without_the_token(endpoint: LocalEndpoint) -> LocalEndpoint:
+def without_the_token(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def join(spec: TransportSpec) -> None:
         if spec.transport == "http":
             spec = spec.model_copy(update={"token": "none"})
-        await LocalEndpoint.init_process_group(endpoint, spec)
+        await EmbeddedEndpoint.init_process_group(endpoint, spec)
 
     faulty.init_process_group = join
     return endpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.slot_attention import StepPlan
 from inflight.wire import InFlightPolicy
 from tests.conformance.mutants.mutant import Mutant
@@ -16,17 +16,17 @@ from tests.conformance.mutants.mutant import Mutant
 Cache = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]]
 
 
-def stale_prefix_cache(page: int) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def stale_prefix_cache(page: int) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Keep whole pages of every prompt, and use them again whatever the weights are."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         _cache_prompts(endpoint, page)
         return endpoint
 
     return infect
 
 
-def dropped_unless_held(endpoint: LocalEndpoint) -> LocalEndpoint:
+def dropped_unless_held(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     cache = _cache_prompts(endpoint, 1)
     load = engine.load
@@ -41,7 +41,7 @@ def dropped_unless_held(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def _cache_prompts(endpoint: LocalEndpoint, page: int) -> Cache:
+def _cache_prompts(endpoint: EmbeddedEndpoint, page: int) -> Cache:
     """Give the engine a prefix cache that nothing drops; return it."""
     engine: Any = endpoint._engine
     append = engine.steps._append
@@ -66,7 +66,7 @@ def cached(slot: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return slot.arena.keys_LSKCD[:, slot.row, :, :length], slot.arena.values_LSKCD[:, slot.row, :, :length]
 
 
-def recomputing_four(endpoint: LocalEndpoint) -> LocalEndpoint:
+def recomputing_four(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     load = engine.load
 
@@ -81,7 +81,7 @@ def recomputing_four(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def keeping_chunks(endpoint: LocalEndpoint) -> LocalEndpoint:
+def keeping_chunks(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Read the first half of a long prompt in a step of its own, and keep it over updates."""
     engine: Any = endpoint._engine
     step, append = engine.steps.step, engine.steps._append
@@ -119,7 +119,7 @@ def keeping_chunks(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def restarting_numbers(endpoint: LocalEndpoint) -> LocalEndpoint:
+def restarting_numbers(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     load = engine.load
 
@@ -134,7 +134,7 @@ def restarting_numbers(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 
 def swapped_policy(taken: InFlightPolicy, instead: InFlightPolicy) -> Any:
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         engine: Any = endpoint._engine
         load = engine.load
         engine.load = lambda tensors, version, policy: load(tensors, version, instead if policy is taken else policy)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.wire import GenerateRequest, GenerateResponse, InFlightPolicy, UpdateRef, WeightVersion
 from tests.conformance.mutants.mutant import Mutant
 
@@ -16,7 +16,7 @@ _PAGE = 256
 _serial = itertools.count()
 
 
-def caches_pages(endpoint: LocalEndpoint) -> dict[str, str]:
+def caches_pages(endpoint: EmbeddedEndpoint) -> dict[str, str]:
     """Have the engine share pages among requests of one key; return the keys, to be set by request id.
 
     ``recompute`` drops all pages, ``keep`` none.
@@ -63,10 +63,10 @@ def keyed_by_what_it_published(endpoint: Any, keys: dict[str, str]) -> Any:
     return endpoint
 
 
-def key_of_the_client(endpoint: LocalEndpoint) -> LocalEndpoint:
+def key_of_the_client(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     keys, plain = caches_pages(endpoint), copy.copy(endpoint)
 
-    def another_client() -> LocalEndpoint:
+    def another_client() -> EmbeddedEndpoint:
         client = keyed_by_what_it_published(copy.copy(plain), keys)
         client.aclose = _nothing  # the engine is the first one's
         return client

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.errors import InvalidRequestError, UpdateRefusedError
 from inflight.wire import (
     EndpointState,
@@ -22,19 +22,19 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import announcing, pausing
 
 
-async def end_what_is_open(endpoint: LocalEndpoint, run_id: str) -> None:
+async def end_what_is_open(endpoint: EmbeddedEndpoint, run_id: str) -> None:
     """Abort the open update, whichever it is."""
     update = endpoint._updates.session.update
     if update is not None:
         ref = UpdateRef(run_id=run_id, version=update.version, session_id=update.session_id)
-        await LocalEndpoint.abort_weight_update(endpoint, ref)
+        await EmbeddedEndpoint.abort_weight_update(endpoint, ref)
 
 
-def hangs_on_a_pause(endpoint: LocalEndpoint) -> LocalEndpoint:
+def hangs_on_a_pause(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def request(update: WeightUpdate) -> None:
-        await LocalEndpoint.request_weight_update(endpoint, update)
+        await EmbeddedEndpoint.request_weight_update(endpoint, update)
         if update.in_flight is InFlightPolicy.KEEP:
             await asyncio.Event().wait()
 
@@ -66,46 +66,46 @@ def pauses_as(taken: InFlightPolicy, instead: InFlightPolicy) -> Callable[..., N
     return lambda engine, pause, policy, on_paused: pause(instead if policy is taken else policy, on_paused)
 
 
-def refuses_newcomers(endpoint: LocalEndpoint) -> LocalEndpoint:
+def refuses_newcomers(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def generate(request: GenerateRequest) -> GenerateResponse:
         if (await endpoint.weight_version()).state is not EndpointState.READY:
             raise InvalidRequestError("weights are being updated; come back later")
-        return await LocalEndpoint.generate(endpoint, request)
+        return await EmbeddedEndpoint.generate(endpoint, request)
 
     faulty.generate = generate
     return endpoint
 
 
-def accepts_a_second_pause(endpoint: LocalEndpoint) -> LocalEndpoint:
+def accepts_a_second_pause(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def request(update: WeightUpdate) -> None:
         await end_what_is_open(endpoint, update.run_id)
-        await LocalEndpoint.request_weight_update(endpoint, update)
+        await EmbeddedEndpoint.request_weight_update(endpoint, update)
 
     faulty.request_weight_update = request
     return endpoint
 
 
-def commits_nothing(endpoint: LocalEndpoint) -> LocalEndpoint:
+def commits_nothing(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def commit(ref: UpdateRef) -> WeightVersion:
         version = await endpoint.weight_version()
-        return version if version.updating_to is None else await LocalEndpoint.commit_weight_update(endpoint, ref)
+        return version if version.updating_to is None else await EmbeddedEndpoint.commit_weight_update(endpoint, ref)
 
     faulty.commit_weight_update = commit
     return endpoint
 
 
-def ended_by_an_early_commit(endpoint: LocalEndpoint) -> LocalEndpoint:
+def ended_by_an_early_commit(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def commit(ref: UpdateRef) -> WeightVersion:
         try:
-            return await LocalEndpoint.commit_weight_update(endpoint, ref)
+            return await EmbeddedEndpoint.commit_weight_update(endpoint, ref)
         except UpdateRefusedError:
             await end_what_is_open(endpoint, ref.run_id)
             raise
@@ -114,7 +114,7 @@ def ended_by_an_early_commit(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def accepts_stale_versions(endpoint: LocalEndpoint) -> LocalEndpoint:
+def accepts_stale_versions(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     session: Any = endpoint._updates._session
     reason = session._reason_to_refuse
 
@@ -126,7 +126,7 @@ def accepts_stale_versions(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def accepts_any_run(endpoint: LocalEndpoint) -> LocalEndpoint:
+def accepts_any_run(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     session: Any = endpoint._updates._session
     reason = session._reason_to_refuse
 
@@ -139,7 +139,7 @@ def accepts_any_run(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def aborts_whatever_is_open(endpoint: LocalEndpoint) -> LocalEndpoint:
+def aborts_whatever_is_open(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def abort(ref: UpdateRef) -> WeightVersion:
@@ -150,7 +150,7 @@ def aborts_whatever_is_open(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def lease_from_the_pause_on(endpoint: LocalEndpoint) -> LocalEndpoint:
+def lease_from_the_pause_on(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
     leases = []
 
@@ -158,32 +158,32 @@ def lease_from_the_pause_on(endpoint: LocalEndpoint) -> LocalEndpoint:
         async def end() -> None:
             await asyncio.sleep(update.lease_s)
             if (await endpoint.weight_version()).updating_to == update.version:
-                await LocalEndpoint.abort_weight_update(endpoint, update.ref)
+                await EmbeddedEndpoint.abort_weight_update(endpoint, update.ref)
 
-        await LocalEndpoint.request_weight_update(endpoint, update)
+        await EmbeddedEndpoint.request_weight_update(endpoint, update)
         leases.append(asyncio.ensure_future(end()))
 
     faulty.request_weight_update = request
     return endpoint
 
 
-def answers_before_the_switch(endpoint: LocalEndpoint) -> LocalEndpoint:
+def answers_before_the_switch(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def commit(ref: UpdateRef) -> WeightVersion:
         before = await endpoint.weight_version()
-        await LocalEndpoint.commit_weight_update(endpoint, ref)
+        await EmbeddedEndpoint.commit_weight_update(endpoint, ref)
         return before
 
     faulty.commit_weight_update = commit
     return endpoint
 
 
-def says_paused_to_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
+def says_paused_to_the_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def weight_version() -> WeightVersion:
-        version = await LocalEndpoint.weight_version(endpoint)
+        version = await EmbeddedEndpoint.weight_version(endpoint)
         is_updating = version.state is EndpointState.UPDATING
         return version.model_copy(update={"state": EndpointState.PAUSED}) if is_updating else version
 

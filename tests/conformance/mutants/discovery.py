@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.wire import GenerateRequest, GenerateResponse, InFlightPolicy, TransportSpec, WeightVersion
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import with_capabilities
 
 
-def declares_what_is_free(endpoint: LocalEndpoint) -> LocalEndpoint:
+def declares_what_is_free(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     capabilities = endpoint.capabilities
 
     async def faulty() -> Any:
@@ -24,26 +24,26 @@ def declares_what_is_free(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def wider_vocabulary(endpoint: LocalEndpoint) -> LocalEndpoint:
+def wider_vocabulary(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return with_capabilities(vocab_size=endpoint._engine.limits.vocab_size + 6)(endpoint)
 
 
-def narrower_vocabulary(endpoint: LocalEndpoint) -> LocalEndpoint:
+def narrower_vocabulary(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return with_capabilities(vocab_size=endpoint._engine.limits.vocab_size - 2)(endpoint)
 
 
-def longer_context(endpoint: LocalEndpoint) -> LocalEndpoint:
+def longer_context(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return with_capabilities(max_model_len=endpoint._engine.limits.max_model_len + 1)(endpoint)
 
 
-def shorter_context(endpoint: LocalEndpoint) -> LocalEndpoint:
+def shorter_context(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return with_capabilities(max_model_len=endpoint._engine.limits.max_model_len - 1)(endpoint)
 
 
-def acknowledging(transport: str) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def acknowledging(transport: str) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Gloo is supported, and a group over another transport is not refused."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         faulty: Any = endpoint
         join = endpoint.init_process_group
 
@@ -59,7 +59,7 @@ def acknowledging(transport: str) -> Callable[[LocalEndpoint], LocalEndpoint]:
     return infect
 
 
-def refuses_supported_chat(endpoint: LocalEndpoint) -> LocalEndpoint:
+def refuses_supported_chat(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     async def faulty(request: Any) -> Any:
         raise UnsupportedError("no chat here")
 
@@ -68,7 +68,7 @@ def refuses_supported_chat(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 
 def reporting(change: Any) -> Any:
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         weight_version = endpoint.weight_version
 
         async def faulty() -> WeightVersion:
@@ -84,7 +84,7 @@ def reporting(change: Any) -> Any:
 def ever_running() -> Any:
     largest = 0
 
-    def change(_: LocalEndpoint, num_running: int) -> int:
+    def change(_: EmbeddedEndpoint, num_running: int) -> int:
         nonlocal largest
         largest = max(largest, num_running)
         return largest
@@ -92,7 +92,7 @@ def ever_running() -> Any:
     return change
 
 
-def refuses_when_full(endpoint: LocalEndpoint) -> LocalEndpoint:
+def refuses_when_full(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     generate = endpoint.generate
     num_open = 0
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import inflight.engines.embedded.stepping
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sampler import sample
 from inflight.engines.embedded.speculation import Drawn, num_accepted
 from inflight.wire import SamplingParams
@@ -17,7 +17,7 @@ from tests.conformance.mutants import patches
 from tests.conformance.mutants.mutant import Mutant
 
 
-def accepting_everything(endpoint: LocalEndpoint) -> LocalEndpoint:
+def accepting_everything(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     speculation: Any = endpoint._engine.speculation
     verify = speculation.verify
 
@@ -32,7 +32,7 @@ def accepting_everything(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def reporting_the_drafts(endpoint: LocalEndpoint) -> LocalEndpoint:
+def reporting_the_drafts(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     speculation: Any = endpoint._engine.speculation
     verify = speculation.verify
 
@@ -46,7 +46,7 @@ def reporting_the_drafts(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def drawing_again_after_a_rejection(endpoint: LocalEndpoint) -> LocalEndpoint:
+def drawing_again_after_a_rejection(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     speculation: Any = endpoint._engine.speculation
     verify = speculation.verify
     step: list[Any] = []
@@ -75,7 +75,7 @@ def drawing_again_after_a_rejection(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def counting_those_of_the_engine(endpoint: LocalEndpoint) -> LocalEndpoint:
+def counting_those_of_the_engine(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     speculation: Any = endpoint._engine.speculation
     verify = speculation.verify
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.errors import TransferError, UpdateRefusedError
 from inflight.wire import (
     BucketTransfer,
@@ -31,23 +31,23 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import pausing
 
 
-def joins_for_ever(endpoint: LocalEndpoint) -> LocalEndpoint:
+def joins_for_ever(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def join(spec: ProcessGroupSpec) -> None:
-        await LocalEndpoint.init_process_group(endpoint, spec.model_copy(update={"timeout_s": 3600.0}))
+        await EmbeddedEndpoint.init_process_group(endpoint, spec.model_copy(update={"timeout_s": 3600.0}))
 
     faulty.init_process_group = join
     return endpoint
 
 
-def receives_within(timeout_s: Callable[[float], float]) -> Callable[[LocalEndpoint], LocalEndpoint]:
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+def receives_within(timeout_s: Callable[[float], float]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         faulty: Any = endpoint
 
         async def receive(bucket: BucketTransfer) -> None:
             changed = bucket.model_copy(update={"timeout_s": timeout_s(bucket.timeout_s)})
-            await LocalEndpoint.receive_weights(endpoint, changed)
+            await EmbeddedEndpoint.receive_weights(endpoint, changed)
 
         faulty.receive_weights = receive
         return endpoint
@@ -57,17 +57,17 @@ def receives_within(timeout_s: Callable[[float], float]) -> Callable[[LocalEndpo
 
 def with_a_lease_that(
     is_kept: Callable[[ProcessGroupSpec, float], bool],
-) -> Callable[[LocalEndpoint], LocalEndpoint]:
+) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """A lease that is looked at every 0.1 s, and is forgotten once ``is_kept`` of group and seconds is false."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         faulty: Any = endpoint
         specs: list[ProcessGroupSpec] = []
         leases = []
 
         async def join(spec: ProcessGroupSpec) -> None:
             specs.append(spec)
-            await LocalEndpoint.init_process_group(endpoint, spec)
+            await EmbeddedEndpoint.init_process_group(endpoint, spec)
 
         async def request(update: WeightUpdate) -> None:
             async def end() -> None:
@@ -79,9 +79,9 @@ def with_a_lease_that(
                     if not is_kept(specs[-1], passed_s):
                         return
                 if (await endpoint.weight_version()).updating_to == update.version:
-                    await LocalEndpoint.abort_weight_update(endpoint, update.ref)
+                    await EmbeddedEndpoint.abort_weight_update(endpoint, update.ref)
 
-            await LocalEndpoint.request_weight_update(endpoint, update.model_copy(update={"lease_s": 3600.0}))
+            await EmbeddedEndpoint.request_weight_update(endpoint, update.model_copy(update={"lease_s": 3600.0}))
             leases.append(asyncio.ensure_future(end()))
 
         faulty.init_process_group, faulty.request_weight_update = join, request
@@ -95,12 +95,12 @@ def store_is_there(spec: ProcessGroupSpec, _: float) -> bool:
         return probe.connect_ex((spec.master_address, spec.master_port)) == 0
 
 
-def waits_for_the_dead(endpoint: LocalEndpoint) -> LocalEndpoint:
+def waits_for_the_dead(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def receive(bucket: BucketTransfer) -> None:
         try:
-            await LocalEndpoint.receive_weights(endpoint, bucket)
+            await EmbeddedEndpoint.receive_weights(endpoint, bucket)
         except TransferError as error:
             if "imed out" not in str(error):
                 await asyncio.sleep(60)
@@ -110,25 +110,25 @@ def waits_for_the_dead(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def accepts_a_bucket_twice(endpoint: LocalEndpoint) -> LocalEndpoint:
+def accepts_a_bucket_twice(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
     seen: set[BucketTransfer] = set()
 
     async def receive(bucket: BucketTransfer) -> None:
         if bucket not in seen:
             seen.add(bucket)
-            await LocalEndpoint.receive_weights(endpoint, bucket)
+            await EmbeddedEndpoint.receive_weights(endpoint, bucket)
 
     faulty.receive_weights = receive
     return endpoint
 
 
-def accepts_buckets_in_any_order(endpoint: LocalEndpoint) -> LocalEndpoint:
+def accepts_buckets_in_any_order(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def receive(bucket: BucketTransfer) -> None:
         try:
-            await LocalEndpoint.receive_weights(endpoint, bucket)
+            await EmbeddedEndpoint.receive_weights(endpoint, bucket)
         except UpdateRefusedError as error:
             if "is next" not in str(error):
                 raise
@@ -137,32 +137,32 @@ def accepts_buckets_in_any_order(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def commits_during_a_drain(endpoint: LocalEndpoint) -> LocalEndpoint:
+def commits_during_a_drain(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def commit(ref: UpdateRef) -> WeightVersion:
         opened = faulty._updates._open
         if opened is not None and opened.pausing is not None and not opened.pausing.done():
             opened.pausing = None
-        return await LocalEndpoint.commit_weight_update(endpoint, ref)
+        return await EmbeddedEndpoint.commit_weight_update(endpoint, ref)
 
     faulty.commit_weight_update = commit
     return endpoint
 
 
-def refuses_a_group(endpoint: LocalEndpoint) -> LocalEndpoint:
+def refuses_a_group(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def join(spec: ProcessGroupSpec) -> None:
         if (await endpoint.weight_version()).updating_to is not None:
             raise UpdateRefusedError("an update is open")
-        await LocalEndpoint.init_process_group(endpoint, spec)
+        await EmbeddedEndpoint.init_process_group(endpoint, spec)
 
     faulty.init_process_group = join
     return endpoint
 
 
-def applies_as_they_arrive(endpoint: LocalEndpoint) -> LocalEndpoint:
+def applies_as_they_arrive(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
     parameters = dict(faulty._engine.weights.model.named_parameters())
 
@@ -172,7 +172,7 @@ def applies_as_they_arrive(endpoint: LocalEndpoint) -> LocalEndpoint:
             parameters[name].copy_(tensor)
 
     async def receive(bucket: BucketTransfer) -> None:
-        await LocalEndpoint.receive_weights(endpoint, bucket)
+        await EmbeddedEndpoint.receive_weights(endpoint, bucket)
         staged = faulty._sink.take()
         await asyncio.wrap_future(faulty._engine.call(lambda: apply(staged)))
 
@@ -180,12 +180,12 @@ def applies_as_they_arrive(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def aborts_after_the_receive(endpoint: LocalEndpoint) -> LocalEndpoint:
+def aborts_after_the_receive(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
     pending: set[asyncio.Future[None]] = set()
 
     async def receive(bucket: BucketTransfer) -> None:
-        receiving = asyncio.ensure_future(LocalEndpoint.receive_weights(endpoint, bucket))
+        receiving = asyncio.ensure_future(EmbeddedEndpoint.receive_weights(endpoint, bucket))
         pending.add(receiving)
         receiving.add_done_callback(pending.discard)
         await receiving
@@ -193,27 +193,27 @@ def aborts_after_the_receive(endpoint: LocalEndpoint) -> LocalEndpoint:
     async def abort(ref: UpdateRef) -> WeightVersion:
         if pending:
             await asyncio.wait(pending)
-        return await LocalEndpoint.abort_weight_update(endpoint, ref)
+        return await EmbeddedEndpoint.abort_weight_update(endpoint, ref)
 
     faulty.receive_weights, faulty.abort_weight_update = receive, abort
     return endpoint
 
 
-def drains_for_nobody(endpoint: LocalEndpoint) -> LocalEndpoint:
+def drains_for_nobody(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
     ours = []
 
     async def request(update: WeightUpdate) -> None:
         if update.in_flight is InFlightPolicy.DRAIN:
             update = update.model_copy(update={"deadline_s": 3600.0, "lease_s": 3600.0})
-        ours.append(asyncio.ensure_future(LocalEndpoint.request_weight_update(endpoint, update)))
+        ours.append(asyncio.ensure_future(EmbeddedEndpoint.request_weight_update(endpoint, update)))
         await asyncio.shield(ours[-1])
 
     faulty.request_weight_update = request
     return endpoint
 
 
-def outlives_its_launcher(endpoint: LocalEndpoint) -> LocalEndpoint:
+def outlives_its_launcher(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     if os.environ.get("LAUNCHED") is None:
         command = [sys.executable, "-m", "tests.conformance.mutants.server", *sys.argv[1:]]
         launched = subprocess.Popen(command, env={**os.environ, "LAUNCHED": "1"}, start_new_session=True)
@@ -240,7 +240,7 @@ def acknowledged_under_load(
     return on_paused()
 
 
-def looks_and_then_takes(endpoint: LocalEndpoint) -> LocalEndpoint:
+def looks_and_then_takes(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def request(update: WeightUpdate) -> None:
@@ -248,25 +248,25 @@ def looks_and_then_takes(endpoint: LocalEndpoint) -> LocalEndpoint:
         await asyncio.sleep(0.05)
         if is_free:
             await end_what_is_open(endpoint, update.run_id)
-        await LocalEndpoint.request_weight_update(endpoint, update)
+        await EmbeddedEndpoint.request_weight_update(endpoint, update)
 
     faulty.request_weight_update = request
     return endpoint
 
 
-def answers_what_it_saw_first(endpoint: LocalEndpoint) -> LocalEndpoint:
+def answers_what_it_saw_first(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def abort(ref: UpdateRef) -> WeightVersion:
         before = await endpoint.weight_version()
-        after = await LocalEndpoint.abort_weight_update(endpoint, ref)
+        after = await EmbeddedEndpoint.abort_weight_update(endpoint, ref)
         return after.model_copy(update={"version": before.version})
 
     faulty.abort_weight_update = abort
     return endpoint
 
 
-def tires_of_pauses(endpoint: LocalEndpoint) -> LocalEndpoint:
+def tires_of_pauses(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     num_pauses = 0
 
     def pause_once_more(engine: Any, pause: Callable[..., None], policy: InFlightPolicy, on_paused: Any) -> None:
@@ -277,27 +277,27 @@ def tires_of_pauses(endpoint: LocalEndpoint) -> LocalEndpoint:
     return pausing(pause_once_more)(endpoint)
 
 
-def deaf_while_paused(endpoint: LocalEndpoint) -> LocalEndpoint:
+def deaf_while_paused(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     cancel = engine.scheduler.cancel
     engine.scheduler.cancel = lambda request: None if engine.pauses.paused_since is not None else cancel(request)
     return endpoint
 
 
-def compares_versions_of_any_run(endpoint: LocalEndpoint) -> LocalEndpoint:
+def compares_versions_of_any_run(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def request(update: WeightUpdate) -> None:
         served = (await endpoint.weight_version()).version
         if update.version < served:
             raise UpdateRefusedError(f"version {served} is served already")
-        await LocalEndpoint.request_weight_update(endpoint, update)
+        await EmbeddedEndpoint.request_weight_update(endpoint, update)
 
     faulty.request_weight_update = request
     return endpoint
 
 
-def gives_up_nothing(endpoint: LocalEndpoint) -> LocalEndpoint:
+def gives_up_nothing(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def fail_requests() -> None:
@@ -307,19 +307,19 @@ def gives_up_nothing(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def poisoned_in_name_only(endpoint: LocalEndpoint) -> LocalEndpoint:
+def poisoned_in_name_only(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def fail_requests() -> None:
-        await LocalEndpoint.fail_requests(endpoint)
-        await LocalEndpoint.resume(endpoint)
+        await EmbeddedEndpoint.fail_requests(endpoint)
+        await EmbeddedEndpoint.resume(endpoint)
 
     faulty._updates.session.refuse_to_sample = lambda: None
     faulty.fail_requests = fail_requests
     return endpoint
 
 
-def healed_by_an_abort(endpoint: LocalEndpoint) -> LocalEndpoint:
+def healed_by_an_abort(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     session: Any = endpoint._updates.session
     abort = session.abort
 

@@ -11,7 +11,7 @@ import pydantic
 from starlette.responses import PlainTextResponse, Response
 
 import inflight.http.server
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.errors import InvalidRequestError, UnauthorizedError
 from inflight.wire import EndpointState, Health
 from tests.conformance.mutants.mutant import Mutant
@@ -19,10 +19,10 @@ from tests.conformance.mutants.mutant import Mutant
 SERVER: Any = inflight.http.server
 
 
-def serving_with(**parts: Any) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def serving_with(**parts: Any) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """A server of which some functions are others."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         for name, part in parts.items():
             assert hasattr(SERVER, name)
             setattr(SERVER, name, part)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.wire import GenerateRequest
 from tests.conformance.mutants.mutant import Mutant
 
 
-def caching_by_tokens(endpoint: LocalEndpoint) -> LocalEndpoint:
+def caching_by_tokens(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
     made, encode = {}, endpoint._image_tensors
 
@@ -25,7 +25,7 @@ def caching_by_tokens(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def in_another_order(endpoint: LocalEndpoint) -> LocalEndpoint:
+def in_another_order(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     if (images := endpoint._images) is not None:
         faulty: Any = images
         encode = images.tensors
@@ -37,7 +37,7 @@ def in_another_order(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def ignoring_undeclared(endpoint: LocalEndpoint) -> LocalEndpoint:
+def ignoring_undeclared(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     generate = endpoint.generate
     faulty: Any = endpoint
     if endpoint._images is None:
@@ -45,14 +45,14 @@ def ignoring_undeclared(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def without_looking(endpoint: LocalEndpoint) -> LocalEndpoint:
+def without_looking(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     if endpoint._images is not None:
         faulty: Any = endpoint._images
         faulty.check = lambda token_ids, images: None
     return endpoint
 
 
-def leaving_the_tower(endpoint: LocalEndpoint) -> LocalEndpoint:
+def leaving_the_tower(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     load = engine.load
     engine.load = lambda ready, *others: load([it for it in ready if not it[0].startswith("vision_tower.")], *others)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Mutant:
     caught_by: str
     fault: str
     """What is wrong with it, as the table in docs/conformance.md says it."""
-    infect: Callable[[LocalEndpoint], InferenceEndpoint]
+    infect: Callable[[EmbeddedEndpoint], InferenceEndpoint]
     """Puts the fault into a healthy endpoint and returns it, or a faulty endpoint around it."""
     over_ipc: bool = False
     """Whether the endpoint supports ``ipc``, which shares the host's memory then."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from tests.conformance.mutants.mutant import Mutant
 
 
-def positions_shift(endpoint: LocalEndpoint) -> LocalEndpoint:
+def positions_shift(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     def shifted(_: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
         positions = keywords["position_ids"]
         return arguments, {**keywords, "position_ids": torch.where(positions >= 64, positions + 1, positions)}
@@ -20,7 +20,7 @@ def positions_shift(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def wears_away(endpoint: LocalEndpoint) -> LocalEndpoint:
+def wears_away(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     load = engine.load
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.slot_attention import StepPlan
 from inflight.errors import InvalidRequestError
 from inflight.wire import AbortRequests
@@ -17,7 +17,7 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import answering, without_last
 
 
-def _at_abort(endpoint: LocalEndpoint, change: Any) -> LocalEndpoint:
+def _at_abort(endpoint: EmbeddedEndpoint, change: Any) -> EmbeddedEndpoint:
     """Change each sequence that is aborted with tokens; ``change`` takes the engine and the sequence."""
     engine: Any = endpoint._engine
     finish = engine.scheduler.finish
@@ -31,7 +31,7 @@ def _at_abort(endpoint: LocalEndpoint, change: Any) -> LocalEndpoint:
     return endpoint
 
 
-def goes_on_behind_old_keys(endpoint: LocalEndpoint) -> LocalEndpoint:
+def goes_on_behind_old_keys(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Keep the keys and values of requests that are aborted, and go on behind them whatever the weights are."""
     engine: Any = endpoint._engine
     append = engine.steps._append
@@ -56,7 +56,7 @@ def goes_on_behind_old_keys(endpoint: LocalEndpoint) -> LocalEndpoint:
     return _at_abort(endpoint, keep)
 
 
-def scored_at_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
+def scored_at_the_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     def score(engine: Any, sequence: Any) -> None:
         ids, num_tokens = sequence.all_ids(), len(sequence.token_ids)
         store, model = engine.scheduler.store, engine.weights.model
@@ -76,14 +76,14 @@ def scored_at_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
     return _at_abort(endpoint, score)
 
 
-def labelled_at_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
+def labelled_at_the_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     def label(engine: Any, sequence: Any) -> None:
         sequence.spans = [(engine.steps.version, 0)]
 
     return _at_abort(endpoint, label)
 
 
-def ignored(endpoint: LocalEndpoint) -> LocalEndpoint:
+def ignored(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     async def faulty(requests: AbortRequests) -> None:
         """Lets every request finish."""
 
@@ -92,7 +92,7 @@ def ignored(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def _aborting(endpoint: LocalEndpoint, abort: Any) -> LocalEndpoint:
+def _aborting(endpoint: EmbeddedEndpoint, abort: Any) -> EmbeddedEndpoint:
     """Another abort: ``abort`` takes the engine, its own abort, and the ids."""
     engine: Any = endpoint._engine
     own = engine.scheduler.abort
@@ -100,18 +100,18 @@ def _aborting(endpoint: LocalEndpoint, abort: Any) -> LocalEndpoint:
     return endpoint
 
 
-def everything_ends(endpoint: LocalEndpoint) -> LocalEndpoint:
+def everything_ends(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return _aborting(endpoint, lambda engine, own, _: own(list(engine.scheduler.requests)))
 
 
-def by_the_beginning(endpoint: LocalEndpoint) -> LocalEndpoint:
+def by_the_beginning(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     def abort(engine: Any, own: Any, request_ids: Iterable[str]) -> None:
         own([it for it in engine.scheduler.requests if it.startswith(tuple(request_ids))])
 
     return _aborting(endpoint, abort)
 
 
-def strict_about_ids(endpoint: LocalEndpoint) -> LocalEndpoint:
+def strict_about_ids(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     def abort(engine: Any, own: Any, request_ids: Iterable[str]) -> None:
         if unknown := [it for it in request_ids if it not in engine.scheduler.requests]:
             raise InvalidRequestError(f"no such requests: {unknown}")
@@ -120,7 +120,7 @@ def strict_about_ids(endpoint: LocalEndpoint) -> LocalEndpoint:
     return _aborting(endpoint, abort)
 
 
-def those_that_wait_stay(endpoint: LocalEndpoint) -> LocalEndpoint:
+def those_that_wait_stay(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     def abort(engine: Any, _: Any, request_ids: Iterable[str]) -> None:
         for sequence in list(engine.scheduler.running.values()):
             if sequence.request.request_id in request_ids:
@@ -129,7 +129,7 @@ def those_that_wait_stay(endpoint: LocalEndpoint) -> LocalEndpoint:
     return _aborting(endpoint, abort)
 
 
-def answered_and_sampled_on(endpoint: LocalEndpoint) -> LocalEndpoint:
+def answered_and_sampled_on(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Answer a request that is aborted, and sample it to its end all the same, without counting it as running."""
     engine: Any = endpoint._engine
     stats = engine.stats

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 import inflight.engines.embedded.stepping
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sampler import sample
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
 
 Drawn = tuple[list[int], list[float]]
 
 
-def with_capabilities(**changes: Any) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def with_capabilities(**changes: Any) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Other capabilities, and the same behaviour."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         capabilities = endpoint.capabilities
 
         async def faulty() -> Any:
@@ -33,10 +33,10 @@ def with_capabilities(**changes: Any) -> Callable[[LocalEndpoint], LocalEndpoint
     return infect
 
 
-def taking(change: Callable[[GenerateRequest], GenerateRequest]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def taking(change: Callable[[GenerateRequest], GenerateRequest]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Another request inside the engine than the one that was sent."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         submit = endpoint._engine.submit
         endpoint._engine.submit = lambda request, *others, **named: submit(change(request), *others, **named)
         return endpoint
@@ -44,17 +44,17 @@ def taking(change: Callable[[GenerateRequest], GenerateRequest]) -> Callable[[Lo
     return infect
 
 
-def sampling_with(change: Callable[[SamplingParams], dict[str, Any]]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def sampling_with(change: Callable[[SamplingParams], dict[str, Any]]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Other sampling parameters inside the engine than those that were sent."""
     return taking(lambda r: r.model_copy(update={"sampling": r.sampling.model_copy(update=change(r.sampling))}))
 
 
 def answering(
     change: Callable[[GenerateRequest, Completion], dict[str, Any]],
-) -> Callable[[LocalEndpoint], LocalEndpoint]:
+) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Other completions than those that were sampled."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         generate = endpoint.generate
 
         async def faulty(request: GenerateRequest) -> GenerateResponse:
@@ -70,17 +70,17 @@ def answering(
 
 def drawing(
     draw: Callable[[torch.Tensor, Sequence[SamplingParams], Sequence[float]], Drawn],
-) -> Callable[[LocalEndpoint], LocalEndpoint]:
+) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Another sampler."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         inflight.engines.embedded.stepping.sample = draw
         return endpoint
 
     return infect
 
 
-def drawing_with(**changes: Any) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def drawing_with(**changes: Any) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """The sampler with other parameters."""
     return drawing(
         lambda logits, params, uniforms: sample(logits, [p.model_copy(update=changes) for p in params], uniforms)
@@ -89,10 +89,10 @@ def drawing_with(**changes: Any) -> Callable[[LocalEndpoint], LocalEndpoint]:
 
 def numbering(
     change: Callable[[int, int], Callable[[], float]],
-) -> Callable[[LocalEndpoint], LocalEndpoint]:
+) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Other random numbers for a sequence with (seed, index)."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         engine: Any = endpoint._engine
         add = engine.scheduler.add
 
@@ -108,10 +108,10 @@ def numbering(
     return infect
 
 
-def pausing(pause: Callable[..., None]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def pausing(pause: Callable[..., None]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Another way to pause: ``pause`` takes the engine, its own pause, the policy, and whom to tell."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         engine: Any = endpoint._engine
         own = engine.pauses.pause
         engine.pauses.pause = lambda policy, on_paused: pause(engine, own, policy, on_paused)
@@ -120,10 +120,10 @@ def pausing(pause: Callable[..., None]) -> Callable[[LocalEndpoint], LocalEndpoi
     return infect
 
 
-def announcing(change: Callable[[WeightUpdate], dict[str, Any]]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def announcing(change: Callable[[WeightUpdate], dict[str, Any]]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Another update than the one that was announced."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         request = endpoint.request_weight_update
 
         async def faulty(update: WeightUpdate) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import with_capabilities
 
 
-def ends_requests(endpoint: LocalEndpoint) -> LocalEndpoint:
+def ends_requests(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     own = engine.free_memory
 
@@ -22,28 +22,28 @@ def ends_requests(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def samples_while_released(endpoint: LocalEndpoint) -> LocalEndpoint:
+def samples_while_released(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     session: Any = endpoint._updates.session
     session.refuse_to_sample = lambda: None
     return endpoint
 
 
-def restores_for_an_update(endpoint: LocalEndpoint) -> LocalEndpoint:
+def restores_for_an_update(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def request(update: WeightUpdate) -> None:
         await endpoint.restore_memory()
-        await LocalEndpoint.request_weight_update(endpoint, update)
+        await EmbeddedEndpoint.request_weight_update(endpoint, update)
 
     faulty.request_weight_update = request
     return endpoint
 
 
-def does_not_tell(endpoint: LocalEndpoint) -> LocalEndpoint:
+def does_not_tell(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def weight_version() -> WeightVersion:
-        version = await LocalEndpoint.weight_version(endpoint)
+        version = await EmbeddedEndpoint.weight_version(endpoint)
         is_released = version.state is EndpointState.RELEASED
         return version.model_copy(update={"state": EndpointState.READY}) if is_released else version
 
@@ -51,7 +51,7 @@ def does_not_tell(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def comes_back_with_the_checkpoint(endpoint: LocalEndpoint) -> LocalEndpoint:
+def comes_back_with_the_checkpoint(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     stored = {name: parameter.detach().clone() for name, parameter in engine.weights.by_name.items()}
 

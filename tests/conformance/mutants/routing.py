@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sequences import Sequence
 from inflight.model.routing import Experts
 from tests.conformance.mutants.mutant import Mutant
 
 
-def of_a_neighbour(endpoint: LocalEndpoint) -> LocalEndpoint:
+def of_a_neighbour(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     recorder: Any = endpoint._engine.steps.recorder
     if recorder is not None:
         take = recorder.take
@@ -24,7 +24,7 @@ def of_a_neighbour(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def without_the_prompt(endpoint: LocalEndpoint) -> LocalEndpoint:
+def without_the_prompt(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     forward = engine.steps._forward
 
@@ -40,7 +40,7 @@ def without_the_prompt(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def ignoring_undeclared(endpoint: LocalEndpoint) -> LocalEndpoint:
+def ignoring_undeclared(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     generate = endpoint.generate
     faulty: Any = endpoint
     if not endpoint._engine.records_routing:

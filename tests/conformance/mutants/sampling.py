@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sampler import _filtered, sample
 from inflight.wire import SamplingParams
 from tests.conformance.mutants.mutant import Mutant
@@ -50,7 +50,7 @@ def _chosen(logits: torch.Tensor, tokens: list[int]) -> list[float]:
     return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
 
-def drawing_otherwise(**defaults: Any) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def drawing_otherwise(**defaults: Any) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Defaults of the sampler's own for what a request leaves open; logprobs are as without them."""
 
     def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
@@ -65,7 +65,7 @@ def drawing_otherwise(**defaults: Any) -> Callable[[LocalEndpoint], LocalEndpoin
 _PLAIN = SamplingParams()
 
 
-def with_the_checkpoints_defaults(endpoint: LocalEndpoint) -> LocalEndpoint:
+def with_the_checkpoints_defaults(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """What an engine does that reads generation_config.json."""
     config: Any = endpoint._engine.weights.model.generation_config
     return drawing_otherwise(top_k=config.top_k, top_p=config.top_p)(endpoint)
@@ -77,7 +77,7 @@ class _NumberOf(float):
     sequence: Any
 
 
-def penalising_repetitions(endpoint: LocalEndpoint) -> LocalEndpoint:
+def penalising_repetitions(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Penalise what a sequence has seen, as transformers does; logprobs are as without it."""
     engine: Any = endpoint._engine
     add = engine.scheduler.add

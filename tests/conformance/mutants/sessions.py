@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.wire import BucketTransfer, InFlightPolicy, TransportSpec, UpdateRef, WeightUpdate, WeightVersion
 from tests.conformance.mutants.control import end_what_is_open
 from tests.conformance.mutants.faults import applies_as_they_arrive
@@ -15,11 +15,11 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import announcing
 
 
-def says_paused_while_staging(endpoint: LocalEndpoint) -> LocalEndpoint:
+def says_paused_while_staging(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def request(update: WeightUpdate) -> None:
-        await LocalEndpoint.request_weight_update(endpoint, update)
+        await EmbeddedEndpoint.request_weight_update(endpoint, update)
         if update.staged:
             await faulty._in_engine(lambda: faulty._engine.pauses.pause(InFlightPolicy.KEEP, lambda: None))
 
@@ -27,7 +27,7 @@ def says_paused_while_staging(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def ends_requests_with_a_staged_update(endpoint: LocalEndpoint) -> LocalEndpoint:
+def ends_requests_with_a_staged_update(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     session: Any = endpoint._updates._session
     own = session.abort
 
@@ -41,41 +41,41 @@ def ends_requests_with_a_staged_update(endpoint: LocalEndpoint) -> LocalEndpoint
     return endpoint
 
 
-def stages_for_ever(endpoint: LocalEndpoint) -> LocalEndpoint:
+def stages_for_ever(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return announcing(lambda update: {"lease_s": 3600.0} if update.staged else {})(endpoint)
 
 
-def asking(method: str, answer: Callable[[Any], bool]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def asking(method: str, answer: Callable[[Any], bool]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Another answer of the session to what it remembers."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         setattr(endpoint._updates._session, method, answer)
         return endpoint
 
     return infect
 
 
-def forgets_what_is_over(endpoint: LocalEndpoint) -> LocalEndpoint:
+def forgets_what_is_over(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     session: Any = endpoint._updates._session
     session._over = deque(maxlen=0)
     return endpoint
 
 
-def tells_sessions_by_version(endpoint: LocalEndpoint) -> LocalEndpoint:
+def tells_sessions_by_version(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def abort(ref: UpdateRef) -> WeightVersion:
         if (await endpoint.weight_version()).updating_to != ref.version:
-            return await LocalEndpoint.abort_weight_update(endpoint, ref)
+            return await EmbeddedEndpoint.abort_weight_update(endpoint, ref)
         update = endpoint._updates.session.update
         assert update is not None
-        return await LocalEndpoint.abort_weight_update(endpoint, update.ref)
+        return await EmbeddedEndpoint.abort_weight_update(endpoint, update.ref)
 
     faulty.abort_weight_update = abort
     return endpoint
 
 
-def any_incarnation(endpoint: LocalEndpoint) -> LocalEndpoint:
+def any_incarnation(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     session: Any = endpoint._updates._session
 
     def fence(run_id: str, incarnation: int) -> None:
@@ -85,18 +85,18 @@ def any_incarnation(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def fenced_too_late(endpoint: LocalEndpoint) -> LocalEndpoint:
+def fenced_too_late(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def join(spec: TransportSpec) -> None:
         await end_what_is_open(endpoint, spec.run_id)
-        await LocalEndpoint.init_process_group(endpoint, spec)
+        await EmbeddedEndpoint.init_process_group(endpoint, spec)
 
     faulty.init_process_group = join
     return endpoint
 
 
-def receives_again(endpoint: LocalEndpoint) -> LocalEndpoint:
+def receives_again(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
     arrived: set[tuple[UpdateRef, int]] = set()
 
@@ -104,7 +104,7 @@ def receives_again(endpoint: LocalEndpoint) -> LocalEndpoint:
         key = (bucket.ref, bucket.bucket_index)
         if key in arrived:
             await asyncio.sleep(bucket.timeout_s)
-        await LocalEndpoint.receive_weights(endpoint, bucket)
+        await EmbeddedEndpoint.receive_weights(endpoint, bucket)
         arrived.add(key)
 
     faulty.receive_weights = receive

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sampler import sample
 from inflight.wire import (
     ChatCompletion,
@@ -22,7 +22,7 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import answering, drawing, sampling_with, taking, with_capabilities, without_last
 
 
-def retokenised(endpoint: LocalEndpoint) -> LocalEndpoint:
+def retokenised(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     tokenizer: Any = endpoint._chat.tokenizer
 
     def faulty(request: GenerateRequest) -> GenerateRequest:
@@ -33,7 +33,7 @@ def retokenised(endpoint: LocalEndpoint) -> LocalEndpoint:
     return taking(faulty)(endpoint)
 
 
-def own_request_id(endpoint: LocalEndpoint) -> LocalEndpoint:
+def own_request_id(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     generate = endpoint.generate
 
     async def faulty(request: GenerateRequest) -> GenerateResponse:
@@ -43,7 +43,7 @@ def own_request_id(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def latest_request_id(endpoint: LocalEndpoint) -> LocalEndpoint:
+def latest_request_id(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     generate = endpoint.generate
     latest = ""
 
@@ -61,7 +61,7 @@ def rows_mixed_up(logits: Any, params: Any, uniforms: Any) -> Any:
     return tokens, logprobs[1:] + logprobs[:1] if len(logprobs) > 8 else logprobs
 
 
-def truncating(endpoint: LocalEndpoint) -> LocalEndpoint:
+def truncating(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     longest = endpoint._engine.limits.max_model_len
 
     def faulty(request: GenerateRequest) -> GenerateRequest:
@@ -78,12 +78,12 @@ def numbering_requests() -> Any:
     return taking(lambda r: r.model_copy(update={"request_id": f"{next(numbers)}"}))
 
 
-def outlives_its_caller(endpoint: LocalEndpoint) -> LocalEndpoint:
+def outlives_its_caller(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     endpoint._engine.scheduler.cancel = lambda request: None
     return endpoint
 
 
-def goes_on_unseen(endpoint: LocalEndpoint) -> LocalEndpoint:
+def goes_on_unseen(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """End a request that its caller leaves in the books, and not in the engine."""
     generate, stats = endpoint.generate, endpoint._engine.stats
     left: set[str] = set()
@@ -106,7 +106,7 @@ def goes_on_unseen(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def loses_places(endpoint: LocalEndpoint) -> LocalEndpoint:
+def loses_places(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Give no place back when a caller leaves."""
     generate, engine = endpoint.generate, endpoint._engine
 
@@ -121,7 +121,7 @@ def loses_places(endpoint: LocalEndpoint) -> LocalEndpoint:
     return with_capabilities(max_concurrent_sequences=engine.scheduler.max_concurrent)(endpoint)
 
 
-def stream_outlives_its_reader(endpoint: LocalEndpoint) -> LocalEndpoint:
+def stream_outlives_its_reader(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     stream = endpoint.generate_stream
 
     async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
@@ -140,7 +140,7 @@ def stream_outlives_its_reader(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def prompt_ids_of_chat_cut(endpoint: LocalEndpoint) -> LocalEndpoint:
+def prompt_ids_of_chat_cut(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     chat_completion = endpoint.chat_completion
 
     async def faulty(request: ChatCompletionRequest) -> ChatCompletion:
@@ -151,7 +151,7 @@ def prompt_ids_of_chat_cut(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def chat_defaults(endpoint: LocalEndpoint) -> LocalEndpoint:
+def chat_defaults(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     chat_request = endpoint.chat_request
 
     def faulty(request: ChatCompletionRequest) -> GenerateRequest:
@@ -162,7 +162,7 @@ def chat_defaults(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def everything_so_far(endpoint: LocalEndpoint) -> LocalEndpoint:
+def everything_so_far(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     stream = endpoint.generate_stream
 
     async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
@@ -177,7 +177,7 @@ def everything_so_far(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def last_token_unsent(endpoint: LocalEndpoint) -> LocalEndpoint:
+def last_token_unsent(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     stream = endpoint.generate_stream
 
     async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
@@ -188,7 +188,7 @@ def last_token_unsent(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def text_token_by_token(endpoint: LocalEndpoint) -> LocalEndpoint:
+def text_token_by_token(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     stream = endpoint.chat_completion_stream
     tokenizer: Any = endpoint._chat.tokenizer
 
@@ -205,7 +205,7 @@ def text_token_by_token(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def stops_checked_rarely(endpoint: LocalEndpoint) -> LocalEndpoint:
+def stops_checked_rarely(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     hit = engine.steps._hit_stop_string
 

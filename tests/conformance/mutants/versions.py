@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.wire import InFlightPolicy
 from tests.conformance.mutants.mutant import Mutant
 
 
-def stamped_at_admission(endpoint: LocalEndpoint) -> LocalEndpoint:
+def stamped_at_admission(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     append = engine.steps._append
 
@@ -25,7 +25,7 @@ def stamped_at_admission(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def relabelled(endpoint: LocalEndpoint) -> LocalEndpoint:
+def relabelled(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     load = engine.load
 
@@ -40,7 +40,7 @@ def relabelled(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def drain_that_pauses(endpoint: LocalEndpoint) -> LocalEndpoint:
+def drain_that_pauses(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     pause = engine.pauses.pause
 
@@ -51,7 +51,7 @@ def drain_that_pauses(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def aborted_as_new(endpoint: LocalEndpoint) -> LocalEndpoint:
+def aborted_as_new(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     finish = engine.scheduler.finish
 
@@ -64,7 +64,7 @@ def aborted_as_new(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def stream_of_the_first(endpoint: LocalEndpoint) -> LocalEndpoint:
+def stream_of_the_first(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
     stream = faulty.generate_stream
 
@@ -78,7 +78,7 @@ def stream_of_the_first(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def one_behind(endpoint: LocalEndpoint) -> LocalEndpoint:
+def one_behind(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
     generate = faulty.generate
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.weights.encode.buckets import manifest_difference
 from inflight.wire import Manifest, TensorSpec, WeightUpdate
 from tests.conformance.mutants.mutant import Mutant
@@ -15,10 +15,10 @@ from tests.conformance.mutants.mutant import Mutant
 Tensors = list[tuple[str, torch.Tensor]]
 
 
-def loading(change: Callable[[Tensors], Tensors]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+def loading(change: Callable[[Tensors], Tensors]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """A fault that loads something else than what arrived."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         engine: Any = endpoint._engine
         load = engine.load
         engine.load = lambda tensors, *others: load(change(list(tensors)), *others)
@@ -29,10 +29,10 @@ def loading(change: Callable[[Tensors], Tensors]) -> Callable[[LocalEndpoint], L
 
 def accepting(
     forgive: Callable[[list[TensorSpec], list[TensorSpec]], list[TensorSpec]],
-) -> Callable[..., LocalEndpoint]:
+) -> Callable[..., EmbeddedEndpoint]:
     """A fault that overlooks a difference between the manifest and the model."""
 
-    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         session: Any = endpoint._updates._session
         reason = session._reason_to_refuse
 
@@ -69,7 +69,7 @@ def with_own(field: str) -> Callable[[list[TensorSpec], list[TensorSpec]], list[
     return forgive
 
 
-def tied_head_left_old(endpoint: LocalEndpoint) -> LocalEndpoint:
+def tied_head_left_old(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     model: Any = endpoint._engine.weights.model
     if model.config.tie_word_embeddings:
         own = model.get_input_embeddings().weight.detach().clone()
@@ -77,14 +77,14 @@ def tied_head_left_old(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def last_bucket_only(endpoint: LocalEndpoint) -> LocalEndpoint:
+def last_bucket_only(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     sink: Any = endpoint._sink
     own = sink._prepare
     sink._prepare = lambda update, arrived: own(update, arrived[update.buckets[-1].start :])
     return endpoint
 
 
-def told_by_place(endpoint: LocalEndpoint) -> LocalEndpoint:
+def told_by_place(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     load = engine.load
     names = [name for name, _ in engine.weights.model.named_parameters()]
@@ -99,7 +99,7 @@ def told_by_place(endpoint: LocalEndpoint) -> LocalEndpoint:
 _FIRST: dict[str, torch.Tensor] = {}
 
 
-def remembers_the_first_checkpoint(endpoint: LocalEndpoint) -> LocalEndpoint:
+def remembers_the_first_checkpoint(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     model: Any = endpoint._engine.weights.model
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -109,7 +109,7 @@ def remembers_the_first_checkpoint(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def wears_out(endpoint: LocalEndpoint) -> LocalEndpoint:
+def wears_out(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     load = engine.load
 

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import torch
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import cancel, within
+from inflight.conformance.endpoint.waiting import within
 from inflight.conformance.reference import Weights, chosen, distribution
 from inflight.contracts import InferenceEndpoint
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
@@ -102,7 +103,7 @@ async def held_prefix(subject: EndpointSubject) -> None:
         num_running = sum(not task.done() for _, task in running)
         subject.note(**{f"still running when their prompt came again, {policy}": num_running})
         require(num_running, "the requests that held the prompt had ended before it came again: nothing could be told")
-        await cancel(task for _, task in running)
+        await cancel_and_wait(*(task for _, task in running))
 
 
 async def _require_fresh(

@@ -10,11 +10,12 @@ from typing import Any
 
 import pydantic
 
+from inflight.base.tasks import cancel_and_wait, start
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.connections import HttpAnswer, answer_to, connection, head, read_answer
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import GRACE_S, SLACK_S, cancel, within
+from inflight.conformance.endpoint.waiting import GRACE_S, SLACK_S, within
 from inflight.errors import UnauthorizedError
 from inflight.http import routes
 from inflight.http.client import HttpEndpoint
@@ -151,7 +152,7 @@ async def long_body(subject: EndpointSubject) -> None:
     num_sent = 0
     async with connection(subject) as (reader, writer):
         writer.write(head(subject, "POST", routes.GENERATE.path, {"transfer-encoding": "chunked"}))
-        reading = asyncio.ensure_future(read_answer(reader))
+        reading = start(read_answer(reader))
         try:
             while num_sent < _LONG_BODY_BYTES and not reading.done():
                 writer.write(framed)
@@ -166,7 +167,7 @@ async def long_body(subject: EndpointSubject) -> None:
             words = f"a body of {num_sent} bytes was answered with status {answer.status}: {answer.body[:200]!r}"
             require(400 <= answer.status < 500, words)
         finally:
-            await cancel([reading])
+            await cancel_and_wait(reading)
     await within(SLACK_S, subject.generate(), "a request after one with a long body")
 
 

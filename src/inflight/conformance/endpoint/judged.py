@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from inflight.base.tasks import start
 from inflight.conformance.checks import CheckSkipped, fail
 from inflight.conformance.endpoint.failing import let_engine_fail
 from inflight.conformance.endpoint.opening import opened
@@ -173,7 +174,7 @@ class JudgedEndpoint(Subject):
             fail("generate() gave no token in time")
 
     async def _call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
-        subject, check = self._subject, asyncio.ensure_future(function(self._subject))
+        subject, check = self._subject, start(function(self._subject))
         done, _ = await asyncio.wait([check], timeout=deadline_s)
         try:
             if not done:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
+from inflight.base.tasks import cancel_and_wait, start
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import (
     require_all_whole,
@@ -15,7 +16,7 @@ from inflight.conformance.endpoint.aftermath import (
     settled,
 )
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import SLACK_S, cancel, within
+from inflight.conformance.endpoint.waiting import SLACK_S, within
 from inflight.conformance.reference import Weights
 from inflight.errors import InflightError, TransferError, UpdateAbortedError, UpdateRefusedError
 from inflight.wire import EndpointState, InFlightPolicy
@@ -181,9 +182,9 @@ async def callers_go_away(subject: EndpointSubject) -> None:
 
 
 async def _cancelled_after(seconds: float, call: Awaitable[object]) -> None:
-    task = asyncio.ensure_future(call)
+    task = start(call)
     await asyncio.wait([task], timeout=seconds)
-    await cancel([task])
+    await cancel_and_wait(task)
 
 
 @check("U-58", "updates", look_at="whether versions are compared, and caches keyed, by run and version")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import (
     require_all_sampled_from,
@@ -13,7 +14,7 @@ from inflight.conformance.endpoint.aftermath import (
     until_running,
 )
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, cancel, until, within
+from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, until, within
 from inflight.errors import UpdateAbortedError, UpdateRefusedError
 from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 
@@ -162,7 +163,7 @@ async def client_leaves_during_a_pause(subject: EndpointSubject) -> None:
     update = await subject.publisher.request(subject.reference.weights)
     leaving = [*running, *subject.start(2, subject.room())]
     await asyncio.sleep(0.1)
-    await cancel(task for _, task in leaving)
+    await cancel_and_wait(*(task for _, task in leaving))
     await asyncio.sleep(GRACE_S)
     await subject.publisher.abort(update)
     since = time.monotonic()

@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 
 import torch
 
+from inflight.base.tasks import cancel_and_wait, start
 from inflight.base.transport_registry import find_transport
 from inflight.conformance.checks import fail, require, skip
 from inflight.conformance.endpoint.failing import FailingEngine
 from inflight.conformance.endpoint.opening import Opened, opened
 from inflight.conformance.endpoint.publishing import SteppedPublisher
-from inflight.conformance.endpoint.waiting import SLACK_S, cancel, within
+from inflight.conformance.endpoint.waiting import SLACK_S, within
 from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import ReferenceCheckpoint, Weights
 from inflight.conformance.targets import EndpointTarget
@@ -163,7 +164,7 @@ class EndpointSubject:
 
     def begin(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a call; what is left of it is cancelled when the present check ends."""
-        task = asyncio.ensure_future(call)
+        task = start(call)
         self._tasks.append(task)
         return task
 
@@ -380,5 +381,5 @@ class EndpointSubject:
         """Leave what the check started and entered."""
         tasks, self._tasks = self._tasks, []
         stack, self._per_check = self._per_check, contextlib.AsyncExitStack()
-        await cancel(tasks)
+        await cancel_and_wait(*tasks)
         await stack.aclose()

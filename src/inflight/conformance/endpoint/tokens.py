@@ -8,11 +8,12 @@ import time
 from functools import partial
 from typing import Any
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import cancel, within
+from inflight.conformance.endpoint.waiting import within
 from inflight.errors import InvalidRequestError
 from inflight.wire import EndpointState, GenerateRequest, GenerateResponse, check_spans
 
@@ -112,7 +113,7 @@ async def a_caller_leaves(subject: EndpointSubject) -> None:
         while (await subject.endpoint.weight_version()).num_running == 0:
             require(not reader.done(), "a stream of thousands of tokens ended at once")
             await asyncio.sleep(0.005)
-        await cancel([reader])
+        await cancel_and_wait(reader)
         await _require_idle(subject, "generate_stream")
 
 
@@ -192,7 +193,7 @@ async def fill_places(subject: EndpointSubject, when: str, limit_s: float) -> fl
         await within(limit_s, subject.generate(max_tokens=_SHORT), what)
         seconds = time.monotonic() - started
         num_ended = sum(task.done() for task in others)
-        await cancel(others)
+        await cancel_and_wait(*others)
         if num_ended == 0:
             return seconds
     fail(
@@ -213,5 +214,5 @@ async def _leave(subject: EndpointSubject, num: int, is_streamed: bool) -> int:
     for caller in callers:
         if caller.done():
             caller.result()
-    await cancel(callers)
+    await cancel_and_wait(*callers)
     return num

@@ -1,4 +1,4 @@
-"""Waiting for calls and conditions, always with a limit. Knows nothing of endpoints."""
+"""Waiting for calls and conditions, always with a limit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
+from inflight.base.tasks import start
 from inflight.conformance.checks import require
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ SERVED_S = 15.0
 
 async def within(seconds: float, call: Awaitable[T], what: str) -> T:
     """Return what ``call`` returns, or raise what it raises. Fail the check if it takes longer."""
-    task = asyncio.ensure_future(call)
+    task = start(call)
     try:
         done, _ = await asyncio.wait([task], timeout=seconds)
     finally:
@@ -43,14 +44,6 @@ async def until(
                 task.result()
         require(time.monotonic() < deadline, f"{what} within {seconds:g} s")
         await asyncio.sleep(0.005)
-
-
-async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel the tasks, and wait for them."""
-    cancelled = list(tasks)
-    for task in cancelled:
-        task.cancel()
-    await asyncio.gather(*cancelled, return_exceptions=True)
 
 
 def task_stacks() -> str:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from inflight.base.tasks import cancel_and_wait, start
 from inflight.conformance.fleet.plan import SENDER, Fault, FaultPlan, Kind, Step
 from inflight.conformance.fleet.proxy import TcpProxy
 from inflight.conformance.fleet.servers import Call, Server, Testbed
@@ -233,12 +234,12 @@ class FaultyEndpoint(InferenceEndpoint):
                 await self._delivered(call)
                 raise lost
             case Kind.REPEAT:
-                again = asyncio.ensure_future(_ignored(self._delivered(call)))
+                again = start(_ignored(self._delivered(call)))
                 try:
                     return await self._delivered(call)
                 finally:
                     await asyncio.wait([again], timeout=0.5)
-                    again.cancel()
+                    await cancel_and_wait(again)
             case Kind.REPEAT_LATE:
                 self._faults.postpone(self.server, call, fault.num_calls)
             case Kind.REORDER:

@@ -1,9 +1,11 @@
-"""A TCP proxy on loopback that cuts connections or changes bytes. Knows nothing of protocols."""
+"""A TCP proxy on loopback that cuts connections or changes bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+
+from inflight.base.tasks import TaskOwner, any_of
 
 _PIECE_BYTES = 1 << 16
 _LONG_ENOUGH_BYTES = 512
@@ -16,7 +18,7 @@ class TcpProxy:
     def __init__(self, host: str, port: int) -> None:
         self.target = (host, port)
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskOwner()
         self.port = 0
         self.cut_after_bytes: int | None = None
         """A connection is cut once all connections together have carried this much more, in either direction."""
@@ -33,34 +35,24 @@ class TcpProxy:
         """Cut every connection and stop listening. Idempotent."""
         if self._server is not None:
             self._server.close()
-        self.cut()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.aclose()
 
     def cut(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self._pass_on(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._pass_on(reader, writer))
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_writer: asyncio.StreamWriter | None = None
-        ways: list[asyncio.Future[None]] = []
         try:
             far_reader, far_writer = await asyncio.open_connection(*self.target)
-            ways = [
-                asyncio.ensure_future(self._copy(reader, far_writer, is_answer=False)),
-                asyncio.ensure_future(self._copy(far_reader, writer, is_answer=True)),
-            ]
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await any_of(
+                self._copy(reader, far_writer, is_answer=False), self._copy(far_reader, writer, is_answer=True)
+            )
         except OSError:
             pass  # the target is gone, so the connection ends
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
             for end in (writer, far_writer):
                 if end is not None:
                     end.transport.abort()

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from inflight.base.tasks import cancel_and_wait, start
 from inflight.conformance.endpoint.opening import opened
 from inflight.conformance.fleet.palette import FROZEN, Palette, Shade, make_checkpoint
 from inflight.conformance.fleet.plan import OUTSIDE, Kind
@@ -116,7 +117,7 @@ class ServedServer(Server):
         stack, process = running
         self.num_breaks += 1
         if back_after_s is not None:
-            self._coming_back = asyncio.ensure_future(self._come_back(back_after_s))
+            self._coming_back = start(self._come_back(back_after_s))
         if status is not None:
             self._problems.append(f"its process ended by itself, with status {status}")
         with contextlib.suppress(ProcessLookupError):
@@ -146,8 +147,7 @@ class ServedServer(Server):
 
     async def aclose(self) -> None:
         if self._coming_back is not None:
-            self._coming_back.cancel()
-            await asyncio.wait([self._coming_back])
+            await cancel_and_wait(self._coming_back)
         await self.kill(None)
         await self._proxy.aclose()
 

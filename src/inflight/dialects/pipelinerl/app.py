@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from inflight.base.tasks import run_together
 from inflight.contracts import InferenceEndpoint
 from inflight.dialects.pipelinerl.messages import (
     CHAT_ROUTE,
@@ -85,7 +86,7 @@ def dialect_app(
         return JSONResponse(ModelList(data=tuple(ModelCard(id=name) for name in names)).model_dump(mode="json"))
 
     async def health(_: Request) -> Response:
-        served = await asyncio.gather(*(endpoint.weight_version() for endpoint in endpoints))
+        served = await run_together(*(endpoint.weight_version() for endpoint in endpoints))
         down = (EndpointState.POISONED, EndpointState.JOINING, EndpointState.RELEASED)
         ok = is_ready() and not any(it.state in down for it in served)
         return JSONResponse({"ok": ok, "versions": [it.version for it in served]}, 200 if ok else 503)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inflight.base.tasks import cancel_and_wait, run_together, start
 from inflight.base.threads import run_abandonable
 from inflight.base.transport_registry import receivable
 from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
@@ -104,7 +105,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
         paths = await self._routes.offered()
         if missing := [path for path in (ROUTE, CHAT_ROUTE, UPDATE_ROUTE) if path not in paths]:
             raise ConfigError(f"{self.name} has no {', '.join(missing)}: is this a server of PipelineRL?")
-        models, version = await asyncio.gather(self._routes.get("/v1/models"), self._routes.get("/version"))
+        models, version = await run_together(self._routes.get("/v1/models"), self._routes.get("/version"))
         with reading("/v1/models"):
             card = models["data"][0]
             model, root, max_model_len = str(card["id"]), Path(card["root"]), int(card["max_model_len"])
@@ -209,10 +210,8 @@ class PipelineRlEndpoint(OwnedEndpoint):
             for name, tensor in tensors.items():
                 group.broadcast(tensor.contiguous(), timeout_s, f"sending {name}")
 
-        asking = asyncio.ensure_future(
-            self._routes.ask("POST", UPDATE_ROUTE, message.model_dump(mode="json"), timeout_s)
-        )
-        sending = asyncio.ensure_future(run_abandonable(broadcast, "inflight-broadcast"))
+        asking = start(self._routes.ask("POST", UPDATE_ROUTE, message.model_dump(mode="json"), timeout_s))
+        sending = start(run_abandonable(broadcast, "inflight-broadcast"))
         try:
             await asyncio.wait({asking, sending}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -226,10 +225,10 @@ class PipelineRlEndpoint(OwnedEndpoint):
             sending.result()
         except BaseException:
             group.abort()  # out of step
-            asking.cancel()
             raise
         finally:
-            await asyncio.gather(sending, return_exceptions=True)
+            await cancel_and_wait(asking)
+            await asyncio.wait({sending})
 
     @property
     def _salt(self) -> str:

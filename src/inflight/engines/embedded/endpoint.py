@@ -62,7 +62,7 @@ from inflight.wire import (
 T = TypeVar("T")
 
 
-class LocalEndpoint(
+class EmbeddedEndpoint(
     ReceivingEndpoint,
     StreamingEndpoint,
     AbortingEndpoint,

@@ -12,7 +12,7 @@ import torch
 from inflight.contracts import DEFAULT_MAX_CONCURRENT, DraftProvider
 from inflight.engines.embedded.chat import ChatFormat
 from inflight.engines.embedded.decoding import compiler_for
-from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.slot_attention import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention
 from inflight.engines.embedded.slots import token_bytes_of
@@ -36,7 +36,7 @@ def load_endpoint(
     kv_cache_bytes: int | None = None,
     compile: bool = False,
     drafts: DraftSource | DraftProvider | None = None,
-) -> LocalEndpoint:
+) -> EmbeddedEndpoint:
     """Return an endpoint that serves the model in ``path``, its engine running.
 
     ``dtype`` None keeps the stored dtype, ``device`` None takes a GPU if there is one, ``max_model_len`` None takes
@@ -85,7 +85,7 @@ def load_endpoint(
         drafts=DraftSource(drafts) if isinstance(drafts, str) else drafts,
     )
     chat = ChatFormat(tokenizer, images) if tokenizer is not None and tokenizer.chat_template else None
-    return LocalEndpoint(engine, model, name=name or path.resolve().name, chat=chat, images=images)
+    return EmbeddedEndpoint(engine, model, name=name or path.resolve().name, chat=chat, images=images)
 
 
 def _memory_bytes(device: torch.device) -> int:

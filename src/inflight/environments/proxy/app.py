@@ -24,7 +24,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from inflight.base.tasks import cancel_and_wait
+from inflight.base.tasks import EndedByOwnerError, TaskOwner, cancel_and_wait, start
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.answers import Answer, Answers, Piece
 from inflight.environments.proxy.formats import answer_json, writer_of
@@ -59,30 +59,24 @@ class ServedEpisode:
     answers: Answers
     model: str
     """Name of the served model."""
-    running: set[asyncio.Task[Any]] = field(default_factory=set)
+    running: TaskOwner = field(default_factory=TaskOwner)
     is_over: bool = False
     last_used: float = field(default_factory=time.monotonic)
     """When it was opened, or its last request came or ended."""
 
     async def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Return what a call returns; raises `EpisodeOverError` if the episode ends before it does."""
-        task = asyncio.create_task(call)
-        self.running.add(task)
         try:
-            await asyncio.wait({task})
-            if task.cancelled():
-                raise EpisodeOverError("the episode has ended")
-            return task.result()
+            return await self.running.run(call)
+        except EndedByOwnerError:
+            raise EpisodeOverError("the episode has ended") from None
         finally:
-            await cancel_and_wait(task)
-            self.running.discard(task)
             self.last_used = time.monotonic()
 
     def end(self) -> None:
         """End all requests that are being answered."""
         self.is_over = True
-        for task in self.running:
-            task.cancel()
+        self.running.cancel()
 
 
 class ServedEpisodes:
@@ -277,7 +271,7 @@ async def _streamed(request: HttpRequest, served: ServedEpisode, body: Request, 
         except EpisodeOverError as error:
             parts.put_nowait(error)
 
-    running = asyncio.create_task(run())
+    running = start(run())
     try:
         first = await unless_client_leaves(request, parts.get())
         if isinstance(first, BaseException):
@@ -290,23 +284,34 @@ async def _streamed(request: HttpRequest, served: ServedEpisode, body: Request, 
         writer = writer_of(body, body.model or served.model, served.answers.episode.template.pieces)
         has_streamed = False
         part: Piece | Answer | BaseException = first
-        try:
-            while isinstance(part, Piece):
-                has_streamed |= part.chunk is not None
-                if (chunk := writer.piece(part)) is not None:
-                    yield _event(chunk)
-                part = await parts.get()
-            if isinstance(part, Answer):
-                for chunk in writer.end(part, has_streamed=has_streamed):
-                    yield _event(chunk)
-                yield "data: [DONE]\n\n"
-            else:
-                error = part if isinstance(part, InflightError) else InflightError(f"{type(part).__name__}: {part}")
-                yield f"data: {bytes(error_response(error).body).decode()}\n\n"
-        finally:
-            await cancel_and_wait(running)
+        while isinstance(part, Piece):
+            has_streamed |= part.chunk is not None
+            if (chunk := writer.piece(part)) is not None:
+                yield _event(chunk)
+            part = await parts.get()
+        if isinstance(part, Answer):
+            for chunk in writer.end(part, has_streamed=has_streamed):
+                yield _event(chunk)
+            yield "data: [DONE]\n\n"
+        else:
+            error = part if isinstance(part, InflightError) else InflightError(f"{type(part).__name__}: {part}")
+            yield f"data: {bytes(error_response(error).body).decode()}\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+    return _StreamedAnswer(running, lines(), media_type="text/event-stream", headers=headers)
+
+
+class _StreamedAnswer(StreamingResponse):
+    """The events of an answer; ``sampling`` has ended when they have been sent, or the client has left."""
+
+    def __init__(self, sampling: asyncio.Task[None], *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._sampling = sampling
+
+    async def __call__(self, *arguments: Any) -> None:
+        try:
+            await super().__call__(*arguments)
+        finally:
+            await cancel_and_wait(self._sampling)
 
 
 def _event(chunk: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ from inflight.run.config import RunConfig
 from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.devices import Device
 from inflight.run.machines.placement import Placement, gpu_use
+from inflight.run.machines.server_specs import server_spec
 from inflight.run.ranks.workers import training_load, worker_settings
 from inflight.wire import DTYPE_SIZES
 
@@ -80,7 +81,7 @@ def server_terms(
         others.append(MemoryTerm("staged update", size_bytes, remedy, sampling))
     if use.memory_share is None:
         half = max(sequence, (memory_bytes - weights) // 2)  # trainers load their model later
-        cache = min(member.max_concurrent * sequence, half)
+        cache = min(server_spec(config, member).options.num_slots * sequence, half)
         return (
             MemoryTerm(
                 "weights", weights, "set model.dtype to 'bfloat16', or use an engine with tensor parallelism", sampling

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from inflight.base.tasks import also_failing, cancel_and_wait, finish_all, run_together
+from inflight.base.tasks import also_failing, finish_all, result_unless, run_together
 from inflight.errors import ConfigError, WorkerDiedError
 from inflight.http.server_spec import FollowOptions, JoinOptions, ListenOptions, ServerSpec
 from inflight.http.tokens import TOKEN_VARIABLE
@@ -121,15 +121,8 @@ class Rank(Process):
     async def channel(self) -> RunChannel:
         """Return the channel to it, once it is there. Raises `WorkerDiedError` if it ends before that."""
         if self._channel is None:
-            coming = asyncio.ensure_future(self.meeting.channel(self.rank))
-            ending = asyncio.ensure_future(self.process.wait())
-            try:
-                await asyncio.wait({coming, ending}, return_when=asyncio.FIRST_COMPLETED)
-                if not coming.done():
-                    raise WorkerDiedError(f"trainer rank {self.rank} ended before it had met the run")
-                self._channel = coming.result()
-            finally:
-                await cancel_and_wait(coming, ending)
+            early = WorkerDiedError(f"trainer rank {self.rank} ended before it had met the run")
+            self._channel = await result_unless(self.meeting.channel(self.rank), self.process.wait(), lambda: early)
         return self._channel
 
     async def rendezvous(self) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from inflight.base.tasks import cancel_and_wait, finish_all
+from inflight.base.tasks import any_of, cancel_and_wait, finish_all, result_unless, start
 from inflight.errors import InflightError, WorkerDiedError, error_from_code
 from inflight.launchers import Launcher, LocalLauncher
 from inflight.run.config import RunConfig
@@ -147,13 +147,9 @@ class TrainerGroup:
 
     async def watch(self) -> None:
         """Wait for a rank to end, and for a request in progress. Raises `WorkerDiedError` with the end of its log."""
-        ends = {asyncio.ensure_future(rank.process.wait()): rank for rank in self.ranks}
-        try:
-            ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await cancel_and_wait(*ends)
+        number, _ = await any_of(*(rank.process.wait() for rank in self.ranks))
         async with self._asking:
-            raise WorkerDiedError(ends[next(iter(ended))].how_it_ended())
+            raise WorkerDiedError(self.ranks[number].how_it_ended())
 
     async def stop(self) -> None:
         """End the ranks' input, wait for them to end, and remove weights that a killed rank left behind."""
@@ -207,7 +203,7 @@ async def _all_of(ranks: Sequence[Rank], calls: Iterable[Coroutine[Any, Any, T]]
     connection to another counts as the cause if no other cause shows within two seconds. Ranks must not be asked again
     after a failure.
     """
-    asking = [asyncio.ensure_future(call) for call in calls]
+    asking = [start(call) for call in calls]
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.wait(asking, return_when=asyncio.FIRST_EXCEPTION)
@@ -259,21 +255,14 @@ async def _unless_lost(rank: Rank, call: Coroutine[Any, Any, T]) -> T:
 
     A host that is lost does not close its connections.
     """
-    calling = asyncio.ensure_future(call)
-    ending = asyncio.ensure_future(rank.process.wait())
+    gone = WorkerDiedError(f"{rank.name} is gone")
     try:
-        await asyncio.wait({calling, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if not calling.done():
-            await asyncio.wait({calling}, timeout=_GRACE_S)  # what it said last may be on its way
-        if not calling.done():
-            raise WorkerDiedError(f"{rank.name} is gone")
-        return calling.result()
+        # What it said last may still be on its way.
+        return await result_unless(call, rank.process.wait(), lambda: gone, _GRACE_S)
     except WorkerDiedError as error:
         raise _RankError(rank, WorkerDiedError(await _last_words(rank))) from error
     except InflightError as error:
         raise _RankError(rank, error) from error
-    finally:
-        await cancel_and_wait(calling, ending)
 
 
 async def _last_words(rank: Rank) -> str:

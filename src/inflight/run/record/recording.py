@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from inflight.base.tasks import start
 from inflight.errors import CheckpointError
 from inflight.observe.trace.digests import weights_digest
 from inflight.observe.trace.records import (
@@ -72,7 +73,7 @@ class Recording:
     async def step(self, batch: StepBatch, by_share: Sequence[Trained]) -> None:
         """Begin to write a step, once the step before is written; ``by_share`` is what came of each share."""
         await self.written()
-        self._writing = asyncio.create_task(asyncio.to_thread(self._write, batch, by_share))
+        self._writing = start(asyncio.to_thread(self._write, batch, by_share))
 
     async def written(self) -> None:
         """Wait until every step is written."""

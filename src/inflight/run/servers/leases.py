@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from inflight.base.tasks import cancel_and_wait
+from inflight.base.tasks import cancel_and_wait, start
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InflightError
 from inflight.http.kinds import connect_endpoint
@@ -38,7 +38,7 @@ class LeasedServer(Launched):
         self._pid = pid
         self._endpoint = endpoint
         self._ended: Ended | None = None
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = start(self._watch())
 
     @property
     def address(self) -> str:

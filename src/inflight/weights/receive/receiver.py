@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from inflight.base.requirements import require
-from inflight.base.threads import BackgroundCalls
+from inflight.base.tasks import TaskOwner
 from inflight.base.transport_registry import refusal
 from inflight.errors import PoisonedError, TransferError, UnsupportedError, UpdateAbortedError, UpdateRefusedError
 from inflight.weights.receive.adapter import BucketSink, PausableEngine
@@ -84,7 +84,7 @@ class UpdateReceiver:
         self._joining: TransportSpec | None = None
         self._open: _Open | None = None
         self._applying: asyncio.Future[None] | None = None
-        self._calls = BackgroundCalls()
+        self._calls = TaskOwner()
 
     @property
     def session(self) -> UpdateSession:

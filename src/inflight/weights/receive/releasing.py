@@ -6,7 +6,7 @@ import asyncio
 from abc import abstractmethod
 from typing import Protocol
 
-from inflight.base.threads import BackgroundCalls
+from inflight.base.tasks import TaskOwner
 from inflight.errors import BusyError
 from inflight.weights.receive.states import UpdateSession
 from inflight.wire import EndpointState
@@ -41,7 +41,7 @@ class MemoryRelease:
         self._engine = engine
         self._session = session
         self._turn = asyncio.Lock()
-        self._calls = BackgroundCalls()
+        self._calls = TaskOwner()
 
     async def release(self) -> None:
         """From the moment this is called requests and updates are refused. Raises as `ReleasingEndpoint` says."""

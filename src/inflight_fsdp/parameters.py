@@ -1,0 +1,117 @@
+"""The parameters of a model as one rank of a trainer holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from inflight.types import WeightBucket
+from inflight.wire import BucketSpec, TensorSpec
+from inflight_fsdp.config import WireDtype
+from inflight_fsdp.layout import Layout, ShardedTensor, Sharding
+from inflight_fsdp.parts import Part
+from inflight_fsdp.sharding import gather_on_first
+
+
+class ShardedParameters:
+    """This rank's parts of the parameters, and how all parameters are stored and sharded.
+
+    ``parts`` are of the parameters of which this rank has one, by the trainer's names; ``shardings`` and ``layouts``
+    are of all parameters, on every rank in the same order. What is not trained is not published either.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Part],
+        shardings: Mapping[str, Sharding],
+        layouts: Mapping[str, Layout],
+        *,
+        rank: int,
+        stored_dtype: torch.dtype,
+        wire_dtype: WireDtype,
+        device: torch.device,
+    ) -> None:
+        self.parts = dict(parts)
+        self.trained = {name: part for name, part in parts.items() if part.is_trained}
+        self.shardings = dict(shardings)
+        self.layouts = dict(layouts)
+        self.owned = [name for name in self.trained if rank in shardings[name].owners]
+        """Parameters of whose parts this rank answers for its own."""
+        self.wire_dtype = wire_dtype
+        self._device = device
+        self._nothing = torch.empty(0, dtype=stored_dtype, device=device)
+        """Held of parameters that are on other ranks."""
+        self._parameter_of = {stored: name for name, layout in layouts.items() for stored in layout.shapes}
+        self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        """The parameter that was gathered last, if it is stored as several tensors, and those not asked for yet."""
+
+    @property
+    def published(self) -> Mapping[str, Layout]:
+        """The layouts of trained parameters, of this rank or of others."""
+        frozen = self.parts.keys() - self.trained.keys()
+        return {name: layout for name, layout in self.layouts.items() if name not in frozen}
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Return the stored tensors of trained parameters."""
+        return [
+            TensorSpec(name=name, dtype=self.wire_dtype, shape=shape)
+            for layout in self.published.values()
+            for name, shape in layout.shapes.items()
+        ]
+
+    def frozen_names(self) -> Sequence[str]:
+        """Return the stored tensors of parameters that are not trained."""
+        published = self.published
+        frozen = (layout for name, layout in self.layouts.items() if name not in published)
+        return [name for layout in frozen for name in layout.shapes]
+
+    def gather(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """Yield buckets of tensors that share no memory with the parameters: whole on rank 0, empty elsewhere.
+
+        Every rank calls it and exhausts it.
+        """
+        specs = self.specs()
+        self._split = ("", {})
+        for bucket in buckets:
+            part = specs[bucket.start : bucket.stop]
+            tensors = [self._gather(spec.name) for spec in part]
+            yield WeightBucket(bucket.index, tuple(part), tuple(t for t in tensors if t is not None))
+        self._split = ("", {})
+
+    @torch.no_grad()
+    def _gather(self, name: str) -> torch.Tensor | None:
+        """Return one stored tensor in wire dtype, in memory of its own, on rank 0, None elsewhere; collective."""
+        owner = self._parameter_of[name]
+        layout = self.layouts[owner]
+        dtype: torch.dtype = getattr(torch, self.wire_dtype)
+        if layout.split is None:
+            return gather_on_first(self.sharded(owner), dtype, self._device)
+        if self._split[0] != owner:
+            whole = gather_on_first(self.sharded(owner), dtype, self._device)
+            self._split = (owner, {} if whole is None else dict(layout.stored(whole)))
+        tensor = self._split[1].pop(name, None)
+        return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+
+    def sharded(self, name: str) -> ShardedTensor:
+        """Return what this rank holds of a parameter, with its sharding and layout."""
+        part = self.parts.get(name)
+        local = self._nothing if part is None else part.local
+        return ShardedTensor(local, self.shardings[name], self.layouts[name])
+
+    def moments(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> list[ShardedTensor]:
+        """Return what this rank holds of the optimizer's moments, by kind and parameter."""
+        return [
+            ShardedTensor(tensors.get(name, self._nothing), self.shardings[name], layout.suffixed(f".{kind}"))
+            for kind, tensors in states.items()
+            for name, layout in self.published.items()
+        ]
+
+    def owned_shards(self) -> list[torch.Tensor]:
+        """Return this rank's shards of the trained parameters that it answers for."""
+        return [self.trained[name].local for name in self.owned]
+
+    def clear_gradients(self) -> None:
+        """Discard all gradients."""
+        for part in self.parts.values():
+            part.clear_gradient()
