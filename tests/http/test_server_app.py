@@ -8,9 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inflight.errors import UnauthorizedError
+from inflight.errors import InflightError, UnauthorizedError
 from inflight.http.client import HttpEndpoint
+from inflight.http.listening import InLoopServer, bind
 from inflight.http.server import create_app
+from inflight.http.serving import serve
 from inflight.wire import AbortRequests, ErrorBody
 from tests.engine.reference import make_request, serving, wait_until
 
@@ -78,5 +80,31 @@ def test_an_endpoint_calls_an_application_in_this_process_through_a_client_that_
                 await endpoint.aclose()
                 with pytest.raises(UnauthorizedError):
                     await HttpEndpoint("http://app", client=client, token="wrong").abort_requests(aborted)
+
+    asyncio.run(run())
+
+
+def test_a_bug_in_what_runs_while_a_server_serves_ends_the_server_and_is_raised(model_dir: Path) -> None:
+    async def fail() -> None:
+        raise TypeError("a bug")
+
+    async def run() -> None:
+        async with serving(model_dir) as endpoint, asyncio.timeout(30):
+            await serve(endpoint, bind("127.0.0.1", 0), token="secret", while_serving=fail)
+
+    with pytest.raises(TypeError, match="a bug"):
+        asyncio.run(run())
+
+
+def test_a_server_in_the_loop_answers_once_it_has_started_and_reports_that_it_has_ended(model_dir: Path) -> None:
+    async def run() -> None:
+        async with serving(model_dir) as endpoint, asyncio.timeout(30):
+            server = InLoopServer(create_app(endpoint, token="secret"), bind("127.0.0.1", 0))
+            client = HttpEndpoint(await server.started())
+            assert (await client.health()).ok
+            await client.aclose()
+            await server.aclose()
+            with pytest.raises(InflightError, match="has ended"):
+                await server.started()
 
     asyncio.run(run())

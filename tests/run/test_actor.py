@@ -19,6 +19,7 @@ from inflight.run.sampling.actor import Actor, Outcome
 from inflight.run.sampling.completions import Completions
 from inflight.types import Group
 from inflight.wire import AbortRequests, GenerateRequest, GenerateResponse, SamplingParams, WeightVersion
+from tests.gates import SOON_S, BrakedServer
 from tests.run.acting import actor_of, partials_of
 from tests.servers import TOKEN, ServerProcess
 from tests.unit.two_drivers import Prompts, Tokenizer, VirtualEndpoint, VirtualLoop, VirtualWork, World
@@ -303,8 +304,20 @@ async def sampling(
     return actor
 
 
+class AbortingEndpoint(HttpEndpoint):
+    """Has its server sample slowly until it has aborted requests there."""
+
+    def __init__(self, server: BrakedServer) -> None:
+        super().__init__(server.url, token=TOKEN)
+        self.brake = server.brake
+
+    async def abort_requests(self, requests: AbortRequests) -> None:
+        await super().abort_requests(requests)
+        self.brake.release()
+
+
 def act_on_stale(
-    endpoint: HttpEndpoint, model: Path, version: int, is_young: Callable[[int], bool], *, keeps_partials: bool
+    endpoint: AbortingEndpoint, model: Path, version: int, is_young: Callable[[int], bool], *, keeps_partials: bool
 ) -> Acted:
     """Sample three groups of 400 tokens and drop stale ones while they run.
 
@@ -326,19 +339,20 @@ def act_on_stale(
         await asyncio.gather(running, return_exceptions=True)
         await endpoint.aclose()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    with endpoint.brake:
+        asyncio.run(asyncio.wait_for(run(), SOON_S))
     return outcome
 
 
 @pytest.mark.parametrize("keeps_partials", [True, False], ids=["keeps_partials", "keeps_none"])
 def test_a_server_that_leaves_in_order_hands_on_what_it_has_sampled(
-    shared_server: ServerProcess, model_dir: Path, keeps_partials: bool
+    braked_server: BrakedServer, model_dir: Path, keeps_partials: bool
 ) -> None:
     """And its requests wait for another server, or begin anew there."""
     outcome, left = Acted(), list[str]()
 
     async def run() -> dict[str, Any]:
-        endpoint = HttpEndpoint(shared_server.url, token=TOKEN)
+        endpoint = HttpEndpoint(braked_server.url, token=TOKEN)
         actor = await sampling(endpoint, model_dir, 0, outcome, keeps_partials=keeps_partials)
         running = asyncio.ensure_future(actor.run())
         await until_running(endpoint, 6)
@@ -352,7 +366,8 @@ def test_a_server_that_leaves_in_order_hands_on_what_it_has_sampled(
         await endpoint.aclose()
         return partials
 
-    partials = asyncio.run(asyncio.wait_for(run(), 60))
+    with braked_server.brake:
+        partials = asyncio.run(asyncio.wait_for(run(), SOON_S))
     assert (outcome.groups, outcome.drops) == ([], [])
     if keeps_partials:
         assert [len(one) for one in partials.values()] == [2, 2, 2]
@@ -362,24 +377,24 @@ def test_a_server_that_leaves_in_order_hands_on_what_it_has_sampled(
     assert len(outcome.ledger.to_json()["unsettled"]) == 3
 
 
-def test_requests_that_end_together_are_aborted_in_one_call(shared_server: ServerProcess, model_dir: Path) -> None:
+def test_requests_that_end_together_are_aborted_in_one_call(braked_server: BrakedServer, model_dir: Path) -> None:
     calls: list[tuple[str, ...]] = []
 
-    class CountingEndpoint(HttpEndpoint):
+    class CountingEndpoint(AbortingEndpoint):
         async def abort_requests(self, requests: AbortRequests) -> None:
             calls.append(requests.request_ids)
             await super().abort_requests(requests)
 
-    endpoint = CountingEndpoint(shared_server.url, token=TOKEN)
+    endpoint = CountingEndpoint(braked_server)
     act_on_stale(endpoint, model_dir, 0, lambda first: first > 1, keeps_partials=True)
     assert [len(ids) for ids in calls] == [3]
 
 
 @pytest.mark.parametrize("keeps_partials", [True, False], ids=["keeps_partials", "keeps_none"])
 def test_running_groups_that_are_too_old_are_aborted_and_dropped(
-    shared_server: ServerProcess, model_dir: Path, keeps_partials: bool
+    braked_server: BrakedServer, model_dir: Path, keeps_partials: bool
 ) -> None:
-    endpoint = HttpEndpoint(shared_server.url, token=TOKEN)
+    endpoint = AbortingEndpoint(braked_server)
     outcome = act_on_stale(endpoint, model_dir, 0, lambda first: first > 1, keeps_partials=keeps_partials)
     assert outcome.ledger.num_dropped == {"stale": 3}
     assert not outcome.groups
@@ -390,10 +405,10 @@ def test_running_groups_that_are_too_old_are_aborted_and_dropped(
 
 
 def test_a_group_that_turns_out_to_have_begun_later_than_it_was_sent_is_sampled_on(
-    shared_server: ServerProcess, model_dir: Path
+    braked_server: BrakedServer, model_dir: Path
 ) -> None:
     """By what was published when they were sent they are too old; their own tokens say that they are not."""
-    endpoint = HttpEndpoint(shared_server.url, token=TOKEN)
+    endpoint = AbortingEndpoint(braked_server)
     outcome = act_on_stale(endpoint, model_dir, -1, lambda first: first >= 0, keeps_partials=True)
     assert not outcome.drops
     assert sorted(outcome.items) == [0, 1, 2]

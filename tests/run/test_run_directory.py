@@ -96,7 +96,7 @@ def test_what_a_killed_run_has_left_is_killed_before_the_next_one_begins(
     process.wait()
     notes: list[str] = []
     owned = own(tmp_path / "run", notes=notes)
-    assert ends_within(child, 5.0)
+    assert ends_within(child)
     assert f"killing processes of the previous run: {child}" in notes
     owned.release()
 
@@ -111,7 +111,7 @@ def test_an_owner_that_is_being_killed_is_waited_for(
     dying.start()
     own(tmp_path / "run").release()
     dying.join()
-    assert ends_within(child, 5.0)
+    assert ends_within(child)
 
 
 def test_one_that_waits_for_the_lock_is_not_taken_for_what_a_killed_run_has_left(
@@ -125,7 +125,7 @@ def test_one_that_waits_for_the_lock_is_not_taken_for_what_a_killed_run_has_left
         process.kill()
         process.wait()
         own(tmp_path / "run").release()
-        assert ends_within(child, 5.0)
+        assert ends_within(child)
         assert waiting.poll() is None
     finally:
         waiting.kill()
