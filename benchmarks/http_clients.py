@@ -189,7 +189,7 @@ def show(rows: list[dict[str, Any]], reference: str) -> None:
     for row in rows:
         cells = [f"{row['in_flight']:9,}  {row['client']:22}"]
         if not row["rounds"]:
-            cells.append("gave up: its calls were not under way within --patience")
+            cells.append("abandoned: its calls were not under way within --patience")
         for name, width in (("calls_per_s", 9), ("processor_us_per_call", 9)) if row["rounds"] else ():
             ratio, least, greatest = row[f"{name}_ratio"]
             cells.append(f"{row[name]:{width},.0f}  [{ratio:.2f} ({least:.2f} to {greatest:.2f})]")
@@ -204,7 +204,7 @@ def main() -> None:
         "--patience",
         type=float,
         default=120.0,
-        help="seconds in which the first call has to end; else the client gives up at this number in flight",
+        help="seconds in which the first call has to end; else the client abandons at this number in flight",
     )
     parser.add_argument("--in-flight", type=int, nargs="*", default=[1, 256, 10_000])
     parser.add_argument("--only", nargs="*", choices=CLIENTS, default=CLIENTS)
@@ -227,7 +227,7 @@ def main() -> None:
         for in_flight in arguments.in_flight:
             for kind in clients if number % 2 == 0 else clients[::-1]:
                 if any((it["in_flight"], it["client"], it["calls"]) == (in_flight, kind, 0) for it in turns):
-                    continue  # it gave up in an earlier round
+                    continue  # it abandoned in an earlier round
                 turn = take_turn(kind, in_flight, arguments.seconds, arguments.patience, arguments.before)
                 turns.append({"round": number, "in_flight": in_flight, "client": kind, **turn})
                 print(

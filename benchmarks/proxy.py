@@ -6,10 +6,10 @@
 
 ``at_once``: agents in one process play episodes of three turns, all at once, first against the engine's own chat
 completions, which is what they would do without us, then through ``inflight proxy`` on the same engine, in turns. Every
-process is its own, so CPU time is told apart; seconds are those of the agents, for each sampled token. A streamed token
-is timed from the moment at which the sampler gives it, every 5 ms, until the agent has read it. Memory is the resident
-set after calls in a row, ten to an episode, with a sampler that answers at once. Writes ``results/proxy.json``,
-``proxy-embedded.json`` and ``proxy-vllm.json``.
+process is its own, so CPU time is distinguished; seconds are those of the agents, for each sampled token. A streamed
+token is timed from the moment at which the sampler gives it, every 5 ms, until the agent has read it. Memory is the
+resident set after calls in a row, ten to an episode, with a sampler that answers at once. Writes
+``results/proxy.json``, ``proxy-embedded.json`` and ``proxy-vllm.json``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def agents(urls: list[str], model: str, num_tokens: int) -> None:
                 body = {"model": model, "messages": messages, "max_tokens": num_tokens, "temperature": 1.0}
                 answer = (await client.post(f"{url}/chat/completions", json=body)).json()
                 num_sampled += answer["usage"]["completion_tokens"]
-                messages += [answer["choices"][0]["message"], {"role": "user", "content": "go on"}]
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": "continue"}]
 
         started = time.perf_counter()
         await asyncio.gather(*map(play, urls))
@@ -208,7 +208,7 @@ async def in_a_row(template: ChatTemplate, num_calls: int) -> dict[str, float]:
             messages: list[Any] = [{"role": "user", "content": "begin"}]
             for _ in range(10):
                 answer = await client.post(f"{url}/chat/completions", json={"messages": messages})
-                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "continue"}]
             await one.aclose()
 
     async with ProxyServer("policy") as proxy, httpx.AsyncClient(trust_env=False) as client:

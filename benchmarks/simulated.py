@@ -1,4 +1,5 @@
-"""What a run is made of besides its controller, simulated: inference servers, a task, and a trainer that takes batches.
+"""What a run is made of in addition to its controller, simulated: inference servers, a task, and a trainer that takes
+batches.
 
     python benchmarks/simulated.py --count 16 --model DIR --report FILE ...
 

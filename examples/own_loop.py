@@ -1,4 +1,4 @@
-"""GRPO in your own loop: an inference server, a trainer, and weights that change while the server goes on.
+"""GRPO in your own loop: an inference server, a trainer, and weights that change while the server keeps running.
 
 inflight tiny-model models/tiny
 INFLIGHT_TOKEN=secret inflight serve models/tiny

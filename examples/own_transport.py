@@ -28,7 +28,7 @@ class TcpSpec(TransportSpec):
 
 
 class _End:
-    """What both ends share: sockets that never block for long, and calls that end when the group is given up."""
+    """What both ends share: sockets that never block for long, and calls that end when the group is abandoned."""
 
     def __init__(self) -> None:
         self.is_open, self.sockets = False, []
@@ -50,7 +50,7 @@ class _End:
 
     def check(self, deadline: float) -> None:
         if not self.is_open:
-            raise ConnectionAbortedError("the group was given up")
+            raise ConnectionAbortedError("the group was abandoned")
         if time.monotonic() > deadline:
             raise TimeoutError("its time is over")
 
@@ -113,7 +113,7 @@ class TcpSender(_End, WeightSender):
                 self.write(rank, memoryview(b"!"), deadline)  # all are there
 
     def begin(self, update):
-        pass  # ranks tell buckets apart by their order
+        pass  # ranks distinguish buckets by their order
 
     def send(self, bucket, timeout_s):
         with self.doing(f"sending bucket {bucket.index}", timeout_s) as deadline:

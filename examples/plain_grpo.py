@@ -54,7 +54,7 @@ def main(path: str, url: str, num_steps: int = 5) -> None:
     token = os.environ.get("INFLIGHT_TOKEN")
 
     def submit(portal: BlockingPortal, endpoint: InferenceEndpoint, step: int) -> list[Future[GenerateResponse]]:
-        """Start the requests of a step; they go on whatever this thread does."""
+        """Start the requests of a step; they continue whatever this thread does."""
         requests = [
             GenerateRequest(request_id=f"{step}-{i}", prompt_token_ids=tuple(prompt), sampling=SAMPLING)
             for i, prompt in enumerate(prompts)
@@ -70,7 +70,7 @@ def main(path: str, url: str, num_steps: int = 5) -> None:
         running = submit(portal, endpoint, 0)
         for step in range(num_steps):
             responses = [future.result() for future in running]
-            # The requests of the next step are sampled while we train, and go on while weights change.
+            # The requests of the next step are sampled while we train, and continue while weights change.
             running = submit(portal, endpoint, step + 1) if step + 1 < num_steps else []
             completions = [completion for response in responses for completion in response.completions]
             texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Gates: tests hold a server, a trainer or a process at a named point, look, and let it go on.
+"""Gates: tests hold a server, a trainer or a process at a named point, look, and let it continue.
 
 A test that looks at a moment makes that moment last: it closes a gate, waits until somebody has come to it, looks, and
 opens it. Gates are files, so that they hold other processes as well as threads of this one:
@@ -37,7 +37,7 @@ NEVER_S = 3600.0
 """A deadline that a test never waits for: longer than the test may take."""
 _LOOK_S = 0.01
 _HELD_S = 300.0
-"""What a test that failed has left at a gate goes on then."""
+"""What a test that failed has left at a gate continues then."""
 _ROOT = Path(__file__).parents[1]
 
 
@@ -71,7 +71,7 @@ class Gate:
         return self
 
     def open(self) -> None:
-        """Let everybody go on."""
+        """Let everybody continue."""
         self.path.unlink(missing_ok=True)
 
     def pass_through(self, who: object = "") -> None:

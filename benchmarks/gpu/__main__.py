@@ -1,8 +1,8 @@
 """``python -m benchmarks.gpu``: what this project cannot prove on a CPU, in less than ten minutes, without a network.
 
 Needs torch with CUDA. Each section runs in a process of its own, which is killed at its limit; a section that fails is
-recorded with its error, and the others go on. Exit status: 0 every section ended and no check of a kit failed, 1 some
-did, 2 nothing was run. With a GPU and in full size, the figures go to benchmarks/results/gpu.json, from which
+recorded with its error, and the others continue. Exit status: 0 every section ended and no check of a kit failed, 1
+some did, 2 nothing was run. With a GPU and in full size, the figures go to benchmarks/results/gpu.json, from which
 ``make docs`` makes tables.
 """
 

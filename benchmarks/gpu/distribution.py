@@ -1,4 +1,4 @@
-"""Makes the working tree known to Python as an installed package, and says what it needs that is missing.
+"""Makes the working tree known to Python as an installed package, and states what it needs that is missing.
 
 Workers, engines and transports are found by their entry points, which a directory on the path alone does not have. So a
 directory beside it holds what an installer would have written. Nothing is installed. Loads no torch.
@@ -58,7 +58,7 @@ def missing() -> list[str]:
 
 
 def explain_missing(requirements: list[str]) -> str:
-    """Return one sentence that says what to install, and where."""
+    """Return one sentence that states what to install, and where."""
     return (
         f"{sys.executable} lacks {', '.join(requirements)}: install them there, or name another interpreter "
         "with make gpu GPU_PYTHON=..."

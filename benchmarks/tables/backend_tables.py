@@ -1,6 +1,6 @@
 """The table of backends that PipelineRL's announcement and the papers name: what works, what is certified since when.
 
-Whether a backend is certified is read from the certificates. Only what no file says is written here.
+Whether a backend is certified is read from the certificates. Only what no file specifies is written here.
 """
 
 from __future__ import annotations

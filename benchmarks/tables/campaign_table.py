@@ -16,14 +16,16 @@ def campaign_table() -> str:
     rules, runs = record["rows"]["rules"], record["rows"]["runs"]
     played = [run for run in runs if run["skipped"] is None]
     lines = [
-        f"| struck | how | times | run went on | ended and was resumed | {' | '.join(rules)} |",
+        f"| struck | how | times | run continued | ended and was resumed | {' | '.join(rules)} |",
         f"|---|---|---|---|---|{'---|' * len(rules)}",
     ]
     rows = _rows(played)
     for struck, how in sorted(rows, key=lambda key: (_ORDER.index(key[0]) if key[0] in _ORDER else 99, key)):
         row = rows[struck, how]
         held = [_share(row["runs"], row[rule]) for rule in rules]
-        lines.append(f"| {struck} | {how} | {row['times']} | {row['went on']} | {row['ended']} | {' | '.join(held)} |")
+        lines.append(
+            f"| {struck} | {how} | {row['times']} | {row['continued']} | {row['ended']} | {' | '.join(held)} |"
+        )
     failed = [run["seed"] for run in played if run["problems"]]
     num_incarnations = sum(len(run["incarnations"]) for run in played)
     num_strikes = sum(len(incarnation["struck"]) for run in played for incarnation in run["incarnations"])
@@ -46,7 +48,7 @@ def _rows(runs: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, int]]:
         strikes += [("prompts", "one in a few refused", run["incarnations"][-1])] if run["long_every"] else []
         for struck, how, incarnation in strikes:
             rows[struck, how]["times"] += 1
-            rows[struck, how]["went on" if incarnation["exit"] == 0 else "ended"] += 1
+            rows[struck, how]["continued" if incarnation["exit"] == 0 else "ended"] += 1
         for key in {(struck, how) for struck, how, _ in strikes}:
             rows[key]["runs"] += 1
             for rule in run["problems"]:

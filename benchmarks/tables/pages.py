@@ -1,4 +1,4 @@
-"""Fills in what pages of docs/ show of other files: ``python -m benchmarks.tables.pages`` writes them anew.
+"""Fills in what pages of docs/ show of other files: ``python -m benchmarks.tables.pages`` writes them again.
 
 Requirements of the contract come from their checks, code from the files that the tests run, the table of mutants from
 mutation.json, tables of engines from kept certificates and benchmark results.

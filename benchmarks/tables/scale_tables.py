@@ -54,7 +54,7 @@ def killed_host_table() -> str:
 
 
 def lost_host_table() -> str:
-    """Return how long a run takes to go on after it has lost a host."""
+    """Return how long a run takes to continue after it has lost a host."""
     lost = kept("scale")["rows"]["lost"]
     rows = (
         ("the start of the run, to its first step", "start_s"),

@@ -154,7 +154,7 @@ def publish_table() -> str:
 
 
 def learning_table() -> str:
-    """Return how the quickstart went on each fleet."""
+    """Return how the quickstart continued each fleet."""
     lines = [
         "| servers | mean reward, first ten steps | last ten | lag mean, max | mean ESS | seconds |",
         "|---|---|---|---|---|---|",

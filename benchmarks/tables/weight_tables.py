@@ -193,7 +193,7 @@ def fleets_checked_table() -> str:
 
 
 def fleet_table() -> str:
-    """Return how the quickstart went on a fleet that nobody disturbed, and on one whose servers came and went."""
+    """Return how the quickstart continued a fleet that nobody disturbed, and on one whose servers came and went."""
     lines = [
         "| fleet | mean reward, first ten steps | last ten | steps | groups trained | begun again | lost | seconds |",
         "|---|---|---|---|---|---|---|---|",

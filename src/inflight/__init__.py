@@ -1,4 +1,5 @@
-"""inflight: contracts that join any inference engine to any trainer, with weights that change while generation goes on.
+"""inflight: contracts that join any inference engine to any trainer, with weights that change while generation
+continues.
 
 Importing this package loads neither torch nor an engine; names that need torch load it when they are first used.
 """

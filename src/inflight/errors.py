@@ -1,9 +1,9 @@
-"""Every error that inflight raises; the class says what state the failure leaves.
+"""Every error that inflight raises; the class states what state the failure leaves.
 
     InflightError
     ├── ConfigError                  nothing was started, nothing was written
     ├── UnsupportedError             the capability is not supported; nothing changed
-    ├── InvalidRequestError          this request was refused; the endpoint goes on as it was
+    ├── InvalidRequestError          this request was refused; the endpoint continues as it was
     ├── EndpointError                (carries the endpoint's URL)
     │   ├── UnauthorizedError        the token was refused; nothing changed
     │   ├── UnreachableError         no answer: the endpoint's state is unknown
@@ -16,7 +16,7 @@
     │   ├── UpdateRefusedError       before any byte was sent: the old weights serve on
     │   │   └── FencedError          another incarnation of this run's trainer has taken over; stop
     │   ├── UpdateAbortedError       before any byte was applied: the old weights serve on
-    │   ├── TransferError            the weight group is unusable and must be formed anew
+    │   ├── TransferError            the weight group is unusable and must be formed again
     │   └── PublishError             the report says, endpoint by endpoint, who serves what
     ├── TrainerError
     │   ├── NonFiniteError           loss, gradient, logprobs or weights are not finite; nothing changed
@@ -26,7 +26,7 @@
     ├── ContextFullError             a conversation has no room for another turn; nothing was appended
     └── EpisodeOverError             the episode has ended; nothing more is sampled for it
 
-Errors are picklable, carry no secrets, and travel over HTTP by their ``code``. This module knows nothing of HTTP.
+Errors are picklable, carry no secrets, and travel over HTTP by their ``code``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class UnsupportedError(InflightError):
 
 
 class InvalidRequestError(InflightError):
-    """The request breaks a rule of the contract and was refused; the endpoint goes on as it was."""
+    """The request breaks a rule of the contract and was refused; the endpoint continues as it was."""
 
     code = "invalid_request"
 
@@ -142,13 +142,13 @@ class UpdateAbortedError(UpdateError):
 
 
 class TransferError(UpdateError):
-    """The collective transfer failed; the weight group is unusable and must be formed anew."""
+    """The collective transfer failed; the weight group is unusable and must be formed again."""
 
     code = "transfer_failed"
 
 
 class PublishError(UpdateError):
-    """A publish did not reach every endpoint; ``report`` says who serves what."""
+    """A publish did not reach every endpoint; ``report`` indicates who serves what."""
 
     code = "publish_failed"
 
@@ -198,13 +198,13 @@ class ContextFullError(InflightError):
 
 
 class EpisodeOverError(InflightError):
-    """The episode has ended, or no endpoint goes on with it."""
+    """The episode has ended, or no endpoint continues with it."""
 
     code = "episode_over"
 
 
 class PrecisionWarning(UserWarning):
-    """Training goes on, but a setting loses part of the updates to rounding."""
+    """Training continues, but a setting loses part of the updates to rounding."""
 
 
 def error_from_code(code: str, message: str, endpoint: str = "") -> InflightError:

@@ -1,4 +1,4 @@
-"""How ranks agree that something failed, so that none of them waits for a rank that has given up."""
+"""How ranks agree that something failed, so that none of them waits for a rank that has abandoned."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checkpoints of a sharded trainer: a Hugging Face directory plus optimizer and counters; safetensors and JSON only.
 
 Every rank writes its own parts into the files that rank 0 has made, and reads its own, so all ranks must see the
-directory. Only parameters that are stored as several tensors are gathered, one at a time. Knows nothing of models.
+directory. Only parameters that are stored as several tensors are gathered, one at a time.
 """
 
 from __future__ import annotations

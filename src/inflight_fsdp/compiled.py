@@ -1,4 +1,4 @@
-"""Compiling the parts of layers with torch's compiler. Knows nothing of models.
+"""Compiling the parts of layers with torch's compiler.
 
 Attention over packed segments stays out of the graphs: its shapes differ from batch to batch, and each would need a new
 graph. The parts of a layer are therefore compiled one by one, not the layer: torch silently runs a recomputed layer
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile the parts of each layer when they are first called; names of parameters stay as they are.
+    """Compile the parts of each layer when they are first called; names of parameters stay unchanged.
 
     A graph is for any number of tokens, with another for a single token. Call `check_compiler` before.
     """

@@ -75,7 +75,7 @@ def create_worker(config: DeepSpeedConfig | Mapping[str, object]) -> DeepSpeedWo
 
 
 class DeepSpeedWorker(ShardedWorker):
-    """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` says what each method does."""
+    """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
 
     def __init__(self, config: DeepSpeedConfig, device: torch.device, *, owns_group: bool) -> None:
         deepspeed = on_every_rank(lambda: _imported(device), device)

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in float8, by torchao. Knows nothing of models and of how weights are sharded."""
+"""Linear layers that multiply in float8, by torchao."""
 
 from __future__ import annotations
 

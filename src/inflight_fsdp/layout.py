@@ -1,7 +1,6 @@
 """How one parameter is written in checkpoints: whole and under its own name, or cut into several tensors.
 
-Servers and checkpoints use the names of Hugging Face; a trainer may compute with fused or permuted parameters. Knows
-nothing of models, files or ranks.
+Servers and checkpoints use the names of Hugging Face; a trainer may compute with fused or permuted parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Layout:
     shapes: Mapping[str, tuple[int, ...]]
     """Full shape by the name in checkpoints, in the order in which they are written."""
     split: Callable[[torch.Tensor], Stored] | None = None
-    """Cuts the whole parameter into stored tensors, which may share its memory; None: it is stored as it is."""
+    """Cuts the whole parameter into stored tensors, which may share its memory; None: it is stored unchanged."""
     join: Callable[[Stored], torch.Tensor] | None = None
     """The inverse of ``split``."""
 

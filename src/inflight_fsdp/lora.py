@@ -1,8 +1,7 @@
 """A LoRA in a model of transformers: which layers it changes, its two matrices beside each, and how PEFT stores it.
 
-``<layer>.lora_A.weight`` [r, in] and ``<layer>.lora_B.weight`` [out, r] are parameters beside ``<layer>.weight``
-[out, in], which keeps its name and is frozen; PEFT's files hold them under ``base_model.model.``. Knows nothing of
-optimizers and of how weights travel.
+``<layer>.lora_A.weight`` [r, in] and ``<layer>.lora_B.weight`` [out, r] are parameters beside ``<layer>.weight`` [out,
+in], which keeps its name and is frozen; PEFT's files hold them under ``base_model.model.``.
 """
 
 from __future__ import annotations

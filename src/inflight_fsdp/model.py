@@ -1,6 +1,6 @@
 """A causal language model of transformers as a function from packed tokens to logprobs, sharded by ``fully_shard``.
 
-Only the rows that predict a target go through the head. Knows nothing of losses and optimizers.
+Only the rows that predict a target go through the head.
 
 Shape suffixes: R tokens, N targets.
 """
@@ -101,7 +101,7 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     wanted = {name: shape for layout in layouts.values() for name, shape in layout.shapes.items()}
     ignored = tuple(causal_lm._keys_to_ignore_on_load_unexpected or ())
     fitting_tensors(config.model_path, wanted, known=known, ignored=ignored)
-    # Compiled parts of layers would be compiled anew for each choice of experts.
+    # Compiled parts of layers would be compiled again for each choice of experts.
     routers = None if config.compile else routers_of(causal_lm)
     policy = PolicyModel(causal_lm.eval(), routers)
     if routers is not None:

@@ -1,7 +1,7 @@
 """AdamW over the local shards of one rank, in full or in 8 bits, its learning rate, and the norm over all ranks.
 
 AdamW works element by element, so it can work on plain local tensors, which avoids the cost of dispatching every
-operation through DTensor. Knows nothing of models.
+operation through DTensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This rank's part of each parameter, and of its gradient, whatever holds them. Knows nothing of models."""
+"""This rank's part of each parameter, and of its gradient, whatever holds them."""
 
 from __future__ import annotations
 

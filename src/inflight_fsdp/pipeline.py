@@ -2,7 +2,7 @@
 
 `forward` and `backward` thus stay separate calls, as the worker contract wants them. A stage sends each row on before
 it computes the next, so stages compute different rows at the same time; autograd runs the backwards of the rows in the
-reverse order, the same on every stage (GPipe, arXiv:1811.06965). Knows nothing of models and losses.
+reverse order, the same on every stage (GPipe, arXiv:1811.06965).
 
 Shape suffixes: R tokens of a row, H hidden, N targets of all rows.
 """

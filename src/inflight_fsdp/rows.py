@@ -1,7 +1,5 @@
 """A micro-batch as the rows that a rank computes: cut into pipeline chunks and into parts of context-parallel ranks.
 
-Knows nothing of models and losses.
-
 Shape suffixes: T packed tokens, R tokens that this rank computes, N targets that it predicts, H hidden,
 M tokens that images fill, L layers, K experts of a token in a layer.
 """

@@ -1,8 +1,5 @@
 """`ShardedWorker`: one rank of a trainer that holds a part of each parameter, whatever cut them.
 
-It knows neither transformers' models nor torchtitan's, neither DTensors nor ZeRO: what those differ in are the
-arguments it is made with.
-
 Shape suffixes: T packed tokens, N targets, H hidden, V vocabulary.
 """
 

@@ -1,7 +1,4 @@
-"""Which part of each tensor a rank holds, gathering the parts, and reading only one's own from safetensors files.
-
-Knows nothing of models.
-"""
+"""Which part of each tensor a rank holds, gathering the parts, and reading only one's own from safetensors files."""
 
 from __future__ import annotations
 
@@ -131,7 +128,7 @@ def _range_of(stored: Any, shape: Sequence[int], wanted: slice) -> torch.Tensor:
 def read_shards(stored: Mapping[str, StoredTensor], tensors: Sequence[ShardedTensor]) -> None:
     """Fill the parts of this rank, one after another, cast to their dtype; every tensor must be stored and fit.
 
-    If a parameter is stored as it is, only the part of this rank is read. One file is open at a time, since its mapped
+    If a parameter is stored unchanged, only the part of this rank is read. One file is open at a time, since its mapped
     pages count as memory of the process until it is closed.
     """
     by_files: dict[tuple[Path, ...], list[ShardedTensor]] = {}

@@ -58,7 +58,7 @@ def create_worker(config: TorchTitanConfig | Mapping[str, object]) -> TorchTitan
 
 
 class TorchTitanWorker(ShardedWorker):
-    """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` says what each method does."""
+    """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
 
     def __init__(self, config: TorchTitanConfig, device: torch.device, *, owns_group: bool) -> None:
         if config.compile:

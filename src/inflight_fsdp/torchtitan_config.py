@@ -1,4 +1,4 @@
-"""The settings of a TorchTitan worker, checked. Knows nothing of torch."""
+"""The settings of a TorchTitan worker, checked."""
 
 from __future__ import annotations
 

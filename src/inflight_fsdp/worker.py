@@ -18,7 +18,7 @@ from inflight_fsdp.sharding import box_of, shardings_of
 
 
 class FsdpWorker(ShardedWorker):
-    """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` says what each method does."""
+    """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
 
     _policy: PolicyModel
 

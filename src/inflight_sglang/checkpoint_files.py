@@ -2,7 +2,7 @@
 
 The files lie in this host's memory if they fit there, in a directory that only this user can enter. They are written as
 buckets arrive, and exist as long as their update is open: once it is loaded, SGLang needs none of them. A LoRA is
-merged here, and the weights that it changes are written. Knows nothing of SGLang's routes.
+merged here, and the weights that it changes are written.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ _SETTINGS: tuple[tuple[str, Callable[[Any], bool], str, tuple[str, ...]], ...] =
     (
         "tokenizer_worker_num",
         _is_above_one,
-        "a pause reaches only one of several tokenizer processes, and the others go on",
+        "a pause reaches only one of several tokenizer processes, and the others continue",
         ("--tokenizer-worker-num", "1"),
     ),
     (

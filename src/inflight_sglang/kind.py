@@ -26,7 +26,7 @@ _CPU_ARGUMENTS = (
     "--sleep-on-idle",  # otherwise it keeps a core busy
 )
 _CPU_SEQUENCES = 64
-"""How many run at a time on a CPU, unless the options say so or the cache holds fewer at full length."""
+"""How many run at a time on a CPU, unless the options report it or the cache holds fewer at full length."""
 _CPU_CACHE_BYTES = 2 << 30
 """Most bytes of keys and values on a CPU, unless the options imply more."""
 
@@ -124,7 +124,7 @@ def _cpu_sizes(options: EngineOptions, context: int | None) -> tuple[int, int]:
     """Return how many sequences run at a time, and the tokens of a cache that holds all of them at full length.
 
     SGLang starts a request only if its cache has room for the longest answer, so a smaller cache would run fewer
-    sequences than the server declares. Where the options leave a size open, `_CPU_CACHE_BYTES` bounds the cache.
+    sequences than the server supports. Where the options leave a size open, `_CPU_CACHE_BYTES` bounds the cache.
     """
     config = config_of(options.model)
     length = context or config_number(config, "max_position_embeddings") or 2048

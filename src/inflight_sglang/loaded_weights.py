@@ -55,7 +55,7 @@ class LoadedWeights:
         self._base.require(name for name in changed_names(update.manifest) if name not in adapted)
 
     def prepare(self, update: WeightUpdate, arrived: Named) -> Named:
-        """Return what to load besides the tensors that arrived, or in place of them for a LoRA. Blocks."""
+        """Return what to load in addition to the tensors that arrived, or in place of them for a LoRA. Blocks."""
         if self._base is None:
             return []
         load = self._adapted.prepare(update.manifest, arrived, self._base.tensor)

@@ -89,11 +89,11 @@ class NativeSink(BucketSink):
         self._num_received = 0
         if self._ranks is ranks:
             self._group = spec.group_name
-        else:  # given up meanwhile
+        else:  # abandoned meanwhile
             self._stale.add(spec.group_name)
 
     def leave(self) -> None:
-        """The engine is told in the background; a broadcast that it is in goes on."""
+        """The engine is told in the background; a broadcast that it is in continues."""
         if self._ranks is not None:
             self._ranks.give_up()
             self._ranks = None
@@ -119,14 +119,14 @@ class NativeSink(BucketSink):
         self._num_received += 1
         await run_abandonable(lambda: ranks.await_send(index, timeout_s), "inflight-await-send")
         if self._group is None:
-            raise TransferError(f"the weight group was given up before bucket {bucket.index} travelled")
+            raise TransferError(f"the weight group was abandoned before bucket {bucket.index} travelled")
         loading = self._engine.begin_load(self._load(bucket, tensors, self._group))
         self._left = left = asyncio.get_running_loop().create_future()
         await asyncio.wait({loading, left}, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             return loading.result()
         if left.done():
-            raise TransferError(f"the weight group was given up while bucket {bucket.index} travelled")
+            raise TransferError(f"the weight group was abandoned while bucket {bucket.index} travelled")
         raise TransferError(f"receiving bucket {bucket.index} failed: not done after {timeout_s:g} s")
 
     async def _load(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], group: str) -> None:

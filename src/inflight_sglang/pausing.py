@@ -1,4 +1,4 @@
-"""Stopping an SGLang server's sampling, going on, ending requests, and the label of its weights. Knows no updates."""
+"""Stopping an SGLang server's sampling, continuing, ending requests, and the label of its weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The contract's requests as SGLang's `/generate` takes them, and its answers as the contract has them.
 
 A request for n completions is one batch of n, each with its own id and, where the server honours seeds, its own seed:
-SGLang's ``n`` gives all of them the same seed. Knows no HTTP.
+SGLang's ``n`` gives all of them the same seed.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         except TimeoutError as error:
             raise TransferError(
                 f"the engine was still busy after {spec.timeout_s:g} s: it waits for the rest of a bucket, and "
-                "the bucket's publisher has to give up its group"
+                "the bucket's publisher has to abandon its group"
             ) from error
 
     async def run_alone(self, call: Callable[[], Awaitable[None]]) -> None:
@@ -166,8 +166,8 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
     async def fail_requests(self) -> None:
         """The engine stays paused; its label tells every other client that its weights are torn.
 
-        While the engine still waits for a bucket this goes on in the background: if nothing was loaded in the end, the
-        weights are whole after all, and the engine samples again.
+        While the engine still waits for a bucket this continues in the background: if nothing was loaded in the end,
+        the weights are whole after all, and the engine samples again.
         """
         self.is_torn = True
         is_stuck = self.is_loading
@@ -264,7 +264,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             await self._routes.post("/end_weight_update", {})
 
     async def _settle(self, *, may_be_whole: bool) -> None:
-        """Once the engine's last call has ended, label it torn and end its requests; go on if the weights are whole."""
+        """Once the engine's last call has ended, label it torn and end its requests; resume if weights are whole."""
         if self._loading is not None:
             await asyncio.wait([self._loading])
         async with self._lock:

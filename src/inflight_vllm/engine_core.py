@@ -39,7 +39,7 @@ def commit(core: Any, *, label: str, pauses: bool, resumes: bool) -> Answer | Fu
     """Load what the workers have staged, under ``label``, and return the seconds it took.
 
     With ``pauses`` sampling is paused first, as with ``keep``, and the answer comes later if a step is under way. With
-    ``resumes`` sampling goes on at once. After any error it stands still.
+    ``resumes`` sampling continues at once. After any error it stands still.
     """
     started = time.monotonic()
     paused = core.pause_scheduler("keep", False) if pauses else None

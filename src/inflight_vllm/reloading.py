@@ -97,12 +97,12 @@ class ReloadedModel:
         """Return the other tensors of the layers that take those named: they must be loaded together.
 
         ``shapes`` as for `find_layers`. Raises `UnsupportedError` if the model loads a tensor in a way that does not
-        tell which layer takes it.
+        indicate which layer takes it.
         """
         traced = self.find_layers(shapes)
         if traced.problem is not None:
             raise UnsupportedError(
-                f"inflight cannot tell which checkpoint tensors make {traced.problem}: "
+                f"inflight cannot indicate which checkpoint tensors make {traced.problem}: "
                 "this model takes complete updates only"
             )
         given = wanted = set(names)

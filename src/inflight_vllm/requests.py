@@ -103,7 +103,7 @@ def _images(request: GenerateRequest, salt: str) -> dict[str, Any]:
     """Return the images of a prompt, in which vLLM itself repeats the placeholder of each.
 
     vLLM keeps the features of an image under its name, and serves them after an update of the vision tower too. The
-    name therefore begins with the ``salt``, which tells weights apart.
+    name therefore begins with the ``salt``, which distinguishes weights.
     """
     token_ids: list[int] = []
     end = 0
@@ -122,7 +122,7 @@ def _images(request: GenerateRequest, salt: str) -> dict[str, Any]:
 
 
 def check_placed(request: GenerateRequest, answers: Sequence[Any]) -> None:
-    """Raise `InvalidRequestError` unless vLLM has put each image where the request says."""
+    """Raise `InvalidRequestError` unless vLLM has put each image where the request specifies."""
     if not request.images:
         return
     with reading(GENERATE):
@@ -131,7 +131,7 @@ def check_placed(request: GenerateRequest, answers: Sequence[Any]) -> None:
     for token_ids, places in found - {(request.prompt_token_ids, wanted)}:
         raise InvalidRequestError(
             f"vLLM fills {list(places)} (first token, number of tokens) of {len(token_ids)} tokens with images, the "
-            f"request says {list(wanted)} of {len(request.prompt_token_ids)}: expand placeholders with the model's own "
+            f"request has {list(wanted)} of {len(request.prompt_token_ids)}: expand placeholders with the model's own "
             "processor, and leave the placeholder's token out elsewhere, which vLLM takes for an image"
         )
 

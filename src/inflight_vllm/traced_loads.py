@@ -1,6 +1,6 @@
 """What a model's weight loaders write, found by one load without memory. Only vLLM loads this module.
 
-vLLM finds its way through a model's loaders anew for each load, which takes it about a millisecond for each tensor. So
+vLLM finds its way through a model's loaders again for each load, which takes it about a millisecond for each tensor. So
 the writes of the loaders are recorded once, on meta tensors. A layer whose loaders only copy parts of checkpoint
 tensors, or write constants, and thereby fill each of its parameters, is loaded as well by repeating these writes.
 """

@@ -114,7 +114,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     # ------------------------------------------------------------------------------------------- what vLLM calls
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Leave an earlier group and begin to join; `status` says when that is done."""
+        """Leave an earlier group and begin to join; `status` indicates when that is done."""
         self._drop()
         with contextlib.suppress(UpdateRefusedError):  # no checkpoint to read: vLLM's loaders load everything
             self._reloaded.find_layers(self._base.shapes())
@@ -135,7 +135,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._forget()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Begin an update, or begin to receive one of its buckets; `status` says when that is staged."""
+        """Begin an update, or begin to receive one of its buckets; `status` indicates when that is staged."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -189,7 +189,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         }
 
     def _begin(self, work: Callable[[], None]) -> None:
-        """Do ``work`` in a thread of its own, which is abandoned if the group is given up meanwhile."""
+        """Do ``work`` in a thread of its own, which is abandoned if the group is abandoned meanwhile."""
         self._phase, self._problem = "busy", ""
         done = self._work = threading.Event()
 
@@ -220,7 +220,9 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._update, self._staging = update, Staging(update, self._kept)
 
     def _completion(self, manifest: Manifest) -> list[str]:
-        """Return what must be loaded besides what an update changes. Raises `UpdateRefusedError` if that is lost."""
+        """Return what must be loaded in addition to what an update changes. Raises `UpdateRefusedError` if that is
+        lost.
+        """
         if manifest.lora is None and not manifest.frozen:
             return []
         shapes = self._base.shapes()

@@ -78,7 +78,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         self._update: WeightUpdate | None = None
         self._kept: UpdateRef | None = None
         self._joining: TransportSpec | None = None
-        """The latest join, pending or done. One that is not this has been given up."""
+        """The latest join, pending or done. One that is not this has been abandoned."""
         self._session_is_open = False
         self._is_torn = False
         self._paused_since = 0.0
@@ -182,7 +182,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         """Return whether the commit pauses by itself.
 
         For other policies than ``keep``, vLLM's route also clears caches of its server and waits for requests. Replicas
-        resume together, and would wait in vain for one that has failed to load.
+        resume together, and would wait without effect for one that has failed to load.
         """
         return update.staged and update.in_flight is InFlightPolicy.KEEP and not self.has_replicas
 
@@ -195,7 +195,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         return UpdateTimings.model_validate(answer["results"][0])
 
     async def resume(self) -> None:
-        """Goes on in the background if the caller is cancelled."""
+        """Continues in the background if the caller is cancelled."""
         await asyncio.shield(self._background.start(self._end_and_resume()))
 
     async def _end_and_resume(self) -> None:
@@ -279,7 +279,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
 
     def _require(self, joining: TransportSpec) -> None:
         if self._joining is not joining:
-            raise TransferError("joining the weight group was given up: the client has left it, or is joining another")
+            raise TransferError("joining the weight group was abandoned: the client has left it, or is joining another")
 
     async def _done(self, what: str, timeout_s: float, *, wait_s: float, joining: TransportSpec | None = None) -> None:
         """Return when the engine's half has done what it was asked. Raises `TransferError`, also for a lost group."""
@@ -288,7 +288,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             statuses = await status_of(self._routes, wait_s)
             failed = [status["problem"] for status in statuses if status["phase"] in ("failed", "idle")]
             if failed:
-                raise TransferError(f"{what} failed: {failed[0] or 'the group was given up'}")
+                raise TransferError(f"{what} failed: {failed[0] or 'the group was abandoned'}")
             if joining is not None:
                 self._require(joining)
             if all(status["phase"] == "done" for status in statuses):

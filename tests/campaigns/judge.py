@@ -66,7 +66,7 @@ def items(record: Record) -> list[str]:
         again = sorted(_settled(before) & set(made[incarnation.index]))
         if again:
             problems.append(
-                f"incarnation {incarnation.index} made items {again[:5]} anew, which its checkpoint had settled"
+                f"incarnation {incarnation.index} made items {again[:5]} again, which its checkpoint had settled"
             )
         if after is None:
             continue

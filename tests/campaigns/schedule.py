@@ -55,7 +55,7 @@ class Strike:
 
     @property
     def is_survivable(self) -> bool:
-        """Whether a run has to go on, if nothing else strikes but what is survivable, and one server stays."""
+        """Whether a run has to continue, if nothing else strikes but what is survivable, and one server stays."""
         if self.kind == "SIGSTOP" and self.target in RANKS:
             return self.lasts_s is not None and self.lasts_s < PUBLISH_DEADLINE_S
         if self.kind == "SIGSTOP" and self.target == CONTROLLER:

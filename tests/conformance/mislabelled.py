@@ -6,7 +6,7 @@ from tests.conformance.plain import threaded
 
 
 class Versions(list):
-    """Labels of tokens, by what the receiver of updates says when they are noted."""
+    """Labels of tokens, by what the receiver of updates indicates when they are noted."""
 
     def __init__(self, endpoint):
         super().__init__()

@@ -2,7 +2,7 @@
 
 Writes mutation.json. Workers and transports go through all checks. Endpoints go through their own check and those
 that take a healthy one less than 0.15 s; with all of them it would take hours. Mutants that mutation.json knows already
-are left out: delete it to begin anew. The tests run each mutant against its own check only.
+are left out: delete it to start again. The tests run each mutant against its own check only.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return what the command says when it refuses these words, with status 1 and nothing on standard output."""
+    """Return what the command indicates when it refuses these words, with status 1 and nothing on standard output."""
     assert main(["check", *words]) == 1
     out, err = capsys.readouterr()
     assert out == ""

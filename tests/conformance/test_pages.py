@@ -24,7 +24,7 @@ def test_every_mutant_was_caught_when_the_table_was_made():
 
 
 def test_the_example_of_checks_in_ones_own_tests_runs():
-    # A forked process has imported plugins already, and pytest says that it cannot rewrite their assertions.
+    # A forked process has imported plugins already, and pytest states that it cannot rewrite their assertions.
     forked = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     command = [python(), "-m", "pytest", "-q", "examples/test_contract.py", "-k", "E-01 or U-02", *forked]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -45,7 +45,7 @@ def test_the_embedded_engine_agrees_with_the_fsdp_worker_and_the_figures_are_kep
     measured = row["measured"]
     assert measured["same_weights"]["num_tokens"] == 4 * 96
     assert 0 <= measured["same_weights"]["k3"] < 1e-9
-    assert measured["unscaled"]["mean"] > 0.01  # the two temperatures are told apart
+    assert measured["unscaled"]["mean"] > 0.01  # the two temperatures are distinguished
     assert measured["bisection"] is None
 
 

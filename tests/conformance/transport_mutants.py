@@ -62,7 +62,7 @@ def make(mutant: str = "", mutant_file: str = "") -> Spoiled:
 
 
 def respecified(change: Callable[[int, ProcessGroupSpec], dict[str, Any]]) -> Fault:
-    """``change(i, spec)`` says what is different in the spec of endpoint i."""
+    """``change(i, spec)`` states what is different in the spec of endpoint i."""
 
     def spoil(sender: Any) -> None:
         specs = sender.specs
@@ -362,17 +362,17 @@ def does_not_abort_during(method: str) -> Fault:
 
 
 def stays_given_up(sender: Any) -> None:
-    join, abort, state = sender.join, sender.abort, {"joining": False, "given up": False}
+    join, abort, state = sender.join, sender.abort, {"joining": False, "abandoned": False}
 
     def spoiled_join() -> None:
-        if state["given up"]:
-            raise TransferError("joining failed: given up")
+        if state["abandoned"]:
+            raise TransferError("joining failed: abandoned")
         state["joining"] = True
         join()
         state["joining"] = False
 
     def spoiled_abort() -> None:
-        state["given up"] = state["joining"]
+        state["abandoned"] = state["joining"]
         abort()
 
     sender.join, sender.abort = spoiled_join, spoiled_abort
@@ -443,13 +443,13 @@ MUTANTS = {
     "recycles at the next update": Mutant(
         "T-16", "begin takes memory back that is still in use", receiver=recycles_at_the_next_update
     ),
-    "lays tensors out anew": Mutant("T-17", "strided tensors change in place", resent(made_contiguous_in_place)),
+    "lays tensors out again": Mutant("T-17", "strided tensors change in place", resent(made_contiguous_in_place)),
     "wrong error of a join": Mutant(
         "T-18",
         "TimeoutError comes through",
         receiver=answered("join", "timeout", raising(TimeoutError("wait timeout"))),
     ),
-    "gives up at once": Mutant("T-18", "a receiver does not wait for its sender", receiver=gives_up_at_once),
+    "abandons at once": Mutant("T-18", "a receiver does not wait for its sender", receiver=gives_up_at_once),
     "joins without ranks": Mutant(
         "T-19", "the sender takes a timeout for success", answered("join", "timeout", lambda: None)
     ),
@@ -488,7 +488,7 @@ MUTANTS = {
     ),
     "receives on": Mutant("T-31", "abort does not reach a pending receive", receiver=does_not_abort_during("receive")),
     "sends on": Mutant("T-32", "abort does not reach a pending send", does_not_abort_during("send")),
-    "stays given up": Mutant("T-33", "no join after one that was aborted", stays_given_up),
+    "stays abandoned": Mutant("T-33", "no join after one that was aborted", stays_given_up),
     "aborts once": Mutant("T-34", "the second abort raises", receiver=aborts_once),
     "leaves a listener": Mutant("T-35", "a socket is never closed", leaves_a_listener),
     "joins nothing": Mutant(

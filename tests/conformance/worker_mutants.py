@@ -392,7 +392,7 @@ class NonFiniteOnOneRank(NonFiniteSkipped):
     def step(self) -> StepResult:
         result = super().step()
         if math.isnan(result.gradient_norm) and self.rank == self.world_size - 1:
-            raise NonFiniteError("only the rank whose loss it was says so")
+            raise NonFiniteError("only the rank whose loss it was reports it")
         return result
 
 
@@ -608,7 +608,7 @@ class BaseDecays(FsdpLoraWorker):
 
 
 class MergedAtEachStep(FsdpLoraWorker):
-    """The weights under the LoRA take its change at every step, and it goes on from there."""
+    """The weights under the LoRA take its change at every step, and it continues from there."""
 
     def step(self) -> StepResult:
         result = super().step()
@@ -728,7 +728,7 @@ MUTANTS = {
     "gather_cached": Mutant(GatherCached, "W-33", "the second gather yields what the first one did"),
     "everything_first": Mutant(EverythingFirst, "W-34", "the whole model is gathered before the first bucket"),
     "version_lost": Mutant(VersionLost, "W-35", "a loaded worker is at version 0"),
-    "moments_lost": Mutant(MomentsLost, "W-36", "a loaded optimizer starts anew"),
+    "moments_lost": Mutant(MomentsLost, "W-36", "a loaded optimizer starts again"),
     "no_config": Mutant(NoConfig, "W-37", "a checkpoint has no config.json"),
     "not_on_fewer_ranks": Mutant(NotOnFewerRanks, "W-38", "a checkpoint of more ranks is refused", num_ranks=2),
     "not_on_more_ranks": Mutant(NotOnMoreRanks, "W-39", "a checkpoint of fewer ranks is refused", num_ranks=2),

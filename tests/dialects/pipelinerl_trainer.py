@@ -4,7 +4,7 @@
 
 Written after ``finetune_loop.py``: the group first, then the servers' health, then version 0, then one version a line
 of standard input says. Requests are sent first and not waited for; then every parameter is broadcast. Nothing of
-inflight is imported. Unlike PipelineRL, it says what was answered: one line of JSON for each version.
+inflight is imported. Unlike PipelineRL, it states what was answered: one line of JSON for each version.
 """
 
 from __future__ import annotations

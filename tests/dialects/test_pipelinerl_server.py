@@ -23,7 +23,8 @@ from inflight.types import EndpointOutcome
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 from inflight.wire import ChatCompletionRequest, ChatMessage, EndpointState, GenerateRequest, SamplingParams
-from tests.dialects.programs import Program, free_port
+from tests.dialects.programs import Program
+from tests.gates import reserved_port
 from tests.weights.workers import PlainWorker, checkpoint, silenced
 from tests.zygote import python
 
@@ -38,7 +39,7 @@ def start(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., WeightPubli
     publishers: list[WeightPublisher] = []
 
     def start(**odd: Any) -> WeightPublisher:
-        told = {"model": str(model_dir), "port": free_port(), "group_port": free_port()} | odd
+        told = {"model": str(model_dir), "port": reserved_port(), "group_port": reserved_port()} | odd
         programs.append(Program(tmp_path / "server.log", "tests.dialects.pipelinerl_server", json.dumps(told)))
         url = f"http://127.0.0.1:{told['port']}?group=tcp://127.0.0.1:{told['group_port']}&timeout_s=20"
         endpoint = PIPELINERL.connect(url, token=None, control_timeout_s=10, generate_timeout_s=60)
@@ -129,7 +130,7 @@ def test_a_server_that_fails_half_way_is_poisoned_and_never_reported_as_updated(
     assert publisher.run(endpoint.weight_version).state is EndpointState.POISONED
     with pytest.raises(PoisonedError):
         sample(publisher)
-    with pytest.raises(PublishError, match="start the server anew"):
+    with pytest.raises(PublishError, match="start the server again"):
         publish(publisher, model_dir, 2, silent=True)
 
 

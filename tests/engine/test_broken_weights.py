@@ -1,4 +1,4 @@
-"""Weights that give no numbers: an error that says so, instead of tokens drawn from nothing."""
+"""Weights that give no numbers: an error that reports it, instead of tokens drawn from nothing."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_a_request_that_does_not_fit_is_refused_with_the_numbers(
                 async for _ in endpoint.generate_stream(request_):
                     pass
             messages.append(str(streamed.value))
-            # The engine goes on as it was.
+            # The engine continues as it was.
             await generate_all(endpoint, [make_request("fine", [1] * 60, max_tokens=40, ignore_eos=True)])
             return messages
 

@@ -1,4 +1,4 @@
-"""A step that raises: the request that it is the fault of ends, and all others go on as if it had never been there."""
+"""A step that raises: the request at fault ends, and all others continue as if it had never been there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MARK = 200
 
 
 class FaultyModel(torch.nn.Module):
-    """A model whose forward raises if `raises` says so."""
+    """A model whose forward raises if `raises` reports it."""
 
     def __init__(self, inner: torch.nn.Module, raises: Callable[[torch.Tensor], bool], error: Exception) -> None:
         super().__init__()

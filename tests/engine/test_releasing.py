@@ -1,4 +1,4 @@
-"""The memory of the embedded engine, given up and taken back."""
+"""The memory of the embedded engine, abandoned and taken back."""
 
 from __future__ import annotations
 

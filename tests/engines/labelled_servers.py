@@ -140,7 +140,7 @@ class LabelledSglang(LabelledServer):
 
 
 class LabelledVllm(LabelledServer):
-    """As vLLM answers; ``kept`` is what its plug-in says that it keeps as the base of a delta."""
+    """As vLLM answers; ``kept`` is what its plug-in states that it keeps as the base of a delta."""
 
     kept: UpdateRef | None = None
     group = "file of run"

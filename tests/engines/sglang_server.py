@@ -3,7 +3,7 @@
     inflight check endpoint tests.engines.sglang_server:start --expected-failures tests/engines/sglang-expected.toml
 
 A start takes about twenty seconds, so that the first server is kept for as long as this process lives, and given to
-whoever asks for the same directory again; the kit publishes the checkpoint's weights before it goes on.
+whoever asks for the same directory again; the kit publishes the checkpoint's weights before it continues.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ def test_a_join_that_waits_for_nobody_ends_when_the_next_one_comes(tmp_path: Pat
             later = [asyncio.ensure_future(client.init_process_group(spec.model_copy())) for _ in range(2)]
             await later[1]
             for given_up in (first, later[0]):
-                with pytest.raises(TransferError, match=r"given up: .* joining another"):
+                with pytest.raises(TransferError, match=r"abandoned: .* joining another"):
                     await given_up
         assert server.num_joins == 2
 

@@ -29,7 +29,7 @@ class Server:
     def load(
         self, tensors: dict[str, torch.Tensor], version: int, *, lora: bool = False, keep: bool = False
     ) -> set[str]:
-        """Go through one update to its end; return the names that are loaded besides what arrived."""
+        """Go through one update to its end; return the names that are loaded in addition to what arrived."""
         specs = PlainWorker(tensors).parameter_specs()
         frozen = () if lora else tuple(name for name in BASE if name not in tensors)
         update = WeightUpdate(

@@ -255,7 +255,7 @@ ATTEMPTS = [
         "killed",
     ),
     Attempt("crashes", "os.abort()", "[the code was ended by SIGABRT]", "killed"),
-    Attempt("says that it went well", "import sys; os.write(1, b'exit 0\\n'); sys.exit('ok')", "ok\n[exit status 1]"),
+    Attempt("states that it went well", "import sys; os.write(1, b'exit 0\\n'); sys.exit('ok')", "ok\n[exit status 1]"),
 ]
 
 if X86:

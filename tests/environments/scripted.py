@@ -1,4 +1,4 @@
-"""Episodes with a real tokenizer and chat template, in which a function says what the model samples."""
+"""Episodes with a real tokenizer and chat template, in which a function states what the model samples."""
 
 from __future__ import annotations
 

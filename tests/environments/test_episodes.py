@@ -281,7 +281,7 @@ def test_episodes_of_a_server_that_is_killed_go_on_at_another(
     assert not outcome.ledger.num_dropped
     seeds = [request.sampling.seed for one in (first, second) for request, _ in one.answers]
     assert len(seeds) == len({*seeds})
-    # Some episode began on the server that is gone, and went on at the other one.
+    # Some episode began on the server that is gone, and continued at the other one.
     own, other = (
         {request.prompt_token_ids + response.completions[0].token_ids for request, response in one.answers}
         for one in (first, second)

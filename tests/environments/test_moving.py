@@ -1,4 +1,4 @@
-"""Turns that go on elsewhere when their endpoint fails, is left, or aborts them."""
+"""Turns that continue elsewhere when their endpoint fails, is left, or aborts them."""
 
 from __future__ import annotations
 

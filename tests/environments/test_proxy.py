@@ -305,7 +305,7 @@ def test_a_retry_and_an_edited_context_are_branches() -> None:
         one = await ask(start)
         two = await ask([*start, one, user("again")])
         await ask([*start, one, user("again")])  # a retry
-        await ask([*start, one, user("again"), two, user("more")])  # the first try goes on
+        await ask([*start, one, user("again"), two, user("more")])  # the first try continues
         await ask([user("In short: hello was said."), two, user("more")])  # a compacted context
         rollouts = it.episode.played(1.0).rollouts(0, 1.0)
         whole = [it.episode.template.plain(rollout.completion_token_ids) for rollout in rollouts]
@@ -723,7 +723,7 @@ def test_many_episodes_are_played_at_once(shared_server: ServerProcess, model_di
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_whatever_histories_clients_send_every_sampled_token_is_trained_on_once(data: st.DataObject) -> None:
-    """Clients go on, try again, edit, compact, and change their tools; some answers are cut."""
+    """Clients continue, try again, edit, compact, and change their tools; some answers are cut."""
     built, template = qwen()
     texts = ["yes", "no", f"so {CALL}", "<think>\nhm\n</think>\n\nit is", " spaced ", "", "42\n\n"]
 
@@ -738,13 +738,13 @@ def test_whatever_histories_clients_send_every_sampled_token_is_trained_on_once(
             answers = Answers(episode)
             histories: list[tuple[list[Any], Any]] = []
             for number in range(data.draw(st.integers(1, 8))):
-                action = data.draw(st.sampled_from(["begin", "go on", "try again", "edit", "compact"]))
+                action = data.draw(st.sampled_from(["begin", "continue", "try again", "edit", "compact"]))
                 tools = data.draw(st.sampled_from([None, TOOLS]))
                 said_before, tools_before = data.draw(st.sampled_from(histories)) if histories else ([], None)
                 history = list(said_before)
                 if not history or action == "begin":
                     history = [user(f"begin {data.draw(st.integers(0, 1))}")]
-                elif action == "go on":
+                elif action == "continue":
                     history += [user(f"and {number}?")]
                 elif action == "try again":
                     history = history[:-1]
@@ -762,7 +762,7 @@ def test_whatever_histories_clients_send_every_sampled_token_is_trained_on_once(
                         answer = part  # type: ignore[assignment]
                 assert len(episode.recording) == before + 1
                 assert episode.recording.calls[-1].completion == answer.completion
-                if action == "go on" and said_before and tools == tools_before:
+                if action == "continue" and said_before and tools == tools_before:
                     *earlier, last = episode.recording.calls
                     known = [(*call.prompt_token_ids, *call.completion.token_ids) for call in earlier]
                     is_continued = any(last.prompt_token_ids[: len(one)] == one for one in known)

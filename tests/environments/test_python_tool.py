@@ -105,7 +105,7 @@ GETS_OUT = {
 
 @pytest.mark.parametrize("name", GETS_OUT)
 def test_what_gets_out_where_there_are_limits_only_is_seen(name: str, beyond: Outside) -> None:
-    """The test above can fail: without namespaces the same programs do get out, and the same check says so."""
+    """The test above can fail: without namespaces the same programs do get out, and the same check reports it."""
     (attempt,) = (attempt for attempt in ATTEMPTS if attempt.name == name)
     result = run(beyond.header + attempt.code, PythonTool(isolation="limits", timeout_s=float(beyond.mark)))
     assert any(problem.startswith(GETS_OUT[name]) for problem in beyond.problems(result)), result

@@ -34,7 +34,7 @@ from inflight.environments.adapters.textarena import REFUSED, Game, TextArena, l
 
 
 def first_listed(prompt: str) -> str:
-    """What a model says that takes the first move of the last list."""
+    """What a model states that takes the first move of the last list."""
     return str(re.findall(r"Available Moves: '(\[\d\])'", prompt)[-1])
 
 

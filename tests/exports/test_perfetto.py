@@ -1,4 +1,4 @@
-"""The trace for Perfetto keeps the rules of Chrome's Trace Event Format, and says what the events say."""
+"""The trace for Perfetto keeps the rules of Chrome's Trace Event Format, and states what the events say."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_turns_of_an_episode_lie_within_its_request_and_the_environment_around_t
     found = named(checked(tmp_path / "out.json"))
     (episode,) = [rows for rows in found.values() if rows[0]["name"] == "item 7 v4-v5"]
     assert [(row["name"], row["ts"] / 1e6, row["dur"] / 1e6) for row in episode[1:]] == [
-        ("turn 2 v4", 10.0, 2.0),  # the first one ended at another server, and this one went on here
+        ("turn 2 v4", 10.0, 2.0),  # the first one ended at another server, and this one continued here
         ("environment", 12.0, 0.5),
         ("turn 3 v4-v5", 12.5, 1.5),
         ("environment", 14.0, 2.0),

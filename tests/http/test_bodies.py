@@ -255,7 +255,7 @@ def test_a_manifest_whose_names_all_appear_twice_is_refused_without_comparing_ea
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The loop goes on
+# The loop continues
 
 
 @with_a_body
@@ -349,7 +349,7 @@ def test_every_route_that_a_client_calls_is_in_the_table() -> None:
 
 
 async def sent_by_a_flood(operation: str, head: str, piece: bytes, limit: int) -> int:
-    """Bytes that a server which never ends gets rid of before the client gives up, with a `ProtocolError`."""
+    """Bytes that a server which never ends gets rid of before the client abandons, with a `ProtocolError`."""
     num_sent = 0
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,7 @@
 """The oracle of version spans over HTTP: weights whose final norm is zero give every token the same probability.
 
 A token's logprob is then -ln(vocabulary) exactly if these weights sampled it, and the reported spans must agree token
-by token. The layers stay as they are, so keys and values are those of the true weights under every policy.
+by token. The layers stay unchanged, so keys and values are those of the true weights under every policy.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m tests.launchers.clusters NAME=CPUS [NAME=CPUS ...]
 
-Each host has an address and a custom resource of its own name. The process says where the cluster is, as one line of
-JSON, and then takes commands, one a line, and answers each: ``kill NAME``, ``add NAME=CPUS``.
+Each host has an address and a custom resource of its own name. The process indicates where the cluster is, as one line
+of JSON, and then takes commands, one a line, and answers each: ``kill NAME``, ``add NAME=CPUS``.
 """
 
 from __future__ import annotations

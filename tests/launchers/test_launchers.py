@@ -1,4 +1,4 @@
-"""What every launcher does: it starts, says where and how it ended, and stops. Locally, and on a Ray cluster."""
+"""What every launcher does: it starts, indicates where and how it ended, and stops. Locally, and on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ FAILS = """
 import sys
 for i in range(100):
     print("line", i, file=sys.stderr)
-sys.exit("it could not go on")
+sys.exit("it could not continue")
 """
 DEAF = (
     SAYS
@@ -109,7 +109,7 @@ def test_how_a_process_ended_comes_with_its_last_lines(launcher: Launcher, tmp_p
         async with started(launcher, program(tmp_path, FAILS)) as (it,):
             ended = await it.wait()
             assert str(ended) == "ended with status 1"
-            assert ended.lines[-2:] == ("line 99", "it could not go on")
+            assert ended.lines[-2:] == ("line 99", "it could not continue")
             assert len(ended.lines) == 24
             assert it.ended == ended
 

@@ -1,4 +1,4 @@
-"""A whole run on the hosts of a Ray cluster: it trains, and goes on when a host is lost."""
+"""A whole run on the hosts of a Ray cluster: it trains, and continues when a host is lost."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Ranks:
 
 
 def plans_of_ranks(loss, parts):
-    """What `prepare` says on each rank, given its micro-batches and their trainer logprobs."""
+    """What `prepare` specifies on each rank, given its micro-batches and their trainer logprobs."""
     ranks, plans = Ranks(len(parts)), [None] * len(parts)
 
     def run(rank):

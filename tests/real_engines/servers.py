@@ -107,7 +107,7 @@ def run(endpoint: InferenceEndpoint, call: Callable[[InferenceEndpoint], Corouti
 
 
 def request(num_tokens: int = 8, **sampling: Any) -> GenerateRequest:
-    """A request behind a fixed prompt, that goes on for ``num_tokens`` tokens."""
+    """A request behind a fixed prompt, that continues for ``num_tokens`` tokens."""
     params = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0, **sampling}
     return GenerateRequest(
         request_id=f"request-{next(_serial)}", prompt_token_ids=tuple(b"weights"), sampling=SamplingParams(**params)

@@ -110,7 +110,7 @@ def gap(reference: ReferenceCheckpoint, asked: GenerateRequest, completion: Comp
 
 
 def continuations(reference: ReferenceCheckpoint, prompt: Sequence[int], likeliest: bool) -> list[list[int]]:
-    """For each of the 32 likeliest first tokens, go on with the likeliest tokens or with the least likely."""
+    """For each of the 32 likeliest first tokens, continue with the likeliest tokens or with the least likely."""
     completions = []
     for first in logits(reference, prompt, (0,))[0].topk(32).indices.tolist():
         tokens = [first]

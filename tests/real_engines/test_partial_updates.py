@@ -96,7 +96,7 @@ def test_unknown_names_are_refused_and_the_old_weights_serve_on(vllm: RealEngine
 
 
 def test_weights_that_were_torn_need_a_complete_update_first(vllm: RealEngine, tmp_path: Path) -> None:
-    """A client that is told of another checkpoint lets a tensor pass that vLLM fails at, half-way through its load."""
+    """A client with another checkpoint lets a tensor pass that vLLM fails at, half-way through its load."""
     wrong = {**scaled(vllm.tensors, 0.8), "model.layers.1.mlp.up_proj.weight": torch.ones(3, 5)}
     shutil.copy(vllm.model / "config.json", tmp_path)
     save_file(wrong, tmp_path / "model.safetensors")

@@ -1,7 +1,7 @@
 """The calls with which real engines release their memory and take it back, in the order that the adapters make them.
 
-Builds for the CPU answer these routes, pause and go on, but free nothing. So their endpoints declare nothing, and these
-tests call them as if they did: what they prove is the protocol, not that memory is freed.
+Builds for the CPU answer these routes, pause and continue, but free nothing. So their endpoints support nothing, and
+these tests call them as if they did: what they prove is the protocol, not that memory is freed.
 """
 
 from __future__ import annotations

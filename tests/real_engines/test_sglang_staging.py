@@ -317,7 +317,7 @@ def test_native_updates_are_chosen_by_the_url_and_poison_where_staged_ones_do_no
             publish_worker(publisher, PlainWorker(sglang.tensors, 2, fail), bucket_bytes=BUCKET_BYTES)
         deadline = time.monotonic() + 20
         while (state := served(sglang).state) is EndpointState.PAUSED and time.monotonic() < deadline:
-            time.sleep(0.1)  # the engine ends its load after the publisher has given up
+            time.sleep(0.1)  # the engine ends its load after the publisher has abandoned
         assert state is EndpointState.POISONED
     with publishing(sglang, "staged") as publisher:  # a staged update leads out, too
         publish(publisher, sglang.tensors, 1)

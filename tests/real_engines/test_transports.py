@@ -139,7 +139,7 @@ def test_a_damaged_file_is_not_loaded_and_requests_go_on(engine: RealEngine, tmp
 
 @pytest.mark.parametrize("engine", ["vllm"], indirect=True)
 def test_after_a_load_that_failed_half_way_a_complete_update_leaves_exact_weights(engine: RealEngine) -> None:
-    """vLLM's own reload would keep the half that was loaded; the plug-in says that it is dirty and flushes it first."""
+    """vLLM's own reload would keep the half that was loaded; the plug-in marks it dirty and flushes it first."""
     with engine.publisher() as publisher:
         publish(publisher, engine.tensors, 1)  # tests before this one have left weights of their own
     before = sampled(engine)

@@ -140,7 +140,7 @@ def test_two_publishers_at_the_same_time_leave_whole_weights_and_say_whose(engin
     for thread in threads:
         thread.join(timeout=90.0)
     assert set(outcomes) == set(tensors), outcomes
-    with engine.publisher("after") as publisher:  # forms its group anew, and clears what is left
+    with engine.publisher("after") as publisher:  # forms its group again, and clears what is left
         found = version_of(engine)
         assert found.state is EndpointState.READY, (found, outcomes)
         if found.run_id in tensors:

@@ -39,7 +39,7 @@ class Kind:
     """What every sample must have, or the case means nothing."""
     model: Callable[[Path], Path] = make_model
     resumed_with: tuple[str, ...] | None = None
-    """Killed in its second or third step, and continued with this besides; None: it runs through."""
+    """Killed in its second or third step, and continued with this as well; None: it runs through."""
     is_long: bool = False
 
 

@@ -1,4 +1,4 @@
-"""What a run says of its record, and how it goes on with one."""
+"""What a run says of its record, and how it continues with one."""
 
 from __future__ import annotations
 

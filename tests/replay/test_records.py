@@ -1,4 +1,4 @@
-"""A record says again what was written, or says which file is damaged."""
+"""A record says again what was written, or indicates which file is damaged."""
 
 from __future__ import annotations
 

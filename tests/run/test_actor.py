@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class FaultyEndpoint(HttpEndpoint):
-    """A real server, some of whose requests fail as ``fault`` says."""
+    """A real server, some of whose requests fail as ``fault`` specifies."""
 
     def __init__(self, url: str, fault: Callable[[int], BaseException | None], *, is_well: bool = True) -> None:
         super().__init__(url)
@@ -348,7 +348,7 @@ def act_on_stale(
 def test_a_server_that_leaves_in_order_hands_on_what_it_has_sampled(
     braked_server: BrakedServer, model_dir: Path, keeps_partials: bool
 ) -> None:
-    """And its requests wait for another server, or begin anew there."""
+    """And its requests wait for another server, or start again there."""
     outcome, left = Acted(), list[str]()
 
     async def run() -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_a_server_drafts_from_the_groups_that_a_run_has_finished(
 
     async def run() -> tuple[list[Completion], list[Completion], float]:
         endpoint = HttpEndpoint(server.url, token=TOKEN)
-        other = load_endpoint(model_dir, device="cpu")  # does not declare drafts
+        other = load_endpoint(model_dir, device="cpu")  # does not support drafts
         assert (await endpoint.capabilities()).drafts
         groups = FinishedGroups()
         endpoints = [other, endpoint]

@@ -393,7 +393,7 @@ async def publish(trainers: TrainerGroup, urls: Sequence[str]) -> PublishResult:
 def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
     config_file: Path, start_server: Start, model_dir: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It knows of no group: the publish is refused, the group formed anew, and the publish done again."""
+    """It knows of no group: the publish is refused, the group formed again, and the publish done again."""
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
     steady, fickle = start_server(model_dir), start_server(model_dir, "--port", str(reserved_port()))
     urls = [steady.url, fickle.url]

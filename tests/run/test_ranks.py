@@ -1,4 +1,4 @@
-"""Several trainer ranks: what they meet over, and what a run says when one of them fails."""
+"""Several trainer ranks: what they meet over, and what a run indicates when one of them fails."""
 
 from __future__ import annotations
 

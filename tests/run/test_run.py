@@ -145,7 +145,7 @@ def test_a_server_that_finds_no_memory_to_restore_is_left_out_until_it_does(
         assert f"{servers[0].url} did not restore its memory and is left out: the memory could not be" in run.output()
         assert [event["servers"] for event in run.events("memory_restored")][1] == [servers[1].url]
         assert [event["removed"] for event in run.events("fleet_changed")] == [[servers[0].url], []]
-        for server in servers:  # they go on after the run, with their memory
+        for server in servers:  # they continue after the run, with their memory
             assert httpx.get(f"{server.url}/weight_version").json()["state"] == "ready"
     finally:
         for server in servers:
@@ -242,7 +242,7 @@ def test_killed_server_is_left_out_started_again_and_given_work_again(
     os.kill(victim, signal.SIGKILL)
     run.wait_for_output("was killed by signal 9")
     start.wait_for_somebody()
-    run.wait_for_steps(len(run.rows()) + 3)  # the run goes on without it
+    run.wait_for_steps(len(run.rows()) + 3)  # the run continues without it
     num_steps = len(run.rows())
     start.open()
     (back,) = run.wait_for_events("fleet_changed", lambda event: url in event["restored"])
@@ -617,7 +617,7 @@ def test_a_window_of_which_groups_are_dropped_does_not_hold_the_run_back(start_r
 
 @pytest.mark.exhaustive
 def test_groups_that_grow_too_old_while_they_run_are_aborted(start_run: Callable[..., RunProcess]) -> None:
-    """Far more groups are under way than one step takes, and nothing may lag: what still runs then is given up."""
+    """Far more groups are under way than one step takes, and nothing may lag: what still runs then is abandoned."""
     run = start_run(
         *("--rollouts.staleness", "tests.run.tasks:OnPolicyWithoutAdmission", "--rollouts.max_lag", "0"),
         *("--sampling.max_tokens", "400", "--servers.max_concurrent", "64", "--run.num_steps", "3"),

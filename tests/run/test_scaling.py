@@ -107,7 +107,7 @@ def test_a_run_starts_a_server_and_lets_it_go_and_its_items_add_up(start_run: Ca
     run.wait_for_output(f"{extra} is no longer listed: it hands on what it has sampled and leaves")
     run.wait_for_events("fleet_scaled", lambda event: event["change"] == "shrink")
 
-    def extras() -> set[str]:  # one after another: the fleet grows and shrinks as long as the run goes on
+    def extras() -> set[str]:  # one after another: the fleet grows and shrinks as long as the run continues
         return {url for event in run.events("fleet_scaled") if event["change"] == "grow" for url in event["servers"]}
 
     run.wait_until(lambda: extras() & {group["endpoint"] for group in run.events("group")})

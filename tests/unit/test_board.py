@@ -1,4 +1,4 @@
-"""What schedulers read of the board at every event is kept as it changes; here it is counted anew."""
+"""What schedulers read of the board at every event is kept as it changes; here it is counted again."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def trie_of(texts: Sequence[Sequence[int]], weights: Sequence[float]) -> dict[tu
 
 
 def walks(nodes: dict[tuple[int, ...], float], tail: Sequence[int], limit: int) -> set[tuple[int, ...]]:
-    """The drafts of the longest suffix that goes on; several where two children have the same weight."""
+    """The drafts of the longest suffix that continues; several where two children have the same weight."""
     for length in range(min(LONGEST_SUFFIX, len(tail)), SHORTEST_SUFFIX - 1, -1):
         suffix = tuple(tail[-length:])
         children = {node[-1]: w for node, w in nodes.items() if node[:-1] == suffix}

@@ -484,7 +484,7 @@ def test_the_public_names_are_exactly_these_and_all_of_them_exist() -> None:
 
 
 def packages_with_public_names() -> list[str]:
-    """Packages under ``src`` whose ``__init__`` says ``__all__``."""
+    """Packages under ``src`` whose ``__init__`` specifies ``__all__``."""
     inits = sorted(SRC.rglob("__init__.py"))
     return [".".join(init.parent.relative_to(SRC).parts) for init in inits if "__all__" in init.read_text()]
 

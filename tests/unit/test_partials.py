@@ -1,4 +1,4 @@
-"""Partial completions: what is asked of the endpoint that goes on, and what becomes of the parts."""
+"""Partial completions: what is asked of the endpoint that continues, and what becomes of the parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says while it goes on, where its output is no terminal."""
+"""What a run says while it continues, where its output is no terminal."""
 
 from __future__ import annotations
 

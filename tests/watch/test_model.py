@@ -144,7 +144,7 @@ def test_a_new_run_in_the_directory_is_shown_as_if_the_old_one_had_never_been(tm
     run.fold(follower.read())
     expected, seen = views.overview(folded(tmp_path), ["reward"]), views.overview(run, ["reward"])
     assert (seen.pop("number"), expected.pop("number")) == (1, 0)
-    assert seen["revision"] != expected.pop("revision"), "the page is told of it"
+    assert seen["revision"] != expected.pop("revision"), "the page is notified of it"
     seen.pop("revision")
     assert seen == expected
     again.step(1)

@@ -164,7 +164,7 @@ class Local:
         self.thaw: Callable[[], None] = lambda: None
 
     def freeze(self) -> None:
-        """Let every load fail once its first tensor is in the model; sampling goes on."""
+        """Let every load fail once its first tensor is in the model; sampling continues."""
         engine: Any = self.endpoint._engine
         load = engine.load
 

@@ -381,7 +381,7 @@ def test_random_damage_is_refused_or_gives_a_patch_that_fits_and_comes_off(
 
 BOMB = frame(bytes(1 << 26))
 BOMBS = {
-    "a frame that says that it is large": BOMB,
+    "a frame that states that it is large": BOMB,
     "a frame that does not say how large it is": zstandard.ZstdCompressor(write_content_size=False).compress(
         bytes(1 << 26)
     ),

@@ -332,7 +332,7 @@ def test_a_receive_that_ends_late_does_not_touch_the_group_formed_meanwhile(
 def test_the_fingerprint_of_the_survivor_is_that_of_the_old_weights(
     large_model_dir: Path, survivor: ServerProcess, sleeper: ServerProcess
 ) -> None:
-    """Not only the version says so: the very weights are the old ones after a publish that failed on the way."""
+    """Not only the version reports it: the very weights are the old ones after a publish that failed on the way."""
     tensors = checkpoint(large_model_dir)
     publisher, saboteur = fleet("fingerprint", survivor, sleeper)
     with publisher:

@@ -1,4 +1,4 @@
-"""Float8: against plain loops in float64, exact where it says so, and refused when damaged."""
+"""Float8: against plain loops in float64, exact where it reports it, and refused when damaged."""
 
 from __future__ import annotations
 

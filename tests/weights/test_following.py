@@ -332,7 +332,7 @@ def test_the_lease_of_a_dead_reader_ends_and_at_most_a_few_are_respected(tmp_pat
     assert not is_there(dead) and is_there(alive)
     with pytest.raises(TransferError, match="has been removed, or is incomplete"):
         lease(tmp_path, dead, f"lease-{0:016x}")
-    lease(tmp_path, store(), f"lease-{1:016x}")  # its reader goes on to the next
+    lease(tmp_path, store(), f"lease-{1:016x}")  # its reader continues to the next
     store(), store()
     assert not is_there(alive)
     for number in range(20):

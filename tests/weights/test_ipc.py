@@ -136,7 +136,7 @@ def test_a_third_publish_takes_another_arena_while_both_are_read_and_frees_the_f
     held.clear()
 
 
-@pytest.mark.parametrize("ending", ["done", "not done", "not ended", "given up"])
+@pytest.mark.parametrize("ending", ["done", "not done", "not ended", "abandoned"])
 def test_a_laggard_keeps_its_bytes_until_it_reads_no_more(sender: ArenaSender, ending: str) -> None:
     receiver, _ = joined(sender)
     first = plain_update(1)
@@ -145,7 +145,7 @@ def test_a_laggard_keeps_its_bytes_until_it_reads_no_more(sender: ArenaSender, e
     received = receive(receiver, first, buckets)
     if ending in ("done", "not done"):
         sender.end(is_done=ending == "done")
-    elif ending == "given up":
+    elif ending == "abandoned":
         sender.abort()
         sender.specs("run", [1], 5.0)
     for version in (2, 3):

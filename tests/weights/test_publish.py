@@ -75,7 +75,7 @@ def refused(worker: PlainWorker, publisher: WeightPublisher, **options: Any) -> 
 
 
 def start_request(server: ServerProcess, *, max_tokens: int = 700) -> Future[GenerateResponse]:
-    """A request that runs while the test goes on; returns once it is being sampled."""
+    """A request that runs while the test continues; returns once it is being sampled."""
     future: Future[GenerateResponse] = Future()
 
     def run() -> None:
@@ -105,7 +105,7 @@ def test_a_publish_reports_every_endpoint_and_where_the_time_went(
     spans = report.spans
     assert 0 < spans.gather_s < spans.total_s
     assert 0 < spans.wire_s < spans.total_s
-    assert 0 < spans.pause_s < spans.total_s - spans.wire_s  # what arrives is staged while sampling goes on
+    assert 0 < spans.pause_s < spans.total_s - spans.wire_s  # what arrives is staged while sampling continues
     assert 0 < spans.load_s < spans.pause_s
     assert spans.first_token_s is not None
     assert 0 < spans.first_token_s < 5
@@ -375,7 +375,7 @@ def test_a_wrong_token_is_unauthorized_and_leaves_nothing_behind(two_servers: Se
     before = threading.active_count()
     with pytest.raises(UnauthorizedError):
         WeightPublisher.connect([two_servers[0].url], run_id="run", token="wrong", connect_timeout_s=2)
-    # A join that was given up while it connected to the store retries, for up to twice its own timeout.
+    # A join that was abandoned while it connected to the store retries, for up to twice its own timeout.
     wait_until(lambda: threading.active_count() <= before, "a thread is left")
 
 

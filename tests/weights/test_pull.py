@@ -146,7 +146,7 @@ def test_abort_ends_a_fetch_that_stalls(spec: PullSpec) -> None:
     wait_until(lambda: proxy.num_cut, "the proxy has cut nothing")
     receiver.abort()
     thread.join(SOON_S)
-    assert raised and "given up" in raised[0]
+    assert raised and "abandoned" in raised[0]
 
     def busy() -> list[str]:
         names = [thread.name for thread in threading.enumerate()]
@@ -182,7 +182,7 @@ def test_a_wrong_token_is_refused_at_once_and_never_written_anywhere(
 def test_each_group_of_a_new_server_has_a_token_of_its_own(tmp_path: Path) -> None:
     sender = PullSender(tmp_path)
     (first,) = sender.specs("run", [1], 5.0)
-    assert sender.specs("run", [1], 5.0) == [first], "the server goes on"
+    assert sender.specs("run", [1], 5.0) == [first], "the server keeps running"
     sender.abort()
     (second,) = sender.specs("run", [1], 5.0)
     assert first.token != second.token and len(second.token) > 30

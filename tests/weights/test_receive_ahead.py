@@ -99,7 +99,7 @@ def test_giving_the_group_up_waits_for_nothing_that_is_ahead(
     receiver.abort()
     if is_waited_for:
         waiting.join(SOON_S)
-        assert "given up" in str(told[0])
+        assert "abandoned" in str(told[0])
     assert time.monotonic() - started < SOON_S
 
 

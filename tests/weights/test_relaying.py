@@ -132,7 +132,7 @@ def test_a_bucket_that_arrives_damaged_is_said_and_the_version_before_stays(tmp_
         assert newest(second) == good
         worker.version = 3
         store_weights(worker, sender, run_id=RUN_ID)
-        wait_until(lambda: newest(second) == newest(first), "it did not go on")
+        wait_until(lambda: newest(second) == newest(first), "it did not continue")
 
 
 def test_servers_of_two_hosts_follow_their_relays_which_form_a_tree(

@@ -101,7 +101,7 @@ def test_memory_is_used_again_once_everybody_is_done(sender: ArenaSender) -> Non
     assert arenas(directory) == list(used)
 
 
-@pytest.mark.parametrize("ending", ["done", "not done", "not ended", "given up"])
+@pytest.mark.parametrize("ending", ["done", "not done", "not ended", "abandoned"])
 def test_a_laggard_keeps_its_bytes_while_the_next_update_is_written(sender: ArenaSender, ending: str) -> None:
     receiver, directory = joined(sender)
     first = plain_update(1)
@@ -113,7 +113,7 @@ def test_a_laggard_keeps_its_bytes_while_the_next_update_is_written(sender: Aren
     elif ending == "not done":
         sender.end(is_done=False)
         assert arenas(directory) == []
-    elif ending == "given up":
+    elif ending == "abandoned":
         sender.abort()
         sender.specs("run", [1], 5.0)
     second = plain_update(2)

@@ -55,7 +55,7 @@ def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightSen
 
 @pytest.fixture
 def join(sender: WeightSender) -> Iterator[Callable[..., list[WeightReceiver]]]:
-    """Form groups; all receivers are given up at the end."""
+    """Form groups; all receivers are abandoned at the end."""
     receivers: list[WeightReceiver] = []
 
     def join(num_endpoints: int = 1, run_id: str = "run") -> list[WeightReceiver]:
@@ -205,10 +205,10 @@ def test_abort_ends_a_receive_that_is_pending_in_another_thread(sender: WeightSe
     receiver.abort()
     receiver.abort()
     thread.join(SOON_S)
-    assert "given up" in str(raised[0])
-    with pytest.raises(TransferError, match="given up"):
+    assert "abandoned" in str(raised[0])
+    with pytest.raises(TransferError, match="abandoned"):
         receiver.receive((payload(1 << 16),), 1.0)
-    with pytest.raises(TransferError, match="given up"):
+    with pytest.raises(TransferError, match="abandoned"):
         receiver.join()
 
 

@@ -84,7 +84,7 @@ def test_what_is_only_queued_is_not_waited_for(recorder: Recorder) -> None:
 
 def test_after_an_error_nothing_is_waited_for(recorder: Recorder) -> None:
     with pytest.raises(RuntimeError), beside(GPU):
-        raise RuntimeError("the group was given up")
+        raise RuntimeError("the group was abandoned")
     assert recorder.calls == []
 
 

@@ -1,8 +1,9 @@
 """One rank of workers in several layouts: ``python -m tests.worker.layout_program DIRECTORY RANK WORLD_SIZE``.
 
-``layouts.json`` in the directory says which: by name, the worker's options and its model. Each layout's directory gets
-``rank{RANK}.json`` and checkpoints: ``gradients`` after a step in which the first moment is the gradient, ``stepped``
-after two steps of Adam, ``gathered.safetensors`` then, and ``resumed`` after a step from the checkpoint of one rank.
+``layouts.json`` in the directory indicates which: by name, the worker's options and its model. Each layout's directory
+gets ``rank{RANK}.json`` and checkpoints: ``gradients`` after a step in which the first moment is the gradient,
+``stepped`` after two steps of Adam, ``gathered.safetensors`` then, and ``resumed`` after a step from the checkpoint of
+one rank.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def run_ranks(
     deadline = time.monotonic() + deadline_s
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         if any(rank.poll() not in (None, 0) for rank in ranks):
-            deadline = min(deadline, time.monotonic() + 5)  # The others may wait for it in vain.
+            deadline = min(deadline, time.monotonic() + 5)  # The others may wait for it without effect.
         time.sleep(0.05)
     for rank in ranks:
         rank.kill()

@@ -107,7 +107,7 @@ def compare(directory: Path, ours: str, theirs: str, narrow: bool) -> None:
 
 
 SOME = {"W-05", "W-16", "W-19", "W-25", "W-29", "W-42", "W-44"}
-"""What needs no other number of ranks, for which the kit starts processes anew."""
+"""What needs no other number of ranks, for which the kit starts processes again."""
 
 
 @pytest.mark.usefixtures("forks")

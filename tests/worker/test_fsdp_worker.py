@@ -245,7 +245,7 @@ def test_moments_of_8_bits_step_nearly_as_those_of_32_and_are_resumed(tmp_path, 
         assert found == pytest.approx(expected, rel=0.05)
     assert seen["resumed apart"] < 0.01 * seen["moved"], (
         seen
-    )  # a block whose largest moment is negative is rounded anew
+    )  # a block whose largest moment is negative is rounded again
     with pytest.raises(ConfigError, match=r"adamw8bit.*float32"):
         make_worker(tmp_path / "model", optimizer="adamw8bit")
     with pytest.raises(ConfigError, match=r"needs torchao.*pip install torchao"):

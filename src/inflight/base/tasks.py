@@ -21,7 +21,7 @@ T = TypeVar("T")
 async def running(*calls: Awaitable[object]) -> AsyncIterator[None]:
     """Run calls while the body runs. The first exception ends all of them and is raised once they have ended.
 
-    What fails while they end is a note of that exception, as `first_of` says.
+    What fails while they end is a note of that exception, as `first_of` specifies.
     """
     failures: Sequence[Exception] = ()
     of_body: Exception | None = None

@@ -16,8 +16,8 @@ T = TypeVar("T")
 async def run_abandonable(call: Callable[[], T], name: str) -> T:
     """Return what ``call`` returns or raise what it raises.
 
-    If the awaiting task is cancelled, the thread goes on by itself and its result is dropped: the call must end on its
-    own (every collective carries a timeout), and a process may end without waiting for it.
+    If the awaiting task is cancelled, the thread keeps running on its own and its result is dropped: the call must end
+    on its own (every collective carries a timeout), and a process may end without waiting for it.
     """
     return await asyncio.wrap_future(started(call, name))
 
@@ -25,7 +25,7 @@ async def run_abandonable(call: Callable[[], T], name: str) -> T:
 def run_unless(given_up: Future[str], call: Callable[[], T], name: str, timeout_s: float | None = None) -> T:
     """Return what ``call`` returns or raise what it raises, unless ``given_up`` or the timeout comes first.
 
-    In that case raises `TransferError`; the call goes on by itself and its result is dropped.
+    In that case raises `TransferError`; the call keeps running on its own and its result is dropped.
     """
     return result_unless(given_up, started(call, name), name, timeout_s)
 

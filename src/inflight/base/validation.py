@@ -20,6 +20,9 @@ _MAX_MESSAGE = 300
 _TYPE = re.compile(r"str|int|float|bool|constrained-\w+|(tuple|list|dict|union|literal|nullable|function-\w+)\[.*\]")
 """How pydantic names the types of a union in the location of a problem."""
 
+_SECRET = re.compile(r"token|secret|password|key", re.IGNORECASE)
+"""Names of keys whose values are not shown."""
+
 _values = reprlib.Repr()
 _values.maxstring = _values.maxother = _values.maxlong = _MAX_VALUE
 
@@ -55,12 +58,14 @@ def _subject(problem: ErrorDetails, kind: type[BaseModel] | None) -> tuple[str, 
     is_unknown = problem["type"] == "extra_forbidden"
     path = _cut(".".join(part for part in where if is_unknown or not _TYPE.fullmatch(part)), _MAX_VALUE)
     if is_unknown:
-        return f"unknown key {path!r}", "" if kind is None else _known_instead(kind, where)
+        known = "" if kind is None else _known_instead(kind, where)
+        value = "" if _SECRET.search(where[-1]) else f" (got {_values.repr(problem['input'])})"
+        return f"unknown key {path!r}", f"{known}{value}"
     if problem["type"] == "missing":
         return f"key {path!r} is missing", ""
     # A check of a whole section names the values in question itself, and a token stays secret.
     is_of_section = problem["type"] == "value_error" and isinstance(problem["input"], Mapping)
-    is_hidden = is_of_section or where[-1:] == ["token"]
+    is_hidden = is_of_section or (where[-1:] == ["token"])
     return f"{path}: " if path else "", "" if is_hidden else f" (got {_values.repr(problem['input'])})"
 
 

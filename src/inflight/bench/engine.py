@@ -14,7 +14,7 @@ from inflight.errors import ConfigError
 from inflight.wire import GenerateRequest, SamplingParams
 
 _SHORTER = 4
-"""How many times fewer tokens the shorter completions have, from which the cost of a request is told apart."""
+"""How many times fewer tokens the shorter completions have, from which the cost of a request is distinguished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class EngineTimes:
     token_s: float
     """Time of one token of each."""
     request_s: float
-    """What a request takes besides, its prompt included."""
+    """What a request takes in addition, its prompt included."""
 
 
 async def measure(

@@ -1,6 +1,6 @@
 """How fast this machine moves bare bytes, as the limit of a transport: a copy, a broadcast, a socket, a file.
 
-Each function returns seconds per round, without a first round of warm-up. Knows nothing of weights.
+Each function returns seconds per round, without a first round of warm-up.
 """
 
 from __future__ import annotations

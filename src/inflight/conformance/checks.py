@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CheckFailed(Exception):  # noqa: N818 - an outcome, not an error
-    """The requirement does not hold; the message says what was seen instead."""
+    """The requirement does not hold; the message states what was seen instead."""
 
 
 class CheckSkipped(Exception):  # noqa: N818 - an outcome, not an error

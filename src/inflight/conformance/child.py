@@ -41,7 +41,7 @@ class ChildSetup(WireModel):
 
 
 class ChildReady(WireModel):
-    """The subject was made, with these facts for the certificate; or ``problem`` says why not."""
+    """The subject was made, with these facts for the certificate; or ``problem`` states why not."""
 
     facts: dict[str, object] = Field(default_factory=dict)
     problem: str = ""

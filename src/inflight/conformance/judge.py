@@ -1,7 +1,6 @@
 """Runs one check on one subject in this process and gives the verdict.
 
-Knows neither processes nor kinds of subjects. `inflight.conformance.kit` kills the process of a check that never
-returns.
+`inflight.conformance.kit` kills the process of a check that never returns.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from inflight.wire import WireModel
 
 
 class Hung(Exception):  # noqa: N818 - an outcome, no error
-    """A call did not end before its deadline; the second argument says where it waited."""
+    """A call did not end before its deadline; the second argument indicates where it waited."""
 
 
 class Subject(Protocol):
@@ -58,7 +57,7 @@ class Judgement(WireModel):
     verdict: Verdict
     prepare_seconds: float = 0.0
     is_gone: bool = False
-    """The subject did not come back: the check did not run, and the verdict says why."""
+    """The subject did not come back: the check did not run, and the verdict states why."""
 
 
 def judge(subject: Subject, check: Check, stage: Callable[[Any], Any] | None = None) -> Judgement:

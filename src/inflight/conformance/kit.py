@@ -32,7 +32,7 @@ Message = TypeVar("Message", bound=WireModel)
 _CLOSE_S = 25.0
 """For giving a server, which outlives the kit, its own weights back."""
 _PREPARE_S = 20.0
-"""For bringing the subject back before a check, in addition to starting it anew and the check's own deadline."""
+"""For bringing the subject back before a check, in addition to starting it again and the check's own deadline."""
 
 
 class Gone(NamedTuple):
@@ -96,7 +96,7 @@ class Kit:
     def run(self, check: Check) -> Verdict:
         """Return the verdict of one check. Raises `ConfigError` if the subject cannot be made.
 
-        If an endpoint does not come back, further checks are skipped until it does; `gone` says since when.
+        If an endpoint does not come back, further checks are skipped until it does; `gone` specifies since when.
         """
         try:
             verdict, is_gone = self._judged(check)
@@ -293,7 +293,7 @@ class _Rank:
             )
 
     def send(self, message: WireModel) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` says how it ended
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` states how it ended
             self._socket.sendall(message.model_dump_json().encode() + b"\n")
 
     def receive(self, deadline: float) -> bytes | None:

@@ -76,7 +76,7 @@ class ReferenceCheckpoint:
         names = [n for n in self.weights.tensors if n.endswith("norm.weight") and ".layers." not in n]
         names = [name for name in names if not name.startswith("vision_tower.")]
         if len(names) != 1:
-            raise ConfigError(f"cannot tell which tensor of {str(self.path)!r} is the final norm: {names}")
+            raise ConfigError(f"cannot indicate which tensor of {str(self.path)!r} is the final norm: {names}")
         return names[0]
 
     def with_final_norm(self, factor: float, label: str) -> ReferenceWeights:
@@ -133,7 +133,7 @@ class ReferenceCheckpoint:
         """Return float32 [T, V]: the logits behind positions ``first`` to the last but one, with keys and values of
         several weights.
 
-        ``parts`` says in order which weights computed the keys and values of the positions below each bound.
+        ``parts`` specifies in order which weights computed the keys and values of the positions below each bound.
         """
         cache, logits, done = None, [], 0
         for weights, stop in parts:

@@ -36,8 +36,8 @@ def run_suite(
     """Return the certificate of these checks, run in order; ``on_verdict`` gets each verdict as it comes.
 
     Raises `ConfigError` if the subject cannot be made. If an endpoint goes away, the verdict on the check that did it
-    says so and the others are skipped. If a worker or a transport cannot be made again after some checks, or a check
-    hangs under torchrun, the certificate holds the verdicts so far and says why in ``problem``.
+    reports it and the others are skipped. If a worker or a transport cannot be made again after some checks, or a check
+    hangs under torchrun, the certificate holds the verdicts so far and states why in ``problem``.
     """
     started_at, started = datetime.now(UTC), time.monotonic()
     target, facts = kit.target, kit.facts

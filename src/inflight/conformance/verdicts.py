@@ -24,9 +24,9 @@ class CheckOutcome(StrEnum):
     SKIPPED = "skipped"
     """The subject does not support what the check needs, or the kit was not given it."""
     EXPECTED_FAILURE = "expected failure"
-    """It failed or hung, and a file of expected failures says why."""
+    """It failed or hung, and a file of expected failures states why."""
     UNEXPECTED_PASS = "unexpected pass"
-    """It passed although a file of expected failures says that it does not."""
+    """It passed although a file of expected failures states that it does not."""
 
 
 BAD_OUTCOMES = frozenset({CheckOutcome.FAILED, CheckOutcome.HUNG, CheckOutcome.UNEXPECTED_PASS})

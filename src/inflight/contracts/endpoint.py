@@ -46,7 +46,7 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """Leave any earlier group and take weights as ``spec`` says; returns when all ranks have joined.
+        """Leave any earlier group and take weights as ``spec`` specifies; returns when all ranks have joined.
 
         The sender joins concurrently. From now on the endpoint accepts updates only from the run that owns the group.
         Raises `TransferError` if the group is not formed in ``spec.timeout_s``: the endpoint then belongs to no group
@@ -55,9 +55,9 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """Accept an update and pause sampling as ``update.in_flight`` says; on return no token is being sampled.
+        """Accept an update and pause sampling as ``update.in_flight`` specifies; on return no token is being sampled.
 
-        If the update is staged, sampling goes on. Raises `UpdateRefusedError` if the manifest does not fit
+        If the update is staged, sampling continues. Raises `UpdateRefusedError` if the manifest does not fit
         the model, the version is not newer, the run does not own the group, another update is open, or the drain did
         not end before ``update.deadline_s``: the old weights serve on and nothing may be sent.
         """
@@ -66,7 +66,7 @@ class InferenceEndpoint(Protocol):
     async def receive_weights(self, bucket: BucketTransfer) -> None:
         """Receive one bucket, while the sender sends it, and compare its checksum. Buckets come in order.
 
-        Raises `TransferError`, or `UpdateRefusedError` if no such update is open; `abort_weight_update` says what the
+        Raises `TransferError`, or `UpdateRefusedError` if no such update is open; `abort_weight_update` states what the
         endpoint serves then.
         """
 
@@ -74,9 +74,9 @@ class InferenceEndpoint(Protocol):
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """Switch to the new weights and resume: every later token is sampled from ``ref.version``.
 
-        A staged update pauses sampling here, as ``in_flight`` says. Raises `UpdateRefusedError` if buckets are missing,
-        or if a drain does not end in time: the update is then over and the old weights serve on. Raises `PoisonedError`
-        if applying the weights fails.
+        A staged update pauses sampling here, as ``in_flight`` specifies. Raises `UpdateRefusedError` if buckets are
+        missing, or if a drain does not end in time: the update is then over and the old weights serve on. Raises
+        `PoisonedError` if applying the weights fails.
         """
 
     @abstractmethod
@@ -106,7 +106,7 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Release what this object holds; a remote server goes on. Called last.
+        """Release what this object holds; a remote server keeps running. Called last.
 
         If a context manager made the endpoint, the manager exits after this call.
         """
@@ -145,7 +145,7 @@ class ReleasingEndpoint(InferenceEndpoint, Protocol):
 
     @abstractmethod
     async def release_memory(self) -> WeightVersion:
-        """Give up the memory of weights, keys and values; on return others may take it, and the state is RELEASED.
+        """Release the memory of weights, keys and values; on return others may take it, and the state is RELEASED.
 
         The endpoint keeps its weights elsewhere, under the same version, and forgets cached prefixes. Raises
         `BusyError` if requests run or wait, or an update is open, and `PoisonedError` if the weights are torn: nothing

@@ -95,7 +95,7 @@ class Scheduler(Protocol):
         """Continue from a state that `state` returned. Called before anything is told."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return figures of its own for the row of the last step, and begin anew; none by default."""
+        """Return figures of its own for the row of the last step, and start again; none by default."""
         return {}
 
 

@@ -5,7 +5,7 @@ completions are numbered from 0. A request is some completions of one item on on
 
     Offered -> Issue -> Finished, for each completion -> Scored -> Settled
                  ^         |
-                 +---- Returned: aborted or lost; it may be issued again, and goes on from ``num_tokens``
+                 +---- Returned: aborted or lost; it may be issued again, and continues from ``num_tokens``
 
 An item may be withdrawn at any time; nothing more is said about it then.
 """
@@ -27,7 +27,7 @@ class Joined:
     endpoint: str
     capacity: int
     keeps_partials: bool = False
-    """Whether what was sampled of an aborted completion is kept. Elsewhere it begins anew."""
+    """Whether what was sampled of an aborted completion is kept. Elsewhere it starts again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ class ModelParallelWorker(TrainerWorker, Protocol):
 
 @runtime_checkable
 class ImageWorker(Protocol):
-    """A `TrainerWorker` that says whether its model takes images. One that does not say takes none."""
+    """A `TrainerWorker` that indicates whether its model takes images. One that does not say takes none."""
 
     @property
     @abstractmethod
@@ -164,7 +164,7 @@ class ImageWorker(Protocol):
 
 @runtime_checkable
 class ReplayingWorker(Protocol):
-    """A `TrainerWorker` that says whether it replays the experts of a rollout. One that does not say does not."""
+    """A `TrainerWorker` that indicates whether it replays the experts of a rollout. One that does not say does not."""
 
     @property
     @abstractmethod
@@ -198,8 +198,8 @@ class BackgroundSaver(Protocol):
         """Return once the save has written its path, or at once if there is none to finish. Not collective.
 
         Raises `CheckpointError`, once, if the save failed: the earlier checkpoint at the path is still whole, and the
-        state of training is unaffected. Also raises `CheckpointError` if the save goes on after ``timeout_s`` seconds:
-        it is then still pending, and the call may be repeated.
+        state of training is unaffected. Also raises `CheckpointError` if the save continues after ``timeout_s``
+        seconds: it is then still pending, and the call may be repeated.
         """
 
     @property

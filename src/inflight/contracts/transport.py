@@ -49,11 +49,11 @@ class WeightSender(Protocol):
 
     @abstractmethod
     def end(self, *, is_done: bool) -> None:
-        """End the update. ``is_done`` says that no endpoint will read any of it again."""
+        """End the update. ``is_done`` states that no endpoint will read any of it again."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End a call that is pending in another thread, and give up the group. Idempotent."""
+        """End a call that is pending in another thread, and leave the group. Idempotent."""
 
 
 @runtime_checkable
@@ -68,7 +68,7 @@ class WeightReceiver(Protocol):
     def begin(self, ref: UpdateRef) -> None:
         """Prepare to receive the buckets of this update, from the first.
 
-        Tensors returned so far stay as they are: an endpoint may serve from them, or decode a delta against them.
+        Tensors returned so far stay unchanged: an endpoint may serve from them, or decode a delta against them.
         Memory may be used again only once nothing refers to it.
         """
 
@@ -78,7 +78,7 @@ class WeightReceiver(Protocol):
 
     @abstractmethod
     def abort(self) -> None:
-        """End a call that is pending in another thread, and give up the group. Idempotent."""
+        """End a call that is pending in another thread, and leave the group. Idempotent."""
 
 
 @runtime_checkable

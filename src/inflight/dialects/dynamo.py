@@ -177,7 +177,7 @@ class DynamoEndpoint(OwnedEndpoint):
             if live != {name: routes.url for name, routes in self._workers.items()}:
                 raise UpdateRefusedError(
                     f"update to version {update.version} refused: the workers of {self.name} are not those of the "
-                    "first call; connect anew"
+                    "first call; connect again"
                 )
         await super().request_weight_update(update)
 

@@ -2,7 +2,7 @@
 
 This is for servers whose answers do not say which weights sampled them. Requests wait here while weights change, and
 weights change when none of them runs, so that each completion is of one version, which this process knows. What arrives
-is staged in this process, and replaced in the server by one call of the adapter. Knows no engine.
+is staged in this process, and replaced in the server by one call of the adapter.
 """
 
 from __future__ import annotations

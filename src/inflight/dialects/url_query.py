@@ -1,4 +1,4 @@
-"""What the query of an endpoint's URL says of a server that does not say it itself. Knows no engine."""
+"""What the query of an endpoint's URL specifies of a server that does not say it itself."""
 
 from __future__ import annotations
 

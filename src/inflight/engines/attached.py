@@ -1,7 +1,4 @@
-"""What all endpoints over an engine's own server share: attaching, the version in the server's label, aborts and chat.
-
-Knows no engine.
-"""
+"""What endpoints over an engine's own server share: attaching, the version in the server's label, aborts and chat."""
 
 from __future__ import annotations
 

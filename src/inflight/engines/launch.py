@@ -1,6 +1,6 @@
 """An engine's own server as a child process: started, waited for, and stopped with every process that it started.
 
-The server listens on loopback only. Its output goes to a file, which errors quote. Knows no engine.
+The server listens on loopback only. Its output goes to a file, which errors quote.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The processes that an engine cannot live without, read from /proc. Without /proc none are known.
 
-An engine's own server may outlive the process that samples. Knows nothing of how engines are started.
+An engine's own server may outlive the process that samples.
 """
 
 from __future__ import annotations

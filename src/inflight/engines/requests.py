@@ -2,7 +2,7 @@
 to end them.
 
 An engine's prefix cache outlives an update under ``keep``. Each request therefore carries the label of the weights as
-the key of its prefixes, so that it never continues a prefix that other weights computed. Knows no engine.
+the key of its prefixes, so that it never continues a prefix that other weights computed.
 """
 
 from __future__ import annotations

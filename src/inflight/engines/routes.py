@@ -1,4 +1,4 @@
-"""Calls on an engine's own routes: their deadlines, and the engine's words when it refuses. Knows no engine."""
+"""Calls on an engine's own routes: their deadlines, and the engine's words when it refuses."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class EngineRoutes:
                     )
                     if status == 503:
                         raise EndpointError(
-                            f"{what} got no answer, and GET {liveness_path} says that the engine has died", self.url
+                            f"{what} got no answer, and GET {liveness_path} states that the engine has died", self.url
                         )
 
         async with running(watch()):

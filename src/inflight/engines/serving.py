@@ -36,9 +36,9 @@ Note = Callable[[str], None]
 def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready: Note) -> None:
     """Serve what ``spec`` describes at ``host`` until SIGINT, SIGTERM, or what else ends it; then end the engine too.
 
-    ``on_ready`` receives the line that says where the server answers, ``note`` all other lines. Raises `ConfigError` if
-    the server cannot be started, and `EndpointError` with the engine's last lines if that ends by itself or is not
-    healthy in time. Call it from the main thread.
+    ``on_ready`` receives the line that indicates where the server answers, ``note`` all other lines. Raises
+    `ConfigError` if the server cannot be started, and `EndpointError` with the engine's last lines if that ends by
+    itself or is not healthy in time. Call it from the main thread.
     """
     kind = None if ":" in spec.engine else load_engine_kind(spec.engine)
     _check(spec, kind)

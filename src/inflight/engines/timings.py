@@ -1,4 +1,4 @@
-"""What the last update cost an engine, and the time to its first token once sampled. Knows no engine."""
+"""What the last update cost an engine, and the time to its first token once sampled."""
 
 from __future__ import annotations
 

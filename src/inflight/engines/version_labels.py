@@ -1,8 +1,8 @@
 """Version labels: the text by which an engine calls its weights, so that every client reads the same version from it.
 
 ``7/SESSION@RUN`` is version 7 of a run, sent in that session. ``default`` is the checkpoint that the engine started
-from. ``torn:8/SESSION@RUN`` says that an update to version 8 failed while it was applied, and ``released:`` before any
-of them that the engine's memory is released.
+from. ``torn:8/SESSION@RUN`` states that an update to version 8 failed while it was applied, and ``released:`` before
+any of them that the engine's memory is released.
 
 The label lives in the engine: a client that attaches later, or after the engine was replaced, learns what it serves. No
 two updates of one engine have the same label, so the label can key the prefix cache: see `began_under_another`.

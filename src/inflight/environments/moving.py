@@ -1,7 +1,7 @@
-"""Turns that are sampled wherever an episode is just then: one that its endpoint does not finish goes on at the next.
+"""Turns that are sampled wherever an episode is just then: one that its endpoint does not finish continues at the next.
 
 A conversation is token ids, so any endpoint can continue it. What was streamed of a turn, or came back aborted, is kept
-with its logprobs and versions. Knows nothing of who finds the next endpoint.
+with its logprobs and versions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TurnSampler:
 class Moving:
     """Samples the turns of one episode, at one place after the other.
 
-    ``failures`` are the errors of a place after which a turn goes on elsewhere; each is told to ``on_failure``, which
+    ``failures`` are the errors of a place after which a turn continues elsewhere; each is told to ``on_failure``, which
     may raise it to give the turn up. Until `go_to` names another place, turns wait.
     """
 
@@ -47,7 +47,7 @@ class Moving:
         self._arrived = asyncio.Event()
         self._asking = TaskOwner()
         self.num_moved = 0
-        """Turns that went on at another place."""
+        """Turns that continued at another place."""
 
     def go_to(self, place: TurnSampler) -> None:
         """Sample there from now on."""

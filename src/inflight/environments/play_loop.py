@@ -27,7 +27,7 @@ _GRACE_S = 5.0
 
 
 class BlockedError(Exception):
-    """A coroutine did not let others run; the message says where it stood."""
+    """A coroutine did not let others run; the message indicates where it stood."""
 
 
 class OverdueError(Exception):

@@ -1,7 +1,4 @@
-"""Episodes as they are played: conversations with one endpoint, recorded turn by turn.
-
-Knows nothing of groups, schedulers or the ledger, and does not decide whose fault an endpoint's failure is.
-"""
+"""Episodes as they are played: conversations with one endpoint, recorded turn by turn."""
 
 from __future__ import annotations
 

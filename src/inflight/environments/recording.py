@@ -2,7 +2,7 @@
 
 Calls are joined by token ids: one whose prompt begins with the whole of an earlier call continues it. Several that
 continue the same call (a retry, a sub-agent, a compacted context) become rollouts of their own, and no sampled token is
-trained on twice. Knows nothing of text.
+trained on twice.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class RecordedCall(WireModel):
 
 
 class PlayedEpisode(WireModel):
-    """A finished episode. ``failure`` says why it counts for nothing, if it does."""
+    """A finished episode. ``failure`` states why it counts for nothing, if it does."""
 
     calls: tuple[RecordedCall, ...] = ()
     reward: float = 0.0
     role_rewards: Mapping[str, float] = Field(default_factory=dict)
     """Rewards of roles that differ from the episode's."""
     num_rewritten: int = 0
-    """How often a template rendered the past in another way, so that a conversation went on as another rollout."""
+    """How often a template rendered the past in another way, so that a conversation continued as another rollout."""
     failure: str | None = None
     failure_kind: str | None = None
     """One of a few words by which failures are counted."""

@@ -1,9 +1,9 @@
-"""Conversations as token ids. Sampled tokens are kept as they are; only new text is rendered and tokenised.
+"""Conversations as token ids. Sampled tokens are kept unchanged; only new text is rendered and tokenised.
 
-A chat template says how messages become text. As long as it renders the conversation so far as that was sent and
+A chat template states how messages become text. As long as it renders the conversation so far as that was sent and
 sampled, the next prompt is the ids so far and the ids of what the template adds. Where it would render the past in
-another way (it drops reasoning, trims white space, or ends a turn with another token), the conversation goes on from a
-fresh rendering, and the reason is given. Knows nothing of endpoints.
+another way (it drops reasoning, trims white space, or ends a turn with another token), the conversation continues from
+a fresh rendering, and the reason is given.
 """
 
 from __future__ import annotations

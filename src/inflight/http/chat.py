@@ -1,4 +1,4 @@
-"""Chat in the OpenAI format, around token ids. Knows neither tokenizers nor engines."""
+"""Chat in the OpenAI format, around token ids."""
 
 from __future__ import annotations
 

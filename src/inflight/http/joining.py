@@ -1,4 +1,4 @@
-"""A server's side of joining a run: it says where it is, again and again, and says goodbye before it leaves."""
+"""A server's side of joining a run: it indicates where it is, again and again, and says goodbye before it leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.http.bounded_client import BoundedClient
 
 JOIN_PATH = "/v1/servers"
 RENEW_S = 2.0
-"""How often a server says that it is there."""
+"""How often a server states that it is there."""
 _ANSWER_S = 10.0
 _IDLE_POLL_S = 0.1
 _TAKEN_BACK_S = 1.5
@@ -64,7 +64,7 @@ class Membership:
         self._note = settings.note
 
     async def renew(self) -> None:
-        """Join, and say so again until cancelled; while the run does not answer, go on trying.
+        """Join, and report it again until cancelled; while the run does not answer, continue trying.
 
         Raises `ConfigError` if the run refuses.
         """

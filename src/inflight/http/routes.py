@@ -105,7 +105,7 @@ RELEASE_MEMORY = Route(
     "POST",
     "/release_memory",
     "release_memory",
-    "Give up the memory of weights, keys and values; refused while requests run",
+    "Release the memory of weights, keys and values; refused while requests run",
     None,
     wire.WeightVersion,
     True,

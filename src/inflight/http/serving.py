@@ -47,7 +47,7 @@ async def serve(
     """Serve until SIGINT, SIGTERM or, with ``exit_with_stdin``, the end of standard input; then abort all requests.
 
     With ``joins`` the server is a member of a run from then on, and before it stops it leaves the run in order.
-    After the end of standard input it goes on for ``lease_s`` from the last call that carried the token.
+    After the end of standard input it continues for ``lease_s`` from the last call that carried the token.
 
     Await it in the main thread, which receives the signals; a handled signal is raised again at the end. Once the
     server answers, ``ready_file`` is written atomically with ``{"url", "pid"}`` as JSON. ``until_ready`` is awaited

@@ -1,4 +1,4 @@
-"""Text of tokens that arrive one by one. Knows no tokenizer: it is given how tokens are decoded."""
+"""Text of tokens that arrive one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNFINISHED = "\ufffd"
 
 
 class StreamedText:
-    """Collects the text of one completion, and tells how much of it no later token changes.
+    """Collects the text of one completion, and states how much of it no later token changes.
 
     It holds back an unfinished character and the beginning of a stop string. Each call decodes a few of the last tokens
     only, so that the cost of a token does not grow with the completion.

@@ -1,4 +1,4 @@
-"""Launchers: what starts the processes of a run, on this machine or elsewhere, and tells how they ended.
+"""Launchers: what starts the processes of a run, on this machine or elsewhere, and states how they ended.
 
 A launcher places and watches. Rollouts, weights and requests never pass through it.
 """

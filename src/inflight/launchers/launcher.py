@@ -107,15 +107,15 @@ class Launcher(Protocol):
     @property
     @abstractmethod
     def can_outlive(self) -> bool:
-        """Whether a process may go on after this one has ended, if it does not end with its standard input."""
+        """Whether a process may continue after this one has ended, if it does not end with its standard input."""
 
     @abstractmethod
     async def start(self, programs: Sequence[Program], timeout_s: float) -> Sequence[Launched]:
         """Start programs together, all or none, and return them in order. Their environment has `ADDRESS_VARIABLE`.
 
-        Raises `ConfigError` if one cannot be placed within ``timeout_s``, and says what it needs.
+        Raises `ConfigError` if one cannot be placed within ``timeout_s``, and states what it needs.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give up whatever is held. The processes have been stopped before. Idempotent."""
+        """Abandon whatever is held. The processes have been stopped before. Idempotent."""

@@ -30,7 +30,7 @@ class LocalLauncher(Launcher):
         return True
 
     async def start(self, programs: Sequence[Program], timeout_s: float) -> Sequence[Launched]:
-        """Nothing is waited for; whatever ``num_cpus`` says, processes share this machine's."""
+        """Nothing is waited for; whatever ``num_cpus`` specifies, processes share this machine's."""
         launched: list[_Child] = []
         try:
             for program in programs:

@@ -145,7 +145,7 @@ class RayLauncher(Launcher):
 
 
 class _Room:
-    """A placement group of several processes; given up once none of them is left."""
+    """A placement group of several processes; abandoned once none of them is left."""
 
     def __init__(self, ray: Any, group: Any, num_left: int) -> None:
         self.ray = ray

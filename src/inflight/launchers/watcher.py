@@ -18,7 +18,7 @@ _MAX_TAIL_BYTES = 1 << 16
 
 
 class Watcher:
-    """Starts one process and says how it ended. Lives in one event loop."""
+    """Starts one process and states how it ended. Lives in one event loop."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None

@@ -1,7 +1,7 @@
 """Denominators: how much each target weighs in the loss.
 
 The loss is a plain sum over targets. Its weights come from counts over the whole optimizer step, so any split of the
-segments into micro-batches and ranks gives the same gradient. Knows nothing of losses.
+segments into micro-batches and ranks gives the same gradient.
 
 Shape suffixes: N targets, S segments, P prompts.
 """
@@ -110,8 +110,8 @@ def token_shares(
 ) -> torch.Tensor:
     """Return the weight of each target, float64 [N].
 
-    ``counted_N`` and ``counts`` cover all targets or the kept ones, as the aggregation counts; ``prompts_S`` says which
-    segments share a prompt. Raises `InvalidRequestError` if it is needed and None.
+    ``counted_N`` and ``counts`` cover all targets or the kept ones, as the aggregation counts; ``prompts_S`` indicates
+    which segments share a prompt. Raises `InvalidRequestError` if it is needed and None.
     """
     # A step without targets has counts of 0, and nothing to weigh.
     num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)

@@ -2,7 +2,7 @@
 
 A correction multiplies the policy term of a target by a weight, or rejects the target: loss and gradient of its policy
 term are 0 then. A call returns the weights, or with dtype bool which targets are kept. They carry no gradient.
-Penalties are not corrected. Knows nothing of gates.
+Penalties are not corrected.
 
 Shape suffixes: N targets, S segments.
 """

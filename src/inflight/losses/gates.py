@@ -1,7 +1,7 @@
 """Gates: how a log ratio and an advantage become the loss of a token, and how hard the token pulls.
 
 A gate is fully described by g = -d loss / d trainer logprob. Each docstring gives the loss and g: w is the ratio at the
-loss's level, A the advantage, sg stops the gradient. Knows nothing of denominators.
+loss's level, A the advantage, sg stops the gradient.
 
 Shape suffixes: N targets.
 """

@@ -2,7 +2,7 @@
 
 Logits are computed in tiles of some targets by part of the vocabulary, in the forward and again in the backward (two
 passes, for any loss). `one_pass` computes the logits of a few targets once and differentiates at once, for losses that
-allow it. `inflight.losses.products` decides how tiles are multiplied. Knows nothing of losses, models or packing.
+allow it. `inflight.losses.products` decides how tiles are multiplied.
 
 Shape suffixes: N targets, C targets of one tile, H hidden, V vocabulary, W the tile's part of it.
 """
@@ -38,7 +38,7 @@ def chunked_logprobs(
     """Return log softmax((hidden weight^T + bias) / temperature) at the targets, [N], differentiable once.
 
     Computed in float32, or in float64 if the hidden states are float64, with autocast or without. On NVIDIA GPUs
-    bfloat16 inputs are multiplied as they are, with float32 sums, to the same accuracy. Logits of at most
+    bfloat16 inputs are multiplied unchanged, with float32 sums, to the same accuracy. Logits of at most
     ``chunk_size`` targets and ``vocab_chunk_size`` tokens exist at a time; the backward computes them again, only for
     targets with a gradient other than 0. Gradients go to hidden states, weight and bias; they are accumulated in the
     dtype of the computation and rounded once. With ``kept``, the softmax is over those tokens.

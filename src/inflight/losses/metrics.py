@@ -1,7 +1,6 @@
 """Metrics that stay exact over micro-batches and ranks, and what a loss returns.
 
-A mean is kept as numerator and denominator, both of which add, so no mean of means is taken. Knows nothing of losses,
-logging or process groups.
+A mean is kept as numerator and denominator, both of which add, so no mean of means is taken.
 
 Shape suffixes: T packed tokens, N targets (tokens with a true loss mask).
 """

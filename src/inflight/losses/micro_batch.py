@@ -1,7 +1,5 @@
 """Micro-batches: samples packed side by side on the target-aligned layout, and read at their targets.
 
-Knows nothing of losses, and does not decide which samples go together.
-
 Shape suffixes: T packed tokens, N targets (tokens with a true loss mask), L layers, K experts of a token in a layer.
 """
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Piece(BaseModel):
-    """Settings of one piece of a loss; its ``kind`` says which. ``"unbounded"`` is None, which TOML cannot hold."""
+    """Settings of one piece of a loss; its ``kind`` names it. ``"unbounded"`` is None, which TOML cannot hold."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

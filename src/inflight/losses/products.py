@@ -1,4 +1,4 @@
-"""Matrix products of the head: which inputs stay in 16 bits, and how products are added up. Knows nothing of logits.
+"""Matrix products of the head: which inputs stay in 16 bits, and how products are added up.
 
 A product of two bfloat16 numbers has 16 significant bits, so float32 holds it exactly, and only the order of the sum
 differs from that of inputs cast to float32. Tensor cores multiply 16-bit inputs many times as fast as float32 units.
@@ -10,7 +10,7 @@ import torch
 
 
 def is_narrow(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
-    """Return whether hidden states and weight are multiplied as they are, in bfloat16 on a GPU, or in float32.
+    """Return whether hidden states and weight are multiplied unchanged, in bfloat16 on a GPU, or in float32.
 
     Not in float16: gradients of logits are often smaller than its smallest number. On a CPU, to cast once for each tile
     is quicker. torch.mm takes ``out_dtype`` on NVIDIA GPUs only.

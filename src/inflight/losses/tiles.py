@@ -1,4 +1,4 @@
-"""The logits of the head, tile by tile: some targets by part of the vocabulary. Knows nothing of softmax and gradients.
+"""The logits of the head, tile by tile: some targets by part of the vocabulary.
 
 Shape suffixes: N targets, C targets of one tile, H hidden, V vocabulary, W the tile's part of it.
 """

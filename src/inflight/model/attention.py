@@ -1,8 +1,7 @@
 """Causal attention over packed segments, as an attention function of transformers.
 
 Segments of similar length are gathered into one right-padded batch, attended, and put back in place. A token sees
-earlier tokens only, so padding on the right is invisible and needs no mask. The module knows nothing of weights,
-losses or trainers.
+earlier tokens only, so padding on the right is invisible and needs no mask.
 
 Shape suffixes: T packed tokens, P padded slots, N segments of one class, L tokens of its longest, A heads, D head size.
 """

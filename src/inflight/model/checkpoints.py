@@ -232,7 +232,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The file of a tensor, and what its header says. ``dtype`` is None if it is not one that can be trained."""
+    """The file of a tensor, and what its header specifies. ``dtype`` is None if it is not one that can be trained."""
 
     file: Path
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What torch's compiler needs of a machine. Knows nothing of models."""
+"""What torch's compiler needs of a machine."""
 
 from __future__ import annotations
 

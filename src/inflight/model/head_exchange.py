@@ -2,7 +2,7 @@
 
 Before the attention every rank gets all tokens of some heads, after it all heads of its tokens (DeepSpeed-Ulysses,
 arXiv:2309.14509, section 3). Each token of each head is sent once and is not computed twice, so the sums are those of
-one rank. Knows nothing of segments and models.
+one rank.
 
 Shape suffixes: T packed tokens, R tokens of one rank, A heads, P heads of one rank, D head size, C ranks.
 """

@@ -1,7 +1,7 @@
 """Images of prompts: decoding them, placing them among tokens, and what a model's own processor makes of them.
 
-A model of a known family takes the features of images in the place of placeholder tokens, one token after another,
-with positions that count tokens. Knows nothing of endpoints and trainers. torch is loaded with the first processor.
+A model of a known family takes the features of images in the place of placeholder tokens, one token after another, with
+positions that count tokens. torch is loaded with the first processor.
 """
 
 from __future__ import annotations

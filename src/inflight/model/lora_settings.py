@@ -1,4 +1,4 @@
-"""What a LoRA is trained with: its rank, its scale and the layers that it changes. Knows nothing of torch."""
+"""What a LoRA is trained with: its rank, its scale and the layers that it changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoraSettings(BaseModel):
     """The linear layers that are changed, by their names or the ends of their names, such as ``q_proj``;
     ``all-linear``: all those of the decoder layers."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of a layer's inputs that the LoRA does not see, drawn anew in each forward with gradients. The trainer's
+    """Share of a layer's inputs that the LoRA does not see, drawn again in each forward with gradients. The trainer's
     logprobs then differ from those of the servers, which drop nothing."""
     seed: int = Field(default=0, ge=0)
     """Of A, which PEFT also initialises at random, and of the dropout. B begins as zeros."""

@@ -2,7 +2,7 @@
 
 A router is known by what it does: a module that takes exactly one top-k, whose indices it returns last. Replaying
 replaces the result of that top-k, so the shares of the experts, their normalisation and their gradients stay the
-model's own. Knows nothing of requests, rows and ranks.
+model's own.
 
 Shape suffixes: T tokens, L decoder layers, K experts of a token in a layer, E experts of a layer.
 """

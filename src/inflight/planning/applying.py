@@ -16,7 +16,7 @@ from inflight.planning.candidates import Candidate
 def settings_of(candidate: Candidate, run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``run.toml`` that make a configuration, by dotted key.
 
-    ``run`` is what the file says now: tokens of a step are divided by its ranks.
+    ``run`` is what the file specifies now: tokens of a step are divided by its ranks.
     """
     num_ranks = run.get("train", {}).get("num_ranks", 1)
     conventional = {"run.conventional_steps": candidate.conventional_steps} if candidate.conventional_steps else {}

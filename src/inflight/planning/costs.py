@@ -17,8 +17,8 @@ from inflight.errors import ConfigError
 class TokenTime:
     """Time of one token of each running completion, by the number of completions that run: a curve through points.
 
-    Between two points it is linear, before the first one it is flat, and behind the last one it goes on with the slope
-    of the last two. One point is a constant. With a curve that begins flat this is a roofline.
+    Between two points it is linear, before the first one it is flat, and behind the last one it continues with the
+    slope of the last two. One point is a constant. With a curve that begins flat this is a roofline.
     """
 
     points: tuple[tuple[float, float], ...]

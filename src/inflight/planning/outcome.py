@@ -14,7 +14,7 @@ class StepRow:
     """One optimizer step."""
 
     time: float
-    """When its version was there for the run to go on."""
+    """When its version was there for the run to continue."""
     num_tokens: int
     """Training tokens, prompts included."""
     num_sequences: int
@@ -53,7 +53,7 @@ class SimulationResult:
     num_completions: int = 0
     """That finished."""
     num_lost_tokens: int = 0
-    """Sampled, and thrown away because their completion began anew."""
+    """Sampled, and thrown away because their completion started again."""
     num_slots: int = 0
     busy: dict[str, float] = field(default_factory=dict)
     """Time with something running, by endpoint; ``slot_time``: held slots times time."""

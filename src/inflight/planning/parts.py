@@ -4,7 +4,7 @@ Each part is the ratio of two simulated runs that differ in one thing, in this o
 
 - memory: endpoints keep the memory that trainers shared with them, and take more completions (LlamaRL's theorem);
 - stragglers: completions of a phase are all equally long, so that none is waited for;
-- bubbles: sampling and training go on at the same time, on devices of their own, with the true lengths again;
+- bubbles: sampling and training continue at the same time, on devices of their own, with the true lengths again;
 - drafts: what is drafted counts.
 
 Stragglers and bubbles are parts of what the pipeline removes. Where the pipeline itself waits for its longest

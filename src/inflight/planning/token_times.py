@@ -40,7 +40,7 @@ def token_times(stretches: Sequence[Stretch], contention: Contention) -> TokenTi
         for row, stretch in zip(rows, stretches, strict=True)
     ]
     request_time, token_time, context_time, admission_time = found
-    # Where all requests are of one size, nothing tells what another size would cost: completions then share the cost.
+    # Where all requests are of one size, nothing states what another size would cost: completions then share the cost.
     sizes = {stretch.size for stretch in stretches}
     each = admission_time / sizes.pop() if len(sizes) == 1 else 0.0
     admission_time = 0.0 if each else admission_time

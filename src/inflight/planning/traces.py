@@ -49,7 +49,7 @@ def _count_sampled(requests: Iterable[dict[str, Any]]) -> None:
         for part in request["parts"]:
             key = request["item"], part["number"]
             before = brought.get(key, 0)
-            part["num_before"] = before if before <= part["num_tokens"] else 0  # it began anew
+            part["num_before"] = before if before <= part["num_tokens"] else 0  # it started again
             brought[key] = part["num_tokens"]
 
 

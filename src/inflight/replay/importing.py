@@ -71,7 +71,7 @@ def grouped(rollouts: Sequence[tuple[Any, Rollout]], first_item: int) -> list[Gr
 
 
 def field_of(values: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], wanted: str, where: str) -> Any:
-    """Return a field of a stored sample. Raises `ConfigError`, which says what it should be."""
+    """Return a field of a stored sample. Raises `ConfigError`, which states what it should be."""
     value = values.get(name)
     if not is_valid(value):
         raise ConfigError(f"{where}: {name} is {str(value)[:80]!r}, not {wanted}")
@@ -89,7 +89,7 @@ def are_numbers(value: Any) -> bool:
 
 
 def is_name(value: Any) -> bool:
-    """Return whether a stored value can tell groups apart."""
+    """Return whether a stored value can distinguish groups."""
     return isinstance(value, str | int)
 
 

@@ -55,7 +55,7 @@ async def sample_again(
 ) -> list[Resampled]:
     """Sample groups of a record again whose tokens all came from ``version``, which the endpoint must serve.
 
-    The seeds, prompts and settings are those of the run. Of a record in a run directory, the events tell which
+    The seeds, prompts and settings are those of the run. Of a record in a run directory, the events indicate which
     completions a request asked for; without them each group counts as one request. Completions that were continued
     after an abort are left out. Raises `ConfigError` if nothing can be sampled again, if the endpoint takes no seeds,
     or if it serves another version that a run sent to it.

@@ -27,8 +27,8 @@ _FINISH = {"completed": "stop", "truncated": "length", "aborted": "abort", "fail
 def read_slime(files: Sequence[Path], *, temperature: float, reward_key: str | None) -> Found:
     """Return the groups of each file, in the order of their ``rollout_id``. Raises `ConfigError`.
 
-    Versions are counted from the oldest one in the files. slime tells which versions a sample saw, but not where they
-    changed: such a sample counts as sampled from the oldest one.
+    Versions are counted from the oldest one in the files. slime indicates which versions a sample saw, but not where
+    they changed: such a sample counts as sampled from the oldest one.
     """
     found = Found()
     versions: list[int] = []

@@ -111,7 +111,7 @@ def replay_config(
 
 
 _KEPT = {"num_steps", "seed", "start_timeout_s", "step_timeout_s", "save_timeout_s"}
-"""Of ``run``: what trains. The rest says where files go, and how sampling and training take turns."""
+"""Of ``run``: what trains. The rest indicates where files go, and how sampling and training take turns."""
 
 
 def replay_incarnations(

@@ -1,4 +1,4 @@
-"""Advantages of groups from their rewards. Knows nothing of tokens but the lengths that ``opo`` weighs by."""
+"""Advantages of groups from their rewards."""
 
 from __future__ import annotations
 

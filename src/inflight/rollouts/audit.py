@@ -2,7 +2,7 @@
 
 Which finished completions a step trains on should say nothing of how long or how good they are. Where slow ones are
 discarded, long and hard prompts are never trained on (tinker-cookbook #822), and a model learns to be short without a
-reward that says so.
+reward that reports it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BiasAudit:
     ) -> dict[str, BiasComparison]:
         """Take note of a group and its completions; return what differs significantly, once a window is whole.
 
-        ``rewards`` is None if the group was given up before it was scored; ``lengths`` are then those so far.
+        ``rewards`` is None if the group was abandoned before it was scored; ``lengths`` are then those so far.
         """
         for name, values in (("length", lengths), ("reward", rewards)):
             samples = self._samples[name]

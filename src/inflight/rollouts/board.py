@@ -125,7 +125,7 @@ class Board:
                 self.num_open += size
                 self._unissued.add(item)
             case Finished(time_s, item, completion, num_tokens):
-                if num_tokens:  # an episode that failed or was given up has none
+                if num_tokens:  # an episode that failed or was abandoned has none
                     self.recent_lengths.append(num_tokens)
                 if item in self.items:
                     self._note_pace(self.items[item], completion, num_tokens, time_s)

@@ -1,7 +1,6 @@
 """Which token of a group gets which advantage: by episode, or by turn.
 
-Compared with each other are the episodes of one group, and in each of them the conversations of one role. Knows nothing
-of versions and losses.
+Compared with each other are the episodes of one group, and in each of them the conversations of one role.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ArCHer (arXiv 2402.19446) learns values of whole utterances and gives all tokens of an utterance its advantage. Its
 critic is a language model; this one is linear in which tokens, and which pairs of them, stand in the last part of the
-context, and in the number of the turn. Knows nothing of groups and losses.
+context, and in the number of the turn.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TurnCritic:
         return {"weights": base64.b64encode(self._weights.tobytes()).decode()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned. Raises `CheckpointError` if it cannot be read."""
+        """Continue from what `state` returned. Raises `CheckpointError` if it cannot be read."""
         try:
             weights = array("f", base64.b64decode(state["weights"], validate=True))
         except (KeyError, TypeError, ValueError) as error:

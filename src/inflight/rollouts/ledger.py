@@ -1,10 +1,8 @@
 """The ledger of items: which prompts are out, and that each is settled exactly once, even across restarts.
 
-The module knows nothing of prompts, servers or files.
-
-    waiting <-> issued -> finished -> trained
-                   |          |
-                   +----------+-----> dropped, for a reason
+waiting <-> issued -> finished -> trained
+               |          |
+               +----------+-----> dropped, for a reason
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class Rounds:
     """Collects offered items until a round is whole; a round is open until its last item is scored or withdrawn."""
 
     groups_per_round: int | None = None
-    """None: as many as the run says that a step needs."""
+    """None: as many as the run states that a step needs."""
     surplus: float = 1.0
     """How many times as many groups are offered as a round needs."""
     max_open: int = 1

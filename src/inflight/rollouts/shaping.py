@@ -1,4 +1,4 @@
-"""Pure functions on rewards and batches before a loss sees them. Knows nothing of tokens."""
+"""Pure functions on rewards and batches before a loss sees them."""
 
 from __future__ import annotations
 

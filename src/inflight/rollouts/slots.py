@@ -65,7 +65,7 @@ class SlotAccount:
         self._count(self._endpoints.pop(endpoint, None), -1)
 
     def take(self, time_s: float) -> SlotSeconds:
-        """Return the slot-seconds since the last call, and begin anew."""
+        """Return the slot-seconds since the last call, and start again."""
         self._advance(time_s)
         taken, self._sum = self._sum, SlotSeconds()
         return taken

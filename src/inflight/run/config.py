@@ -47,7 +47,7 @@ class RunSection(Section):
     """Arguments of the launcher, such as ``{ address = "10.0.0.1:6379" }`` for ``ray``."""
     restarts: int = Field(default=0, ge=0)
     """How often all trainer ranks are started again from the last checkpoint, when one is lost and no checkpoint was
-    made since the last time. Servers stay as they are. 0: the run ends, and ``--resume`` continues it."""
+    made since the last time. Servers stay unchanged. 0: the run ends, and ``--resume`` continues it."""
     num_steps: int = Field(default=100, ge=1)
     stop_at_reward: float | None = None
     """End the run early once the mean reward over the last ten steps reaches this. None: never."""
@@ -60,14 +60,15 @@ class RunSection(Section):
     """Longest wait for the servers to start, and for one to come back once none is left."""
     step_timeout_s: float | None = Field(default=None, gt=0)
     """Longest wait for one batch of finished completions, or for one optimizer step and its publish. None: 900 s, and
-    for a step what moving the weights may take besides, at 0.5 GB/s."""
+    for a step what moving the weights may take in addition, at 0.5 GB/s."""
     save_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest wait for a checkpoint. None: 900 s, and what writing its bytes may take besides, at 0.5 GB/s."""
+    """Longest wait for a checkpoint. None: 900 s, and what writing its bytes may take in addition, at 0.5 GB/s."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port on loopback where the run serves ``/metrics`` for Prometheus; 0: any free one. None: it serves none."""
     trackers: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
-    """Where people watch the run besides its directory: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, another
-    entry point in the group ``inflight.trackers``, or ``module:attribute``. A text with commas is a list."""
+    """Where people watch the run in addition to its directory: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``,
+    another entry point in the group ``inflight.trackers``, or ``module:attribute``. A text with commas is a list.
+    """
     tracker_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options by tracker, such as ``{ wandb = { project = "letters", mode = "offline" } }``."""
 
@@ -93,7 +94,7 @@ class TaskSection(Section):
     episode_timeout_s: float = Field(default=600.0, gt=0)
     """Longest that an episode of an environment may take."""
     extra_episodes: int = Field(default=0, ge=0)
-    """Episodes of an environment that are begun beyond ``sampling.group_size``; the last to finish are given up."""
+    """Episodes of an environment that are begun beyond ``sampling.group_size``; the last to finish are abandoned."""
 
 
 class SamplingSection(Section):

@@ -122,7 +122,7 @@ class ServersSection(FleetMember):
 
     @property
     def members(self) -> tuple[FleetMember, ...]:
-        """The servers to start; none with ``attach.urls``, or if others may come and no setting says what to start."""
+        """The servers to start; none with ``attach.urls``, or if others may come and nothing is set to start."""
         is_chosen = not self.model_fields_set.isdisjoint(("fleet", *_OF_ONE_KIND))
         if self.attach.urls or (self.attach.others_may_come and not is_chosen):
             return ()

@@ -80,9 +80,9 @@ class Capabilities(WireModel):
     in_flight_policies: Items[InFlightPolicy]
     transports: Items[TransportName]
     staging: bool = False
-    """Whether sampling may go on while an update arrives, see `WeightUpdate.staged`."""
+    """Whether sampling may continue while an update arrives, see `WeightUpdate.staged`."""
     encodings: Items[Encoding] = ()
-    """Encodings of buckets that the endpoint understands besides ``raw``."""
+    """Encodings of buckets that the endpoint understands in addition to ``raw``."""
     partial_updates: bool = False
     """Whether an update may leave tensors out, see `Manifest.frozen`."""
     lora: bool = False

@@ -49,7 +49,7 @@ ImageUrl = Annotated[str, Field(max_length=MAX_IMAGES_LENGTH), AfterValidator(_u
 
 
 class Sampling(WireModel):
-    """What a request says of sampling, whether it brings token ids or messages."""
+    """What a request specifies of sampling, whether it brings token ids or messages."""
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: TokenCount | None = None
@@ -150,8 +150,8 @@ class GenerateRequest(WireModel):
 class RoutedExperts(WireModel):
     """The experts that the routers of a mixture of experts chose for the first ``num_tokens`` tokens of a sequence.
 
-    Row t says which experts computed token t, counting prompt and completion together, in the forward after which the
-    next token was sampled. The last sampled token never went through the model, so it has no row. A row has
+    Row t indicates which experts computed token t, counting prompt and completion together, in the forward after which
+    the next token was sampled. The last sampled token never went through the model, so it has no row. A row has
     ``num_chosen`` experts for each of the model's ``num_layers`` layers, those without experts included, where the
     numbers mean nothing. The largest number that ``dtype`` holds stands for "not known".
     """

@@ -29,7 +29,7 @@ class InFlightPolicy(StrEnum):
     """What happens to running requests when weights change."""
 
     KEEP = "keep"
-    """They pause, then go on with the keys and values that older weights computed."""
+    """They pause, then continue with the keys and values that older weights computed."""
     RECOMPUTE = "recompute"
     """They pause, then their keys and values are computed again under the new weights."""
     DRAIN = "drain"
@@ -44,11 +44,11 @@ class EndpointState(StrEnum):
     JOINING = "joining"
     READY = "ready"
     STAGING = "staging"
-    """An update arrives while sampling goes on from the old weights."""
+    """An update arrives while sampling continues from the old weights."""
     PAUSED = "paused"
     UPDATING = "updating"
     RELEASED = "released"
-    """Its memory is given up until it is restored; it keeps its weights, and neither samples nor takes updates."""
+    """Its memory is released until it is restored; it keeps its weights, and neither samples nor takes updates."""
     POISONED = "poisoned"
 
 
@@ -178,7 +178,7 @@ class UpdateRef(UpdateMessage):
     """Names one update session: the version that it leads to, the run that owns it, and the attempt.
 
     A ``session_id`` makes every call of the session idempotent: a call that is repeated, or comes late, does nothing.
-    Without a ``session_id``, only run and version tell updates apart.
+    Without a ``session_id``, only run and version distinguish updates.
     """
 
 
@@ -187,10 +187,10 @@ class WeightUpdate(UpdateMessage):
 
     ``deadline_s`` bounds the preparation on the endpoint (draining, for instance). ``lease_s`` is how long the endpoint
     keeps the update open without hearing from the publisher. After that the endpoint ends the update by itself, with
-    the old weights if no byte was applied. ``staged`` says when sampling is paused: False on acceptance, True by the
-    commit, so that sampling goes on while buckets arrive. ``encodings`` lists those that may be used besides ``raw``.
-    ``delta`` is relative to the weights that ``base`` names, which the endpoint must have kept. ``keep`` asks the
-    endpoint to keep the weights of this update for a later delta.
+    the old weights if no byte was applied. ``staged`` indicates when sampling is paused: False on acceptance, True by
+    the commit, so that sampling continues while buckets arrive. ``encodings`` lists those that may be used in addition
+    to ``raw``. ``delta`` is relative to the weights that ``base`` names, which the endpoint must have kept. ``keep``
+    asks the endpoint to keep the weights of this update for a later delta.
     """
 
     incarnation: Natural = 0

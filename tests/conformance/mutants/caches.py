@@ -189,7 +189,7 @@ MUTANTS = (
     Mutant(
         "random numbers again",
         "U-36",
-        "Under recompute, the generators of running requests are made anew.",
+        "Under recompute, the generators of running requests are made again.",
         restarting_numbers,
     ),
 )

@@ -194,9 +194,9 @@ def says_paused_to_the_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 MUTANTS = (
     Mutant("hang on pause", "E-30", "request_weight_update under keep never returns.", hangs_on_a_pause),
     Mutant(
-        "sampling goes on after pause",
+        "sampling continues after pause",
         "E-30",
-        "A pause by keep is acknowledged, and sampling goes on.",
+        "A pause by keep is acknowledged, and sampling continues.",
         pausing(never_stops),
     ),
     Mutant("stops late", "E-31", "A pause by recompute stops sampling 0.7 s after its answer.", pausing(stops_late)),

@@ -385,9 +385,12 @@ MUTANTS = (
     Mutant("tired of pauses", "U-56", "The thirteenth pause ends running requests.", tires_of_pauses),
     Mutant("deaf while paused", "U-57", "Requests cannot be cancelled during a pause.", deaf_while_paused),
     Mutant("one count for all runs", "U-58", "Versions are compared across runs.", compares_versions_of_any_run),
-    Mutant("gives up nothing", "U-37", "When an apply fails, running requests are left waiting.", gives_up_nothing),
+    Mutant("abandons nothing", "U-37", "When an apply fails, running requests are left waiting.", gives_up_nothing),
     Mutant(
-        "poisoned in name only", "U-37", "When an apply fails, the endpoint goes on generating.", poisoned_in_name_only
+        "poisoned in name only",
+        "U-37",
+        "When an apply fails, the endpoint continues generating.",
+        poisoned_in_name_only,
     ),
     Mutant("healed by an abort", "U-37", "The abort of a later update makes torn weights READY.", healed_by_an_abort),
 )

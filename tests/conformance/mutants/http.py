@@ -108,7 +108,7 @@ MUTANTS = (
     Mutant(
         "talks to nobody",
         "E-54",
-        "A request goes on when its client has left.",
+        "A request continues when its client has left.",
         serving_with(_unless_client_leaves=answers_to_the_end),
         over_http=True,
     ),

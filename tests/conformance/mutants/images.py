@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "images written without looking",
         "E-73",
-        "Features are written where the request says, whatever tokens are there.",
+        "Features are written where the request specifies, whatever tokens are there.",
         without_looking,
     ),
     Mutant("vision tower left out", "E-74", "Updates do not load the vision tower.", leaving_the_tower),

@@ -32,7 +32,7 @@ def _at_abort(endpoint: EmbeddedEndpoint, change: Any) -> EmbeddedEndpoint:
 
 
 def goes_on_behind_old_keys(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Keep the keys and values of requests that are aborted, and go on behind them whatever the weights are."""
+    """Keep the keys and values of requests that are aborted, and continue behind them whatever the weights are."""
     engine: Any = endpoint._engine
     append = engine.steps._append
     kept: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -159,7 +159,7 @@ MUTANTS = (
         answering(lambda _, c: without_last(c, len(c.token_ids) // 2) if c.finish_reason == "abort" else {}),
     ),
     Mutant(
-        "goes on behind old keys",
+        "continues behind old keys",
         "E-67",
         "Keys and values of requests that are aborted are kept, and used again under any weights.",
         goes_on_behind_old_keys,
@@ -176,7 +176,7 @@ MUTANTS = (
         "All tokens of a request get the version that is served when it is aborted.",
         labelled_at_the_end,
     ),
-    Mutant("abort ignored", "E-69", "A request that is aborted goes on to its end.", ignored),
+    Mutant("abort ignored", "E-69", "A request that is aborted continues to its end.", ignored),
     Mutant("abort of everything", "E-69", "Every request ends when one is aborted.", everything_ends),
     Mutant("abort by the beginning", "E-69", "Ids that begin with the given one end too.", by_the_beginning),
     Mutant("abort refused", "E-69", "An abort that names an id that is not running is refused.", strict_about_ids),

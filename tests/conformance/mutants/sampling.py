@@ -162,7 +162,7 @@ MUTANTS = (
     Mutant(
         "same random number every time",
         "E-15",
-        "The generator of a seeded completion is made anew for every token.",
+        "The generator of a seeded completion is made again for every token.",
         numbering(same_number_every_time),
     ),
     Mutant(

@@ -258,9 +258,9 @@ MUTANTS = (
         stream_outlives_its_reader,
     ),
     Mutant(
-        "goes on unseen",
+        "continues unseen",
         "E-63",
-        "A request that its caller left is no longer counted as running, and goes on.",
+        "A request that its caller left is no longer counted as running, and continues.",
         goes_on_unseen,
     ),
     Mutant("places lost", "E-63", "Each request that its caller left costs a place for good.", loses_places),

@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 torch.set_num_threads(1)
 MODEL = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-MODEL.generation_config = GenerationConfig()  # not the checkpoint's: a request says all that differs from no filter
+MODEL.generation_config = (
+    GenerationConfig()
+)  # not the checkpoint's: a request specifies all that differs from no filter
 TOKENIZER = AutoTokenizer.from_pretrained(sys.argv[1])
 LOCK = threading.Lock()
 

@@ -187,7 +187,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         self.calls.put(lambda: self.sequences.extend(sequences))
         try:
             reasons = [await asyncio.wrap_future(sequence.ended) for sequence in sequences]
-        finally:  # answered, failed or cancelled: nothing of it goes on in the engine
+        finally:  # answered, failed or cancelled: nothing of it continues in the engine
             self.request_ids.remove(request.request_id)
             self.calls.put(lambda: [self.end(sequence, "abort") for sequence in sequences])
         completions = [s.completion(i, reason) for i, (s, reason) in enumerate(zip(sequences, reasons, strict=True))]

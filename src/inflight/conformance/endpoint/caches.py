@@ -123,16 +123,16 @@ def _long_prompt(subject: EndpointSubject) -> tuple[int, ...]:
 
 
 @check("U-31", "updates recompute spans", deadline_s=40)
-@look_at("whether the keys and values of running requests are dropped before sampling goes on")
+@look_at("whether the keys and values of running requests are dropped before sampling continues")
 async def recomputed(subject: EndpointSubject) -> None:
-    """Under recompute, running requests go on with keys and values computed again under the new weights."""
+    """Under recompute, running requests continue with keys and values computed again under the new weights."""
     await _swap(subject, InFlightPolicy.RECOMPUTE)
 
 
 @check("U-32", "updates keep spans", deadline_s=40)
 @look_at("whether something clears or preempts the cache during the pause, as a flush between updates does")
 async def kept(subject: EndpointSubject) -> None:
-    """Under keep, running requests go on with the keys and values that older weights computed."""
+    """Under keep, running requests continue with the keys and values that older weights computed."""
     await _swap(subject, InFlightPolicy.KEEP)
 
 

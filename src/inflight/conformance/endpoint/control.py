@@ -122,7 +122,7 @@ async def repeated_abort(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after an abort of what was committed")
 
 
-@check("E-43", "updates", deadline_s=30, look_at="the timer that aborts the update, and the calls that start it anew")
+@check("E-43", "updates", deadline_s=30, look_at="the timer that aborts the update, and the calls that start it again")
 async def lease(subject: EndpointSubject) -> None:
     """A pause ends by itself when its lease does, with the old weights; every message of the update renews it."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")

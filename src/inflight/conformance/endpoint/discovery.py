@@ -147,7 +147,7 @@ async def undeclared_updates(subject: EndpointSubject) -> None:
     await publisher.form_group()
     for what, (weights, fields) in asked.items():
         call = subject.endpoint.request_weight_update(publisher.announcement(weights, **fields))
-        update = f"an update with {what}, undeclared here,"
+        update = f"an update with {what}, unsupported here,"
         await subject.require_raises(call, (UnsupportedError, UpdateRefusedError), update)
         await subject.require_state(EndpointState.READY, f"after {what} was refused")
     await subject.require_serves(subject.reference.weights, "after the refusals")

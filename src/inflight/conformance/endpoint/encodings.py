@@ -25,7 +25,7 @@ _BASE = "what is kept of a committed update, by which name, and that an update t
 
 
 @check("U-15", "updates partial_updates")
-@look_at("whether tensors that are not sent are left as they are, and counted when the manifest is compared")
+@look_at("whether tensors that are not sent are left unchanged, and counted when the manifest is compared")
 async def frozen_tensors(subject: EndpointSubject) -> None:
     """An update that names frozen tensors changes only the others; one that neither sends nor freezes a tensor is
     refused."""

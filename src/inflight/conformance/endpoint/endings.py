@@ -94,7 +94,7 @@ async def finish_reasons(subject: EndpointSubject) -> None:
 
 @check("E-27", deadline_s=60, look_at="a default for max_tokens (OpenAI's is 16)")
 async def no_max_tokens(subject: EndpointSubject) -> None:
-    """Without max_tokens a completion goes on until it ends by itself or fills the context."""
+    """Without max_tokens a completion continues until it ends by itself or fills the context."""
     num_tokens = min(24, subject.capabilities.max_model_len - 1)
     prompt = subject.prompt(subject.capabilities.max_model_len - num_tokens)
     filled = await subject.generate(prompt, max_tokens=None)

@@ -1,7 +1,7 @@
 """What temperature, top-k, top-p and min-p leave of a distribution whose logits are known only up to a tolerance.
 
 An engine in low precision may keep a token at the edge of a filter that the reference drops, which changes the
-normalisation of all kept tokens. So a logprob has bounds, not a value. Knows nothing of endpoints.
+normalisation of all kept tokens. So a logprob has bounds, not a value.
 
 Shape suffixes: T tokens, V vocabulary.
 """

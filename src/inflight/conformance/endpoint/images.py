@@ -81,7 +81,7 @@ def _picture(colour: tuple[int, int, int]) -> str:
 @check("E-75", "fresh", deadline_s=180)
 @look_at(
     "which features fill which placeholders, and what is cached by token ids alone: prefixes, prefills and encoded "
-    "images must be told apart by the images too"
+    "images must be distinguished by the images too"
 )
 async def sees(subject: EndpointSubject) -> None:
     """Where images are supported, logprobs are those of the reference behind the same tokens and the same images, in
@@ -116,8 +116,9 @@ async def undeclared(subject: EndpointSubject) -> None:
 @check("E-73", "fresh", deadline_s=180)
 @look_at("whether the place and the number of placeholders are compared with the model's before features are written")
 async def misplaced(subject: EndpointSubject) -> None:
-    """An image that cannot be decoded, or whose placeholders are not where the request says or of another number, is
-    refused with InvalidRequestError, and other requests go on."""
+    """An image that cannot be decoded, or whose placeholders are not where the request specifies or of another number,
+    is refused with InvalidRequestError, and other requests continue.
+    """
     seeing = await _seeing(subject)
     request = seeing.request(_picture(_COLOURS[0]), name="misplaced")
     (image,) = request.images

@@ -32,7 +32,7 @@ _RESTORE_S = 15.0
 class JudgedEndpoint(Subject):
     """Opens the target's endpoint and runs checks on it, in this process. Raises what opening raises.
 
-    ``is_suspect`` says that an earlier check, in another process, may have harmed the endpoint.
+    ``is_suspect`` states that an earlier check, in another process, may have harmed the endpoint.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class JudgedEndpoint(Subject):
     def prepare(self) -> None:
         """Return once the endpoint is READY and idle, and serves the checkpoint's weights.
 
-        An endpoint that the kit made is made anew if it does not come back, once. If that fails too, later calls raise
+        An endpoint that the kit made is made again if it does not come back, once. If that fails too, later calls raise
         the same error at once.
         """
         if self._gone is not None and self._target.url is None:

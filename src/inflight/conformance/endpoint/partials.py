@@ -1,4 +1,4 @@
-"""Level partials: requests that are aborted, and go on where they ended.
+"""Level partials: requests that are aborted, and continue where they ended.
 
 How far a request is when it is aborted shows in a second one that began after it and has been answered.
 """
@@ -47,7 +47,7 @@ _LEAST_S, _TIMES_SLOWER = 2.0, 5.0
     "cache that older weights filled"
 )
 async def goes_on_under_new_weights(subject: EndpointSubject) -> None:
-    """A request that is aborted gives back the tokens that it has, with their logprobs, and goes on after an update:
+    """A request that is aborted gives back the tokens that it has, with their logprobs, and continues after an update:
     the continuation is sampled from the new weights, behind keys and values that they computed."""
     _require_two_places(subject)
     weights, other = subject.reference.weights, subject.reference.perturbed("B")
@@ -103,12 +103,12 @@ async def spans_of_both_parts(subject: EndpointSubject) -> None:
 
 @check("E-69", "partial_rollouts model", deadline_s=120)
 @look_at(
-    "whether requests are told apart by their whole id, and whether those that the engine has queued, or that have not "
+    "whether whole ids distinguish requests, and whether those that the engine has queued, or that have not "
     "reached it yet, are ended too"
 )
 async def only_those_requests_end(subject: EndpointSubject) -> None:
     """Once abort_requests has returned, nothing of these requests runs; completions that waited end without a token,
-    other requests go on, and ids that are not running are ignored."""
+    other requests continue, and ids that are not running are ignored."""
     num_places = subject.capabilities.max_concurrent_sequences
     _require_two_places(subject)
     if num_places > _MOST_PLACES:

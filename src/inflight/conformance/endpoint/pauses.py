@@ -23,7 +23,7 @@ _NUM_TOKENS = 150
 _SHORT_DRAIN_S = 0.03
 _PAUSE = "whether the pause is acknowledged when the engine has stopped, after the step that was under way, not before"
 _PAUSED = "what pausing and resuming do to running requests: they are neither answered, nor lost, nor started again"
-_DRAIN = "whether new requests stay in the queue while a drain goes on, and who watches its deadline"
+_DRAIN = "whether new requests stay in the queue while a drain continues, and who watches its deadline"
 
 
 @check("E-30", "updates keep", look_at=_PAUSE, policy=InFlightPolicy.KEEP)
@@ -167,7 +167,7 @@ async def _require_ended(running: Running, when: str) -> None:
 
 @check("E-35", "updates drain", deadline_s=40, look_at=_DRAIN)
 async def drain_out_of_time(subject: EndpointSubject) -> None:
-    """A drain that takes longer than the update's deadline is refused, and every request goes on."""
+    """A drain that takes longer than the update's deadline is refused, and every request continues."""
     await subject.publisher.form_group()
     running = await subject.start_running(4, max_tokens=min(500, subject.capabilities.max_model_len * 3 // 4))
     options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S}
@@ -195,4 +195,4 @@ async def aborted(subject: EndpointSubject) -> None:
         subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was aborted")
     subject.note(**{"tokens of the aborted requests": lengths})
     await subject.publisher.abort(update)
-    await require_old_weights(subject, "after a pause by abort was given up")
+    await require_old_weights(subject, "after a pause by abort was abandoned")

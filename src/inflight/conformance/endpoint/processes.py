@@ -104,10 +104,10 @@ async def server_killed(subject: EndpointSubject) -> None:
 
 
 @check("U-52", "updates process", deadline_s=40)
-@look_at("whether the lease is measured by a clock that goes on, and is over whenever it is looked at too late")
+@look_at("whether the lease is measured by a clock that continues, and is over whenever it is looked at too late")
 async def server_stopped(subject: EndpointSubject) -> None:
     """While the server's process is stopped calls end with DeadlineError, and a lease that ends meanwhile is over when
-    it goes on."""
+    it continues."""
     process, url = subject.opened.process, subject.opened.url
     assert process is not None
     assert url is not None
@@ -129,7 +129,7 @@ async def server_stopped(subject: EndpointSubject) -> None:
         await asyncio.sleep(max(0.0, 1.5 * _LEASE_S - (time.monotonic() - since)))
     finally:
         os.killpg(process.pid, signal.SIGCONT)
-    await require_old_weights(subject, "after the server went on, its lease over")
+    await require_old_weights(subject, "after the server continued, its lease over")
     await subject.require_refused(subject.publisher.commit(update), "a commit of the update whose lease is over")
     await require_all_whole(waiting, "a request that waited while the server was stopped")
     await require_recovers(subject, "after the server was stopped")

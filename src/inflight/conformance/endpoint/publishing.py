@@ -125,7 +125,7 @@ class SteppedPublisher:
     ) -> WeightUpdate:
         """Return the message that announces ``weights``, with ``specs`` instead of the true ones if given.
 
-        ``frozen`` names the tensors that are left out, and ``lora`` says that ``weights`` are those of a LoRA;
+        ``frozen`` names the tensors that are left out, and ``lora`` states that ``weights`` are those of a LoRA;
         ``fields`` are further fields of `WeightUpdate`.
         """
         specs = specs_of(weights) if specs is None else specs
@@ -171,7 +171,7 @@ class SteppedPublisher:
         base: ReferenceWeights | None = None,
         delay_s: float = 0.0,
     ) -> None:
-        """Send one bucket, ``delay_s`` after the endpoint was asked to receive it: `encoded` if the update says so."""
+        """Send one bucket, ``delay_s`` after the endpoint was asked to receive it: `encoded` if the update is."""
         bucket = self.encoded(update, weights, index, base) if update.encodings else self.bucket(update, weights, index)
         await self.send_bucket(update, bucket, delay_s=delay_s)
 

@@ -154,7 +154,7 @@ async def many_pauses(subject: EndpointSubject) -> None:
 
 
 @check("U-57", "updates", deadline_s=40)
-@look_at("whether an engine that is paused still takes cancellations, or takes them when it goes on")
+@look_at("whether an engine that is paused still takes cancellations, or takes them when it continues")
 async def client_leaves_during_a_pause(subject: EndpointSubject) -> None:
     """A client that disconnects during a pause ends its request, running or waiting, for good."""
     await subject.publisher.form_group()

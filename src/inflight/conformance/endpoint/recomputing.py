@@ -1,4 +1,4 @@
-"""Level caches: whether recompute reaches every running request, and whether random numbers go on after an update."""
+"""Level caches: whether recompute reaches every running request, and whether random numbers continue."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def _recomputed_while_prefilled(subject: EndpointSubject, turns: Sequence[
 
 def _off(index: int, gap: float) -> str:
     return (
-        f"number {index} goes on with logprobs that differ by up to {gap:.3g} from those with all keys and values "
+        f"number {index} continues with logprobs that differ by up to {gap:.3g} from those with all keys and values "
         "computed under the new weights"
     )
 
@@ -100,9 +100,9 @@ def _after_the_update(
 
 
 @check("U-36", "updates spans", deadline_s=90)
-@look_at("what is made anew when a request is put back for recomputation: its seeded generator must not be")
+@look_at("what is made again when a request is put back for recomputation: its seeded generator must not be")
 async def random_numbers_go_on(subject: EndpointSubject) -> None:
-    """A request that goes on after an update draws new random numbers: it uses none of them twice."""
+    """A request that continues after an update draws new random numbers: it uses none of them twice."""
     # Draws from a uniform distribution show the random numbers themselves.
     policies = subject.pausing_policies()
     uniform = subject.reference.with_final_norm(0.0, "uniform")

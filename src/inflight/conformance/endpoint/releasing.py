@@ -25,7 +25,7 @@ async def refused_while_busy(subject: EndpointSubject) -> None:
     endpoint = subject.endpoint
     if not subject.capabilities.releases_memory:
         if isinstance(endpoint, ReleasingEndpoint):
-            await subject.require_raises(endpoint.release_memory(), UnsupportedError, "an undeclared release")
+            await subject.require_raises(endpoint.release_memory(), UnsupportedError, "an unsupported release")
         return
     running = await subject.start_running(2)
     async with _restored(subject.releasing):

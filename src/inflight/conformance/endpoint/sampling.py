@@ -58,7 +58,7 @@ async def top_k_and_min_p(subject: EndpointSubject) -> None:
 
 
 @check("E-15", "model", deadline_s=60)
-@look_at("the sampler itself: temperature, random numbers used twice, a generator that is made anew for every token")
+@look_at("the sampler itself: temperature, random numbers used twice, a generator that is made again for every token")
 async def draws(subject: EndpointSubject) -> None:
     """Tokens are drawn from the requested distribution, each independently of the one before."""
     prompt = subject.prompt(seed=2)

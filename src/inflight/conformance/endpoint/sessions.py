@@ -95,7 +95,7 @@ def _calls(subject: EndpointSubject, update: WeightUpdate) -> list[tuple[Callabl
 @look_at("whether the incarnation is looked at before anything of the open update is ended")
 async def replaced_trainer(subject: EndpointSubject) -> None:
     """Once a later incarnation of a run has called, init_process_group and request_weight_update of an earlier one
-    raise FencedError, and the later one's group and update go on."""
+    raise FencedError, and the later one's group and update continue."""
     first, endpoint = subject.publisher, subject.endpoint
     other, third = subject.reference.with_final_norm(-1.0, "B"), subject.reference.with_final_norm(0.5, "C")
     earlier = subject.another_publisher(run_id=first.run_id, incarnation=1)

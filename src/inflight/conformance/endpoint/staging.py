@@ -1,4 +1,4 @@
-"""Level control: staged updates, during which sampling goes on until the commit pauses it."""
+"""Level control: staged updates, during which sampling continues until the commit pauses it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNIFORM_TOLERANCE = 1e-3
 @check("E-45", "updates spans staging", deadline_s=60)
 @look_at("whether buckets arrive beside the model and off the sampling thread, and who calls the pause")
 async def sampling_goes_on(subject: EndpointSubject) -> None:
-    """While a staged update arrives the state is staging and sampling goes on from the old weights; only the commit
+    """While a staged update arrives the state is staging and sampling continues from the old weights; only the commit
     pauses, and spans say where it was."""
     policy = subject.pausing_policies()[0]
     for num_tokens in subject.lengths(_NUM_TOKENS):

@@ -1,4 +1,4 @@
-"""The endpoint under check, with what checks ask of it: requests, publishes, expectations. Knows no single check."""
+"""The endpoint under check, with what checks ask of it: requests, publishes, expectations."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ class EndpointSubject:
         return {"seed": seed} if self.capabilities.seeds else {"temperature": 0.0}
 
     def pausing_policies(self) -> list[InFlightPolicy]:
-        """Return the reported policies under which requests go on after an update; skip the check if there is none."""
+        """Return the reported policies under which requests continue after an update; skip the check without any."""
         policies = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
         if supported := [policy for policy in policies if policy in self.capabilities.in_flight_policies]:
             return supported
@@ -349,7 +349,7 @@ class EndpointSubject:
         require(gap <= self.tolerance, words)
 
     async def require_state(self, state: EndpointState, when: str) -> None:
-        """Require that the endpoint says that it is in ``state``."""
+        """Require that the endpoint states that it is in ``state``."""
         found = (await self.endpoint.weight_version()).state
         require(found is state, f"{when}, the state is {found}, not {state}")
 

@@ -34,7 +34,7 @@ _FIRST_S = 20.0
 @check("E-10", "model", deadline_s=40)
 @look_at("whether ids pass through text, whether a first token is added, and which step a logprob is read from")
 async def ids_as_sent(subject: EndpointSubject) -> None:
-    """The token ids of a prompt are used as they are: logprobs are those of the reference behind the same ids."""
+    """The token ids of a prompt are used unchanged: logprobs are those of the reference behind the same ids."""
     # No text encodes to these prompts.
     weights = subject.reference.weights
     prompts = [subject.prompt(length, seed=length) for length in (1, 2, 3, 12, 40)]
@@ -95,7 +95,7 @@ async def refusals(subject: EndpointSubject) -> None:
     require(num == num_asked, f"the request that ran beside the refusals has {num} of {num_asked} tokens")
     again = await subject.endpoint.generate(twice)
     subject.note(beside=num, served_again=len(again.completions[0].token_ids))
-    require(len(again.completions[0].token_ids) == 4, "an id whose request had ended was not served anew")
+    require(len(again.completions[0].token_ids) == 4, "an id whose request had ended was not served again")
 
 
 @check("E-25", deadline_s=60)

@@ -278,7 +278,7 @@ class FaultyEndpoint(InferenceEndpoint):
         return await self._bridged(self.server.deliver(call))
 
     async def _bridged(self, call: Coroutine[Any, Any, T]) -> T:
-        """Make a call in the servers' loop; ``cancel_arrives`` says whether it is cancelled with its caller."""
+        """Make a call in the servers' loop; ``cancel_arrives`` indicates whether it is cancelled with its caller."""
         future = asyncio.wrap_future(self._faults.loop.start(call))
         if self._faults.cancel_arrives:
             return await future

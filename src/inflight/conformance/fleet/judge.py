@@ -1,7 +1,7 @@
 """What must be true of a schedule, whichever faults were injected.
 
 - No hang: every publish ends within its deadline plus the time to clean up, and no pause outlives its lease.
-- No false success: a server reported to have applied a version serves it and says so; a publish that returns has
+- No false success: a server reported to have applied a version serves it and reports it; a publish that returns has
   reached its quorum; a trainer publishes nothing after a later incarnation has joined.
 - No torn weights: a server samples from the weights of one version, and a poisoned server refuses to generate.
 - True spans and no lost work: see `inflight.conformance.fleet.clients`.
@@ -101,7 +101,7 @@ async def served(servers: Sequence[TestedServer], published: PublishRecord, *, i
             continue
         is_comparable = is_alone and server.num_starts == 1
         if shade is None or shade.version != said.version:
-            problems.append(f"{server.name} says that it serves version {said.version} but samples from {shade}")
+            problems.append(f"{server.name} states that it serves version {said.version} but samples from {shade}")
         elif is_comparable and is_applied and shade != published.shade:
             problems.append(f"{server.name} is reported to serve {published.shade} but samples from {shade}")
         elif is_comparable and report is not None and report.serves not in (None, said.version):

@@ -87,7 +87,7 @@ class FaultySender(WeightSender):
         assert self._update is not None
         session = f"{self._update.version}-{self._update.session_id}"
         record = next(iter(self._directory.rglob(f"{session}.{index:05d}.json")), None)
-        if record is not None:  # shared memory: the record says where in the arena the bucket is
+        if record is not None:  # shared memory: the record indicates where in the arena the bucket is
             if fault.kind is Kind.CUT:
                 record.unlink()
                 return

@@ -1,4 +1,4 @@
-"""How far apart two sides' logprobs of the same tokens are. Knows neither endpoints nor trainers.
+"""How far apart two sides' logprobs of the same tokens are.
 
 Shape suffixes: N targets.
 """

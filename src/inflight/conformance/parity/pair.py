@@ -94,7 +94,7 @@ class Pair:
             return self._worker.forward(sampled)[sampled.loss_mask_T].double()
 
     def reference_logprobs(self, sampled: MicroBatch, rounded_to: torch.dtype | None = None) -> torch.Tensor:
-        """Return transformers' logprobs [N] in float32, of logits that are rounded if ``rounded_to`` says so."""
+        """Return transformers' logprobs [N] in float32, of logits that are rounded if ``rounded_to`` reports it."""
         logits_NV = self._reference_logits(sampled)
         return _logprobs(logits_NV if rounded_to is None else logits_NV.to(rounded_to).float(), sampled)
 

@@ -1,4 +1,4 @@
-"""What figures of a pair say, and where a person should look first. Knows neither endpoints nor trainers."""
+"""What figures of a pair say, and where a person should look first."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def certificate_json(certificate: Certificate) -> str:
 def badge_json(certificate: Certificate) -> str:
     """Return the badge as JSON for https://shields.io/badges/endpoint-badge.
 
-    The badge of a run that left checks out is grey and says so.
+    The badge of a run that left checks out is grey and reports it.
     """
     message = f"protocol version {certificate.protocol_version}: {score(certificate)}"
     if certificate.left_out:

@@ -27,7 +27,7 @@ _OUTCOME_WIDTH = max(len(outcome) for outcome in CheckOutcome)
 _LONGEST_FACT = 300
 """Characters of one line of evidence; other reports show all of them."""
 _LINE_EVERY_S = 8.0
-"""Without a terminal, a line says which check is running after this long without a verdict."""
+"""Without a terminal, a line indicates which check is running after this long without a verdict."""
 
 
 def open_console() -> Console:
@@ -39,7 +39,7 @@ def open_console() -> Console:
 def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Verdict], None]]:
     """Yield a function that prints each verdict as it comes.
 
-    A terminal also shows which check is running; elsewhere a line says so if a check takes long.
+    A terminal also shows which check is running; elsewhere a line reports it if a check takes long.
     """
     num_done = 0
     last_level = ""

@@ -124,7 +124,7 @@ def a_join_of_a_group_given_up_ends(t: TransportSubject) -> None:
     """A receiver that joins an aborted group gets TransferError within its timeout."""
     (member,) = t.members([1], 1.0)
     t.sender.abort()
-    joining = t.start(t.receiver(member).join, "the join of a group that was given up")
+    joining = t.start(t.receiver(member).join, "the join of a group that was abandoned")
     error = failure_of(joining, 1.0 + SLACK_S)
     t.note(timeout_s=1.0, seconds=joining.ending(0.0).seconds, message=str(error))
 

@@ -69,7 +69,9 @@ def a_bucket_of_64_mb_arrives_whole(t: TransportSubject) -> None:
     require(wrong == 0, f"{wrong} of {tensor.nbytes} bytes arrived wrong")
 
 
-@check("T-13", look_at="send and receive: one stream, one order; buffers that are sent from while they are filled anew")
+@check(
+    "T-13", look_at="send and receive: one stream, one order; buffers that are sent from while they are filled again"
+)
 def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
     """Buckets arrive in the order in which they were sent."""
     (receiver,) = t.form()

@@ -29,7 +29,7 @@ def a_join_without_a_sender_ends(t: TransportSubject) -> None:
 
 @check("T-19", look_at="join of the sender: the timeout_s given to specs")
 def a_join_without_receivers_ends(t: TransportSubject) -> None:
-    """A sender that waits for a rank in vain gets TransferError when its timeout is over, as do the rest."""
+    """A sender that waits for a rank without effect gets TransferError when its timeout is over, as do the rest."""
     member, _ = t.members([1, 1], _TIMEOUT_S)
     other = t.start(t.receiver(member).join, "the join of the receiver that came")
     _require_timely_failure(t, t.sender.join, "the sender's join with a rank missing")
@@ -168,7 +168,7 @@ def _require_timely_failure(t: TransportSubject, call: Callable[[], Any], what: 
     error = failure_of(pending, _TIMEOUT_S + SLACK_S)
     seconds = pending.ending(0.0).seconds
     t.note(timeout_s=_TIMEOUT_S, seconds=seconds, message=str(error))
-    require(seconds > _TIMEOUT_S / 2, f"it gave up after {seconds:.2f} of {_TIMEOUT_S} s")
+    require(seconds > _TIMEOUT_S / 2, f"it abandoned after {seconds:.2f} of {_TIMEOUT_S} s")
 
 
 def _note_legal_ending(t: TransportSubject, ending: Ending[None]) -> None:

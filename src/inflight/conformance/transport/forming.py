@@ -74,7 +74,7 @@ def sender_and_one_receiver_form_a_group(t: TransportSubject) -> None:
 
 
 @check("T-05", "3-receivers")
-@look_at("join of either end: does one rank wait for another before it says that it is there?")
+@look_at("join of either end: does one rank wait for another before it states that it is there?")
 def three_receivers_join_in_any_order(t: TransportSubject) -> None:
     """The ranks of several endpoints form the group in whatever order they come."""
     # Each two ranks come first in turn; two of the receivers belong to one endpoint.
@@ -116,7 +116,7 @@ def torchs_default_group_is_left_alone(t: TransportSubject) -> None:
     seen["used"] = _has_default_group()
     receiver.abort()
     t.sender.abort()
-    seen["given up"] = _has_default_group()
+    seen["abandoned"] = _has_default_group()
     t.note(default_group_exists=seen)
     are_same = len(set(seen.values())) == 1
     require(are_same, "torch's default process group came or went, and the trainer needs it for itself")

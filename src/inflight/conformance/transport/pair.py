@@ -1,4 +1,4 @@
-"""Both ends of a transport, as the kit opens them. Knows nothing of checks."""
+"""Both ends of a transport, as the kit opens them."""
 
 from __future__ import annotations
 

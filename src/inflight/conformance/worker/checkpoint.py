@@ -31,7 +31,7 @@ def load_brings_back_weights_and_version(subject: WorkerSubject) -> None:
     worker.save(path)
     saved = gathered(worker)
     _train(worker, subject, 2, 3)
-    for name, other in {"a new worker": subject.create(), "the worker that went on": worker}.items():
+    for name, other in {"a new worker": subject.create(), "the worker that continued": worker}.items():
         other.load(path)
         changed, version = differing(saved, gathered(other)), other.version
         subject.note(**{f"version ({name})": version, f"differing tensors ({name})": len(changed)})

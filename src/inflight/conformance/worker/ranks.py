@@ -1,6 +1,6 @@
 """How the ranks of a check exchange small values, beside the worker's own communication.
 
-A rank that fails says so, and the others stop waiting for it. Knows nothing of workers, devices and collectives.
+A rank that fails reports it, and the others stop waiting for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ranks:
     def exchange(self, value: Any, timeout_s: float = 300.0) -> list[Any]:
         """Return every rank's value, by rank, once all have come. Values are JSON.
 
-        Skips the check if another rank has given up, and raises ``TimeoutError`` after ``timeout_s``.
+        Skips the check if another rank has abandoned, and raises ``TimeoutError`` after ``timeout_s``.
         """
         self._num_exchanges += 1
         subject = f"{self._num_exchanges}"

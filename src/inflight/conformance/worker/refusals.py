@@ -12,7 +12,7 @@ def error_of(call: Callable[[], object]) -> Exception | None:
     """Return the error that a call raises; None if it returns."""
     try:
         call()
-    except Exception as error:  # the check says what it should have been
+    except Exception as error:  # the check states what it should have been
         return error
     return None
 

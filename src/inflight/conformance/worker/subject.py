@@ -34,7 +34,7 @@ from inflight.contracts.trainer import DataRanks, data_ranks_of
 VOCAB_SIZE = 259
 """Odd, so that ranks cannot have equal numbers of rows."""
 _GROUP_TIMEOUT = timedelta(seconds=300)
-"""Longer than any check may take: deadlines of checks tell which rank hangs."""
+"""Longer than any check may take: deadlines of checks indicate which rank hangs."""
 _MODEL_TIMEOUT_S = 60.0
 _ONE_RANK = "it needs several ranks, and there is only one"
 
@@ -115,7 +115,7 @@ class WorkerSubject:
         gc.collect()
 
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
-        """Call a check's function; a rank that fails says so to those that wait for it."""
+        """Call a check's function; a rank that fails reports it to those that wait for it."""
         try:
             self._thread.call(lambda: function(self), deadline_s, self.ranks.given_up)
         except CheckSkipped as reason:
@@ -172,7 +172,9 @@ class WorkerSubject:
         return path
 
     def require_on_all_ranks(self, holds: object, message: str) -> None:
-        """Fail the check on every rank unless ``holds`` on all of them, so that none goes on alone; all call this."""
+        """Fail the check on every rank unless ``holds`` on all of them, so that none keeps running on its own; all call
+        this.
+        """
         problems = self.ranks.exchange("" if holds else message)
         for rank, problem in enumerate(problems):
             require(not problem, problem if rank == self.rank else f"on rank {rank}: {problem}")

@@ -48,7 +48,7 @@ def dialect_app(
     """Return the application. Without ``receive`` it has no route for updates.
 
     ``on_unreadable`` is called when an update cannot be read. Each chat goes to the endpoint that answers the fewest.
-    ``/health`` says that the server is up once ``is_ready`` and every endpoint serves.
+    ``/health`` states that the server is up once ``is_ready`` and every endpoint serves.
     """
     num_running = dict.fromkeys(endpoints, 0)
 

@@ -3,7 +3,7 @@
 The server was started with a group of its own, in which this process is rank 0, the trainer. PipelineRL's answers name
 no version and its servers keep none, so the endpoint is an `OwnedEndpoint`: weights change when nothing runs. What
 arrives is checked and staged here; the commit then posts the update and broadcasts it. A commit that fails leaves torn
-weights, and a group that nobody can form anew: the server has to be restarted.
+weights, and a group that nobody can form again: the server has to be restarted.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
         """Raises `TransferError` if the server's own group is gone, which only a restart of the server brings back."""
         await self.capabilities()
         if self._options.group and (self._group is None or not self._group.is_formed):
-            raise TransferError(f"{self.name}: the group of this server is gone; start the server anew")
+            raise TransferError(f"{self.name}: the group of this server is gone; start the server again")
         await super().init_process_group(spec)
 
     async def _complete(self, request: GenerateRequest, index: int, version: int) -> Completion:

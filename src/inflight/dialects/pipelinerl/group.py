@@ -89,11 +89,11 @@ class BroadcastGroup:
     def broadcast(self, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
         """Send ``tensor`` as rank 0, or receive into it. It lies on the CPU, contiguous.
 
-        Raises `TransferError`: the ranks are then out of step, and the group is given up.
+        Raises `TransferError`: the ranks are then out of step, and the group is abandoned.
         """
         group = self._group
         if group is None or self._given_up.done():
-            raise TransferError("PipelineRL's group is not formed, or was given up; start trainer and servers anew")
+            raise TransferError("PipelineRL's group is not formed, or was abandoned; start trainer and servers again")
         try:
             flat = tensor.reshape(-1).view(torch.uint8)  # what travels is bytes
             run_unless(self._given_up, group.broadcasting(flat, timeout_s), what, timeout_s + GRACE_S)

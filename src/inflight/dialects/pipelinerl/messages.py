@@ -1,4 +1,4 @@
-"""The messages of PipelineRL over HTTP. Knows neither groups nor servers."""
+"""The messages of PipelineRL over HTTP."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Weights that PipelineRL's trainer broadcasts, brought to endpoints of the contract.
 
 Each update is one publish: the endpoints accept the manifest or refuse it, every tensor is received whole and compared
-on its way, and they commit together. Knows nothing of HTTP.
+on its way, and they commit together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ArrivingWeights(WeightSource):
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
         """Receives as it is exhausted, whether or not anybody wants the weights: the trainer sends them all the same.
 
-        Raises `TransferError`; the group is then given up.
+        Raises `TransferError`; the group is then abandoned.
         """
         for bucket in buckets:
             specs = tuple(self._specs[bucket.start : bucket.stop])
@@ -87,7 +87,7 @@ class ArrivingUpdates:
         """Return once every endpoint serves the update. Blocks.
 
         Raises `PublishError` if one does not, and what `publish_weights` raises. Its broadcasts were received all the
-        same, and the group is in step for the next update, unless `TransferError` says that it was given up.
+        same, and the group is in step for the next update, unless `TransferError` states that it was abandoned.
         """
         with self._lock:
             try:

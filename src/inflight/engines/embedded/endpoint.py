@@ -333,7 +333,7 @@ class EmbeddedEndpoint(
         """Return what the vision tower takes of a request's images, None without images.
 
         Raises `UnsupportedError` if the model takes none, `InvalidRequestError` if one cannot be decoded or is not
-        where the request says.
+        where the request specifies.
         """
         if not request.images:
             return None

@@ -1,4 +1,4 @@
-"""The forwards of one step of the engine: a token for each running sequence, and whole prompts. Knows no requests.
+"""The forwards of one step of the engine: a token for each running sequence, and whole prompts.
 
 Shape suffixes: B rows of logits, V vocabulary.
 """
@@ -48,7 +48,7 @@ class Forwards:
 
         The next tokens are the last one that was sampled and, without a decoder, drafts after it. There is a row of
         logits for each of them, in the order of the slots returned, and then those of the prompts. Lengths of slots
-        stay as they are.
+        stay unchanged.
         """
         if self._decoder is None or not running:
             return self._packed(running, prompts)

@@ -1,4 +1,4 @@
-"""Drawing tokens: temperature, top-k, top-p, min-p, and the logprob of the drawn token. Knows nothing of sequences.
+"""Drawing tokens: temperature, top-k, top-p, min-p, and the logprob of the drawn token.
 
 Shape suffixes: B rows (one per sequence), V vocabulary.
 """

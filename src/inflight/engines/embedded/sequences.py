@@ -1,4 +1,4 @@
-"""Growing sequences and requests of the embedded engine. Knows nothing of models, slots' contents or threads."""
+"""Growing sequences and requests of the embedded engine."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class DecodingRows:
     """Decoding tokens ``start <= t < stop`` of the packed batch, which belong to rows of one arena.
 
     ``rows_T`` and ``positions_T`` say where the keys and values of each go. ``index`` is None if each row has one
-    token. ``is_all`` says that the rows are the arena's first ones in order, so that none has to be copied.
+    token. ``is_all`` states that the rows are the arena's first ones in order, so that none has to be copied.
     """
 
     start: int
@@ -84,8 +84,8 @@ def _decoding_rows(
 class StepPlan(AttentionPlan):
     """How one forward attends: first the tokens of each decoding slot, then whole segments to prefill.
 
-    A slot decodes one token and those that ``ahead`` says for it. Decoding slots come arena by arena, in the order of
-    each arena's owners. ``only`` limits them to some slots.
+    A slot decodes one token and those that ``ahead`` specifies for it. Decoding slots come arena by arena, in the order
+    of each arena's owners. ``only`` limits them to some slots.
     """
 
     def __init__(

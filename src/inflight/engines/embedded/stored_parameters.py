@@ -1,7 +1,7 @@
 """The parameters of a model by the tensors that a checkpoint stores, which are also those that updates bring.
 
 Most parameters are stored whole. Those that hold the matrices of all experts of a layer are stored one matrix at a
-time. Knows nothing of updates and engines.
+time.
 """
 
 from __future__ import annotations

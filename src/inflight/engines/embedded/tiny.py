@@ -1,7 +1,7 @@
 """Tiny models: a byte-level tokenizer and a small transformer, randomly initialised and warm-started on a task.
 
 The warm start imitates demonstrations, some of them wrong on purpose. The model's most likely completion is then mostly
-right and its samples are mostly wrong, so that there is something to reinforce. Knows nothing of endpoints and runs.
+right and its samples are mostly wrong, so that there is something to reinforce.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tiny models that see: LLaVA's architecture with a tower of patches, the byte tokenizer and a processor, made here.
 
 The warm start teaches the form of the answers to an environment's pictures, and none of what they show if every
-demonstration is wrong. Knows nothing of endpoints and runs.
+demonstration is wrong.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class AgentCommand(Environment):
 
 
 def _items(tasks: str) -> Callable[[int], Mapping[str, Any]]:
-    """Return what makes the object of an index; a file begins anew after its last line. Raises `TaskError`."""
+    """Return what makes the object of an index; a file starts again after its last line. Raises `TaskError`."""
     if not isinstance(tasks, str):
         raise TaskError(f"tasks must be a file of JSON lines, or module:function, not {tasks!r}")
     if ":" in tasks and not Path(tasks).is_file():

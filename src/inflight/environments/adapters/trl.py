@@ -28,7 +28,7 @@ class TrlEnvironment(Environment):
 
     ``prompts`` is a list of texts or rows (``prompt`` is a text or a list of messages; other columns are up to the
     environment), the path of a JSONL file of them, or ``module:attribute``; item i is row i, and after the last row
-    comes the first. Without it, ``reset`` alone says what is asked.
+    comes the first. Without it, ``reset`` alone states what is asked.
 
     The reward is the sum of ``get_reward`` and of ``reward_funcs``, functions as TRL's, named as ``module:function``,
     which are called with one completion at a time. Objects are used again once their episode has ended well; those of

@@ -30,8 +30,8 @@ class VerifiersEnvironment(Environment):
     """A taskset by the name that verifiers finds it under, such as ``gsm8k_v1``; item i is its i-th task.
 
     ``taskset`` is the name, or a table of the taskset's options with its ``id``; ``agent`` and ``env`` are the tables
-    of those names in a configuration of verifiers. Unless ``agent`` says otherwise, `ChatLoop` plays, for at most 16
-    turns. With several agents (``env = { id = ... }``), the reward is the mean of those that are trained. After the
+    of those names in a configuration of verifiers. Unless ``agent`` specifies otherwise, `ChatLoop` plays, for at most
+    16 turns. With several agents (``env = { id = ... }``), the reward is the mean of those that are trained. After the
     last task of a finite taskset comes the first. Order of tasks and randomness are the taskset's own.
     """
 

@@ -1,8 +1,7 @@
 """Answers for clients of OpenAI's API, each a turn of one episode: histories of messages in, messages out.
 
-A request goes on in the conversation whose messages it begins with, and is otherwise the beginning of another one: an
-agent that edits or compacts its context goes on in a branch. What was sampled is never tokenised again. Knows nothing
-of HTTP.
+A request continues in the conversation whose messages it begins with, and is otherwise the beginning of another one: an
+agent that edits or compacts its context continues in a branch. What was sampled is never tokenised again.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ class Answers:
                     yield answer
 
     def overridden(self, request: Request) -> str:
-        """Return, in words, what a request says of how tokens are drawn and the episode's settings say otherwise."""
+        """Return, in words, where a request draws tokens in another way than the episode's settings."""
         drawn = request.sampling_params if isinstance(request, ProxyGenerateRequest) else request
         return ", ".join(drawn.overridden(self.episode.sampling))
 
@@ -204,7 +203,7 @@ class Answers:
     # ------------------------------------------------------------------------------------------------------ plain text
 
     def _text_and_tokens(self, prompt: str | Sequence[int]) -> tuple[str | None, tuple[int, ...]]:
-        """Return a prompt as text, if it is one, and as tokens: those of the longest answer that it goes on from."""
+        """Return a prompt as text, if it is one, and as tokens: those of the longest answer that it continues from."""
         template = self.episode.template
         if not isinstance(prompt, str):
             template.check_known(prompt)

@@ -81,7 +81,7 @@ class FinishRequest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """An endpoint, and what it declares."""
+    """An endpoint, and what it supports."""
 
     endpoint: InferenceEndpoint
     declared: Capabilities
@@ -120,7 +120,7 @@ class EpisodeService:
         self.episodes = ServedEpisodes()
 
     async def attach(self, endpoints: Sequence[InferenceEndpoint]) -> None:
-        """Ask what the endpoints declare. Raises what they raise."""
+        """Ask what the endpoints support. Raises what they raise."""
         for endpoint in endpoints:
             self._hosts.append(_Host(endpoint, await endpoint.capabilities()))
 

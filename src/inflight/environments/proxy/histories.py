@@ -1,7 +1,7 @@
-"""Which conversation a client goes on with, by the messages that it sends.
+"""Which conversation a client continues with, by the messages that it sends.
 
 A client of OpenAI's API sends the whole history with every request. A request continues the conversation whose messages
-it begins with, the model's own answers as they were given. Knows nothing of tokens.
+it begins with, the model's own answers as they were given.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Histories:
 
 
 def history_of(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """Return what tells histories apart: a digest of the tools, and one of each message."""
+    """Return what distinguishes histories: a digest of the tools, and one of each message."""
     return [_digest(list(tools)), *map(identity, messages)]
 
 
@@ -75,7 +75,7 @@ def _function_of(call: Any) -> dict[str, Any]:
 
 
 def read_arguments(arguments: Any) -> Any:
-    """Return the arguments of a call, which clients send as JSON text, as a JSON value. Other text stays as it is."""
+    """Return the arguments of a call, which clients send as JSON text, as a JSON value. Other text stays unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:

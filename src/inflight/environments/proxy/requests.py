@@ -1,8 +1,8 @@
 """What clients of the proxy send: OpenAI's chat and completions, vLLM's generate, and rewards.
 
 The settings of the run decide how tokens are drawn, since logprobs must be those of the distribution that is trained
-on. Fields that only change where or how a request is handled are accepted. Whatever would change the answer, and is
-not done here, is refused by its name. Knows nothing of HTTP.
+on. Fields that only change where or how a request is handled are accepted. Whatever would change the answer, and is not
+done here, is refused by its name.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Sampled(_Body):
         return self.max_tokens
 
     def overridden(self, settings: SamplingParams) -> Iterator[str]:
-        """Yield what the request says of how tokens are drawn, and the run says otherwise."""
+        """Yield what the request specifies of how tokens are drawn, and the run says otherwise."""
         for name in _DRAWN:
             asked, used = getattr(self, name), getattr(settings, name)
             if asked is not None and asked != used and not (name == "top_k" and asked < 1 and used == 0):

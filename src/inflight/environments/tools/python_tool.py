@@ -13,9 +13,9 @@ Every call gets a sandbox of its own, which is gone when the call returns or is 
   other process and no program.
 
 What is refused raises the usual exceptions in the code (`PermissionError`, `OSError`, `MemoryError`), and the result's
-text says which limit ended it. User namespaces, a root of its own, resource limits, dropped capabilities and a seccomp
-filter stand one behind the other. They share the host's kernel: a bug in the kernel can still be a way out, and timing
-and load can be observed from inside. Code from people who mean harm belongs in a virtual machine.
+text indicates which limit ended it. User namespaces, a root of its own, resource limits, dropped capabilities and a
+seccomp filter stand one behind the other. They share the host's kernel: a bug in the kernel can still be a way out, and
+timing and load can be observed from inside. Code from people who mean harm belongs in a virtual machine.
 
 ``limits`` is for machines without user namespaces, and is NOT a security boundary: the code is an ordinary process of
 the caller's user, with limits on time, memory and file sizes and a clean environment. It reaches files, processes and

@@ -2,12 +2,12 @@
 
 It starts as a program of its own, without the packages of the environment, and so imports nothing of inflight. Its
 standard input is the code, its standard output and error are the output. The report on ``report_fd`` is one line,
-``failed`` or ``busy`` and why, if the code has not run; else ``started`` and a line that says how it ended. Under
+``failed`` or ``busy`` and why, if the code has not run; else ``started`` and a line that states how it ended. Under
 ``isolation="namespaces"`` three processes share the work:
 
     launcher     in the caller's namespaces; starts init and maps its user; no code from outside runs here
     init         process 1 of its own user, process, mount, network, IPC and host name namespaces, in a root of its own;
-                 has given up every privilege before the worker starts; its end ends every process of the namespace
+                 has abandoned every privilege before the worker starts; its end ends every process of the namespace
     worker       forked from init; sets its limits and its system call filter, then runs the code
 
 Under ``isolation="limits"`` the launcher forks the worker itself, and the worker has limits only.
@@ -195,7 +195,7 @@ def _write(path: str, text: str) -> None:
 def _init(
     report_fd: int, timeout_s: float, memory: int, disk: int, filters: bytes, sources: list[tuple[str, str]]
 ) -> None:
-    """Shut this process in, give up its privileges, run the worker and report how it ended."""
+    """Shut this process in, abandon its privileges, run the worker and report how it ended."""
     try:
         os.umask(0o022)
         _enter_root(sources, disk)

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model wrote, in the two notations of open models. Knows nothing of tokens.
+"""Calls of tools in what a model wrote, in the two notations of open models.
 
 ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them among other text (Hermes, Qwen), or a
 reply that is one JSON object ``{"name": ..., "parameters": {...}}`` (Llama 3).
@@ -37,7 +37,7 @@ def split_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def before_calls(text: str) -> str:
-    """Return how much of the beginning of a reply is the same however it goes on: nothing of it becomes a call.
+    """Return how much of the beginning of a reply is the same however it continues: nothing of it becomes a call.
 
     White space at either end belongs to what may change, since a reply with calls is stripped of it.
     """

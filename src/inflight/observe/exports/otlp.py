@@ -94,7 +94,7 @@ def _partial_success(content: bytes) -> Row:
     try:
         answer = json.loads(content or b"{}")
     except ValueError:
-        return {}  # it took them, and says so in another format
+        return {}  # it took them, and reports it in another format
     return dict(answer.get("partialSuccess") or {}) if isinstance(answer, dict) else {}
 
 

@@ -30,7 +30,7 @@ _OF_STEPS = {
     "trained_tokens_per_s": ("inflight_run_trained_tokens_per_second", "Mean since the run began"),
     "completion_tokens_per_s": ("inflight_run_completion_tokens_per_second", "Mean since the run began"),
 }
-"""Metrics of a step that are shown as they are."""
+"""Metrics of a step that are shown unchanged."""
 
 
 _COUNTERS = {

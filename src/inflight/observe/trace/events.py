@@ -233,7 +233,7 @@ class FleetScaled(Event):
 
 
 class MemoryMoved(Event):
-    """Servers gave up their memory for the trainers, or have it back."""
+    """Servers released their memory for the trainers, or have it back."""
 
     kind: Literal["memory_released", "memory_restored"]
     servers: tuple[str, ...]

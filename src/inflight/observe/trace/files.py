@@ -99,7 +99,7 @@ def resume_files(directory: Path, version: int) -> None:
         path.unlink()
     _keep_lines(directory / STEPS, lambda row: row["version"] <= version)
     if (directory / EVENTS).exists():
-        _cut_torn_line(directory / EVENTS)  # in place: who follows the file goes on reading it
+        _cut_torn_line(directory / EVENTS)  # in place: who follows the file continues reading it
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ class EventFollower:
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the events since the call before, the steps after all others. Raises `ConfigError` as `read_events`.
 
-        A resumed run replaces its steps; all of them are yielded again then, and before them a `Began`, which says from
-        which version on earlier ones do not count. Events that a run removed before this call are left out. Where
+        A resumed run replaces its steps; all of them are yielded again then, and before them a `Began`, which indicates
+        from which version on earlier ones do not count. Events that a run removed before this call are left out. Where
         another run has taken the place of the one that was read, its first `Began` has ``is_new_run`` set: nothing that
         was yielded before belongs to it.
         """
@@ -188,7 +188,8 @@ class EventFollower:
 class _EventReader:
     """Reads files of events one after the other, also while they are renamed, compressed and removed.
 
-    Files are told apart by the number that they have once they are full: of ``events.jsonl``, one more than the newest.
+    Files are distinguished by the number that they have once they are full: of ``events.jsonl``, one more than the
+    newest.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -229,7 +230,7 @@ class _EventReader:
         return self._tail.is_at(plain) or self._tail.begins_like(plain.with_suffix(".jsonl.zst"))
 
     def _lose(self) -> None:
-        """Go on with the oldest file that there is."""
+        """Continue with the oldest file that there is."""
         self._is_lost, self._number = True, 0
 
     def close(self) -> None:
@@ -381,7 +382,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _compress(paths: Sequence[Path]) -> None:
-    """Replace parts by their compressed form. One that was removed meanwhile, or a full disk, leaves it as it is."""
+    """Replace parts by their compressed form. One that was removed meanwhile, or a full disk, leaves it unchanged."""
     import zstandard
 
     for path in paths:

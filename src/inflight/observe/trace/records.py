@@ -33,7 +33,7 @@ _STEP = "step"
 
 
 class WeightsFile(Kept):
-    """Weights, told apart by `inflight.observe.trace.digests.weights_digest`."""
+    """Weights, distinguished by `inflight.observe.trace.digests.weights_digest`."""
 
     path: str
     sha256: str

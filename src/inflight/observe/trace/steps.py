@@ -1,6 +1,6 @@
 """One recorded step as JSON for its structure and flat arrays for its tokens, and back.
 
-Knows nothing of files. docs/replay.md describes every field.
+docs/replay.md describes every field.
 """
 
 from __future__ import annotations

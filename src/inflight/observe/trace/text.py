@@ -1,4 +1,4 @@
-"""The text of each token of a sequence. Knows no tokenizer: it is given how tokens are decoded."""
+"""The text of each token of a sequence."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class TrackedRun:
     """The run's own, which trackers may write to under their name."""
     config: Mapping[str, Any]
     version: int
-    """Steps that are made already. A resumed run makes later ones again; what was told of them is void."""
+    """Steps that are made already. A resumed run makes later ones again; what was notified of them is void."""
 
 
 @runtime_checkable
@@ -27,7 +27,7 @@ class Tracker(Protocol):
     """Shows a run to people. All calls come from one thread, which waits for each.
 
     Constructed with its table in ``run.tracker_options``, before the run starts; a `ConfigError` from there ends the
-    run. An exception from a method ends the calls, and the run goes on.
+    run. An exception from a method ends the calls, and the run continues.
     """
 
     @abstractmethod

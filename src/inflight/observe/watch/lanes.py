@@ -1,6 +1,6 @@
 """Spans of time in lanes, as a timeline shows them: one by one, or in bins where they are too many.
 
-Knows nothing of events. Times are seconds since the run began.
+Times are seconds since the run began.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class RunModel:
             self.notices.mark(event, "resumed", f"resumed from version {event['version']}")
 
     def _forget_after(self, time_s: float, version: int) -> None:
-        """Forget what an ended process did after the checkpoint from which the run went on."""
+        """Forget what an ended process did after the checkpoint from which the run continued."""
         self.end_s = time_s
         self.counts["lags"].forget_from(version + 1)
         for lane in self.lanes.values():

@@ -1,7 +1,4 @@
-"""Numbers of many steps or of much time in bins, whose number is bounded: when they are full, two become one.
-
-Knows nothing of events.
-"""
+"""Numbers of many steps or of much time in bins, whose number is bounded: when they are full, two become one."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from inflight.observe.watch import views
 from inflight.observe.watch.model import RunModel
 
 FOLLOW_S = 0.5
-"""How often files are looked at for new events; ``_TELL_S``: how often pages are told of them."""
+"""How often files are looked at for new events; ``_TELL_S``: how often pages are notified of them."""
 _TELL_S = 0.2
 _HEARTBEAT_S = 15.0
 _STEPS_S = 1.5

@@ -1,4 +1,4 @@
-"""What the page is told of a run, as JSON values. Each function holds the run's lock while it reads."""
+"""What the page is notified of a run, as JSON values. Each function holds the run's lock while it reads."""
 
 from __future__ import annotations
 

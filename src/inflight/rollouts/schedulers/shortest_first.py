@@ -17,7 +17,8 @@ class ShortestFirst(Scheduler):
     """Issues the shortest expected groups first, and no group later than ``max_wait`` steps.
 
     Groups of like length run together, so fewer slots wait for a long one. Which groups are trained first then depends
-    on their length. The run says when long ones are left out of training (`BiasAudit`), not when they only come later.
+    on their length. The run indicates when long ones are left out of training (`BiasAudit`), not when they only come
+    later.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def _device(line: str) -> Device:
 
 
 def visible_devices(devices: Sequence[Device], visible: str | None) -> tuple[Device, ...]:
-    """Return the devices that CUDA_VISIBLE_DEVICES (None: not set) leaves to a process, numbered anew.
+    """Return the devices that CUDA_VISIBLE_DEVICES (None: not set) leaves to a process, numbered again.
 
     As CUDA does, a number that no device has hides those after it. Raises `ConfigError` for a name of no device.
     """

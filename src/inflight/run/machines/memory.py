@@ -155,7 +155,7 @@ def device_uses(devices: Sequence[Device], placement: Placement, memory: Memory)
 
 
 def check_fits(uses: Sequence[DeviceUse], memory: Memory) -> None:
-    """Raise `ConfigError` if a device has too little memory; it says how much, and what would help."""
+    """Raise `ConfigError` if a device has too little memory; it states how much, and what would help."""
     for use in uses:
         if use.memory_bytes and use.needed_bytes > use.memory_bytes:
             raise ConfigError(_too_little(use, memory))

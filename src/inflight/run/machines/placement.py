@@ -64,7 +64,7 @@ class Placement:
 
 
 def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
-    """Return where each process of a run goes on a machine with these devices.
+    """Return where each process of a run continues a machine with these devices.
 
     Raises `ConfigError` if there are too few, or if processes would share a device that cannot be shared.
     """
@@ -107,7 +107,7 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
 
 
 def place_extra(name: str, config: RunConfig, member: FleetMember, num_gpus: int | None) -> GpuPlacement:
-    """Return where a server goes that is started while the run goes on; ``num_gpus`` as `Launcher` says."""
+    """Return where a server goes that is started while the run continues; ``num_gpus`` as `Launcher` specifies."""
     on_gpu = bool(num_gpus) and wants_gpu(config.servers.device)
     return GpuPlacement(name, "server", (), gpu_use(member).num_gpus if on_gpu else 0)
 

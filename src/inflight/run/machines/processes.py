@@ -69,7 +69,7 @@ class ServerProcess(Process):
     is_ready: bool = False
     """Since it was last started."""
     is_leased: bool = False
-    """Whether it goes on when its standard input ends."""
+    """Whether it continues when its standard input ends."""
     has_served: bool = False
     """Whether it has held a version since it was last started."""
     end_is_told: bool = False
@@ -89,7 +89,7 @@ class ServerProcess(Process):
 
         Raises `ConfigError` with the end of its log if it does not become ready; the process has ended then.
         """
-        await Process.stop(self)  # gives up where it ran
+        await Process.stop(self)  # abandons where it ran
         port = urlsplit(self.url).port if same_port and self.url else 0
         program = replace(self.program, command=_command(self.spec, port or 0), appends=True)
         self.is_ready = False
@@ -126,9 +126,9 @@ class Rank(Process):
         return self._channel
 
     async def rendezvous(self) -> str:
-        """Return where the other ranks meet this one, as it says when it comes; empty for a single rank."""
+        """Return where the other ranks meet this one, as it indicates when it comes; empty for a single rank."""
         said = await (await self.channel()).receive()
-        assert isinstance(said, Here), "a rank first says that it is here"
+        assert isinstance(said, Here), "a rank first states that it is here"
         return said.rendezvous
 
     def how_it_ended(self) -> str:

@@ -40,7 +40,7 @@ A = TypeVar("A", bound=RankAnswer)
 T = TypeVar("T")
 
 _ANSWER_S = 10.0
-"""How long a rank may take to report that it gave up waiting."""
+"""How long a rank may take to report that it abandoned waiting."""
 _STOP_AFTER_FAILURE_S = 2.0
 """How long ranks may take to end once one has failed: others may be waiting for it in a collective."""
 _GRACE_S = 2.0
@@ -251,7 +251,7 @@ async def _came(rank: Rank) -> str:
 
 
 async def _unless_lost(rank: Rank, call: Coroutine[Any, Any, T]) -> T:
-    """Await a call to a rank; soon after its process has ended, give up. Raises `_RankError`.
+    """Await a call to a rank; soon after its process has ended, abandon. Raises `_RankError`.
 
     A host that is lost does not close its connections.
     """

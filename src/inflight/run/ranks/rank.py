@@ -72,7 +72,7 @@ def collectives_backend(device: str) -> str:
 
 
 def blames_another_rank(error: Exception) -> bool:
-    """Return whether an error only says that another rank is gone."""
+    """Return whether an error only states that another rank is gone."""
     return isinstance(error, dist.DistError) or any(words in str(error) for words in _SAID_OF_OTHERS)
 
 
@@ -289,7 +289,7 @@ def answer_requests(channel: WorkerChannel, told: list[str], hosted: Any) -> Non
     try:
         for request, tensors in channel.requests():
             if trainer is None:
-                assert isinstance(request, Start), "the first request says what to load"
+                assert isinstance(request, Start), "the first request states what to load"
                 trainer = TrainerRank(request, lambda what: channel.send(StatusMessage(what=what)), hosted)
             answer = trainer.answer(request, tensors)
             channel.send(answer.model_copy(update={"notes": tuple(told)}))

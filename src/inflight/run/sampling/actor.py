@@ -43,7 +43,7 @@ _RENDER_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request has ended with what it sampled; ``error`` says why it failed, or that it was cancelled."""
+    """A request has ended with what it sampled; ``error`` states why it failed, or that it was cancelled."""
 
     order: Order
     endpoint: str

@@ -40,7 +40,7 @@ class FinishedGroups:
         self._arrived.set()
 
     async def send(self, endpoints: Collection[InferenceEndpoint]) -> None:
-        """Send groups as they finish to those of ``endpoints`` that declare drafts, until cancelled.
+        """Send groups as they finish to those of ``endpoints`` that support drafts, until cancelled.
 
         ``endpoints`` may change meanwhile. An endpoint that fails misses what it was sent: it drafts less.
         """
@@ -56,7 +56,7 @@ class FinishedGroups:
 
     async def _drafts(self, endpoint: InferenceEndpoint) -> DraftingEndpoint | None:
         """Return an endpoint that drafts; None if it does not, or does not answer."""
-        with contextlib.suppress(InflightError):  # requests to the endpoint tell whether it can still be used
+        with contextlib.suppress(InflightError):  # requests to the endpoint indicate whether it can still be used
             if endpoint not in self._drafting:
                 self._drafting[endpoint] = (await endpoint.capabilities()).drafts
             if self._drafting[endpoint] and isinstance(endpoint, DraftingEndpoint):

@@ -1,4 +1,4 @@
-"""Groups of episodes of an environment. Environments are users' code: what one does wrong costs its episode only."""
+"""Groups of episodes of an environment. Environments are users' code: what one does wrong fails only its episode."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Episodes(Work):
     """Of every turn."""
     num_needed: int
     num_extra: int
-    """Episodes that are begun beyond those that are needed; the last to finish are given up."""
+    """Episodes that are begun beyond those that are needed; the last to finish are abandoned."""
     max_sequence_tokens: int
     timeout_s: float
     """Longest that an episode may take."""

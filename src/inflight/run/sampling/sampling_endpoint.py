@@ -39,7 +39,7 @@ _HEALTHY_S = 5.0
 
 
 class UnusableItem(Exception):  # noqa: N818 - an outcome, not an error
-    """No endpoint will sample this item; the message says why."""
+    """No endpoint will sample this item; the message states why."""
 
 
 class SlowRequest(Exception):  # noqa: N818 - an outcome, not an error

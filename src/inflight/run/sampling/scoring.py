@@ -1,7 +1,7 @@
 """Rewards from processes of their own: ``python -m inflight.run.sampling.scoring FD NAME PARAMS SEED MODEL`` is one.
 
 A reward function in a thread of the run takes the interpreter lock from the loop that feeds every server, for up to 5
-ms at a time. Each process makes the task and its items anew, which are the same in every process, and decodes. A call
+ms at a time. Each process makes the task and its items again, which are the same in every process, and decodes. A call
 is the number of an item, the lengths of its completions and their token ids as 32-bit integers; the answer is JSON, and
 so is the word that it is ready. A process ends when its standard input does, even while it scores.
 """
@@ -116,7 +116,9 @@ class _Process:
             answer: dict[str, Any] = json.loads(await self.reader.readexactly(size))
         except (OSError, asyncio.IncompleteReadError) as error:
             code = await self.child.wait()
-            raise TaskError(f"its process ended with status {code} while {during}; its own output says why") from error
+            raise TaskError(
+                f"its process ended with status {code} while {during}; its own output states why"
+            ) from error
         return answer
 
     async def stop(self) -> None:

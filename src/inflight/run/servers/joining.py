@@ -1,6 +1,6 @@
 """Where servers from anywhere join a run, and leave it: one HTTP route, guarded by the run's token.
 
-A server says again and again that it is there; one that falls silent, or says that it leaves, is no longer listed.
+A server says again and again that it is there; one that falls silent, or states that it leaves, is no longer listed.
 """
 
 from __future__ import annotations

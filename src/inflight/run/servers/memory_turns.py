@@ -1,7 +1,7 @@
 """Whose turn it is to have the GPUs' memory: the servers' while they sample, the trainers' while they train.
 
-Knows nothing of steps. A server that does not give its memory up, or does not get it back, is left out like any other
-that fails, until a publish reaches it again.
+A server that does not give its memory up, or does not get it back, is left out like any other that fails, until a
+publish reaches it again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MemoryTurns:
         await self._restore(list(self.servers.taking_part))
 
     async def end(self) -> None:
-        """Return once servers that go on after the run have their memory again. The trainers have ended."""
+        """Return once servers that continue after the run have their memory again. The trainers have ended."""
         if not self.servers.may_start.is_set():
             own = {server.url for server in self.servers.own}
             await self._restore([endpoint for endpoint, url in self.servers.taking_part.items() if url not in own])

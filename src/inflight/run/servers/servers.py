@@ -1,7 +1,6 @@
 """The servers of a run: those that it starts, those that it attaches to, and those that a file lists.
 
-Starts, watches and restarts the run's own servers, and says which servers the next publish is for. Knows nothing of how
-versions reach them.
+Starts, watches and restarts the run's own servers, and indicates which servers the next publish is for.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class Servers:
     async def start(self, directory: RunDirectory) -> None:
         """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part.
 
-        Own servers that run already stay as they are; those of them that have ended are started again later.
+        Own servers that run already stay unchanged; those of them that have ended are started again later.
         """
         servers = self.config.servers
         self.run_id = directory.run_id
@@ -133,7 +132,7 @@ class Servers:
     def watching(self) -> list[Coroutine[Any, Any, None]]:
         """Return calls that keep the run's own servers running and follow the list, until cancelled.
 
-        One of them raises `EndpointError` once all own servers are given up and no list can bring others.
+        One of them raises `EndpointError` once all own servers are abandoned and no list can bring others.
         """
         following = [self._follow()] if self.config.servers.attach.others_may_come else []
         scaling = [] if self.scaling is None else [self.scaling.run()]
@@ -322,6 +321,6 @@ class Servers:
 
 
 def nobody_left(actor: Actor) -> EndpointError:
-    """Return the error that says how every endpoint was lost."""
+    """Return the error that states how every endpoint was lost."""
     causes = "; ".join(f"{lost}: {why}" for lost, why in actor.dispatcher.endpoints.lost.items())
     return EndpointError(f"no inference server is left ({causes})")

@@ -1,8 +1,8 @@
 """Deltas: the elements of a bucket that differ from a base, as a payload much smaller than the bucket.
 
-A delta says where elements changed and what they are now ("overwrite", not XOR), so writing it twice equals writing it
-once. Elements are compared and carried as bits, so NaNs, negative zeros and every dtype travel exactly. The caller must
-know that both sides hold the same base.
+A delta indicates where elements changed and what they are now ("overwrite", not XOR), so writing it twice equals
+writing it once. Elements are compared and carried as bits, so NaNs, negative zeros and every dtype travel exactly. The
+caller must know that both sides hold the same base.
 
 Payload, little-endian, everything that has a size before everything that is compressed:
 
@@ -205,7 +205,7 @@ def decode_delta(payload: torch.Tensor, runs: Sequence[ElementRun]) -> Patch:
 
 
 class _RunPlan(NamedTuple):
-    """What the header says of one run, checked against the run that the receiver expects."""
+    """What the header specifies of one run, checked against the run that the receiver expects."""
 
     run: ElementRun
     num_changed: int
@@ -362,7 +362,7 @@ class Snapshot:
         return mine is not None and (mine.buckets, mine.manifest) == (update.buckets, update.manifest)
 
     def begin(self, update: WeightUpdate) -> None:
-        """Take the buckets of ``update`` from now on. What is held is its base if ``update`` says so."""
+        """Take the buckets of ``update`` from now on. What is held is its base if ``update`` reports it."""
         if update.base is None:
             self._flats = {}
         self._ref, self._update = None, update

@@ -18,7 +18,7 @@ class PausableEngine(Protocol):
 
     @abstractmethod
     async def pause(self, update: WeightUpdate) -> None:
-        """Return once no token is being sampled, as ``update.in_flight`` says.
+        """Return once no token is being sampled, as ``update.in_flight`` specifies.
 
         For a staged update an engine may return at once, if its `apply` pauses, loads and resumes by itself. Then a
         pause that fails is an `apply` that fails.

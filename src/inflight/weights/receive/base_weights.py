@@ -109,7 +109,7 @@ class AdaptedWeights:
         """Return what to load for an update that has arrived. Changes nothing.
 
         ``present`` returns a tensor of the model that no LoRA has changed, and that loading does not write to. If the
-        current LoRA has changed a tensor and this update does not, the tensor is loaded as it is without the LoRA.
+        current LoRA has changed a tensor and this update does not, the tensor is loaded unchanged without the LoRA.
         """
         base: dict[str, torch.Tensor] = {}
         loads = arrived

@@ -44,7 +44,7 @@ class MemoryRelease:
         self._calls = TaskOwner()
 
     async def release(self) -> None:
-        """From the moment this is called requests and updates are refused. Raises as `ReleasingEndpoint` says."""
+        """From the moment this is called requests and updates are refused. Raises as `ReleasingEndpoint` specifies."""
         await asyncio.shield(self._calls.start(self._release()))
 
     async def restore(self) -> None:

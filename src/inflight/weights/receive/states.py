@@ -33,11 +33,11 @@ _RELEASED = "the endpoint's memory is released: restore_memory takes it back"
 
 
 class UpdateEvent(Enum):
-    """What changes the state of an endpoint; each value says what has happened."""
+    """What changes the state of an endpoint; each value states what has happened."""
 
     JOINED = "the endpoint has loaded its checkpoint"
     REQUEST = "an update is accepted, and sampling is paused for it"
-    REQUEST_STAGED = "a staged update is accepted, and sampling goes on"
+    REQUEST_STAGED = "a staged update is accepted, and sampling continues"
     BUCKET = "a bucket of the update begins to arrive"
     PAUSE = "the commit of a staged update pauses sampling"
     APPLY = "all buckets have arrived, sampling is paused, and the weights are being applied"
@@ -46,9 +46,9 @@ class UpdateEvent(Enum):
     RELEASE = "the memory of weights, keys and values is being released"
     RESTORED = "the memory was taken back, or could not be released"
     TORN = "the update ends in one of these ways, and the weights are torn, by it or by an update before it"
-    FOUND = "an engine that others may change says that its weights are whole"
-    FOUND_TORN = "an engine that others may change says that its weights are torn"
-    FOUND_RELEASED = "an engine that others may change says that its memory is released"
+    FOUND = "an engine that others may change states that its weights are whole"
+    FOUND_TORN = "an engine that others may change states that its weights are torn"
+    FOUND_RELEASED = "an engine that others may change states that its memory is released"
 
 
 TRANSITIONS: Mapping[tuple[EndpointState, UpdateEvent], EndpointState] = {
@@ -305,7 +305,7 @@ class UpdateSession:
     def abort(self, *, torn: bool = False) -> None:
         """End the open update, if any. The old weights are whole if no byte was applied, torn otherwise.
 
-        ``torn`` says that an engine which applies bytes as they arrive did so before `begin_apply`.
+        ``torn`` states that an engine which applies bytes as they arrive did so before `begin_apply`.
         """
         if self._open is None:
             self._num_changes += 1

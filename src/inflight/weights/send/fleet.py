@@ -362,7 +362,7 @@ def take_part(worker: WeightSource, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES)
 
 
 def _failed_elsewhere() -> UpdateError:
-    return UpdateError("the publish failed on another rank, whose error says why")
+    return UpdateError("the publish failed on another rank, whose error states why")
 
 
 def _agreed(worker: WeightSource, verdict: _Verdict) -> _Verdict:

@@ -1,8 +1,4 @@
-"""The weights of a plain module, or its LoRA, as a source of publishes, for loops that have no `TrainerWorker`.
-
-Knows nothing of trainers, engines or how weights travel, one attribute of transformers, and what PEFT's layers look
-like without importing PEFT.
-"""
+"""The weights of a plain module, or its LoRA, as a source of publishes, for loops that have no `TrainerWorker`."""
 
 from __future__ import annotations
 

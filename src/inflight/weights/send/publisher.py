@@ -194,7 +194,7 @@ class WeightPublisher:
         self.run(publish.prepare)
         running = self.start(publish.run)
         try:
-            with contextlib.suppress(*CLOSED):  # the publish has ended; its report says why
+            with contextlib.suppress(*CLOSED):  # the publish has ended; its report states why
                 while bucket is not None:
                     with gathering:
                         encoded = publish.encode(bucket)

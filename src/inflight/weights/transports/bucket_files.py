@@ -194,7 +194,7 @@ def _leased_at(path: Path) -> float:
 
 
 class BucketStore:
-    """The writing side of a directory of updates. ``is_durable`` says whether files survive a loss of power.
+    """The writing side of a directory of updates. ``is_durable`` indicates whether files survive a loss of power.
 
     If they need not, the files of removed updates are overwritten by later ones, because memory in use already costs no
     time to allocate. A reader of such an update then finds bytes that do not match its checksums.

@@ -4,7 +4,7 @@ Ranks meet in a store that the sender hosts, by the keys in it. The store binds 
 down ends every pending join, on either side.
 
 Gloo cannot interrupt a pending operation: callers that drop a group abandon the operation (see
-`inflight.base.threads`), and it ends by its own timeout. `inflight.weights.transports.nccl_group` says how NCCL
+`inflight.base.threads`), and it ends by its own timeout. `inflight.weights.transports.nccl_group` states how NCCL
 differs.
 """
 
@@ -56,7 +56,7 @@ class CollectiveGroup(Protocol):
 
     @abstractmethod
     def abort(self) -> None:
-        """Give up the group. Returns at once."""
+        """Abandon the group. Returns at once."""
 
 
 class GlooGroup(CollectiveGroup):

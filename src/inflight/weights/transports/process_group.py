@@ -98,7 +98,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
         return self._kind.sends_from_device
 
     def begin(self, update: WeightUpdate) -> None:
-        """Receivers tell buckets apart by their order."""
+        """Receivers distinguish buckets by their order."""
         with self._lock:
             self._ref = update.ref
 

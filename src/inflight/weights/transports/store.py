@@ -33,7 +33,7 @@ PIECE_BYTES = 16 << 20
 _NOT_DONE = "not done"
 _POLL_S = 0.003
 _LONGEST_NAME = 200  # file systems take 255 bytes, and temporary names are longer
-GIVEN_UP = "the weight group was given up"
+GIVEN_UP = "the weight group was abandoned"
 
 T = TypeVar("T")
 M = TypeVar("M", bound=WireModel)
@@ -54,7 +54,7 @@ def session_name(ref: UpdateRef) -> str:
 
 
 class Attempt:
-    """One blocking call: what it does, its deadline, and whether its group was given up meanwhile.
+    """One blocking call: what it does, its deadline, and whether its group was abandoned meanwhile.
 
     ``reason`` is the error's text if the call is not done in time.
     """
@@ -67,7 +67,7 @@ class Attempt:
         self._deadline = time.monotonic() + timeout_s
 
     def remaining_s(self) -> float:
-        """Return the seconds left. Raises `TransferError` if there are none, or the group was given up."""
+        """Return the seconds left. Raises `TransferError` if there are none, or the group was abandoned."""
         if self._given_up.done():
             raise TransferError(self._given_up.result())
         remaining_s = self._deadline - time.monotonic()
@@ -188,7 +188,7 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 class StoredReceiver(WeightReceiver):
-    """What the receivers of stored buckets share: which bucket is due, its deadline, and giving up."""
+    """What the receivers of stored buckets share: which bucket is due, its deadline, and abandoning."""
 
     def __init__(self) -> None:
         self._given_up: Future[str] = Future()
