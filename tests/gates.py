@@ -36,25 +36,31 @@ SOON_S = 60.0
 NEVER_S = 3600.0
 """A deadline that a test never waits for: longer than the test may take."""
 _LOOK_S = 0.01
+"""How often whoever waits at a gate looks at it."""
+_LOOK_AGAIN_S = 0.002
+"""How often a condition is looked at: an engine samples many tokens in a hundredth of a second."""
+_NOT_MET = "the condition was not met in time"
 _HELD_S = 300.0
 """What a test that failed has left at a gate continues then."""
 _ROOT = Path(__file__).parents[1]
 
 
-def wait_until(condition: Callable[[], object], what: Callable[[], str] | str, timeout_s: float = SOON_S) -> None:
+def wait_until(
+    condition: Callable[[], object], what: Callable[[], str] | str = _NOT_MET, timeout_s: float = SOON_S
+) -> None:
     """Wait until a condition is true; fail with what was waited for if it never is."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, what if isinstance(what, str) else what()
-        time.sleep(_LOOK_S)
+        time.sleep(_LOOK_AGAIN_S)
 
 
-async def until(condition: Callable[[], Awaitable[object] | object], what: str) -> None:
+async def until(condition: Callable[[], Awaitable[object] | object], what: str = _NOT_MET) -> None:
     """Wait until a condition, or what it awaits, is true; fail with what was waited for if it never is."""
     deadline = time.monotonic() + SOON_S
     while not (await met if inspect.isawaitable(met := condition()) else met):
         assert time.monotonic() < deadline, what
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 class Gate:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +45,6 @@ async def generate_all(endpoint: EmbeddedEndpoint, requests: Sequence[GenerateRe
     """Answers of all requests, sent at once."""
     async with asyncio.timeout(WAIT_S):
         return await asyncio.gather(*(endpoint.generate(request) for request in requests))
-
-
-async def wait_until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
-    """Wait until a condition (or what it awaits) is true."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            met = condition()
-            if await met if inspect.isawaitable(met) else met:
-                return
-            await asyncio.sleep(0.002)
-
-
-def wait_in_thread(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.001)
 
 
 def random_prompt(length: int, seed: int) -> tuple[int, ...]:

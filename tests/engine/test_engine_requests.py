@@ -22,9 +22,8 @@ from tests.engine.reference import (
     make_request,
     random_prompt,
     serving,
-    wait_until,
 )
-from tests.gates import SOON_S, slowed
+from tests.gates import SOON_S, slowed, until
 from tests.models import make_model
 
 PROMPT = tuple(b"Say it backward:")
@@ -195,7 +194,7 @@ def test_a_duplicate_request_id_is_refused_and_the_running_request_goes_on(model
                 running = asyncio.ensure_future(
                     endpoint.generate(make_request("same", PROMPT, max_tokens=400, ignore_eos=True))
                 )
-                await wait_until(lambda: endpoint.stats().num_running)
+                await until(lambda: endpoint.stats().num_running)
                 second = make_request("same", PROMPT, max_tokens=3)
                 with pytest.raises(InvalidRequestError) as refused:
                     await (anext(endpoint.generate_stream(second)) if streamed else endpoint.generate(second))
@@ -236,7 +235,7 @@ def test_a_seed_gives_the_same_completions_whatever_else_runs(model_dir: Path) -
         async with serving(model_dir, max_concurrent=max_concurrent) as endpoint:
             busy = asyncio.ensure_future(generate_all(endpoint, companions))
             if companions:
-                await wait_until(lambda: endpoint.stats().num_tokens > 20)
+                await until(lambda: endpoint.stats().num_tokens > 20)
             (response,) = await generate_all(endpoint, [seeded])
             await busy
             return response.completions
@@ -287,7 +286,7 @@ def test_streamed_chunks_join_to_what_generate_answers(model_dir: Path) -> None:
 async def leave_by_cancelling(endpoint: EmbeddedEndpoint, request: GenerateRequest) -> None:
     with slowed(endpoint):
         task = asyncio.ensure_future(endpoint.generate(request))
-        await wait_until(lambda: endpoint.stats().num_running)
+        await until(lambda: endpoint.stats().num_running)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -325,14 +324,14 @@ def test_cancelling_at_any_moment_leaves_the_engine_running(model_dir: Path) -> 
             busy = asyncio.ensure_future(
                 endpoint.generate(make_request("busy", PROMPT, max_tokens=400, ignore_eos=True))
             )
-            await wait_until(lambda: endpoint.stats().num_running)
+            await until(lambda: endpoint.stats().num_running)
             for i in range(60):
                 leaving = asyncio.ensure_future(endpoint.generate(make_request(f"r{i}", PROMPT, ignore_eos=True)))
                 await asyncio.sleep((i % 6) * 0.0005)
                 leaving.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await leaving
-            await wait_until(lambda: endpoint.stats().num_running <= 1)
+            await until(lambda: endpoint.stats().num_running <= 1)
             async with asyncio.timeout(60):
                 return (await busy).completions[0]
 
@@ -345,7 +344,7 @@ def test_closing_the_endpoint_ends_what_runs_with_what_it_has(model_dir: Path) -
             requests = [make_request(f"r{i}", PROMPT, ignore_eos=True) for i in range(2)]
             with slowed(endpoint, after=3):
                 running = [asyncio.ensure_future(endpoint.generate(request)) for request in requests]
-                await wait_until(lambda: endpoint.stats().num_tokens >= 3)
+                await until(lambda: endpoint.stats().num_tokens >= 3)
                 async with asyncio.timeout(SOON_S):
                     await endpoint.aclose()
                     first, second = await asyncio.gather(*running)
@@ -369,7 +368,7 @@ def test_an_engine_that_died_says_so_instead_of_looking_ready(model_dir: Path) -
 
             # A callback that raises stands for whatever may go wrong in the engine's own thread.
             endpoint._engine.submit(make_request("r", PROMPT, max_tokens=2), break_down, break_down)
-            await wait_until(lambda: not endpoint._engine._thread.is_alive())
+            await until(lambda: not endpoint._engine._thread.is_alive())
             with pytest.raises(EndpointError, match=r"out of memory, say.*restart"):
                 await endpoint.weight_version()
             with pytest.raises(EndpointError, match=r"out of memory, say.*restart"):

@@ -14,16 +14,8 @@ import inflight.engines.embedded.stepping
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.errors import EndpointError, InvalidRequestError
 from inflight.wire import Completion, GenerateRequest
-from tests.engine.reference import (
-    assert_close,
-    forward_logprobs,
-    load_reference,
-    make_request,
-    random_prompt,
-    serving,
-    wait_until,
-)
-from tests.gates import slowed
+from tests.engine.reference import assert_close, forward_logprobs, load_reference, make_request, random_prompt, serving
+from tests.gates import slowed, until
 from tests.selection import first_of_each
 
 POISON = 0.123
@@ -152,7 +144,7 @@ def test_the_request_that_makes_a_step_fail_ends_and_the_others_are_not_disturbe
             with monkeypatch.context() as patched:
                 fault(endpoint, patched)
                 healthy = [asyncio.ensure_future(endpoint.generate(request)) for request in healthy_requests()]
-                await wait_until(lambda: endpoint.stats().num_tokens > 20)
+                await until(lambda: endpoint.stats().num_tokens > 20)
                 for i in range(2):
                     ended = rf"request 'p{i}' was ended .*other requests continue"
                     with pytest.raises(InvalidRequestError, match=ended):
@@ -213,7 +205,7 @@ def test_requests_of_the_same_prompt_are_told_apart(model_dir: Path, monkeypatch
             engine.call(lambda: engine.pauses.pause(pause, lambda: None)).result(30)
             for request in (poison("p", n=1), make_request("good", prompt, max_tokens=4, ignore_eos=True)):
                 gate.append(asyncio.ensure_future(endpoint.generate(request)))
-                await wait_until(lambda: endpoint.stats().num_waiting == len(gate))
+                await until(lambda: endpoint.stats().num_waiting == len(gate))
             engine.call(engine.pauses.resume).result(30)
             bad, good = await asyncio.gather(*gate, return_exceptions=True)
             assert isinstance(bad, InvalidRequestError)
@@ -231,13 +223,13 @@ def test_a_fault_that_no_request_is_to_blame_for_ends_the_engine_which_says_so(
             engine = endpoint._engine
             with slowed(endpoint):
                 running = asyncio.ensure_future(endpoint.generate(make_request("r", [1, 2], n=3, ignore_eos=True)))
-                await wait_until(lambda: endpoint.stats().num_running == 3)
+                await until(lambda: endpoint.stats().num_running == 3)
             faulty = FaultyModel(engine.weights.model.base_model, lambda _: True, RuntimeError("the device is gone"))
             monkeypatch.setattr(type(engine.weights.model), "base_model", property(lambda _: faulty))
             async with asyncio.timeout(60):
                 with pytest.raises(EndpointError, match=r"the engine failed .*the device is gone.*restart"):
                     await running
-            await wait_until(lambda: engine.failure is not None)
+            await until(lambda: engine.failure is not None)
             with pytest.raises(EndpointError, match="the device is gone"):
                 await endpoint.weight_version()
             with pytest.raises(EndpointError, match="the device is gone"):

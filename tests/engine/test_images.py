@@ -21,8 +21,8 @@ from inflight.wire import (
     PromptImage,
     SamplingParams,
 )
-from tests.engine.reference import TOLERANCE, generate_all, serving, wait_until
-from tests.gates import slowed
+from tests.engine.reference import TOLERANCE, generate_all, serving
+from tests.gates import slowed, until
 from tests.pictures import BLUE, RED, Reference, images_of, make_image_model, picture
 
 pytestmark = pytest.mark.anyio
@@ -81,7 +81,7 @@ async def test_running_requests_are_computed_again_with_their_images(path: Path,
         stack = contextlib.ExitStack()
         stack.enter_context(slowed(endpoint, after=2))
         running = asyncio.ensure_future(endpoint.generate(request))
-        await wait_until(lambda: engine.stats().num_tokens >= 2)
+        await until(lambda: engine.stats().num_tokens >= 2)
 
         def recompute() -> None:
             engine.pauses.pause(InFlightPolicy.RECOMPUTE, lambda: None)

@@ -28,8 +28,8 @@ from tests.engine.reference import (
     make_request,
     random_prompt,
     recomputed_logprobs,
-    wait_in_thread,
 )
+from tests.gates import wait_until
 from tests.models import make_model
 
 
@@ -56,7 +56,7 @@ class Publishing:
     def wait_for_tokens(self, num_tokens: int) -> None:
         """Wait until that many more tokens were sampled."""
         until = self.endpoint.stats().num_tokens + num_tokens
-        wait_in_thread(lambda: self.endpoint.stats().num_tokens >= until)
+        wait_until(lambda: self.endpoint.stats().num_tokens >= until)
 
     def publish(self, tensors: Any, version: int, policy: str) -> None:
         is_model = isinstance(tensors, torch.nn.Module)
@@ -161,7 +161,7 @@ def test_sequences_that_wait_to_be_recomputed_count_as_running(model_dir: Path, 
     with publishing(model_dir, max_concurrent=8) as it:
         engine, paused = it.endpoint._engine, threading.Event()
         futures = it.start(*requests)
-        wait_in_thread(lambda: it.endpoint.stats().num_running == 8)
+        wait_until(lambda: it.endpoint.stats().num_running == 8)
 
         def two_updates_at_once() -> None:
             engine.pauses.pause(InFlightPolicy.KEEP, lambda: None)
@@ -205,9 +205,9 @@ def test_nan_in_one_sequence_does_not_reach_the_others_or_later_ones(
         it.publish(whole, 2, "keep")
         if leaves_first:
             leaving.cancel()
-            wait_in_thread(lambda: it.endpoint.stats().num_running == 0)
+            wait_until(lambda: it.endpoint.stats().num_running == 0)
         futures = it.start(*others)
-        wait_in_thread(lambda: it.endpoint.stats().num_running == (2 if leaves_first else 3))
+        wait_until(lambda: it.endpoint.stats().num_running == (2 if leaves_first else 3))
         assert leaves_first or not leaving.done()
         leaving.cancel()
         completions = completions_of(futures)

@@ -22,9 +22,8 @@ from tests.engine.reference import (
     make_request,
     random_prompt,
     serving,
-    wait_until,
 )
-from tests.gates import SOON_S, slowed
+from tests.gates import SOON_S, slowed, until
 
 CONFIG = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=3, hidden_size=12)
 MAX_MODEL_LEN = 300
@@ -202,7 +201,7 @@ def test_requests_that_end_early_give_everything_back(model_dir: Path, way: str)
                 else:
                     with slowed(endpoint):
                         task = asyncio.ensure_future(endpoint.generate(request))
-                        await wait_until(lambda: endpoint.stats().num_running == 4)
+                        await until(lambda: endpoint.stats().num_running == 4)
                         if way == "aborted":
                             endpoint._engine.call(endpoint._engine.scheduler.cancel_all).result(SOON_S)
                         else:
@@ -210,7 +209,7 @@ def test_requests_that_end_early_give_everything_back(model_dir: Path, way: str)
                     if way == "aborted":
                         assert {c.finish_reason for c in (await task).completions} == {"abort"}
                     await asyncio.gather(task, return_exceptions=True)
-                await wait_until(lambda: not endpoint._engine.scheduler.requests)
+                await until(lambda: not endpoint._engine.scheduler.requests)
                 assert endpoint.stats().num_running == endpoint.stats().num_waiting == 0
                 assert held_bytes(store) == store.reserved_bytes == 0
 

@@ -18,10 +18,9 @@ from tests.engine.reference import (
     make_request,
     random_prompt,
     serving,
-    wait_until,
 )
 from tests.engine.test_in_flight_policies import models, publishing, versions_of  # noqa: F401 - a fixture
-from tests.gates import slowed
+from tests.gates import slowed, until
 
 PROMPT = random_prompt(20, 1)
 
@@ -66,7 +65,7 @@ def test_a_completion_that_waits_ends_without_a_token_and_one_that_has_ended_sta
         async with serving(model_dir, max_concurrent=1) as endpoint, asyncio.timeout(WAIT_S):
             with slowed(endpoint, after=310):
                 answers = [asyncio.ensure_future(endpoint.generate(request)) for request in (several, behind)]
-                await wait_until(lambda: endpoint.stats().num_tokens > 310)
+                await until(lambda: endpoint.stats().num_tokens > 310)
                 await endpoint.abort_requests(abort("behind", "several"))
             assert endpoint.stats().num_running == endpoint.stats().num_waiting == 0
             return [response.completions for response in await asyncio.gather(*answers)]
@@ -85,7 +84,7 @@ def test_other_requests_go_on_and_unknown_ids_are_ignored(model_dir: Path) -> No
             with slowed(endpoint):
                 long = make_request("a", PROMPT, ignore_eos=True)
                 answers = [asyncio.ensure_future(endpoint.generate(it)) for it in (long, other)]
-                await wait_until(lambda: endpoint.stats().num_running == 2)
+                await until(lambda: endpoint.stats().num_running == 2)
                 await endpoint.abort_requests(abort("never seen", "a"))
             await endpoint.abort_requests(abort("a"))
             return (await asyncio.gather(*answers))[1].completions[0]
@@ -107,9 +106,9 @@ def test_a_stream_that_is_aborted_ends_with_a_chunk_that_says_so(model_dir: Path
 
             with slowed(endpoint):
                 first = asyncio.ensure_future(endpoint.generate(make_request("first", PROMPT, ignore_eos=True)))
-                await wait_until(lambda: endpoint.stats().num_running)
+                await until(lambda: endpoint.stats().num_running)
                 streaming = asyncio.ensure_future(stream())
-                await wait_until(lambda: endpoint.stats().num_waiting if max_concurrent == 1 else chunks)
+                await until(lambda: endpoint.stats().num_waiting if max_concurrent == 1 else chunks)
                 await endpoint.abort_requests(abort("a"))
                 await streaming
                 first.cancel()

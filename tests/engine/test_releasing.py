@@ -10,8 +10,9 @@ import pytest
 from inflight.engines.embedded.slots import Arena
 from inflight.errors import EndpointError, ReleasedError
 from inflight.wire import EndpointState
-from tests.engine.reference import make_request, random_prompt, serving, wait_until
+from tests.engine.reference import make_request, random_prompt, serving
 from tests.engine.test_memory import held_bytes
+from tests.gates import until
 
 
 def test_no_keys_and_values_are_held_while_memory_is_released_and_tokens_are_the_same(
@@ -77,7 +78,7 @@ def test_a_release_goes_on_without_its_caller_and_a_restore_waits_for_it(
 
             monkeypatch.setattr(endpoint, "free_memory", slowly)
             releasing = asyncio.ensure_future(endpoint.release_memory())
-            await wait_until(lambda: endpoint._updates.session.state is EndpointState.RELEASED)
+            await until(lambda: endpoint._updates.session.state is EndpointState.RELEASED)
             with pytest.raises(ReleasedError):  # from the call on, not only once the memory is free
                 await endpoint.generate(make_request("r", random_prompt(5, 1), max_tokens=2))
             releasing.cancel()

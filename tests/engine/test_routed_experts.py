@@ -15,14 +15,8 @@ from inflight.errors import UnsupportedError
 from inflight.model.checkpoints import stored_names
 from inflight.rollouts import continuation, joined
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy, RoutedExperts
-from tests.engine.reference import (
-    load_reference,
-    make_request,
-    random_prompt,
-    serving,
-    wait_until,
-)
-from tests.gates import slowed
+from tests.engine.reference import load_reference, make_request, random_prompt, serving
+from tests.gates import slowed, until
 from tests.models import make_model
 
 
@@ -98,7 +92,7 @@ def test_an_update_leaves_the_experts_that_computed_earlier_tokens(model_path: P
             stack = contextlib.ExitStack()
             stack.enter_context(slowed(endpoint, after=20))
             running = asyncio.ensure_future(endpoint.generate(asking("r", prompt, max_tokens=400)))
-            await wait_until(lambda: engine.stats().num_tokens > 20)
+            await until(lambda: engine.stats().num_tokens > 20)
 
             def update() -> None:
                 engine.pauses.pause(InFlightPolicy.RECOMPUTE, lambda: None)
@@ -128,7 +122,7 @@ def test_a_continued_completion_has_the_experts_of_both_parts(model_path: Path) 
             engine = endpoint._engine
             with slowed(endpoint, after=10):
                 running = asyncio.ensure_future(endpoint.generate(request))
-                await wait_until(lambda: endpoint.stats().num_tokens > 10)
+                await until(lambda: endpoint.stats().num_tokens > 10)
                 await asyncio.wrap_future(engine.call(lambda: engine.scheduler.abort(["first"])))
             (first,) = (await running).completions
             (rest,) = (await endpoint.generate(continuation(request, first, "rest"))).completions

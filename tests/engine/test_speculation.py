@@ -33,9 +33,8 @@ from tests.engine.reference import (
     random_prompt,
     recomputed_logprobs,
     serving,
-    wait_in_thread,
 )
-from tests.gates import slowed
+from tests.gates import slowed, wait_until
 from tests.models import make_model
 
 Answers = list[list[Completion]]
@@ -318,7 +317,7 @@ def _answered_during_updates(
             return all(future.done() for future in futures)
 
         for version in range(1, len(models)):
-            wait_in_thread(lambda: endpoint.stats().num_tokens >= limit.num_tokens or is_over())
+            wait_until(lambda: endpoint.stats().num_tokens >= limit.num_tokens or is_over())
             if is_over():
                 break
             worker: Any = CheckpointWorker.of_model(models[version], version)

@@ -35,8 +35,8 @@ from inflight.wire import (
     UpdateTimings,
     WeightUpdate,
 )
-from tests.engine.reference import wait_until
 from tests.engines.labelled_servers import FRESH, SERVERS, LabelledServer, LabelledVllm
+from tests.gates import until
 
 _serial = itertools.count()
 
@@ -213,7 +213,7 @@ def test_the_first_token_is_measured_where_requests_wait_for_the_end_of_a_drain(
         await asyncio.sleep(0.05)
         await client._engine.apply(update)
         await sampling
-        await wait_until(lambda: client._engine.last.timings.first_token_s is not None)
+        await until(lambda: client._engine.last.timings.first_token_s is not None)
 
     run(server, call)
 
@@ -351,7 +351,7 @@ def test_a_join_that_waits_for_nobody_ends_when_the_next_one_comes(tmp_path: Pat
 
     async def call(client: InferenceEndpoint) -> None:
         first = asyncio.ensure_future(client.init_process_group(spec))
-        await wait_until(lambda: server.num_joins == 1)
+        await until(lambda: server.num_joins == 1)
         async with asyncio.timeout(10):
             # The second waits for its turn: if it had one, its own publisher would have gone meanwhile.
             later = [asyncio.ensure_future(client.init_process_group(spec.model_copy())) for _ in range(2)]

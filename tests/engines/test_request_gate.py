@@ -15,8 +15,8 @@ from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
 from inflight.wire import GenerateRequest, SamplingParams
 from inflight_sglang.updates import SglangUpdates
-from tests.engine.reference import wait_until
 from tests.engines.labelled_servers import LabelledSglang
+from tests.gates import until
 
 OLD, NEW = "1@run", "2@run"
 Item = dict[str, Any]
@@ -82,7 +82,7 @@ def run(test: Callable[[RequestGate, Engine, Callable[..., asyncio.Future[Any]]]
 def test_an_aborted_request_is_over_when_the_call_returns_and_others_go_on() -> None:
     async def test(gate: RequestGate, engine: Engine, sample: Any) -> None:
         aborted, other = sample("a", 2), sample("ab")
-        await wait_until(lambda: gate.num_sent == 3)
+        await until(lambda: gate.num_sent == 3)
         await gate.abort(["a", "never sent"], engine.end)
         assert gate.num_sent == 1
         assert [item["reason"] for item in await aborted] == ["abort", "abort"]
@@ -97,7 +97,7 @@ def test_an_abort_is_repeated_until_the_engine_has_heard_it() -> None:
     async def test(gate: RequestGate, engine: Engine, sample: Any) -> None:
         engine.num_deaf = 3
         aborted = sample("a")
-        await wait_until(lambda: gate.num_sent)
+        await until(lambda: gate.num_sent)
         await gate.abort(["a"], engine.end)
         assert len(engine.ended) == 4
         assert (await aborted)[0]["reason"] == "abort"
@@ -141,7 +141,7 @@ def test_a_request_that_is_aborted_while_the_label_is_asked_for_is_not_sent() ->
 def test_what_began_under_other_weights_than_its_prefix_is_not_given_back() -> None:
     async def test(gate: RequestGate, engine: Engine, sample: Any) -> None:
         aborted = sample("a", 2)
-        await wait_until(lambda: gate.num_sent)
+        await until(lambda: gate.num_sent)
         engine.label = NEW  # an update came before the first token
         await gate.abort(["a"], engine.end)
         assert await aborted == [None, None]
@@ -153,11 +153,11 @@ def test_what_began_under_other_weights_than_its_prefix_is_not_given_back() -> N
 def test_no_name_is_the_beginning_of_another_one() -> None:
     async def test(gate: RequestGate, engine: Engine, sample: Any) -> None:
         answers = [sample(request_id, 12) for request_id in ("r-1", "r-10", "r", "r/0.", "1:r", "a/1", "a")]
-        await wait_until(lambda: gate.num_sent == 7 * 12)
+        await until(lambda: gate.num_sent == 7 * 12)
         engine.finish()
         await asyncio.gather(*answers)
         again = sample("r", 12)
-        await wait_until(lambda: gate.num_sent == 12)
+        await until(lambda: gate.num_sent == 12)
         engine.finish()
         await again
         names = [it.name for asked in engine.asked for it in asked.values()]

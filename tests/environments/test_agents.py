@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from inflight.rollouts import load_task
 from inflight.run.config import load_config
 from inflight.wire import SamplingParams
 from tests.environments.proxied import check_every_token_is_trained_once, episode_on
+from tests.gates import wait_until
 from tests.servers import TOKEN, ServerProcess
 from tests.zygote import python
 
@@ -189,13 +189,6 @@ def test_a_cancelled_agent_ends_with_all_that_it_started(
     played(shared_server, model_dir, tmp_path, "hangs", cancel_at=pids, pids=str(pids))
     for pid in map(int, pids.read_text().split()):
         wait_until(lambda pid=pid: not is_running(pid))  # type: ignore[misc]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:

@@ -23,9 +23,8 @@ from inflight.run.sampling.sampling_endpoint import SamplingEndpoint
 from inflight.run.sampling.work import Order
 from inflight.types import OBSERVED, Group
 from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams
-from tests.engine.reference import wait_until
 from tests.environments.places import ThreeTurns
-from tests.gates import NEVER_S
+from tests.gates import NEVER_S, until
 from tests.run.acting import actor_of, partials_of
 from tests.servers import ServerProcess
 
@@ -242,7 +241,7 @@ def test_an_episode_that_is_over_just_when_its_endpoint_is_lost_is_not_played_ag
         sampling_endpoint = SamplingEndpoint(endpoint)
         order = Order("episode", episodes.item(0), (), (0,), 1)
         first = asyncio.ensure_future(episodes.sample(sampling_endpoint, order))
-        await wait_until(lambda: episodes._played)
+        await until(lambda: episodes._played)
         (playing,) = episodes._played.values()
         playing.task.add_done_callback(lambda _: first.cancel())
         with pytest.raises(asyncio.CancelledError):

@@ -23,7 +23,8 @@ from inflight.http.client import HttpEndpoint
 from inflight.http.routes import ROUTES, Route
 from inflight.http.server import create_app
 from inflight.wire import ErrorBody, GenerateRequest, GenerateResponse, SamplingParams, WireModel
-from tests.engine.reference import serving, wait_until
+from tests.engine.reference import serving
+from tests.gates import until
 
 MAX_MODEL_LEN = 256
 TOKEN = "secret"
@@ -279,7 +280,7 @@ def test_a_long_body_is_parsed_beside_the_loop_which_answers_meanwhile(
         async with application(model_dir) as app:
             body = b" " * min(bound_of(route), 1 << 20)
             long = asyncio.ensure_future(answer_of(app, route, [body], AUTHORIZED))
-            await wait_until(parsing.is_set)
+            await until(parsing.is_set)
             other = await answer_of(app, version, [], {})
             assert other.status == 200
             assert not long.done()

@@ -49,8 +49,8 @@ from inflight.wire import (
     UpdateRef,
     WeightUpdate,
 )
-from tests.engine.reference import make_request, wait_until
-from tests.gates import SOON_S, BrakedServer
+from tests.engine.reference import make_request
+from tests.gates import SOON_S, BrakedServer, until
 from tests.servers import TOKEN, ServerProcess
 
 REQUEST = make_request("r", [72, 105], n=2, max_tokens=30, seed=6)
@@ -196,7 +196,7 @@ def test_a_request_that_another_client_aborts_returns_what_it_has(braked_server:
         async with connected(braked_server.url) as endpoint, connected(braked_server.url, token=TOKEN) as another:
             with braked_server.brake:
                 answer = asyncio.ensure_future(endpoint.generate(long))
-                await wait_until(lambda: runs(another, 2))
+                await until(lambda: runs(another, 2))
                 await another.abort_requests(AbortRequests(request_ids=("never seen", "aborted")))
                 return await answer
 
@@ -241,11 +241,11 @@ def test_cancelling_a_call_ends_the_request_on_the_server(braked_server: BrakedS
             call = exhaust(endpoint.generate_stream(request)) if stream else endpoint.generate(request)
             with braked_server.brake:
                 task = asyncio.ensure_future(call)
-                await wait_until(lambda: runs(endpoint, 20))
+                await until(lambda: runs(endpoint, 20))
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-                await wait_until(lambda: runs(endpoint, 0))
+                await until(lambda: runs(endpoint, 0))
 
     asyncio.run(run())
 
@@ -275,7 +275,7 @@ def test_a_server_that_hangs_is_a_deadline_error_in_time_and_one_that_dies_is_un
                     exhaust(patient.generate_stream(make_request("stream", [1], n=20, ignore_eos=True)))
                 ),
             ]
-            await wait_until(lambda: runs(patient, 40))
+            await until(lambda: runs(patient, 40))
             server.stop_in_place()
             await asyncio.gather(*(deadline_of(hasty, name) for name in CALLS))
             server.kill()

@@ -14,7 +14,8 @@ from inflight.http.listening import InLoopServer, bind
 from inflight.http.server import create_app
 from inflight.http.serving import serve
 from inflight.wire import AbortRequests, ErrorBody
-from tests.engine.reference import make_request, serving, wait_until
+from tests.engine.reference import make_request, serving
+from tests.gates import until
 
 
 def test_an_application_without_a_token_is_not_made(model_dir: Path) -> None:
@@ -35,7 +36,7 @@ def test_a_server_whose_engine_died_is_not_healthy(model_dir: Path) -> None:
                 endpoint._engine.scheduler.waiting.append(None)  # type: ignore[arg-type]  # any error
 
             endpoint._engine.call(break_down).result(10)
-            await wait_until(lambda: not endpoint._engine._thread.is_alive())
+            await until(lambda: not endpoint._engine._thread.is_alive())
             transport = httpx.ASGITransport(create_app(endpoint, token="secret"))
             async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
                 return await client.get("/health")

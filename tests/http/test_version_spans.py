@@ -27,8 +27,8 @@ from tests.engine.reference import (
     load_reference,
     make_request,
     random_prompt,
-    wait_in_thread,
 )
+from tests.gates import wait_until
 from tests.servers import TOKEN, ServerProcess
 
 NUM_REQUESTS = 18
@@ -78,7 +78,7 @@ def test_every_token_has_the_logprob_of_the_version_that_its_span_names(
         Thread(target=work, daemon=True).start()
         for version, tensors in ((1, zeroed), (2, true)):
             until = sampled_tokens(server, publisher) + 16 * 60
-            wait_in_thread(lambda until=until: sampled_tokens(server, publisher) >= until)  # type: ignore[misc]
+            wait_until(lambda until=until: sampled_tokens(server, publisher) >= until)  # type: ignore[misc]
             worker = CheckpointWorker(tensors, version)
             report = publish_weights(worker, publisher, in_flight=policy, deadline_s=30)  # type: ignore[arg-type]
             assert report is not None

@@ -15,7 +15,7 @@ import pytest
 from inflight.contracts import ReleasingEndpoint
 from inflight.errors import BusyError, ReleasedError, UnsupportedError, UpdateError
 from inflight.wire import Capabilities, EndpointState
-from tests.engine.reference import wait_until
+from tests.gates import until
 from tests.real_engines.servers import RealEngine, is_uniform, logprobs, muted, publish, request, run
 
 VOCAB_SIZE = 258
@@ -100,7 +100,7 @@ def test_a_release_is_refused_while_this_client_or_another_has_requests(
             await other.capabilities()
             await busy.capabilities()
             running = asyncio.ensure_future(busy.generate(request(1000)))
-            await wait_until(lambda: busy._gate.num_sent > 0)
+            await until(lambda: busy._gate.num_sent > 0)
             for endpoint, words in ((busy, "1 requests run or wait"), (other, "still ran after 0.2 s")):
                 assert not running.done()
                 with pytest.raises(BusyError, match=words):

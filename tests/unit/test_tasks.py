@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -237,3 +238,35 @@ async def test_a_cancelled_call_under_an_owner_ends_before_its_caller_does() -> 
     await asyncio.wait({called})
     assert called.cancelled()
     assert call.ends == ["call"]
+
+
+async def ignore_the_first_cancellation(end: asyncio.Event) -> None:
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        await end.wait()
+
+
+def test_an_owner_logs_and_leaves_a_task_that_does_not_end_when_it_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("inflight.base.tasks._END_S", 0.05)
+
+    @in_a_loop
+    async def close_twice() -> None:
+        owner, end = TaskOwner(), asyncio.Event()
+        task = owner.start(ignore_the_first_cancellation(end))
+        await asyncio.sleep(0)
+        await owner.aclose()
+        assert not task.done()
+        assert owner
+        end.set()
+        await task
+        assert not owner
+        await owner.aclose()
+
+    with caplog.at_level(logging.WARNING, "inflight.base.tasks"):
+        close_twice()
+    (record,) = caplog.records
+    assert "have not ended 0.05 s after they were cancelled" in record.getMessage()
+    assert "ignore_the_first_cancellation" in record.getMessage()

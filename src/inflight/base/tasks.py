@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+_END_S = 30.0
+"""How long the cancelled tasks of a `TaskOwner` may take to end."""
 
 
 # ------------------------------------------------------------------------------------- tasks that end with one call
@@ -146,12 +153,15 @@ class TaskOwner:
             task.cancel()
 
     async def aclose(self, wait_s: float | None = 0.0) -> None:
-        """Wait up to ``wait_s`` seconds for the tasks, or without limit, then cancel the rest; return at their end."""
+        """Wait up to ``wait_s`` seconds for the tasks, or without limit, then cancel the rest; return at their end.
+
+        Tasks that ignore for a while that they are cancelled are logged, and keep running.
+        """
         try:
             if self._tasks and wait_s != 0:
                 await asyncio.wait(self._tasks, timeout=wait_s)
         finally:
-            await cancel_and_wait(*self._tasks)
+            await cancel_and_wait(*self._tasks, timeout_s=_END_S)
 
 
 def start(call: Awaitable[T]) -> asyncio.Task[T]:
@@ -159,17 +169,24 @@ def start(call: Awaitable[T]) -> asyncio.Task[T]:
     return asyncio.create_task(_coroutine_of(call))
 
 
-async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
+async def cancel_and_wait(*tasks: asyncio.Future[Any], timeout_s: float = math.inf) -> None:
     """Cancel tasks and return once they have ended, also if the caller is cancelled meanwhile.
 
-    Their results and exceptions are for whoever holds them.
+    Their results and exceptions are for whoever holds them. Tasks that have not ended after ``timeout_s`` seconds are
+    logged, and keep running.
     """
     for task in tasks:
         task.cancel()
+    deadline = time.monotonic() + timeout_s
     cancelled: asyncio.CancelledError | None = None
     while waiting := [task for task in tasks if not task.done()]:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            names = "; ".join(map(repr, waiting))
+            _LOG.warning("these tasks have not ended %g s after they were cancelled: %s", timeout_s, names)
+            break
         try:
-            await asyncio.wait(waiting)
+            await asyncio.wait(waiting, timeout=None if left_s == math.inf else left_s)
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from inflight.base.tasks import TaskOwner
 from inflight.contracts import Environment, StreamingEndpoint
 from inflight.environments.moving import Moving, TurnSampler
 from inflight.environments.play_loop import PlayLoop
@@ -85,6 +86,7 @@ class Episodes(Work):
     loop: PlayLoop = field(default_factory=PlayLoop)
     _played: dict[tuple[int, int], _Played] = field(default_factory=dict)
     """Episodes that are not over, by item and number; those without an endpoint wait for one."""
+    _plays: TaskOwner = field(default_factory=TaskOwner)
 
     is_one_request = False
 
@@ -138,7 +140,7 @@ class Episodes(Work):
             stream=moving.stream if streams and not self.routed_experts else None,
             routed_experts=self.routed_experts,
         )
-        task = asyncio.ensure_future(play(self.environment, order.item, episode, self.loop, self.timeout_s))
+        task = self._plays.start(play(self.environment, order.item, episode, self.loop, self.timeout_s))
         played = _Played(moving, episode, task, asyncio.get_running_loop().create_future())
         return played
 
@@ -171,10 +173,10 @@ class Episodes(Work):
         )
 
     async def aclose(self) -> None:
-        left = [played.task for played in self._played.values()]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await self._plays.aclose()
+        for played in self._played.values():
+            if played.task.done() and not played.task.cancelled():
+                played.task.exception()  # nobody continues the episode
         await self.loop.aclose()
 
     def parse(self, saved: Any) -> PlayedEpisode:
