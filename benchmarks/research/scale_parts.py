@@ -40,6 +40,7 @@ from inflight.run.config import RunConfig
 from inflight.run.record.journal import Journal
 from inflight.run.sampling.batches import frames_of, make_batch
 from inflight.run.sampling.groups import work_of
+from inflight.run.sampling.policies import Policies
 from inflight.run.sampling.sampling import Sampling
 from inflight.types import Group, Rollout
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, SamplingParams, VersionSpan
@@ -95,13 +96,15 @@ def sampling(directory: Path) -> Sampling:
     return Sampling(
         config,
         work_of(config, Parity(0), byte_tokenizer(), None, ProxyServer("tiny")),
-        load_staleness("max_lag", {}, 32),
-        load_composer("token_budget", {}, config.tokens_per_step),
-        load_scheduler("least_loaded", {}, group_size=GROUP_SIZE, history=history, seed=0),
-        Ledger(),
-        history,
-        Journal(directory, None),
-        print,
+        Policies(
+            scheduler=load_scheduler("least_loaded", {}, group_size=GROUP_SIZE, history=history, seed=0),
+            staleness=load_staleness("max_lag", {}, 32),
+            composer=load_composer("token_budget", {}, config.tokens_per_step),
+            history=history,
+        ),
+        ledger=Ledger(),
+        journal=Journal(directory, None),
+        note=print,
     )
 
 

@@ -138,7 +138,7 @@ class PullDelivery(Delivery):
 
     async def _look(self) -> None:
         """Ask every server which version it serves, and give work to those that answer."""
-        endpoints = list(self.servers.taking_part)
+        endpoints = list(self.servers.membership.taking_part)
         answers = await run_together(*(version_of(endpoint, _VERSION_S) for endpoint in endpoints))
         before = self.serving
         self.serving = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from inflight.contracts import BatchComposer, Environment, Scheduler, StalenessPolicy, Task
+from inflight.contracts import Environment, Task
 from inflight.errors import ConfigError
 from inflight.http.listening import bind
 from inflight.launchers import Launcher
@@ -27,6 +27,7 @@ from inflight.run.machines.time_limits import TimeLimits, time_limits
 from inflight.run.ranks.workers import check_lora
 from inflight.run.record.run_directory import RunDirectory, StartingPoint, starting_point
 from inflight.run.sampling.groups import check_task
+from inflight.run.sampling.policies import Policies
 from inflight.run.servers.checks import check_servers, read_server_list
 from inflight.run.servers.joining import host_and_port
 from inflight.wire import TensorSpec
@@ -57,16 +58,6 @@ class ModelFiles:
     """None if the model accepts no images."""
     specs: tuple[TensorSpec, ...]
     """Names and shapes of the stored tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """What decides which rollouts run where, which tokens are too old, and what makes up a step."""
-
-    scheduler: Scheduler
-    staleness: StalenessPolicy
-    composer: BatchComposer
-    history: HistoryStore
 
 
 def hosts_of(launcher: Launcher) -> Hosts:

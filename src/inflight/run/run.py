@@ -171,13 +171,10 @@ class _Run:
         self.sampling = Sampling(
             config,
             work,
-            policies.staleness,
-            policies.composer,
-            policies.scheduler,
-            Ledger() if state is None else Ledger.from_json(state["ledger"]),
-            policies.history,
-            self.journal,
-            note,
+            policies,
+            ledger=Ledger() if state is None else Ledger.from_json(state["ledger"]),
+            journal=self.journal,
+            note=note,
         )
         if state is not None:
             self.sampling.restore(state)
@@ -186,15 +183,15 @@ class _Run:
             config, directory.logs, token, note, directory.lock, prepared.placement.trainers, launcher
         )
         self.servers = Servers(
-            config,
-            token,
-            prepared.model.vocab_size,
-            self.sampling.actor,
-            self.journal,
-            note,
-            prepared.placement.servers,
-            launcher,
-            lambda: self.sampling.is_training,
+            config=config,
+            token=token,
+            vocab_size=prepared.model.vocab_size,
+            actor=self.sampling.actor,
+            journal=self.journal,
+            note=note,
+            places=prepared.placement.servers,
+            launcher=launcher,
+            is_training=lambda: self.sampling.is_training,
         )
         self.memory = MemoryTurns(self.servers, prepared.limits.publish_s) if config.servers.release_memory else None
         self.delivery = updates_of(config).delivery(self.servers, self.trainers)
@@ -283,7 +280,7 @@ class _Run:
             self.notes.note_what_runs(),
             self.trainers.watch(),
             self.delivery.watch(),
-            self.sampling.history.send(self.servers.taking_part.keys()),
+            self.sampling.history.send(self.servers.membership.taking_part.keys()),
             *self.servers.watching(),
         ):
             with contextlib.suppress(Interrupted):  # earlier steps are kept

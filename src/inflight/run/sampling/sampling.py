@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy
 from inflight.errors import TrainerError
 from inflight.observe.trace import events
-from inflight.rollouts import HistoryStore, Ledger, TurnCritic
+from inflight.rollouts import Ledger, TurnCritic
 from inflight.rollouts.dispatcher import Dispatcher
 from inflight.rollouts.driver_commands import (
     ComposedPhase,
@@ -27,11 +26,24 @@ from inflight.run.record.journal import Journal
 from inflight.run.sampling.actor import Actor, EndedRequest, FailedEpisode, Outcome
 from inflight.run.sampling.batches import StepBatch, make_batch
 from inflight.run.sampling.drafts import FinishedGroups
+from inflight.run.sampling.policies import Policies
 from inflight.run.sampling.warnings import SamplingWarnings
 from inflight.run.sampling.work import Sampled, Work
 from inflight.run.updates import updates_of
 from inflight.types import Group
 from inflight.wire import Completion
+
+
+def _step_rules(config: RunConfig, work: Work) -> StepRules:
+    return StepRules(
+        config.tokens_per_step,
+        work.size * (64 + config.sampling.max_tokens / 2),
+        steps_per_phase=config.run.conventional_steps if config.run.mode == "conventional" else 0,
+        trains_on_equal_rewards=(
+            config.train.train_on_equal_rewards or config.loss.policy_loss().has_terms_without_advantage
+        ),
+        credit=config.rollouts.credit,
+    )
 
 
 class Sampling:
@@ -44,33 +56,23 @@ class Sampling:
         self,
         config: RunConfig,
         work: Work,
-        staleness: StalenessPolicy,
-        composer: BatchComposer,
-        scheduler: Scheduler,
+        policies: Policies,
+        *,
         ledger: Ledger,
-        history: HistoryStore,
         journal: Journal,
         note: Callable[[str], None],
     ) -> None:
         self._config = config
         self._journal = journal
-        self._composer = composer
-        rollouts, loss = config.rollouts, config.loss
+        self._composer = policies.composer
+        rollouts = config.rollouts
         self._critic = TurnCritic(rollouts.critic_target, rollouts.discount) if rollouts.credit == "critic" else None
         self.dispatcher = Dispatcher(
-            scheduler,
-            staleness,
-            composer,
-            history,
-            StepRules(
-                config.tokens_per_step,
-                work.size * (64 + config.sampling.max_tokens / 2),
-                steps_per_phase=config.run.conventional_steps if config.run.mode == "conventional" else 0,
-                trains_on_equal_rewards=(
-                    config.train.train_on_equal_rewards or loss.policy_loss().has_terms_without_advantage
-                ),
-                credit=rollouts.credit,
-            ),
+            policies.scheduler,
+            policies.staleness,
+            policies.composer,
+            policies.history,
+            _step_rules(config, work),
             ledger=ledger,
             version=journal.version,
             is_one_request=work.is_one_request,

@@ -32,17 +32,19 @@ class MemoryTurns:
     async def to_trainers(self) -> None:
         """Return once every server has released its memory or is left out. None is started until `to_servers`."""
         self.servers.may_start.clear()
-        await self._ask_all("memory_released", "release", _release, list(self.servers.taking_part))
+        await self._ask_all("memory_released", "release", _release, list(self.servers.membership.taking_part))
 
     async def to_servers(self) -> None:
         """Return once every server has its memory again or is left out."""
-        await self._restore(list(self.servers.taking_part))
+        await self._restore(list(self.servers.membership.taking_part))
 
     async def end(self) -> None:
         """Return once servers that continue after the run have their memory again. The trainers have ended."""
         if not self.servers.may_start.is_set():
             own = {server.url for server in self.servers.own}
-            await self._restore([endpoint for endpoint, url in self.servers.taking_part.items() if url not in own])
+            await self._restore(
+                [endpoint for endpoint, url in self.servers.membership.taking_part.items() if url not in own]
+            )
 
     async def _restore(self, endpoints: Sequence[InferenceEndpoint]) -> None:
         await self._ask_all("memory_restored", "restore", lambda endpoint: endpoint.restore_memory(), endpoints)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,7 @@ from typing import Any
 
 from inflight.base.backoff import Backoff
 from inflight.base.tasks import finish_all, run_together
-from inflight.contracts import InferenceEndpoint
-from inflight.errors import ConfigError, EndpointError, InflightError
-from inflight.http.kinds import connect_endpoint
+from inflight.errors import ConfigError, EndpointError
 from inflight.launchers import Launcher
 from inflight.run.config import RunConfig
 from inflight.run.machines.placement import GpuPlacement, place_extra
@@ -26,15 +23,11 @@ from inflight.run.ranks.messages import Members
 from inflight.run.record.journal import Journal
 from inflight.run.record.run_directory import RunDirectory
 from inflight.run.sampling.actor import Actor
-from inflight.run.servers.checks import check_endpoint, read_server_list
 from inflight.run.servers.joining import JoinServer
+from inflight.run.servers.listed import ListedServers
+from inflight.run.servers.membership import FleetMembership
 from inflight.run.servers.scaling import Scaling
-from inflight.wire import Capabilities
 
-_LOOK_AGAIN_S = 0.5
-"""How often the list of servers is read."""
-_ASK_S = 2.0
-"""How long a newly listed server may take to answer, and the first pause before it is asked again."""
 _MAX_PAUSE_S = 30.0
 _MAX_FAILURES = 3
 """A server that ends this many times in a row without holding a version is not started again."""
@@ -44,14 +37,7 @@ REAP_S = 0.5
 """How long a server's process may take to end after its connections have broken."""
 
 
-@dataclass(slots=True)
-class _Line:
-    url: str
-    backoff: Backoff = field(default_factory=lambda: Backoff(_ASK_S, _MAX_PAUSE_S))
-    takes_part: bool = False
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Servers:
     """The fleet of one run. ``actor`` learns of every endpoint, and ``note`` shows messages to the user."""
 
@@ -70,26 +56,17 @@ class Servers:
     extra: list[ServerProcess] = field(default_factory=list)
     """Servers that were started because training waited, with ``servers.scaling``; they joined by themselves."""
     scaling: Scaling | None = None
-    run_id: str | None = None
-    """Known once `start` is called."""
-    taking_part: dict[InferenceEndpoint, str] = field(default_factory=dict)
-    """URLs of the endpoints that versions are published to."""
-    lines: dict[str, _Line] = field(default_factory=dict)
-    """Lines of the list, by endpoint name."""
-    departed: list[InferenceEndpoint] = field(default_factory=list)
-    """Endpoints that are no longer listed; their connections are closed at the end."""
-    has_somebody_come: bool = False
-    """Whether a server has come, or come back, since the last publish."""
-    num_given_up: int = 0
+    num_abandoned: int = 0
     """Own servers that will not be started again."""
-    desk: JoinServer | None = None
-    """Where servers join by themselves, with ``servers.attach.join``."""
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while trainers have the memory that a server would need to start."""
 
     def __post_init__(self) -> None:
-        self._note_once = functools.cache(self.note)
         self.may_start.set()
+        self.membership = FleetMembership(
+            config=self.config, token=self.token, vocab_size=self.vocab_size, actor=self.actor, journal=self.journal
+        )
+        self.listed = ListedServers(self.config, self.membership, self.note)
 
     def take_over(self, before: Servers) -> None:
         """Continue with the servers that an earlier incarnation of the run has started."""
@@ -101,48 +78,47 @@ class Servers:
         Own servers that run already stay unchanged; those of them that have ended are started again later.
         """
         servers = self.config.servers
-        self.run_id = directory.run_id
+        self.membership.run_id = directory.run_id
         running = [server for server in self.own if server.process.ended is None]
         if not servers.attach.urls and not running and not self.launcher.port:
             await finish_all(*(server.stop() for server in self.own))
             self.own = await start_servers(self.config, directory, self.token, self.places, self.launcher)
         limits = {server.url: server.spec.options.num_slots for server in running or self.own}
-        limits |= dict.fromkeys(servers.attach.urls, servers.slots_of_attached)
-        self.taking_part = {self._connect(url): url for url in limits}
-        capabilities = await run_together(*map(self._check_endpoint, self.taking_part))
-        for (endpoint, url), can in zip(self.taking_part.items(), capabilities, strict=True):
-            self.actor.add(endpoint, limits[url], can)
+        await self.membership.attach(limits | dict.fromkeys(servers.attach.urls, servers.slots_of_attached))
         if servers.attach.join is not None:
-            self.desk = JoinServer(servers.attach.join, self.token, directory.run_id)
-            at = await self.desk.open()
+            at = await self.listed.open(JoinServer(servers.attach.join, self.token, directory.run_id))
             self.note(f"servers may join at {at}")
-            if servers.scaling is not None:
-                member = servers.scaling.server
-
-                async def start_one(name: str) -> ServerProcess:
-                    where = place_extra(name, self.config, member, self.launcher.num_gpus)
-                    return await start_joining_server(
-                        self.config, member, directory, self.token, where, self.launcher, at
-                    )
-
-                self.scaling = Scaling(servers.scaling, self.extra, start_one, self._load, self.journal, self.note)
+            self.scaling = self._scaling(directory, at)
         if servers.attach.others_may_come:
-            await self._wait_for_the_first()
+            await self.listed.wait_for_the_first()
+
+    def _scaling(self, directory: RunDirectory, join_url: str) -> Scaling | None:
+        """Return what starts and stops servers that join at a URL, None without ``servers.scaling``."""
+        settings = self.config.servers.scaling
+        if settings is None:
+            return None
+        member = settings.server
+
+        async def start_one(name: str) -> ServerProcess:
+            where = place_extra(name, self.config, member, self.launcher.num_gpus)
+            return await start_joining_server(
+                self.config, member, directory, self.token, where, self.launcher, join_url
+            )
+
+        return Scaling(settings, self.extra, start_one, self._load, self.journal, self.note)
 
     def watching(self) -> list[Coroutine[Any, Any, None]]:
         """Return calls that keep the run's own servers running and follow the list, until cancelled.
 
         One of them raises `EndpointError` once all own servers are abandoned and no list can bring others.
         """
-        following = [self._follow()] if self.config.servers.attach.others_may_come else []
+        following = [self.listed.follow()] if self.config.servers.attach.others_may_come else []
         scaling = [] if self.scaling is None else [self.scaling.run()]
         return [*map(self._keep_running, self.own), *following, *scaling]
 
     def members(self) -> Members:
         """Return the servers that the next publish is for."""
-        members = Members(urls=tuple(self.taking_part.values()), ask_all=self.has_somebody_come)
-        self.has_somebody_come = False
-        return members
+        return self.membership.take_members()
 
     def served(self, names: Collection[str]) -> None:
         for server in self.own:
@@ -165,30 +141,12 @@ class Servers:
 
     async def disconnect(self) -> None:
         """Close the connections to all servers; those that the run started keep running."""
-        if self.desk is not None:
-            await self.desk.close()
-        endpoints = (*self.taking_part, *self.departed)
-        await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)
+        await self.listed.close()
+        await self.membership.disconnect()
 
     def _load(self) -> tuple[bool, int, int]:
         """Return whether training waits, the slots of the servers that take work, and how many of them are free."""
         return not self.is_training(), *self.actor.dispatcher.endpoints.count()
-
-    def _connect(self, url: str) -> InferenceEndpoint:
-        timeout_s = self.config.sampling.generate_timeout_s
-        return connect_endpoint(url, token=self.token, generate_timeout_s=timeout_s)
-
-    async def _check_endpoint(self, endpoint: InferenceEndpoint) -> Capabilities:
-        """Return what an endpoint can do. Raises `ConfigError` if it cannot take part."""
-        can = await check_endpoint(self.config, self.vocab_size, endpoint)
-        if self.config.train.lora is not None:
-            run_id = (await endpoint.weight_version()).run_id
-            if run_id not in (None, self.run_id):
-                raise ConfigError(
-                    f"{endpoint.name} serves weights of run {run_id!r}, but the LoRA of train.lora is for those that "
-                    "it was started from: start the server again"
-                )
-        return can
 
     async def _keep_running(self, server: ServerProcess) -> None:
         """Start a server again whenever its process ends, until it ends repeatedly without having held a version."""
@@ -214,110 +172,23 @@ class Servers:
                 await self._moved(before, server)
                 self.note(f"{server.name} was restarted and takes part after the next update")
                 server.end_is_told = False
-                self.has_somebody_come = True
+                self.membership.has_somebody_come = True
         self.note(
             f"{server.name} will not be restarted: it ended {_MAX_FAILURES} times in a row before it held a version"
         )
-        self.num_given_up += 1
-        if self.num_given_up == len(self.own) and not self.config.servers.attach.others_may_come:
+        self.num_abandoned += 1
+        if self.num_abandoned == len(self.own) and not self.config.servers.attach.others_may_come:
             raise nobody_left(self.actor)
 
     async def _moved(self, before: str, server: ServerProcess) -> None:
         """Let a server that was started again take part where it is now, and nowhere else. Raises `ConfigError`."""
-        if server.url in self.taking_part.values():
+        if server.url in self.membership.taking_part.values():
             return
-        endpoint = self._connect(server.url)
-        can = await self._check_endpoint(endpoint)
-        for old in [old for old, url in self.taking_part.items() if url == before]:
-            self.actor.retire(old.name, functools.partial(self._left, old.name))
-        self.taking_part[endpoint] = server.url
-        self.actor.add(endpoint, server.spec.options.num_slots, can)
-
-    # ----------------------------------------------------------------------------------------- servers of the list
-
-    async def _wait_for_the_first(self) -> None:
-        """Let the listed servers take part; wait for one of them if there are no others."""
-        timeout_s = self.config.run.start_timeout_s
-        deadline = time.monotonic() + timeout_s
-        await self._look()
-        while not self.taking_part:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"no server of {self._where} could take part within {timeout_s:g} s; raise run.start_timeout_s to "
-                    "wait longer"
-                )
-            await asyncio.sleep(_LOOK_AGAIN_S)
-            await self._look()
-
-    @property
-    def _where(self) -> str:
-        """Where servers that may come are listed."""
-        attach = self.config.servers.attach
-        settings = {"urls_file": attach.urls_file, "join": attach.join}
-        return " or ".join(f"servers.attach.{key} {str(it)!r}" for key, it in settings.items() if it is not None)
-
-    def _listed(self) -> dict[str, str] | None:
-        """Return the URLs of the file and of those that joined, by endpoint name; None if the file is unreadable."""
-        listed: dict[str, str] | None = {}
-        if self.config.servers.attach.urls_file is not None:
-            listed, problems = read_server_list(self.config.servers.attach.urls_file)
-            for problem in problems:
-                self._note_once(problem)
-        if listed is not None and self.desk is not None:
-            listed |= self.desk.listed()
-        return listed
-
-    async def _follow(self) -> None:
-        while True:
-            for name in await self._look():
-                self.note(f"{name} joins with the next update")
-            await asyncio.sleep(_LOOK_AGAIN_S)
-
-    async def _look(self) -> list[str]:
-        """Retire servers that are no longer listed and ask new ones; return the names of those that have joined.
-
-        A server that does not answer or cannot take part is asked again later. An unreadable file changes nothing.
-        """
-        listed = self._listed()
-        if listed is None:
-            return []
-        for name in self.lines.keys() - listed.keys():
-            if self.lines.pop(name).takes_part:
-                hands_on = self.desk is not None and self.desk.hands_on(name)
-                how = "hands on what it has sampled and leaves" if hands_on else "leaves once its groups have ended"
-                self.note(f"{name} is no longer listed: it {how}")
-                self.actor.retire(name, functools.partial(self._left, name), hands_on=hands_on)
-        present = {endpoint.name for endpoint in self.taking_part}  # includes those that are leaving
-        for name in [name for name in listed if name not in present]:
-            self.lines.setdefault(name, _Line(listed[name]))
-        now = time.monotonic()
-        due = [line for line in self.lines.values() if not line.takes_part and line.backoff.is_due(now)]
-        came = await run_together(*(self._ask(line) for line in due))
-        return [name for name in came if name is not None]
-
-    async def _ask(self, line: _Line) -> str | None:
-        """Let the server of a line take part and return its name; None if it does not answer or cannot."""
-        endpoint = self._connect(line.url)
-        try:
-            async with asyncio.timeout(_ASK_S):
-                can = await self._check_endpoint(endpoint)
-        except (TimeoutError, InflightError) as error:
-            await endpoint.aclose()
-            why = str(error) or f"{endpoint.name}: did not answer within {_ASK_S:g} s"
-            self._note_once(f"a server of {self._where} cannot take part yet: {why}")
-            line.backoff.next(time.monotonic())
-            return None
-        line.takes_part = self.has_somebody_come = True
-        self.taking_part[endpoint] = line.url
-        self.actor.add(endpoint, min(can.max_concurrent_sequences, self.config.servers.slots_of_joining), can)
-        return endpoint.name
-
-    def _left(self, name: str) -> None:
-        """Remove a retired server that has finished its groups."""
-        for endpoint in [endpoint for endpoint in self.taking_part if endpoint.name == name]:
-            del self.taking_part[endpoint]
-            self.departed.append(endpoint)
-        self.journal.fleet(left=[name])
+        endpoint = self.membership.connect(server.url)
+        can = await self.membership.check(endpoint)
+        for old in [old for old, url in self.membership.taking_part.items() if url == before]:
+            self.membership.retire(old.name)
+        self.membership.add(endpoint, server.url, server.spec.options.num_slots, can)
 
 
 def nobody_left(actor: Actor) -> EndpointError:

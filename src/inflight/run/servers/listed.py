@@ -1,0 +1,131 @@
+"""Servers that come and leave while a run lasts: a file lists them, or they join by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from inflight.base.backoff import Backoff
+from inflight.base.tasks import run_together
+from inflight.errors import ConfigError, InflightError
+from inflight.run.config import RunConfig
+from inflight.run.servers.checks import read_server_list
+from inflight.run.servers.joining import JoinServer
+from inflight.run.servers.membership import FleetMembership
+
+_LOOK_AGAIN_S = 0.5
+"""How often the list of servers is read."""
+_ASK_S = 2.0
+"""How long a newly listed server may take to answer, and the first pause before it is asked again."""
+_MAX_PAUSE_S = 30.0
+
+
+@dataclass(slots=True)
+class _Line:
+    url: str
+    backoff: Backoff = field(default_factory=lambda: Backoff(_ASK_S, _MAX_PAUSE_S))
+    takes_part: bool = False
+
+
+class ListedServers:
+    """Lets servers take part while they are listed, and retires those that no longer are."""
+
+    def __init__(self, config: RunConfig, membership: FleetMembership, note: Callable[[str], None]) -> None:
+        self._config = config
+        self._membership = membership
+        self._note = note
+        self._note_once = functools.cache(note)
+        self._lines: dict[str, _Line] = {}
+        """By endpoint name."""
+        self._desk: JoinServer | None = None
+        """Where servers join by themselves, with ``servers.attach.join``."""
+
+    async def open(self, desk: JoinServer) -> str:
+        """Open the server where others join, and return its URL. Raises `ConfigError`."""
+        self._desk = desk
+        return await desk.open()
+
+    async def close(self) -> None:
+        if self._desk is not None:
+            await self._desk.close()
+
+    async def wait_for_the_first(self) -> None:
+        """Let the listed servers take part; wait for one of them if there are no others. Raises `ConfigError`."""
+        timeout_s = self._config.run.start_timeout_s
+        deadline = time.monotonic() + timeout_s
+        await self._look()
+        while not self._membership.taking_part:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"no server of {self._where} could take part within {timeout_s:g} s; raise run.start_timeout_s to "
+                    "wait longer"
+                )
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            await self._look()
+
+    async def follow(self) -> None:
+        """Follow the list until cancelled."""
+        while True:
+            for name in await self._look():
+                self._note(f"{name} joins with the next update")
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    @property
+    def _where(self) -> str:
+        """Where servers that may come are listed."""
+        attach = self._config.servers.attach
+        settings = {"urls_file": attach.urls_file, "join": attach.join}
+        return " or ".join(f"servers.attach.{key} {str(it)!r}" for key, it in settings.items() if it is not None)
+
+    def _listed(self) -> dict[str, str] | None:
+        """Return the URLs of the file and of those that joined, by endpoint name; None if the file is unreadable."""
+        listed: dict[str, str] | None = {}
+        if self._config.servers.attach.urls_file is not None:
+            listed, problems = read_server_list(self._config.servers.attach.urls_file)
+            for problem in problems:
+                self._note_once(problem)
+        if listed is not None and self._desk is not None:
+            listed |= self._desk.listed()
+        return listed
+
+    async def _look(self) -> list[str]:
+        """Retire servers that are no longer listed and ask new ones; return the names of those that have joined.
+
+        A server that does not answer or cannot take part is asked again later. An unreadable file changes nothing.
+        """
+        listed = self._listed()
+        if listed is None:
+            return []
+        for name in self._lines.keys() - listed.keys():
+            if self._lines.pop(name).takes_part:
+                hands_on = self._desk is not None and self._desk.hands_on(name)
+                how = "hands on what it has sampled and leaves" if hands_on else "leaves once its groups have ended"
+                self._note(f"{name} is no longer listed: it {how}")
+                self._membership.retire(name, hands_on=hands_on)
+        present = {endpoint.name for endpoint in self._membership.taking_part}  # includes those that are leaving
+        for name in [name for name in listed if name not in present]:
+            self._lines.setdefault(name, _Line(listed[name]))
+        now = time.monotonic()
+        due = [line for line in self._lines.values() if not line.takes_part and line.backoff.is_due(now)]
+        came = await run_together(*(self._ask(line) for line in due))
+        return [name for name in came if name is not None]
+
+    async def _ask(self, line: _Line) -> str | None:
+        """Let the server of a line take part and return its name; None if it does not answer or cannot."""
+        endpoint = self._membership.connect(line.url)
+        try:
+            async with asyncio.timeout(_ASK_S):
+                can = await self._membership.check(endpoint)
+        except (TimeoutError, InflightError) as error:
+            await endpoint.aclose()
+            why = str(error) or f"{endpoint.name}: did not answer within {_ASK_S:g} s"
+            self._note_once(f"a server of {self._where} cannot take part yet: {why}")
+            line.backoff.next(time.monotonic())
+            return None
+        line.takes_part = True
+        num_slots = min(can.max_concurrent_sequences, self._config.servers.slots_of_joining)
+        self._membership.add(endpoint, line.url, num_slots, can)
+        return endpoint.name

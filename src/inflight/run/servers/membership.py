@@ -1,0 +1,91 @@
+"""The endpoints that take part in a run: connected, checked, retired, and closed at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from inflight.base.tasks import run_together
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import ConfigError
+from inflight.http.kinds import connect_endpoint
+from inflight.run.config import RunConfig
+from inflight.run.ranks.messages import Members
+from inflight.run.record.journal import Journal
+from inflight.run.sampling.actor import Actor
+from inflight.run.servers.checks import check_endpoint
+from inflight.wire import Capabilities
+
+
+@dataclass(eq=False, kw_only=True)
+class FleetMembership:
+    """The endpoints that versions are published to. ``actor`` is notified of each that comes or leaves."""
+
+    config: RunConfig
+    token: str
+    vocab_size: int
+    actor: Actor
+    journal: Journal
+    run_id: str | None = None
+    """Known once the servers are started."""
+    taking_part: dict[InferenceEndpoint, str] = field(default_factory=dict)
+    """URLs by endpoint, including those that are leaving."""
+    departed: list[InferenceEndpoint] = field(default_factory=list)
+    """Endpoints that have left; their connections are closed at the end."""
+    has_somebody_come: bool = False
+    """Whether a server has come, or come back, since the last publish."""
+
+    async def attach(self, limits: Mapping[str, int]) -> None:
+        """Begin with the servers at these URLs, each with its number of slots.
+
+        Raises `ConfigError` if one cannot take part.
+        """
+        self.taking_part = {self.connect(url): url for url in limits}
+        capabilities = await run_together(*map(self.check, self.taking_part))
+        for (endpoint, url), can in zip(self.taking_part.items(), capabilities, strict=True):
+            self.actor.add(endpoint, limits[url], can)
+
+    def connect(self, url: str) -> InferenceEndpoint:
+        timeout_s = self.config.sampling.generate_timeout_s
+        return connect_endpoint(url, token=self.token, generate_timeout_s=timeout_s)
+
+    async def check(self, endpoint: InferenceEndpoint) -> Capabilities:
+        """Return what an endpoint can do. Raises `ConfigError` if it cannot take part."""
+        can = await check_endpoint(self.config, self.vocab_size, endpoint)
+        if self.config.train.lora is not None:
+            run_id = (await endpoint.weight_version()).run_id
+            if run_id not in (None, self.run_id):
+                raise ConfigError(
+                    f"{endpoint.name} serves weights of run {run_id!r}, but the LoRA of train.lora is for those that "
+                    "it was started from: start the server again"
+                )
+        return can
+
+    def add(self, endpoint: InferenceEndpoint, url: str, num_slots: int, capabilities: Capabilities) -> None:
+        """Let an endpoint that was checked take part from the next publish on."""
+        self.has_somebody_come = True
+        self.taking_part[endpoint] = url
+        self.actor.add(endpoint, num_slots, capabilities)
+
+    def retire(self, name: str, *, hands_on: bool = False) -> None:
+        """Give an endpoint no more work; it leaves once its groups have ended, or have been handed on."""
+        self.actor.retire(name, lambda: self._left(name), hands_on=hands_on)
+
+    def _left(self, name: str) -> None:
+        """Remove a retired server that has finished its groups."""
+        for endpoint in [endpoint for endpoint in self.taking_part if endpoint.name == name]:
+            del self.taking_part[endpoint]
+            self.departed.append(endpoint)
+        self.journal.fleet(left=[name])
+
+    def take_members(self) -> Members:
+        """Return the servers that the next publish is for; from here on, servers come for the one after it."""
+        members = Members(urls=tuple(self.taking_part.values()), ask_all=self.has_somebody_come)
+        self.has_somebody_come = False
+        return members
+
+    async def disconnect(self) -> None:
+        """Close the connections to all servers."""
+        endpoints = (*self.taking_part, *self.departed)
+        await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)
