@@ -11,10 +11,10 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from inflight.base.tasks import TaskOwner
 from inflight.contracts import Conversation, Environment, Episode
 from inflight.environments.play_loop import BlockedError, OverdueError, PlayLoop
 from inflight.environments.recording import EpisodeRecording, PlayedEpisode, completion_of
+from inflight.environments.role_urls import RoleUrls
 from inflight.environments.transcripts import ChatTemplate, Prompt, Transcript
 from inflight.errors import ContextFullError, InvalidRequestError, UnsupportedError
 from inflight.types import Message, Reply, TaskItem, Tool
@@ -62,10 +62,7 @@ class PlayingEpisode(Episode):
     num_rewritten: int = 0
     error: BaseException | None = None
     _num_requests: int = 0
-    _serving: dict[str, asyncio.Future[str]] = field(default_factory=dict)
-    """The URL of each role."""
-    _closing: asyncio.Event = field(default_factory=asyncio.Event)
-    _servers: TaskOwner = field(default_factory=TaskOwner)
+    _urls: RoleUrls = field(default_factory=RoleUrls)
     _home: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _is_over: bool = False
 
@@ -83,15 +80,10 @@ class PlayingEpisode(Episode):
         return sum(self.role_rewards.values()) / len(self.role_rewards)
 
     async def openai_url(self, role: str = "") -> str:
-        return await self._at_home(lambda: self._openai_url(role))
-
-    async def _openai_url(self, role: str) -> str:
-        if self.proxy is None:
+        proxy = self.proxy
+        if proxy is None:
             raise UnsupportedError("no proxy is served here for clients of OpenAI's API")
-        if role not in self._serving:
-            self._serving[role] = asyncio.get_running_loop().create_future()
-            self._servers.start(self._serve(self.proxy(self, role), self._serving[role]))
-        return await self._serving[role]
+        return await self._at_home(lambda: self._urls.url(role, lambda: proxy(self, role)))
 
     async def _at_home(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return what a coroutine returns that runs in the event loop which the episode was made in."""
@@ -101,21 +93,10 @@ class PlayingEpisode(Episode):
             raise InvalidRequestError("the episode is over: nothing more is sampled for it")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._home))
 
-    async def _serve(self, proxy: AbstractAsyncContextManager[str], serving: asyncio.Future[str]) -> None:
-        try:
-            async with proxy as url:
-                serving.set_result(url)
-                await self._closing.wait()
-        except Exception as error:
-            if serving.done():
-                raise
-            serving.set_exception(error)
-
     async def aclose(self) -> None:
         """End what serves the episode; nothing more is sampled for it."""
         self._is_over = True
-        self._closing.set()
-        await self._servers.aclose(wait_s=None)
+        await self._urls.aclose()
 
     async def sample(
         self,
