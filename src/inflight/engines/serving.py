@@ -43,14 +43,7 @@ def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready:
     kind = None if ":" in spec.engine else load_engine_kind(spec.engine)
     _check(spec, kind)
     listen = spec.listen
-    serving = partial(
-        serve,
-        token=token,
-        ready_file=listen.ready_file,
-        exit_with_stdin=listen.exit_with_stdin,
-        lease_s=listen.lease_s,
-        joins=_join_settings(spec, note),
-    )
+    serving = partial(serve, token=token, listen=listen, joins=_join_settings(spec, note))
     follow = _follower(spec, note)
     if kind is None:
         _handle_signals(signal.SIGTERM, signal.SIGINT)  # at once: asyncio would cancel the clean-up

@@ -23,8 +23,10 @@ from inflight.contracts import InferenceEndpoint
 from inflight.errors import InflightError, error_from_code
 from inflight.http.joining import JoinSettings, Membership
 from inflight.http.server import create_app, error_response
+from inflight.http.server_spec import ListenOptions
 from inflight.types import EngineStats
 
+_DEFAULTS = ListenOptions()
 _POLL_S = 0.1
 _PARTING_S = 0.5
 """How long running requests may take to end once the server has failed."""
@@ -36,9 +38,7 @@ async def serve(
     *,
     token: str,
     stats: Callable[[], EngineStats] | None = None,
-    ready_file: Path | None = None,
-    exit_with_stdin: bool = False,
-    lease_s: float = 0.0,
+    listen: ListenOptions = _DEFAULTS,
     on_ready: Callable[[str], None] | None = None,
     until_ready: Callable[[], Awaitable[None]] | None = None,
     while_serving: Callable[[], Awaitable[None]] | None = None,
@@ -46,16 +46,16 @@ async def serve(
 ) -> None:
     """Serve until SIGINT, SIGTERM or, with ``exit_with_stdin``, the end of standard input; then abort all requests.
 
+    ``listen`` specifies that, ``ready_file`` and ``lease_s``: after the end of standard input the server continues for
+    ``lease_s`` from the last call that carried the token. The address is that of ``listener``.
     With ``joins`` the server is a member of a run from then on, and before it stops it leaves the run in order.
-    After the end of standard input it continues for ``lease_s`` from the last call that carried the token.
 
     Await it in the main thread, which receives the signals; a handled signal is raised again at the end. Once the
     server answers, ``ready_file`` is written atomically with ``{"url", "pid"}`` as JSON. ``until_ready`` is awaited
     before that, and ``while_serving`` runs beside the server: an `InflightError` from either ends the server and is
     raised, and running and later requests are answered at once with its first line.
     """
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = _url_of(listener)
     # `_Server` closes the endpoint, once.
     app = _UntilFailure(create_app(endpoint, token=token, stats=stats, owns_endpoint=False), token)
     config = uvicorn.Config(
@@ -66,15 +66,15 @@ async def serve(
         config,
         app,
         leave=None if membership is None else lambda: membership.leave(endpoint),
-        on_started=lambda: _announce(url, ready_file, on_ready),
+        on_started=lambda: _announce(url, listen.ready_file, on_ready),
         end_requests=endpoint.aclose,
         until_ready=until_ready,
         while_serving=[
             call for call in (while_serving, None if membership is None else membership.renew) if call is not None
         ],
     )
-    if exit_with_stdin:
-        threading.Thread(target=_watch_stdin, args=(server, app, lease_s), daemon=True).start()
+    if listen.exit_with_stdin:
+        threading.Thread(target=_watch_stdin, args=(server, app, listen.lease_s), daemon=True).start()
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         await server.serve(sockets=[listener])
@@ -209,6 +209,11 @@ class _UntilFailure:
         self._abandoned.discard(answering)
         if not answering.cancelled():
             answering.exception()  # its request got another answer
+
+
+def _url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None] | None) -> None:
