@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError
-from inflight.rollouts.split import best_split, should_grow
+from inflight.rollouts.split import best_split
 
 Times = list[float]
 times = st.lists(st.floats(0.1, 10.0), min_size=12, max_size=12)
@@ -30,12 +30,6 @@ def test_the_best_split_is_the_best_of_all(num_devices: int, generation: Times, 
     split = best_split(num_devices, lambda x: generation[x - 1], lambda y: training[y - 1], unit=unit)
     assert split.num_generating + split.num_training <= num_devices
     assert split.step_s == tried() == max(generation[split.num_generating - 1], training[split.num_training - 1])
-
-
-def test_generation_grows_when_it_lags_by_what_a_replica_would_save() -> None:
-    assert should_grow(12.0, 10.0, 2.0)
-    assert not should_grow(11.9, 10.0, 2.0)
-    assert not should_grow(8.0, 10.0, 1.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------

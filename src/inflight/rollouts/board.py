@@ -56,7 +56,6 @@ class OpenItem:
     is_finished: list[bool]
     started_s: list[float]
     """When it was issued last."""
-    offered_s: float = 0.0
     serial: int = 0
     """Its place in the order of offers."""
     unissued: tuple[int, ...] = field(init=False)

@@ -1,6 +1,6 @@
 """How devices are divided between generation and training (StreamRL, arXiv 2504.15930, algorithm 1).
 
-Both functions take times that somebody measured or modelled, and know nothing of devices.
+The times are measured or modelled by the caller.
 """
 
 from __future__ import annotations
@@ -39,12 +39,3 @@ def best_split(
         (max(generating[x], training[y]), x + y, x, y) for x in sizes for y in sizes if x + y <= num_devices
     )
     return Split(x, y, step_s)
-
-
-def should_grow(generation_s: float, training_s: float, gain_s: float) -> bool:
-    """Return whether generation should get one more replica, by what was measured in the last steps.
-
-    It should if it lags behind training by at least ``gain_s``, the seconds that the replica would save. Lengths grow
-    during a run, so generation falls behind, and not training.
-    """
-    return generation_s - training_s >= gain_s
