@@ -118,7 +118,6 @@ class Board:
                     [None] * size,
                     [False] * size,
                     [time_s] * size,
-                    time_s,
                     self._num_offered,
                 )
                 self.num_open += size
