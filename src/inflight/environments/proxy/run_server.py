@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
@@ -22,7 +21,6 @@ class ProxyServer:
         self._model = model
         self._episodes = ServedEpisodes()
         self._app = proxy_app(proxy_routes(self._episodes, note))
-        self._listening: asyncio.Future[str] | None = None
         self._server: InLoopServer | None = None
 
     async def __aenter__(self) -> ProxyServer:
