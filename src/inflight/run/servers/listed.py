@@ -126,6 +126,5 @@ class ListedServers:
             line.backoff.next(time.monotonic())
             return None
         line.takes_part = True
-        num_slots = min(can.max_concurrent_sequences, self._config.servers.slots_of_joining)
-        self._membership.add(endpoint, line.url, num_slots, can)
+        self._membership.add(endpoint, line.url, self._config.servers.slots_of_joining, can)
         return endpoint.name

@@ -1,4 +1,4 @@
-"""The servers of a run: those that it starts, those that it attaches to, and those that a file lists.
+"""The servers of a run: those that it starts, attaches to or reads from a file, and those that join by themselves.
 
 Starts, watches and restarts the run's own servers, and indicates which servers the next publish is for.
 """
@@ -117,10 +117,14 @@ class Servers:
         return [*map(self._keep_running, self.own), *following, *scaling]
 
     def members(self) -> Members:
-        """Return the servers that the next publish is for."""
+        """Return the servers that the next publish is for; call it once for each publish.
+
+        If a server has come since the last call, that publish asks every server that was left out.
+        """
         return self.membership.take_members()
 
     def served(self, names: Collection[str]) -> None:
+        """Note which of the run's own servers have held a version since their processes began."""
         for server in self.own:
             server.has_served |= server.url in names
 
