@@ -12,7 +12,7 @@ import torch.distributed as dist
 from inflight.contracts import MergingLoraSource, PartialWeightSource
 from inflight.types import StepResult
 from inflight.weights.encode.lora_tensors import PARTS
-from inflight.weights.receive.base_weights import BaseWeights, merged
+from inflight.weights.receive.base_weights import BaseWeights, merge_lora
 from inflight.weights.send.merged_lora import MergedLora
 from inflight.wire import LoraSpec
 from inflight_fsdp.checkpoint import TrainerState
@@ -96,4 +96,4 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
         if self.world_size > 1:
             dist.all_reduce(whole_a)
         # Rows are dealt out alike: this rank's rows of B belong to its rows of the weight.
-        return replace(part, local=merged(part.local, whole_a, b.local, self._lora.spec).cpu())
+        return replace(part, local=merge_lora(part.local, whole_a, b.local, self._lora.spec).cpu())

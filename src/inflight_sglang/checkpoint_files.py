@@ -178,10 +178,10 @@ class CheckpointSink(BucketSink):
                 f"storing bucket {bucket.index} for the engine failed: not done after {transfer.timeout_s:g} s"
             ) from error
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         assert self._loaded is not None  # something began
-        self._loaded.committed(self._staged.take())
-        self._staged.committed()
+        self._loaded.note_committed(self._staged.take())
+        self._staged.note_committed()
         self._drop()
 
     def _drop(self) -> None:

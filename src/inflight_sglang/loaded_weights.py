@@ -63,7 +63,7 @@ class LoadedWeights:
             self._load = load
         return load.tensors if update.manifest.lora is not None else load.tensors[len(arrived) :]
 
-    def committed(self, arrived: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def note_committed(self, arrived: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Note that the update begun last is loaded."""
         update, load = self._update, self._load
         assert update is not None  # `begin` came first
@@ -72,6 +72,6 @@ class LoadedWeights:
         if self._base is not None:
             self._known = update.ref
             if update.manifest.lora is None:
-                self._base.loaded(arrived, keep=update.keep)
+                self._base.note_loaded(arrived, keep=update.keep)
             if load is not None:
-                self._adapted.loaded(load)
+                self._adapted.note_loaded(load)

@@ -95,7 +95,7 @@ class NativeSink(BucketSink):
     def leave(self) -> None:
         """The engine is told in the background; a broadcast that it is in continues."""
         if self._ranks is not None:
-            self._ranks.give_up()
+            self._ranks.abandon()
             self._ranks = None
         if self._left is not None and not self._left.done():
             self._left.set_result(None)
@@ -107,7 +107,7 @@ class NativeSink(BucketSink):
     def begin(self, update: WeightUpdate) -> None:
         self._engine.has_loaded = False
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         """Nothing is kept."""
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:

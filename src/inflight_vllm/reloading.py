@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from inflight.errors import UnsupportedError
-from inflight.weights.encode.transit import finish
+from inflight.weights.encode.transit import synchronise_stream
 from inflight_vllm.ready_layers import ReadyLayer, ready_layers, tied_heads
 from inflight_vllm.traced_loads import TracedLoad, trace
 
@@ -81,7 +81,7 @@ class ReloadedModel:
         else:
             for attention in self._attention:  # as a reload ends: some derive weights from other layers
                 attention.process_weights_after_loading(self._model_config.dtype)
-        finish(self._device)
+        synchronise_stream(self._device)
         self.is_dirty = False
 
     @torch.no_grad()

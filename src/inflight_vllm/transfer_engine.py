@@ -29,7 +29,7 @@ from inflight.base.transport_registry import receivable, spec_type
 from inflight.contracts import WeightReceiver
 from inflight.errors import UpdateRefusedError
 from inflight.weights.encode.lora_tensors import changed_names, lora_difference
-from inflight.weights.encode.transit import beside
+from inflight.weights.encode.transit import finished_on_weight_stream
 from inflight.weights.receive.base_weights import AdaptedLoad, AdaptedWeights, BaseWeights, Named
 from inflight.weights.receive.staging import KeptWeights, Staging
 from inflight.weights.transports import make_receiver
@@ -160,9 +160,9 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
             raise RuntimeError(f"only {self._num_staged} of {len(update.buckets)} buckets have arrived")
         adapted, load = prepared
         self._reloaded.load(load)
-        self._adapted.loaded(adapted)
+        self._adapted.note_loaded(adapted)
         if update.manifest.lora is None:
-            self._base.loaded(staging.tensors(), keep=update.keep)
+            self._base.note_loaded(staging.tensors(), keep=update.keep)
         self._kept, self._staging = staging.keep(), None
         self._forget()
 
@@ -259,7 +259,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self, manifest: Manifest, arrived: Named, completing: Sequence[str]
     ) -> tuple[AdaptedLoad, PreparedLoad]:
         """Do everything that can be done before the pause."""
-        with beside(self.device):
+        with finished_on_weight_stream(self.device):
             adapted = self._adapted.prepare(manifest, arrived, self._base.tensor)
             companions = [(name, self._base.tensor(name)) for name in completing]
             return adapted, self._reloaded.prepare(self._on_device([*adapted.tensors, *companions]))

@@ -141,7 +141,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         wait_s = 0.0 if update.staged else _WAIT_S
         await self._done(f"receiving bucket {bucket.index}", transfer.timeout_s, wait_s=wait_s)
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         self._kept = self._update.ref if self._update is not None and self._update.keep else None
 
     # ----------------------------------------------------------------------------------------------- the engine

@@ -107,7 +107,7 @@ def test_what_goes_wrong_in_an_operation_is_raised() -> None:
             raise dist.DistBackendError("NCCL error: remote process exited")
 
     with pytest.raises(RuntimeError, match="remote process exited"):
-        PolledGroup(Broken()).broadcasting(torch.zeros(1), 1.0)()
+        PolledGroup(Broken()).make_broadcast(torch.zeros(1), 1.0)()
 
 
 class SlowToAbort:

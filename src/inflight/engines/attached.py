@@ -96,7 +96,7 @@ class AttachedEndpoint(ABC):
         if session.update is None and num_changes == session.num_changes:
             if session.run_id is not None and served.run_id is None:  # a new process, with its checkpoint
                 self._was_replaced, self._last.timings = True, None
-            session.found(
+            session.adopt_report(
                 served.version,
                 served.run_id,
                 torn=self._is_torn(served),

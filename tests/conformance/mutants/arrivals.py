@@ -220,7 +220,7 @@ def without_a_lock(receiver: Any) -> None:
 
     def arena(name: str) -> torch.Tensor:
         with regular_file(Path(faulty._spec.directory), name, is_private=True) as (fd, size_bytes):
-            mapped: torch.Tensor = faulty._memory.mapped(fd, size_bytes, faulty._spec)
+            mapped: torch.Tensor = faulty._memory.map_memory(fd, size_bytes, faulty._spec)
             return mapped
 
     faulty._arena = arena

@@ -32,7 +32,7 @@ from inflight.errors import EndpointError, InflightError, InvalidRequestError, N
 from inflight.http.chat import chat_completion_of, check_chat
 from inflight.model.images import ImageProcessor
 from inflight.types import EngineStats
-from inflight.weights.encode.transit import beside
+from inflight.weights.encode.transit import finished_on_weight_stream
 from inflight.weights.receive.adapter import PausableEngine
 from inflight.weights.receive.base_weights import AdaptedLoad, AdaptedWeights, Named
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
@@ -193,7 +193,7 @@ class EmbeddedEndpoint(
             tensor = weights.stored.view(name, weights.by_name).detach()
             return tensor.clone() if weights.keeps_addresses else tensor
 
-        with beside(self._device):
+        with finished_on_weight_stream(self._device):
             if self._is_borrowed:
                 arrived = [(name, tensor.clone()) for name, tensor in arrived]
             load = self._adapted.prepare(update.manifest, arrived, present)
@@ -206,7 +206,7 @@ class EmbeddedEndpoint(
         def apply() -> UpdateTimings:
             started = time.monotonic()
             self._engine.load(ready, update.version, update.in_flight)
-            self._adapted.loaded(load)
+            self._adapted.note_loaded(load)
             load_s = time.monotonic() - started
             return UpdateTimings(load_s=load_s, paused_s=self._engine.pauses.resume())
 

@@ -9,7 +9,7 @@ import torch
 
 from inflight.engines.embedded.stored_parameters import StoredTensors
 from inflight.model.checkpoints import stored_names
-from inflight.weights.encode.transit import finish
+from inflight.weights.encode.transit import synchronise_stream
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
@@ -93,7 +93,7 @@ def overwrite(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]])
         parameters[name].data.copy_(tensor)
         devices.add(tensor.device)
     for device in devices:
-        finish(device)
+        synchronise_stream(device)
 
 
 def _fitted(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:

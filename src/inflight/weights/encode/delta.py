@@ -168,7 +168,7 @@ def encode_delta(patch: Patch) -> torch.Tensor:
     stored: list[Bytes] = []
     for part in patch.parts:
         gaps = _gaps(part.indices)
-        planes = [_compressed(plane) for plane in (*_planes(gaps), *_planes(part.values))]
+        planes = [_compress(plane) for plane in (*_planes(gaps), *_planes(part.values))]
         head.append(_RUN.pack(part.run.itemsize, part.run.num_elements, part.indices.size, gaps.size))
         head.extend(_SIZE.pack(plane.size) for plane in planes)
         stored.extend(planes)
@@ -199,7 +199,7 @@ def decode_delta(payload: torch.Tensor, runs: Sequence[ElementRun]) -> Patch:
         raise _refusal(f"it has {data.size} bytes, but its header announces {announced_bytes}")
     parts = []
     for plan in plans:
-        parts.append(_decoded_run(data, offset, plan))
+        parts.append(_decode_run(data, offset, plan))
         offset += sum(plan.stored_bytes)
     return Patch(tuple(parts))
 
@@ -228,13 +228,13 @@ def _run_plan(data: Bytes, offset: int, run: ElementRun) -> _RunPlan:
     return _RunPlan(run, num_changed, num_gaps, tuple(size for (size,) in _SIZE.iter_unpack(sizes.data)))
 
 
-def _decoded_run(data: Bytes, offset: int, plan: _RunPlan) -> RunChanges:
+def _decode_run(data: Bytes, offset: int, plan: _RunPlan) -> RunChanges:
     planes = []
     for stored, raw in zip(plan.stored_bytes, plan.raw_bytes, strict=True):
-        planes.append(_decompressed(data[offset : offset + stored], raw))
+        planes.append(_decompress(data[offset : offset + stored], raw))
         offset += stored
-    gaps = _joined(planes[:_GAP_BYTES], _GAP_BYTES)
-    return RunChanges(plan.run, _indices(gaps, plan), _joined(planes[_GAP_BYTES:], plan.run.itemsize))
+    gaps = _join_planes(planes[:_GAP_BYTES], _GAP_BYTES)
+    return RunChanges(plan.run, _indices(gaps, plan), _join_planes(planes[_GAP_BYTES:], plan.run.itemsize))
 
 
 def _changed_blocks(new: Elements, base: Elements) -> Iterator[tuple[NDArray[np.int64], Elements]]:
@@ -303,7 +303,7 @@ def _planes(elements: Elements) -> list[Bytes]:
     return [np.ascontiguousarray(split[:, i]) for i in range(elements.itemsize)]
 
 
-def _joined(planes: Sequence[Bytes], itemsize: int) -> Elements:
+def _join_planes(planes: Sequence[Bytes], itemsize: int) -> Elements:
     elements: Elements = np.empty(planes[0].size, f"<u{itemsize}")
     split = elements.view(np.uint8).reshape(elements.size, itemsize)
     for i, plane in enumerate(planes):
@@ -311,13 +311,13 @@ def _joined(planes: Sequence[Bytes], itemsize: int) -> Elements:
     return elements
 
 
-def _compressed(plane: Bytes) -> Bytes:
+def _compress(plane: Bytes) -> Bytes:
     """Return the plane as a frame, or unchanged if a frame would not be smaller."""
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(plane.data)
     return np.frombuffer(frame, np.uint8) if len(frame) < plane.size else plane
 
 
-def _decompressed(stored: Bytes, raw_bytes: int) -> Bytes:
+def _decompress(stored: Bytes, raw_bytes: int) -> Bytes:
     """Return the plane of ``raw_bytes`` bytes, having checked the frame's size before allocating anything."""
     if stored.size == raw_bytes:
         return stored
@@ -390,6 +390,6 @@ class Snapshot:
         """Return the bytes of an encoded bucket, uint8 on the CPU; valid until the next update."""
         return self._flats[index]
 
-    def applied(self, ref: UpdateRef) -> None:
+    def note_applied(self, ref: UpdateRef) -> None:
         """Note that every endpoint applied the begun update, and kept it."""
         self._ref = ref

@@ -88,5 +88,5 @@ class BucketSink(Protocol):
         """Return when the whole bucket has arrived and matches ``transfer``. Raises `TransferError`."""
 
     @abstractmethod
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         """Note that what arrived is now served. It is kept if its update asked for that."""

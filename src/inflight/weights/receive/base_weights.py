@@ -59,7 +59,7 @@ class BaseWeights:
             stored: torch.Tensor = file.get_tensor(name)
         return stored.to(self._dtype)
 
-    def loaded(self, tensors: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> None:
+    def note_loaded(self, tensors: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> None:
         """Note the tensors that an update sent. With ``keep`` they stay in memory."""
         self._loaded |= {name: tensor if keep else None for name, tensor in tensors}
 
@@ -72,7 +72,7 @@ class BaseWeights:
         return self._files
 
 
-def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: LoraSpec) -> torch.Tensor:
+def merge_lora(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: LoraSpec) -> torch.Tensor:
     """Return W0 + s B A in the dtype and on the device of W0, computed in float32 (float64 for a base in float64).
 
     W0 is [out, in], A [r, in], B [out, r]; Hu et al. 2021 (arXiv 2106.09685), equation 3.
@@ -94,7 +94,7 @@ class AdaptedWeights:
     """The base of the tensors that the current LoRA has changed: a LoRA is always merged into weights without any.
 
     The base is the weights of the last update that was not a LoRA, or of the checkpoint. A LoRA replaces the LoRA
-    before; any other update removes it. Only `loaded` changes the base.
+    before; any other update removes it. Only `note_loaded` changes the base.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class AdaptedWeights:
             for name in changed_names(manifest):
                 base[name] = self._base[name] if name in self._base else present(name)
                 a, b = (sent[part] for part in lora_names(name.removesuffix(".weight")))
-                loads.append((name, merged(base[name], a, b, manifest.lora)))
+                loads.append((name, merge_lora(base[name], a, b, manifest.lora)))
         changed = {name for name, _ in loads}
         return AdaptedLoad([*loads, *((n, t) for n, t in self._base.items() if n not in changed)], base)
 
@@ -127,6 +127,6 @@ class AdaptedWeights:
         """Put the base on a device. If it raises, nothing has changed."""
         self._base = {name: tensor.to(device) for name, tensor in self._base.items()}
 
-    def loaded(self, load: AdaptedLoad) -> None:
+    def note_loaded(self, load: AdaptedLoad) -> None:
         """Note that the model holds the prepared load."""
         self._base = load.base

@@ -80,7 +80,7 @@ class UpdateReceiver:
         self._sink = sink
         self._capabilities = capabilities
         self._session = UpdateSession(expected)
-        self._session.joined()
+        self._session.note_joined()
         self._joining: TransportSpec | None = None
         self._open: _Open | None = None
         self._applying: asyncio.Future[None] | None = None
@@ -116,7 +116,7 @@ class UpdateReceiver:
             raise UnsupportedError(f"this endpoint does not support {lack}")
         self._session.fence(spec.run_id, spec.incarnation)
         while True:  # another call may interleave
-            await self._applied()  # applying still needs the group
+            await self._wait_until_applied()  # applying still needs the group
             self._lose_group()
             if self._open is None:
                 break
@@ -126,7 +126,7 @@ class UpdateReceiver:
         await self._sink.join(spec)
         if self._joining is not spec:
             raise TransferError("another group was formed meanwhile")
-        self._session.group_formed(spec.run_id)
+        self._session.note_group_formed(spec.run_id)
 
     async def request(self, update: WeightUpdate) -> None:
         if self._open is not None and self._session.is_open(update.ref):
@@ -161,7 +161,7 @@ class UpdateReceiver:
                 raise TransferError(
                     f"the update to version {bucket.version} ended while bucket {spec.index} was arriving"
                 )
-            self._session.bucket_received()
+            self._session.note_bucket_received()
             self._renew_lease(opened)
         except BaseException:
             await self._end(opened)
@@ -190,7 +190,7 @@ class UpdateReceiver:
             raise UpdateRefusedError(
                 f"the open update is version {update.version} of run {update.run_id!r}, not version {ref.version}"
             )
-        await self._applied()
+        await self._wait_until_applied()
         await self._end(opened)
 
     async def aclose(self) -> None:
@@ -206,8 +206,8 @@ class UpdateReceiver:
         if update.base is not None and update.base != self._sink.kept:
             kept = self._sink.kept
             raise UpdateRefusedError(
-                f"update to version {update.version} refused: it is a delta to {_named(update.base)}, but this "
-                f"endpoint has kept {'nothing' if kept is None else _named(kept)}; send all weights"
+                f"update to version {update.version} refused: it is a delta to {_describe_update(update.base)}, but "
+                f"this endpoint has kept {'nothing' if kept is None else _describe_update(kept)}; send all weights"
             )
 
     async def _pause(self, opened: _Open) -> None:
@@ -269,11 +269,11 @@ class UpdateReceiver:
             except Exception as lost:  # the weights are torn in any case
                 problem += f". Its requests could not be ended either: {lost}"
             raise PoisonedError(problem) from error
-        self._session.committed()
+        self._session.note_committed()
         self._open = None
-        self._sink.committed()
+        self._sink.note_committed()
 
-    async def _applied(self) -> None:
+    async def _wait_until_applied(self) -> None:
         """Return when no commit is under way. If none is, return without yielding, so that none can begin meanwhile."""
         while self._applying is not None and not self._applying.done():
             await asyncio.wait([self._applying])
@@ -301,7 +301,7 @@ class UpdateReceiver:
 
     def _lose_group(self) -> None:
         self._joining = None
-        self._session.group_lost()
+        self._session.note_group_lost()
         self._sink.leave()
 
     def _renew_lease(self, opened: _Open) -> None:
@@ -310,7 +310,7 @@ class UpdateReceiver:
         opened.lease = loop.call_later(opened.update.lease_s, lambda: self._calls.start(self._end(opened)))
 
 
-def _named(ref: UpdateRef) -> str:
+def _describe_update(ref: UpdateRef) -> str:
     return f"version {ref.version} of session {ref.session_id!r}"
 
 

@@ -58,12 +58,12 @@ class MemoryRelease:
             try:
                 await self._engine.free_memory()
             except BusyError:
-                self._session.restored()
+                self._session.note_restored()
                 raise
             except BaseException:
-                self._session.released()
+                self._session.note_released()
                 raise
-            self._session.released()
+            self._session.note_released()
 
     async def _restore(self) -> None:
         async with self._turn:
@@ -73,6 +73,6 @@ class MemoryRelease:
             try:
                 await self._engine.take_memory()
             except BaseException:
-                self._session.released()
+                self._session.note_released()
                 raise
-            self._session.restored()
+            self._session.note_restored()

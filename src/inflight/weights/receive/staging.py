@@ -16,7 +16,7 @@ from inflight.contracts import ReceivesAhead, WeightReceiver
 from inflight.errors import TransferError, UpdateRefusedError
 from inflight.weights.encode.bucket_bytes import checksum_as, decode, payload_spec, unpack
 from inflight.weights.encode.delta import decode_delta, element_runs
-from inflight.weights.encode.transit import ReusedMemory, beside
+from inflight.weights.encode.transit import ReusedMemory, finished_on_weight_stream
 from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, UpdateRef, WeightUpdate
 
 
@@ -62,7 +62,7 @@ class Staging:
             )
         (payload,) = receiver.receive((payload_spec(size_bytes),), transfer.timeout_s)
         self._receive_ahead(receiver, bucket.index + 1, transfer.timeout_s)
-        with beside(payload.device):
+        with finished_on_weight_stream(payload.device):
             if (
                 transfer.checksum is not None
                 and (found := checksum_as(transfer.checksum, payload)) != transfer.checksum
@@ -71,7 +71,7 @@ class Staging:
                     f"bucket {bucket.index} was damaged on its way: its checksum is {found}, but {transfer.checksum} "
                     "was announced; none of it was loaded"
                 )
-            flat = self._decoded(transfer, bucket, tensors, payload)
+            flat = self._decode(transfer, bucket, tensors, payload)
         with self._lock:
             if self._is_dropped:
                 raise TransferError("the update ended meanwhile")
@@ -85,7 +85,7 @@ class Staging:
         # The publisher may pause until the lease ends.
         receiver.receive_ahead((payload_spec(update.buckets[index].size_bytes),), update.lease_s + timeout_s)
 
-    def _decoded(
+    def _decode(
         self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec], payload: torch.Tensor
     ) -> torch.Tensor:
         if transfer.encoding == "delta":

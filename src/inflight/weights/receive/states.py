@@ -46,23 +46,23 @@ class UpdateEvent(Enum):
     RELEASE = "the memory of weights, keys and values is being released"
     RESTORED = "the memory was taken back, or could not be released"
     TORN = "the update ends in one of these ways, and the weights are torn, by it or by an update before it"
-    FOUND = "an engine that others may change states that its weights are whole"
-    FOUND_TORN = "an engine that others may change states that its weights are torn"
-    FOUND_RELEASED = "an engine that others may change states that its memory is released"
+    REPORTED_WHOLE = "an engine that others may change states that its weights are whole"
+    REPORTED_TORN = "an engine that others may change states that its weights are torn"
+    REPORTED_RELEASED = "an engine that others may change states that its memory is released"
 
 
 TRANSITIONS: Mapping[tuple[EndpointState, UpdateEvent], EndpointState] = {
     (EndpointState.JOINING, UpdateEvent.JOINED): EndpointState.READY,
     (EndpointState.READY, UpdateEvent.REQUEST): EndpointState.PAUSED,
     (EndpointState.READY, UpdateEvent.REQUEST_STAGED): EndpointState.STAGING,
-    (EndpointState.READY, UpdateEvent.FOUND): EndpointState.READY,
-    (EndpointState.READY, UpdateEvent.FOUND_TORN): EndpointState.POISONED,
-    (EndpointState.READY, UpdateEvent.FOUND_RELEASED): EndpointState.RELEASED,
+    (EndpointState.READY, UpdateEvent.REPORTED_WHOLE): EndpointState.READY,
+    (EndpointState.READY, UpdateEvent.REPORTED_TORN): EndpointState.POISONED,
+    (EndpointState.READY, UpdateEvent.REPORTED_RELEASED): EndpointState.RELEASED,
     (EndpointState.READY, UpdateEvent.RELEASE): EndpointState.RELEASED,
     (EndpointState.RELEASED, UpdateEvent.RESTORED): EndpointState.READY,
-    (EndpointState.RELEASED, UpdateEvent.FOUND): EndpointState.READY,
-    (EndpointState.RELEASED, UpdateEvent.FOUND_TORN): EndpointState.POISONED,
-    (EndpointState.RELEASED, UpdateEvent.FOUND_RELEASED): EndpointState.RELEASED,
+    (EndpointState.RELEASED, UpdateEvent.REPORTED_WHOLE): EndpointState.READY,
+    (EndpointState.RELEASED, UpdateEvent.REPORTED_TORN): EndpointState.POISONED,
+    (EndpointState.RELEASED, UpdateEvent.REPORTED_RELEASED): EndpointState.RELEASED,
     (EndpointState.STAGING, UpdateEvent.BUCKET): EndpointState.STAGING,
     (EndpointState.STAGING, UpdateEvent.PAUSE): EndpointState.PAUSED,
     (EndpointState.STAGING, UpdateEvent.ENDED): EndpointState.READY,
@@ -78,9 +78,9 @@ TRANSITIONS: Mapping[tuple[EndpointState, UpdateEvent], EndpointState] = {
     (EndpointState.UPDATING, UpdateEvent.TORN): EndpointState.POISONED,
     (EndpointState.POISONED, UpdateEvent.REQUEST): EndpointState.PAUSED,
     (EndpointState.POISONED, UpdateEvent.REQUEST_STAGED): EndpointState.STAGING,
-    (EndpointState.POISONED, UpdateEvent.FOUND): EndpointState.READY,
-    (EndpointState.POISONED, UpdateEvent.FOUND_TORN): EndpointState.POISONED,
-    (EndpointState.POISONED, UpdateEvent.FOUND_RELEASED): EndpointState.RELEASED,
+    (EndpointState.POISONED, UpdateEvent.REPORTED_WHOLE): EndpointState.READY,
+    (EndpointState.POISONED, UpdateEvent.REPORTED_TORN): EndpointState.POISONED,
+    (EndpointState.POISONED, UpdateEvent.REPORTED_RELEASED): EndpointState.RELEASED,
 }
 """The state after each event. For a pair that is not listed, the call is refused or has no effect."""
 
@@ -161,17 +161,18 @@ class UpdateSession:
         """
         return self._num_changes
 
-    def joined(self) -> None:
+    def note_joined(self) -> None:
         """Note that the endpoint holds version 0."""
         self._take(UpdateEvent.JOINED)
 
-    def found(
+    def adopt_report(
         self, version: int, run_id: str | None, *, torn: bool, released: bool = False, session_id: str = ""
     ) -> None:
         """Adopt what an engine that others may change or restart says of its weights, unless an update is open."""
         if self._open is not None or self._is_moving:
             return
-        self._take(UpdateEvent.FOUND_TORN if torn else UpdateEvent.FOUND_RELEASED if released else UpdateEvent.FOUND)
+        whole_event = UpdateEvent.REPORTED_RELEASED if released else UpdateEvent.REPORTED_WHOLE
+        self._take(UpdateEvent.REPORTED_TORN if torn else whole_event)
         if (version, run_id, session_id) != (self.version, self._run_id, self.session_id):
             self._served = UpdateRef(run_id=run_id or "checkpoint", version=version, session_id=session_id)
             self._served_incarnation = 0 if run_id is None else self._incarnations.get(run_id, 0)
@@ -193,12 +194,12 @@ class UpdateSession:
         if len(self._incarnations) > _NUM_REMEMBERED:
             del self._incarnations[next(iter(self._incarnations))]
 
-    def group_formed(self, run_id: str) -> None:
+    def note_group_formed(self, run_id: str) -> None:
         """Accept only this run's updates from now on. The caller has aborted any open update."""
         self._owner = run_id
         self._group_run_id = run_id
 
-    def group_lost(self) -> None:
+    def note_group_lost(self) -> None:
         """Accept no update until a group is formed again."""
         self._group_run_id = None
 
@@ -259,7 +260,7 @@ class UpdateSession:
         bucket = update.buckets[transfer.bucket_index]
         return bucket, update.manifest.tensors[bucket.start : bucket.stop]
 
-    def bucket_received(self) -> None:
+    def note_bucket_received(self) -> None:
         """Note that the last begun bucket has arrived whole."""
         assert self._open is not None
         assert self._open.is_receiving
@@ -286,13 +287,13 @@ class UpdateSession:
     def begin_apply(self, ref: UpdateRef) -> None:
         """Note that the update is being applied: from here on a failure poisons.
 
-        Raises if the update is not open or not complete. Afterwards the owner calls `committed` or `abort`.
+        Raises if the update is not open or not complete. Afterwards the owner calls `note_committed` or `abort`.
         """
         opened = self.require_complete(ref)
         self._take(UpdateEvent.APPLY, f"version {ref.version} cannot be applied: sampling is not paused")
         opened.is_applying = True
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         """Note that every tensor was applied: the open update is now served."""
         assert self._open is not None
         assert self._open.is_applying
@@ -317,7 +318,7 @@ class UpdateSession:
             self._torn_names = frozenset(changed_names(opened.update.manifest)) | (self._torn_names or frozenset())
 
     def begin_release(self) -> None:
-        """Note that memory is being released. `released` or `restored` follows.
+        """Note that memory is being released. `note_released` or `note_restored` follows.
 
         Raises `BusyError` if an update is open, `PoisonedError` if the weights are torn.
         """
@@ -330,15 +331,15 @@ class UpdateSession:
         self._is_moving = True
 
     def begin_restore(self) -> None:
-        """Note that the memory is being taken back. `restored` follows, or `released` if it cannot be had."""
+        """Note that the memory is being taken back. `note_restored` follows, or `note_released` if it cannot be had."""
         self._is_moving = True
 
-    def released(self) -> None:
+    def note_released(self) -> None:
         """Note that the memory is released, or still is."""
         self._is_moving = False
         self._num_changes += 1
 
-    def restored(self) -> None:
+    def note_restored(self) -> None:
         """Note that the endpoint has its memory, whether it was taken back or could not be released."""
         self._take(UpdateEvent.RESTORED)
         self._is_moving = False

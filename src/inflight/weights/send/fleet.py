@@ -202,7 +202,7 @@ class Fleet:
         self._notes = []
         self._invite(in_flight)
         self._leave_some_out(deadline_s)
-        verdict = _agreed(worker, self._is_possible())
+        verdict = _agree_on_verdict(worker, self._is_possible())
         while verdict is _Verdict.AGAIN:
             failure: Exception | None = None
             endpoints = {m.endpoint: m.capabilities for m in self._members.values() if m.takes_part and m.capabilities}
@@ -227,15 +227,15 @@ class Fleet:
                 verdict = self._is_possible() if may_help else _Verdict.FAILED
             except Exception as error:  # raised below, after telling the other ranks
                 verdict, failure = _Verdict.FAILED, error
-            verdict = _agreed(worker, verdict)
+            verdict = _agree_on_verdict(worker, verdict)
             if verdict is _Verdict.FAILED:
                 self._note_changes()
-                raise failure or _failed_elsewhere()
+                raise failure or _other_rank_error()
         if verdict is _Verdict.TOO_FEW:
             for member in self._members.values():
                 member.state = MemberState.JOINING if member.state is MemberState.HEALTHY else member.state
         self._note_changes()
-        return self._absent(worker) if report is None else report
+        return self._report_absence(worker) if report is None else report
 
     def _is_possible(self) -> _Verdict:
         num_left = sum(member.takes_part for member in self._members.values())
@@ -327,7 +327,7 @@ class Fleet:
         changes = (StateChange(name, before.get(name), state) for name, state in self._known.items())
         self._changes = tuple(change for change in changes if change.before is not change.after)
 
-    def _absent(self, worker: WeightSource) -> PublishReport:
+    def _report_absence(self, worker: WeightSource) -> PublishReport:
         parts = [
             EndpointReport(
                 name,
@@ -349,23 +349,23 @@ def take_part(worker: WeightSource, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES)
     The ranks agree in torch's default process group. Raises what gathering raises, and `UpdateError` if the publish
     failed on another rank.
     """
-    verdict = _agreed(worker, _Verdict.DONE)
+    verdict = _agree_on_verdict(worker, _Verdict.DONE)
     while verdict is _Verdict.AGAIN:
         failure: Exception | None = None
         try:
             gather_only(worker, bucket_bytes)
         except Exception as error:  # raised below, after telling the other ranks
             failure = error
-        verdict = _agreed(worker, _Verdict.DONE if failure is None else _Verdict.FAILED)
+        verdict = _agree_on_verdict(worker, _Verdict.DONE if failure is None else _Verdict.FAILED)
         if verdict is _Verdict.FAILED:
-            raise failure or _failed_elsewhere()
+            raise failure or _other_rank_error()
 
 
-def _failed_elsewhere() -> UpdateError:
+def _other_rank_error() -> UpdateError:
     return UpdateError("the publish failed on another rank, whose error states why")
 
 
-def _agreed(worker: WeightSource, verdict: _Verdict) -> _Verdict:
+def _agree_on_verdict(worker: WeightSource, verdict: _Verdict) -> _Verdict:
     """Return the highest verdict of any rank, on every rank."""
     if worker.world_size == 1:
         return verdict

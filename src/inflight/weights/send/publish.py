@@ -163,7 +163,7 @@ class Publish:
             report = await update_endpoint(
                 endpoint,
                 self._update.model_copy(update={"staged": endpoint.name in self._staged}),
-                self._arriving(participant),
+                self._transfers_of(participant),
                 participant.limit,
                 meet=self._meet,
                 on_failure=functools.partial(self._drop, endpoint),
@@ -173,7 +173,7 @@ class Publish:
         is_applied = report.outcome is EndpointOutcome.APPLIED
         return await wait_for_first_token(endpoint, self._update.ref, report) if is_applied else report
 
-    async def _arriving(self, participant: _Participant) -> AsyncGenerator[BucketTransfer, None]:
+    async def _transfers_of(self, participant: _Participant) -> AsyncGenerator[BucketTransfer, None]:
         with participant.transfers:
             async for transfer in participant.transfers:
                 with self._travelling:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from inflight.base.tasks import first_of
-from inflight.base.threads import run_abandonable, started
+from inflight.base.threads import run_abandonable, start_in_thread
 from inflight.base.transport_registry import refusal
 from inflight.contracts import InferenceEndpoint, SendsFromDevice, WeightSender
 from inflight.errors import ConfigError, DeadlineError, InflightError, TransferError, UnsupportedError
@@ -187,7 +187,7 @@ class WeightGroup:
         snapshot = self._snapshot
         if snapshot is None:
             on_device = isinstance(self.sender, SendsFromDevice) and self.sender.sends_from_device
-            packed = self._packer.packed(bucket)
+            packed = self._packer.pack_bucket(bucket)
             return encode_bucket(packed, update.ref, encoding=self.encoding, on_device=on_device)
         delta = snapshot.encode(bucket.index, bucket.tensors, bucket.specs)
         if delta is None or update.base is None:
@@ -204,8 +204,8 @@ class WeightGroup:
         An endpoint that did not apply it may still read it.
         """
         if is_applied_everywhere and self._snapshot is not None:
-            self._snapshot.applied(update.ref)
-        self._ending = started(lambda: self.sender.end(is_done=is_applied_everywhere), "inflight-end")
+            self._snapshot.note_applied(update.ref)
+        self._ending = start_in_thread(lambda: self.sender.end(is_done=is_applied_everywhere), "inflight-end")
 
     def abort_update(self) -> None:
         """End the update without success, and lose the group. Raises what the sender raises, once the group is lost."""

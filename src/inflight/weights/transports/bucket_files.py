@@ -180,7 +180,7 @@ def take_lease(directory: Path, run: str, update: str, name: str) -> None:
         os.close(fd)
 
 
-def _leased_at(path: Path) -> float:
+def _lease_time(path: Path) -> float:
     """Return when a lease on an update was last renewed, 0 if that is too long ago."""
     times = [0.0]
     for file in path.glob("lease-*"):
@@ -328,7 +328,7 @@ class BucketStore:
                     else:
                         _remove(path)
         old = [path for _, path in sorted(completed)[: -self._num_kept]]
-        leased = sorted(filter(_leased_at, old), key=_leased_at, reverse=True)[:_MAX_LEASED]
+        leased = sorted(filter(_lease_time, old), key=_lease_time, reverse=True)[:_MAX_LEASED]
         for path in old:
             if path in leased:
                 continue

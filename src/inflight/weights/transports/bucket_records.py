@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from inflight.weights.transports.store import Attempt, parsed, read_text, session_name
+from inflight.weights.transports.store import Attempt, parse_message, read_text, session_name
 from inflight.wire import UpdateRef, WireModel
 
 PAGE = mmap.ALLOCATIONGRANULARITY
@@ -48,7 +48,7 @@ def await_record(directory: Path, ref: UpdateRef, index: int, size_bytes: int, a
             continue
         except OSError as error:
             raise attempt.failed(error) from error
-        record = parsed(BucketRecord, text, where=path)
+        record = parse_message(BucketRecord, text, where=path)
         if (record.ref, record.index) != (ref, index):
             raise attempt.failed(f"{path} belongs to bucket {record.index} of another update: {record.ref}")
         if record.size_bytes != size_bytes:
