@@ -123,9 +123,9 @@ class WorkerConfig(OptimizerSettings):
 
     def rank_layout(self, num_ranks: int) -> RankLayout:
         """Return what each rank computes. Raises `ConfigError` if the ranks cannot be divided as configured."""
-        return self._divided(RankLayout(num_ranks, context=self.context_parallel), num_ranks)
+        return self._checked_layout(RankLayout(num_ranks, context=self.context_parallel), num_ranks)
 
-    def _divided(self, layout: RankLayout, num_sharing: int) -> RankLayout:
+    def _checked_layout(self, layout: RankLayout, num_sharing: int) -> RankLayout:
         """Return the layout if it fits; ``num_sharing`` ranks hold the shards of the copies of a parameter."""
         sizes = {
             "tensor_parallel": layout.tensor,

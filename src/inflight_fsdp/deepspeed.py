@@ -78,7 +78,7 @@ class DeepSpeedWorker(ShardedWorker):
     """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
 
     def __init__(self, config: DeepSpeedConfig, device: torch.device, *, owns_group: bool) -> None:
-        deepspeed = on_every_rank(lambda: _imported(device), device)
+        deepspeed = on_every_rank(lambda: _import_deepspeed(device), device)
         policy = on_every_rank(lambda: empty_policy(config, device), device)
         stored = stored_tensors(config.model_path)
         layouts = layouts_of(policy.causal_lm, stored)
@@ -123,12 +123,12 @@ class DeepSpeedWorker(ShardedWorker):
         self._has_gradients = False
         self._boundary.update = super()._update
         self._engine.step()
-        outcome = self._boundary.left()
+        outcome = self._boundary.take_result()
         if isinstance(outcome, StepResult):
             return outcome
         if outcome is None:
             self._compute_with_masters()  # DeepSpeed left out its last collectives
-        raise outcome or self._refused(float("inf"))
+        raise outcome or self._non_finite_error(float("inf"))
 
     def load(self, path: Path) -> None:
         super().load(path)
@@ -176,7 +176,7 @@ class _Boundary(torch.optim.Optimizer):
         except Exception as error:
             self._outcome = error
 
-    def left(self) -> StepResult | Exception | None:
+    def take_result(self) -> StepResult | Exception | None:
         """Return what the update came to, None if DeepSpeed did not come here, and expect none any more."""
         outcome, self._outcome, self.update = self._outcome, None, None
         return outcome
@@ -219,7 +219,7 @@ def _range_of(parameter: Any, zero: Any) -> tuple[slice, _ZeroPart] | None:
     return (slice(first, first + size), _ZeroPart(flat, slice(start, start + size))) if size else None
 
 
-def _imported(device: torch.device) -> Any:
+def _import_deepspeed(device: torch.device) -> Any:
     """Return DeepSpeed, made ready for the ranks of torch's default group. Raises `ConfigError` if it is missing."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")  # in a group of one

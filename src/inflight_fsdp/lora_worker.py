@@ -80,11 +80,11 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
 
     def _saved_state(self) -> TrainerState:
         """Collective: every rank merges its own rows."""
-        weights = [self._merged(name) for name in self._parameters.layouts if not is_lora(name)]
+        weights = [self._merge_part(name) for name in self._parameters.layouts if not is_lora(name)]
         return replace(super()._saved_state(), weights=weights)
 
     @torch.no_grad()
-    def _merged(self, name: str) -> ShardedTensor:
+    def _merge_part(self, name: str) -> ShardedTensor:
         part = self._parameters.sharded(name)
         layer = name.removesuffix(".weight")
         if layer not in self._changed:

@@ -32,7 +32,7 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
 
     ``updates`` None chooses staged updates where possible, but not for servers on CUDA, whose own groups take NCCL.
     """
-    paths = await routes.offered()
+    paths = await routes.fetch_paths()
     if problem := flags.missing_routes(paths):
         raise _refusal(routes, {}, problem)
     info = await routes.get("/server_info")  # its start settings: /v1/models and /model_info name the last files loaded

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from inflight.base.tasks import TaskOwner
 from inflight.base.threads import run_abandonable
-from inflight.engines.routes import EngineRoutes, words_of
+from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.errors import DeadlineError, ProtocolError, TransferError
 from inflight.weights.receive.adapter import BucketSink
 from inflight.wire import (
@@ -146,7 +146,7 @@ class NativeSink(BucketSink):
         except BaseException:
             self._engine.has_loaded = True
             raise
-        words = words_of(answer)
+        words = error_text_of(answer)
         if status == 200 or not words.startswith(_NOTHING_LOADED):
             self._engine.has_loaded = True
         if status != 200:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from inflight.base.tasks import finish_all
-from inflight.engines.detached_calls import quietly
+from inflight.engines.detached_calls import ignore_engine_errors
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import InflightError, UpdateRefusedError
 from inflight.wire import InFlightPolicy
@@ -57,7 +57,7 @@ async def _stop_when_idle(routes: EngineRoutes, num_sent: Callable[[], int], *, 
             paused_since = time.monotonic()
             if await _flush(routes):
                 return paused_since
-            await go_on(routes)  # another client's request interleaved
+            await resume_sampling(routes)  # another client's request interleaved
         await asyncio.sleep(_POLL_S)
 
 
@@ -72,7 +72,7 @@ async def abort(routes: EngineRoutes, rids: Sequence[str]) -> None:
     await finish_all(*map(end, rids))
 
 
-async def go_on(routes: EngineRoutes) -> None:
+async def resume_sampling(routes: EngineRoutes) -> None:
     """Sample again."""
     await routes.post("/continue_generation", {"torch_empty_cache": False})
 
@@ -90,7 +90,7 @@ async def poison(routes: EngineRoutes, label: str) -> None:
     with contextlib.suppress(InflightError):
         await _pause(routes, "retract")
         await routes.post("/abort_request", {"abort_all": True})
-    await quietly(set_label(routes, label))
+    await ignore_engine_errors(set_label(routes, label))
 
 
 async def _pause(routes: EngineRoutes, mode: str) -> None:

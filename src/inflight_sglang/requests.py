@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from inflight.engines.requests import SentRequest, check_fit, reading, unsampled
+from inflight.engines.requests import SentRequest, check_fit, protocol_errors, unsampled_completion
 from inflight.engines.version_labels import spans_of
 from inflight.errors import NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import DTYPE_SIZES, Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
@@ -124,7 +124,7 @@ def items_of(answer: Any, num: int) -> list[Any]:
     return answer
 
 
-def labelled(item: Mapping[str, Any]) -> Any:
+def version_labels_of(item: Mapping[str, Any]) -> Any:
     """Return the labels of a completion's tokens."""
     return item["meta_info"].get("weight_versions")
 
@@ -134,9 +134,9 @@ def response_of(request: GenerateRequest, items: Sequence[Any], limits: RequestL
 
     Raises `NonFiniteError` for broken weights, `ProtocolError` if the answers cannot be read.
     """
-    with reading("/generate"):
+    with protocol_errors("/generate"):
         completions = tuple(
-            unsampled(i) if item is None else _completion(i, item, request.sampling, limits)
+            unsampled_completion(i) if item is None else _completion(i, item, request.sampling, limits)
             for i, item in enumerate(items)
         )
     return GenerateResponse(request_id=request.request_id, completions=completions)

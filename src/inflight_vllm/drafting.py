@@ -83,7 +83,7 @@ class HistoryProposer:
     def _propose(self, request_id: str, token_ids: Any, num_prompt_tokens: int, num_tokens: int) -> list[int]:
         row = self._rows.get(request_id)
         if row is None:
-            row = self._rows[request_id] = self._begun(request_id, token_ids[:num_prompt_tokens].tolist())
+            row = self._rows[request_id] = self._start_row(request_id, token_ids[:num_prompt_tokens].tolist())
         sampled = token_ids[row.num_tokens : num_tokens].tolist()
         if row.draft:
             row.drafter.verified(len(row.draft), _num_equal(row.draft, sampled))
@@ -93,7 +93,7 @@ class HistoryProposer:
         row.draft = row.drafter.draft(min(self._longest, row.max_tokens - num_tokens - 1))
         return row.draft.copy()
 
-    def _begun(self, request_id: str, prompt: list[int]) -> _Row:
+    def _start_row(self, request_id: str, prompt: list[int]) -> _Row:
         params = self._runner.requests[request_id].sampling_params
         start = len(prompt) - (params.extra_args or {}).get(CONTINUED, 0)
         max_tokens = min(self._max_model_len, len(prompt) + params.max_tokens)

@@ -44,13 +44,13 @@ def commit(core: Any, *, label: str, pauses: bool, resumes: bool) -> Answer | Fu
     started = time.monotonic()
     paused = core.pause_scheduler("keep", False) if pauses else None
     if paused is None:
-        return _switched(core, label, started, resumes=resumes)
+        return _switch_weights(core, label, started, resumes=resumes)
     answer: Future[Answer] = Future()
 
     def switch(paused: Future[None]) -> None:
         try:
             paused.result()
-            answer.set_result(_switched(core, label, time.monotonic(), resumes=resumes))
+            answer.set_result(_switch_weights(core, label, time.monotonic(), resumes=resumes))
         except Exception as error:  # vLLM sends it to the client
             answer.set_exception(error)
 
@@ -58,7 +58,7 @@ def commit(core: Any, *, label: str, pauses: bool, resumes: bool) -> Answer | Fu
     return answer
 
 
-def _switched(core: Any, label: str, stopped: float, *, resumes: bool) -> Answer:
+def _switch_weights(core: Any, label: str, stopped: float, *, resumes: bool) -> Answer:
     started = time.monotonic()
     core.model_executor.collective_rpc("finish_weight_update")
     loaded = time.monotonic()

@@ -74,7 +74,7 @@ class ReloadedModel:
             layer.take()
         if prepared.rest:
             initialize_layerwise_reload(self._model)
-            with self._experts_packed_anew():
+            with self._repack_experts():
                 self._model.load_weights((name, tensor.to(self._device)) for name, tensor in prepared.rest)
                 self._finish()
             self._pack_tied_head()
@@ -129,7 +129,7 @@ class ReloadedModel:
         finalize_layerwise_reload(self._model, self._model_config)
 
     @contextlib.contextmanager
-    def _experts_packed_anew(self) -> Iterator[None]:
+    def _repack_experts(self) -> Iterator[None]:
         """Make vLLM pack the experts that are loaded within.
 
         On a CPU it packs them when it makes a layer's kernel, and copies later weights into the pack as they are.

@@ -44,7 +44,7 @@ class Write:
     read: StridedRegion | None = None
     value: float = 0.0
 
-    def written(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    def value_from(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
         """Return what is written, of the tensors that arrived."""
         if self.source is None or self.read is None:
             return torch.full((), self.value, device=device)

@@ -14,7 +14,7 @@ from typing import Any
 
 from inflight.base.tasks import TaskOwner
 from inflight.base.transfer_time import MOVE_S
-from inflight.engines.detached_calls import quietly
+from inflight.engines.detached_calls import ignore_engine_errors
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
@@ -105,9 +105,9 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             await self._clear()
             await self._routes.post("/init_weight_transfer_engine", {"init_info": {"spec": spec.model_dump()}})
             try:
-                await self._done("joining the weight group", spec.timeout_s, wait_s=0.0, joining=spec)
+                await self._wait_until_done("joining the weight group", spec.timeout_s, wait_s=0.0, joining=spec)
             except BaseException:
-                await asyncio.shield(quietly(self._routes.post("/shutdown_weight_transfer_engine")))
+                await asyncio.shield(ignore_engine_errors(self._routes.post("/shutdown_weight_transfer_engine")))
                 raise
             self._kept = _kept_of(await status_of(self._routes))  # other clients may have made it keep other weights
             self._group = spec.group
@@ -139,7 +139,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
                 raise TransferError(f"bucket {bucket.index} was refused by the engine: {error.message}") from error
         # A waiting status call would keep the worker from sampling.
         wait_s = 0.0 if update.staged else _WAIT_S
-        await self._done(f"receiving bucket {bucket.index}", transfer.timeout_s, wait_s=wait_s)
+        await self._wait_until_done(f"receiving bucket {bucket.index}", transfer.timeout_s, wait_s=wait_s)
 
     def note_committed(self) -> None:
         self._kept = self._update.ref if self._update is not None and self._update.keep else None
@@ -281,7 +281,9 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         if self._joining is not joining:
             raise TransferError("joining the weight group was abandoned: the client has left it, or is joining another")
 
-    async def _done(self, what: str, timeout_s: float, *, wait_s: float, joining: TransportSpec | None = None) -> None:
+    async def _wait_until_done(
+        self, what: str, timeout_s: float, *, wait_s: float, joining: TransportSpec | None = None
+    ) -> None:
         """Return when the engine's half has done what it was asked. Raises `TransferError`, also for a lost group."""
         deadline = time.monotonic() + timeout_s + 1.0  # the engine's own error says more
         while True:
@@ -304,7 +306,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         Torn weights stay paused, and so does an engine whose memory is released.
         """
         await self._end_session(force=True)
-        await quietly(self._routes.post("/shutdown_weight_transfer_engine"))
+        await ignore_engine_errors(self._routes.post("/shutdown_weight_transfer_engine"))
         served = parse_label(await self._served_label())
         self._is_torn = served.torn
         if not (served.torn or served.released):
@@ -317,15 +319,15 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         self._session_is_open = False
         # Refused if no session is open, which is fine.
         source = "drop" if self._group is None else "forget"
-        await quietly(self._routes.post("/update_weights", {"update_info": {"source": source}}))
-        await quietly(self._routes.post("/finish_weight_update", {}))
+        await ignore_engine_errors(self._routes.post("/update_weights", {"update_info": {"source": source}}))
+        await ignore_engine_errors(self._routes.post("/finish_weight_update", {}))
 
     async def _leave(self, name: str) -> None:
         async with self._lock:
             if self._joining is not None:
                 return  # joining the next group leaves the one before
             if self._session_is_open:
-                await quietly(self._routes.post("/update_weights", {"update_info": {"source": "drop"}}))
+                await ignore_engine_errors(self._routes.post("/update_weights", {"update_info": {"source": "drop"}}))
                 return
             with contextlib.suppress(InflightError):
                 if all(status.get("group") == name for status in await status_of(self._routes)):

@@ -615,7 +615,7 @@ class MergedAtEachStep(FsdpLoraWorker):
         with torch.no_grad():
             for layer in self._changed:
                 name = f"{layer}.weight"
-                self._parameters[name].to_local().copy_(self._merged(name).local)
+                self._parameters[name].to_local().copy_(self._merge_part(name).local)
         return result
 
 

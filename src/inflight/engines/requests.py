@@ -49,7 +49,7 @@ def check_fit(request: GenerateRequest, *, max_model_len: int, vocab_size: int) 
 
 
 @contextlib.contextmanager
-def reading(path: str) -> Iterator[None]:
+def protocol_errors(path: str) -> Iterator[None]:
     """Turn errors from reading a malformed answer into `ProtocolError`."""
     try:
         yield
@@ -109,17 +109,17 @@ class RequestGate:
         running = self._running[request.request_id] = _Running()
         items: list[Item | None] = [None] * request.sampling.n
         try:
-            current = await self._passed(label, running)
+            current = await self._wait_at_gate(label, running)
             if current is None:
                 return items
             indices = range(request.sampling.n)
-            found = await _sent(send, running, _asked(request, dict.fromkeys(indices, current)))
-            with reading("the engine"):
+            found = await _sent(send, running, _sent_requests(request, dict.fromkeys(indices, current)))
+            with protocol_errors("the engine"):
                 late = [i for i in indices if began_under_another(labelled(found[i]), current)]
             for index in set(indices) - set(late):
                 items[index] = found[index]
-            if late and await self._passed(label, running) is not None:  # an update under way goes first
-                again = await _sent(send, running, _asked(request, {index: uuid.uuid4().hex for index in late}))
+            if late and await self._wait_at_gate(label, running) is not None:  # an update under way goes first
+                again = await _sent(send, running, _sent_requests(request, {index: uuid.uuid4().hex for index in late}))
                 for index, item in zip(late, again, strict=True):
                     items[index] = item
             return items
@@ -143,7 +143,7 @@ class RequestGate:
                     for running in aborted:
                         await running.over.wait()
 
-    async def _passed(self, label: Callable[[], Awaitable[str]], running: _Running) -> str | None:
+    async def _wait_at_gate(self, label: Callable[[], Awaitable[str]], running: _Running) -> str | None:
         """Return the label of the engine's weights, once requests may be sent; None if ``running`` was aborted.
 
         Asks for each request, because any other client may have changed the weights.
@@ -157,12 +157,12 @@ class RequestGate:
                 return None if running.aborted.is_set() else current
 
 
-def unsampled(index: int) -> Completion:
+def unsampled_completion(index: int) -> Completion:
     """Return a completion that was aborted before anything was sampled for it."""
     return Completion(index=index, token_ids=(), logprobs=(), version_spans=(), finish_reason="abort")
 
 
-def _asked(request: GenerateRequest, cache_keys: Mapping[int, str]) -> dict[int, SentRequest]:
+def _sent_requests(request: GenerateRequest, cache_keys: Mapping[int, str]) -> dict[int, SentRequest]:
     """Return how the engine is asked for the completions with these indices."""
     name = f"{len(request.request_id)}:{request.request_id}/{uuid.uuid4().hex[:12]}/"
     return {index: SentRequest(f"{name}{index}.", key) for index, key in cache_keys.items()}

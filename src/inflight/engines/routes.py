@@ -50,23 +50,23 @@ class EngineRoutes:
         """Return the JSON object of a GET. Raises `ProtocolError` with the server's words for any other answer."""
         status, answer = await self.ask("GET", path, None, timeout_s)
         if status != 200 or not isinstance(answer, dict):
-            raise ProtocolError(f"GET {path} answered status {status}: {words_of(answer)}", self.url)
+            raise ProtocolError(f"GET {path} answered status {status}: {error_text_of(answer)}", self.url)
         return answer
 
     async def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """Return the answer to a POST. Raises `ProtocolError` with the server's words if it refuses."""
         status, answer = await self.ask("POST", path, body, timeout_s)
         if status != 200:
-            raise ProtocolError(f"POST {path} answered status {status}: {words_of(answer)}", self.url)
+            raise ProtocolError(f"POST {path} answered status {status}: {error_text_of(answer)}", self.url)
         return answer
 
     async def request(self, path: str, body: Any, timeout_s: float | None = None) -> Any:
         """Return the answer to a user's POST. Raises `InvalidRequestError` if the server calls it invalid."""
         status, answer = await self.ask("POST", path, body, timeout_s)
         if status == 400:
-            raise InvalidRequestError(f"the engine refused the request: {words_of(answer)}")
+            raise InvalidRequestError(f"the engine refused the request: {error_text_of(answer)}")
         if status != 200:
-            raise ProtocolError(f"POST {path} answered status {status}: {words_of(answer)}", self.url)
+            raise ProtocolError(f"POST {path} answered status {status}: {error_text_of(answer)}", self.url)
         return answer
 
     async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> tuple[int, Any]:
@@ -78,13 +78,13 @@ class EngineRoutes:
         status, answer = await call
         if status in (401, 403):
             raise UnauthorizedError(
-                f"{method} {path} was refused with status {status}: {words_of(answer)}. "
+                f"{method} {path} was refused with status {status}: {error_text_of(answer)}. "
                 "Pass the key of the server's --api-key",
                 self.url,
             )
         return status, answer
 
-    async def offered(self) -> Mapping[str, Any]:
+    async def fetch_paths(self) -> Mapping[str, Any]:
         """Return the server's routes by their paths."""
         paths = (await self.get("/openapi.json")).get("paths")
         if not isinstance(paths, dict):
@@ -111,7 +111,7 @@ class EngineRoutes:
             return await call
 
 
-def words_of(answer: Any) -> str:
+def error_text_of(answer: Any) -> str:
     """Return the message of an engine's error answer, in one line."""
     for key in ("error", "message"):
         if isinstance(answer, dict) and key in answer:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from inflight.errors import DeadlineError, EndpointError, ProtocolError, UnreachableError
-from inflight.http.bodies import parsed
+from inflight.http.bodies import parse_body
 from inflight.http.transport import make_transport
 
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
@@ -96,7 +96,7 @@ class BoundedClient:
             headers={"content-type": "application/json", **(headers or {})},
         )
         try:
-            return status, await parsed(json.loads, answer)
+            return status, await parse_body(json.loads, answer)
         except (ValueError, RecursionError):
             return status, answer.decode(errors="replace")
 

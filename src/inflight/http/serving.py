@@ -112,7 +112,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait until ready, start, and report it; does nothing if told to stop meanwhile."""
         if self._until_ready is not None:
-            await self._unless_stopped(self._until_ready())
+            await self._run_until_stopped(self._until_ready())
             if self.should_exit:
                 await self._end_requests()
                 return
@@ -133,7 +133,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
         await self._app.wait_for_abandoned_calls(_PARTING_S)
 
-    async def _unless_stopped(self, call: Awaitable[None]) -> None:
+    async def _run_until_stopped(self, call: Awaitable[None]) -> None:
         """Await a call; cancel it once this server is told to stop."""
         calling = asyncio.create_task(self._note_failure_of(call))
         try:

@@ -111,8 +111,8 @@ def decoding(decoded: Callable[..., torch.Tensor]) -> Callable[[EmbeddedEndpoint
         def faulty(update: WeightUpdate) -> None:
             begin(update)
             staging = sink._staging
-            own = staging._decoded
-            staging._decoded = lambda *arguments: decoded(staging, own, *arguments)
+            own = staging._decode
+            staging._decode = lambda *arguments: decoded(staging, own, *arguments)
 
         sink.begin = faulty
         return endpoint

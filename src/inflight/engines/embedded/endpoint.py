@@ -26,7 +26,7 @@ from inflight.contracts import (
 )
 from inflight.engines.embedded.chat import ChatChunkWriter, ChatFormat
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.parameters import HOST, made_ready
+from inflight.engines.embedded.parameters import HOST, prepare_tensors
 from inflight.engines.embedded.sequences import Sequence
 from inflight.errors import EndpointError, InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.http.chat import chat_completion_of, check_chat
@@ -99,7 +99,7 @@ class EmbeddedEndpoint(
         """Whether weights arrive in memory that only lasts as long as the trainer's process."""
         self._sink = StagedSink(self._make_receiver, self._prepare)
         self._manifest = Manifest(tensors=specs)
-        self._capabilities = self._declared(parameter)
+        self._capabilities = self._describe_capabilities(parameter)
         self._updates = UpdateReceiver(self, self._sink, specs, self._capabilities)
         self._memory = MemoryRelease(self, self._updates.session)
         self._last_timings: UpdateTimings | None = None
@@ -115,7 +115,7 @@ class EmbeddedEndpoint(
     async def capabilities(self) -> Capabilities:
         return self._capabilities
 
-    def _declared(self, parameter: Any) -> Capabilities:
+    def _describe_capabilities(self, parameter: Any) -> Capabilities:
         from inflight import __version__
 
         return Capabilities(
@@ -197,8 +197,8 @@ class EmbeddedEndpoint(
             if self._is_borrowed:
                 arrived = [(name, tensor.clone()) for name, tensor in arrived]
             load = self._adapted.prepare(update.manifest, arrived, present)
-            whole = weights.stored.joined(load.tensors, weights.by_name.__getitem__)
-            return load, made_ready(weights.by_name, whole)
+            whole = weights.stored.assemble(load.tensors, weights.by_name.__getitem__)
+            return load, prepare_tensors(weights.by_name, whole)
 
     async def apply(self, update: WeightUpdate) -> None:
         load, ready = self._sink.prepared()

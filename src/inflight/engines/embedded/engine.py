@@ -185,7 +185,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------- engine's thread
 
     def load(self, ready: Iterable[tuple[str, torch.Tensor]], version: int, policy: InFlightPolicy) -> None:
-        """Load weights that `made_ready` returned. Engine's thread only, while paused.
+        """Load weights that `prepare_tensors` returned. Engine's thread only, while paused.
 
         If it raises, the model is torn.
         """

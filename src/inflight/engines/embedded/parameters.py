@@ -37,7 +37,7 @@ class ServedParameters:
         """Memory that `load` has replaced, until the caller clears it."""
 
     def load(self, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Make tensors that `made_ready` returned the parameters' memory, or copy them if addresses must stay."""
+        """Make tensors that `prepare_tensors` returned the parameters' memory, or copy them if addresses must stay."""
         if self.keeps_addresses:
             overwrite(self.by_name, ready)
         else:
@@ -52,13 +52,15 @@ class ServedParameters:
         move(self.by_name, self.device)
 
 
-def made_ready(parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def prepare_tensors(
+    parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> list[tuple[str, torch.Tensor]]:
     """Return tensors in the dtype and layout of the parameters of these names, on their device.
 
     A tensor that fits already is taken as it is: nothing may write to it from now on. The others are copied. Changes
     nothing, and may run in any thread. Raises `ValueError` for a tensor of another shape.
     """
-    return [(name, _fitted(tensor, parameters[name], name)) for name, tensor in tensors]
+    return [(name, _fit(tensor, parameters[name], name)) for name, tensor in tensors]
 
 
 def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
@@ -96,7 +98,7 @@ def overwrite(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]])
         synchronise_stream(device)
 
 
-def _fitted(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+def _fit(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
     if tensor.shape != parameter.shape:
         raise ValueError(f"{name} has the shape {tuple(parameter.shape)}, not {tuple(tensor.shape)}")
     fitted = tensor.detach().to(parameter.device, parameter.dtype)

@@ -36,7 +36,7 @@ class StoredTensors:
         owner = self._owners[part]
         return self._views(owner, parameters[owner])[part]
 
-    def joined(self, tensors: Iterable[tuple[str, torch.Tensor]], present: Callable[[str], torch.Tensor]) -> Named:
+    def assemble(self, tensors: Iterable[tuple[str, torch.Tensor]], present: Callable[[str], torch.Tensor]) -> Named:
         """Return stored tensors as whole parameters; ``present`` returns a parameter of which some were not sent."""
         joined: Named = []
         of_owner: dict[str, dict[str, torch.Tensor]] = {}
