@@ -161,7 +161,7 @@ def _put_in_place(fresh: Path, path: Path) -> None:
 
 
 def _reserve(file: Path, tensors: Sequence[ShardedTensor]) -> None:
-    """Write the header of a safetensors file, and make room for its tensors."""
+    """Write the header of a safetensors file, and extend the file to the size of its tensors."""
     header, offsets = _header(tensors)
     with file.open("wb") as out:
         out.write(header)

@@ -177,7 +177,7 @@ class _Boundary(torch.optim.Optimizer):
             self._outcome = error
 
     def take_result(self) -> StepResult | Exception | None:
-        """Return what the update came to, None if DeepSpeed did not come here, and expect none any more."""
+        """Return the outcome of the update, None if DeepSpeed did not call `step`, and forget it."""
         outcome, self._outcome, self.update = self._outcome, None, None
         return outcome
 
@@ -231,8 +231,8 @@ def _import_deepspeed(device: torch.device) -> Any:
         raise ConfigError(f"the DeepSpeed worker needs deepspeed ({error}): see docs/trainers.md") from error
     if (kind := get_accelerator().device_name()) != device.type:
         raise ConfigError(f"DeepSpeed was imported for {kind}: set DS_ACCELERATOR={device.type} for this device")
-    # On a CPU it starts by compiling an all-reduce for inference, which training has no use for. The lock of such a
-    # build that is killed stays, and every later start waits for it forever.
+    # On a CPU it starts by compiling an all-reduce for inference, which training has no use for. A killed build
+    # leaves its lock behind, and every later start waits for it forever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", message=".torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor). is")
     if groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:  # of a default group that has ended

@@ -26,8 +26,8 @@ from inflight_fsdp.worker import FsdpWorker
 class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
     """One trainer rank. Its weights, as it publishes them, are those of the LoRA.
 
-    Checkpoints hold the LoRA as PEFT stores it in ``adapter/``, from where `load` reads it. Beside config.json are the
-    weights with the LoRA merged, for whoever loads the directory as a model.
+    Checkpoints hold the LoRA as PEFT stores it in ``adapter/``, from where `load` reads it. Next to config.json are the
+    weights with the LoRA merged, so that the directory can be loaded as a model.
     """
 
     def __init__(self, config: WorkerConfig, device: torch.device, *, owns_group: bool) -> None:
@@ -95,5 +95,5 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
             whole_a[box] = a.local.to(self._device)
         if self.world_size > 1:
             dist.all_reduce(whole_a)
-        # Rows are dealt out alike: this rank's rows of B belong to its rows of the weight.
+        # Rows are distributed in the same way: this rank's rows of B belong to its rows of the weight.
         return replace(part, local=merge_lora(part.local, whole_a, b.local, self._lora.spec).cpu())

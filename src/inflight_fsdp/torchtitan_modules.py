@@ -1,4 +1,4 @@
-"""What of TorchTitan's models is ours, and a model as a function from rows to logprobs.
+"""Replacements for modules of TorchTitan's models, and a model as a function from rows to logprobs.
 
 TorchTitan's attentions have no backward on a CPU; its head returns logits; it always computes experts in bfloat16, and
 their router under an autocast that a CPU does not have.

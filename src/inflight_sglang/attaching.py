@@ -1,4 +1,4 @@
-"""What a running SGLang server can do, as the server itself says, and why it cannot be attached to."""
+"""The capabilities that a running SGLang server reports, and the reasons for which it cannot be attached to."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
     if specs is None and why_not is None:  # loading other shapes ends SGLang: it goes back by reading the same files
         why_not = f"its checkpoint {str(directory)!r} cannot be read here; pass model_dir"
     if updates == "staged" and why_not is not None:
-        raise ConfigError(f"{routes.url}: updates cannot be staged beside this SGLang server: {why_not}")
+        raise ConfigError(f"{routes.url}: updates cannot be staged for this SGLang server: {why_not}")
     try:
         on_cuda = info["device"] == "cuda"
         staged = why_not is None and (updates == "staged" or (updates is None and not on_cuda))

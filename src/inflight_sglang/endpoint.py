@@ -50,7 +50,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
     correctly. ``api_key`` is the server's own. ``model_dir`` is the checkpoint as this process sees it, if that differs
     from the server's path: manifests are checked against it before anything is sent, and the vocabulary is read there.
 
-    ``updates`` indicates where weights are received. ``staged`` updates arrive in this process, are compared, and the
+    ``updates`` selects where weights are received. ``staged`` updates arrive in this process, are compared, and the
     commit loads them from files that both sides see. ``native`` updates are received by the engine itself as they come,
     which poisons it if they stop half way. None means staged for a server on this host's CPU with one rank, and native
     otherwise. With staged updates SGLang's own ``/model_info`` and ``/v1/models`` name the files last loaded, which no

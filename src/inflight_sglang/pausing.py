@@ -1,4 +1,4 @@
-"""Stopping an SGLang server's sampling, continuing, ending requests, and the label of its weights."""
+"""Pausing and resuming an SGLang server's sampling, ending requests, and labelling its weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLUSHES = 20
 
 
 async def stop(routes: EngineRoutes, policy: InFlightPolicy, num_sent: Callable[[], int]) -> float:
-    """Return once nothing is being sampled, as the policy says; the result is since when (`time.monotonic`).
+    """Stop sampling as the policy specifies; return the time at which it stopped (`time.monotonic`).
 
     ``num_sent`` counts this client's unanswered requests. After a failure sampling may be paused.
     """
@@ -62,7 +62,7 @@ async def _stop_when_idle(routes: EngineRoutes, num_sent: Callable[[], int], *, 
 
 
 async def abort(routes: EngineRoutes, rids: Sequence[str]) -> None:
-    """Ask for an end of the requests with these ids, with what they have. Ids that are not running are ignored."""
+    """End the requests with these ids, which return the tokens that they have. Ids that are not running are ignored."""
     slots = asyncio.Semaphore(_CALLS_AT_ONCE)
 
     async def end(rid: str) -> None:

@@ -22,7 +22,7 @@ _REASONS = ("stop", "length", "abort")
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The settings of a server that decide how it is asked."""
+    """The settings of a server that determine its requests."""
 
     vocab_size: int
     max_model_len: int
@@ -36,7 +36,7 @@ class RequestLimits:
 
 
 def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
-    """Raise `InvalidRequestError` or `UnsupportedError` if the request cannot be served as the contract says."""
+    """Raise `InvalidRequestError` or `UnsupportedError` if the request cannot be served as the contract requires."""
     check_fit(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
     sampling = request.sampling
     if sampling.seed is not None and not limits.has_seeds:
@@ -172,7 +172,7 @@ def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, l
 
 
 def _up_to_stop(token_ids: Sequence[int], sampling: SamplingParams, reason: str) -> tuple[int, str]:
-    """Return where a completion ends, and why. Told to ignore the end of sequence, SGLang ignores stop tokens too."""
+    """Return where a completion ends, and why. If it ignores the end of sequence, SGLang ignores stop tokens too."""
     ends = [i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids]
     return (ends[0] + 1, "stop") if ends else (len(token_ids), reason)
 

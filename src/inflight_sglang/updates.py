@@ -1,8 +1,8 @@
 """Weight updates over SGLang's routes: the pause, the load and the commit of one server.
 
 The commit loads staged weights from files, and SGLang's session is open for the pause only. Weights that SGLang
-receives by itself are loaded as they arrive: see `inflight_sglang.native`. Should this process die meanwhile, the open
-session tells other clients that the weights may be torn.
+itself receives are loaded as they arrive: see `inflight_sglang.native`. If this process dies meanwhile, the open
+session shows other clients that the weights may be torn.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         return self._loading is not None and not self._loading.done()
 
     def begin_load(self, call: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        """Begin a call that makes the engine load a bucket. The call ends by itself; nothing else begins until then."""
+        """Begin a call that makes the engine load a bucket. It ends on its own; nothing else begins until then."""
         self._loading = self._background.start(call)
         return self._loading
 
     async def open_session(self) -> None:
-        """Open SGLang's session, before it receives the first bucket by itself."""
+        """Open SGLang's session, before SGLang itself receives the first bucket."""
         if not self._session_is_open:
             try:
                 await self._routes.post("/begin_weight_update", {"selector": "target"})
@@ -139,7 +139,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             if self.files is not None:
                 files = self.files()
                 self.has_loaded = True
-                # The engine labels its weights by itself: tokens sampled from then on carry the label.
+                # The engine itself labels its weights: tokens sampled from then on carry the label.
                 body = _body_of_files(files.checkpoint) | {"weight_version": label_of(update.ref)}
                 await self._routes.post("/update_weights_from_disk", body, STUCK_S)
             await self._routes.post("/end_weight_update", {})
@@ -164,7 +164,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             self._gate.is_open.set()
 
     async def fail_requests(self) -> None:
-        """The engine stays paused; its label tells every other client that its weights are torn.
+        """The engine stays paused; its label shows every other client that its weights are torn.
 
         While the engine still waits for a bucket this continues in the background: if nothing was loaded in the end,
         the weights are whole after all, and the engine samples again.
@@ -219,7 +219,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         return sum(int(load["num_running_reqs"]) for load in loads["loads"])
 
     def adopt_label(self, served: ServedVersion) -> bool:
-        """Adopt what the server's label says; return whether its weights are torn."""
+        """Adopt the state in the server's label; return whether its weights are torn."""
         if self._settling is None or self._settling.done():
             self.is_torn = served.torn
         return self.is_torn or served.torn
@@ -245,7 +245,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         if status == 200 or not error_text_of(answer).startswith(_NO_FILES):
             raise UpdateRefusedError(
                 "the server does not see the files of this process, though its address is this host's: attach with "
-                f"?updates=native. It says: {error_text_of(answer)}"
+                f"?updates=native. Its answer: {error_text_of(answer)}"
             )
         self._has_seen_files = True
 
@@ -287,7 +287,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         if served.released:
             return
         status, _ = await self._routes.ask("GET", "/ready")
-        if status == 200:  # not paused: do not look for a session, which would wait until nothing runs
+        if status == 200:  # not paused: do not query the session, which would wait until nothing runs
             return
         was_ours, self._session_is_open = self._session_is_open, False
         status, _ = await self._routes.ask("POST", "/end_weight_update", {})

@@ -49,7 +49,7 @@ from inflight_vllm.updates import PLUGIN_PROTOCOL, VllmUpdates, status_of
 
 _CLOSE_S = 30.0
 _PART_TOKENS = 1 << 15
-"""Tokens of history in one call. A worker samples nothing while it takes them up."""
+"""Tokens of history in one call. A worker samples nothing while it records them."""
 
 
 class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint):
@@ -72,7 +72,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         generate_timeout_s: float = 600.0,
     ) -> None:
         url = url.rstrip("/")
-        # vLLM closes a connection after answering status 500 on it, without saying so.
+        # vLLM closes a connection after answering status 500 on it, without announcing it.
         routes = EngineRoutes(
             url, api_key=api_key, control_timeout_s=control_timeout_s, liveness_path="/health", keeps_alive=False
         )
@@ -118,7 +118,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
             if status.get("protocol") != PLUGIN_PROTOCOL:
                 raise ConfigError(
                     f"{self.name}: the server's plug-in speaks protocol {status.get('protocol')}, "
-                    f"but this client speaks {PLUGIN_PROTOCOL}: install the same release of inflight beside vLLM"
+                    f"but this client speaks {PLUGIN_PROTOCOL}: install the same release of inflight next to vLLM"
                 )
         self._speculates = flags.speculates(settings)
         vocab_size, specs = checkpoint_of(self.name, self._model_dir or Path(root), dtype)

@@ -1,6 +1,6 @@
 """The commit of an update in vLLM's engine core, which alone can pause, label and resume. Only vLLM loads this module.
 
-vLLM's routes do each of these by itself. With a client's round trip between each two of them, and the 20 ms that
+vLLM's routes do each of these separately. With a client's round trip between each two of them, and the 20 ms that
 ``/pause`` sleeps, a model that loads in 5 ms is paused for 100. Here they follow each other in the thread that samples,
 in one call of ``collective_rpc``, the one route of vLLM that takes any method.
 """

@@ -70,7 +70,7 @@ def drafts_from_history(config: Mapping[str, Any]) -> bool:
 
 
 def counts_drafts(config: Mapping[str, Any]) -> bool:
-    """Return whether a server with these settings says of each request how many drafts were verified for it."""
+    """Return whether a server with these settings reports for each request how many drafts were verified."""
     level = (config.get("observability_config") or {}).get("per_request_spec_decode_metrics", "none")
     return speculates(config) and level != "none"
 

@@ -1,6 +1,6 @@
 """Loading tensors into a model that vLLM serves. Only vLLM loads this module.
 
-Layers whose load is known to be copies are prepared before sampling is paused; the rest takes vLLM's layerwise reload.
+Layers whose load is known to be copies are prepared before sampling is paused; the others use vLLM's layerwise reload.
 
 This module handles four facts of vLLM 0.32. A partly loaded layer becomes whatever its memory held, so its other
 tensors must be loaded too. A failed reload leaves half-loaded layers behind, which would corrupt the next reload. On a
@@ -33,7 +33,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PreparedLoad:
-    """What is left to do while sampling is paused."""
+    """The part of a load that remains to be done while sampling is paused."""
 
     layers: Sequence[ReadyLayer]
     rest: Named
@@ -54,7 +54,7 @@ class ReloadedModel:
 
     @torch.no_grad()
     def prepare(self, tensors: Named) -> PreparedLoad:
-        """Do of a load what needs no pause. May be called in any thread, between forwards or during one."""
+        """Do the part of a load that needs no pause. May be called in any thread, between forwards or during one."""
         given = dict(tensors)
         if self._traced is None or self.is_dirty:
             return PreparedLoad([], tensors)
@@ -96,13 +96,13 @@ class ReloadedModel:
     def companions(self, names: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
         """Return the other tensors of the layers that take those named: they must be loaded together.
 
-        ``shapes`` as for `find_layers`. Raises `UnsupportedError` if the model loads a tensor in a way that does not
-        indicate which layer takes it.
+        ``shapes`` as for `find_layers`. Raises `UnsupportedError` if it cannot be determined which layer
+        takes a tensor.
         """
         traced = self.find_layers(shapes)
         if traced.problem is not None:
             raise UnsupportedError(
-                f"inflight cannot indicate which checkpoint tensors make {traced.problem}: "
+                f"inflight cannot determine which checkpoint tensors make {traced.problem}: "
                 "this model takes complete updates only"
             )
         given = wanted = set(names)
@@ -132,7 +132,8 @@ class ReloadedModel:
     def _repack_experts(self) -> Iterator[None]:
         """Make vLLM pack the experts that are loaded within.
 
-        On a CPU it packs them when it makes a layer's kernel, and copies later weights into the pack as they are.
+        On a CPU vLLM packs them when it makes a layer's kernel, and copies later weights into the pack without packing
+        them.
         """
         methods: set[Any] = {getattr(module, "quant_method", None) for module in self._model.modules()}
         kernels: dict[Any, Any] = {it: it.moe_kernel for it in methods if getattr(it, "moe_kernel", None) is not None}

@@ -109,7 +109,7 @@ class TracedLoad:
     computed: Collection[str]
     """Tensors from which the loaders compute something."""
     problem: str | None
-    """A parameter whose loader does not tell what it takes, None if there is none."""
+    """A parameter for which it is unknown which tensors its loader takes; None if there is none."""
 
     def repeatable(
         self, tensors: Mapping[str, torch.Tensor], suits: Callable[[TracedLayer], bool]

@@ -2,9 +2,9 @@
 
     join -> start_weight_update -> update_weights: begin, then once for each bucket -> finish_weight_update
 
-A bucket is received in a thread and staged where its transport brings it: in host memory, or on the worker's GPU, where
-a stream of its own keeps it from waiting for the model. So the worker keeps answering, a receive can be ended, and
-only ``finish_weight_update`` touches the model: any failure before it leaves the old weights serving.
+A bucket is received in a thread and staged where its transport delivers it: in host memory, or on the worker's GPU,
+where a stream of its own keeps it from waiting for the model. So the worker keeps answering, a receive can be ended,
+and only ``finish_weight_update`` touches the model: any failure before it leaves the old weights serving.
 ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, since vLLM's own calls cannot return it.
 
 That thread also prepares the load. It completes a partial update with the tensors that vLLM keeps in the same layers,
@@ -220,8 +220,9 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._update, self._staging = update, Staging(update, self._kept)
 
     def _completion(self, manifest: Manifest) -> list[str]:
-        """Return what must be loaded in addition to what an update changes. Raises `UpdateRefusedError` if that is
-        lost.
+        """Return the tensors that must be loaded in addition to those that an update changes.
+
+        Raises `UpdateRefusedError` if they are no longer known.
         """
         if manifest.lora is None and not manifest.frozen:
             return []
@@ -240,7 +241,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
             raise RuntimeError("a bucket is being received already; wait for it, or drop it")
         receiver, staging, update = self._receiver, self._staging, self._update
         if receiver is None or staging is None or update is None or transfer.ref != update.ref:
-            raise RuntimeError("this update has not begun here: the engine was restarted, or gave the update up")
+            raise RuntimeError("this update has not begun here: the engine was restarted, or abandoned the update")
         bucket = update.buckets[transfer.bucket_index]
         tensors = update.manifest.tensors[bucket.start : bucket.stop]
         completing = self._completing

@@ -94,7 +94,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
 
     @property
     def kept(self) -> UpdateRef | None:
-        """As the engine said when its group was formed; no other group has come since."""
+        """As the engine reported when its group was formed; no other group has been formed since."""
         return self._kept
 
     async def join(self, spec: TransportSpec) -> None:
@@ -113,14 +113,14 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             self._group = spec.group
 
     def leave(self) -> None:
-        """The engine is told in the background, and a pending join tells it when it ends."""
+        """The engine is notified in the background; a pending join notifies it when the join ends."""
         self._joining = None
         if self._group is not None:
             name, self._group = self._group, None
             self._background.start(self._leave(name))
 
     def begin(self, update: WeightUpdate) -> None:
-        """The engine is told when sampling is paused, or with the first bucket."""
+        """The engine is notified when sampling is paused, or with the first bucket."""
         self._update = update
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
@@ -147,7 +147,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
     # ----------------------------------------------------------------------------------------------- the engine
 
     async def pause(self, update: WeightUpdate) -> None:
-        """Leaves the pause to `apply` where the engine's half can pause by itself."""
+        """Leaves the pause to `apply` where the engine's half can pause on its own."""
         self._gate.is_open.clear()
         if self._pauses_in_commit(update):
             return
@@ -179,10 +179,10 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             self._gate.is_open.set()
 
     def _pauses_in_commit(self, update: WeightUpdate) -> bool:
-        """Return whether the commit pauses by itself.
+        """Return whether the commit itself pauses sampling.
 
         For other policies than ``keep``, vLLM's route also clears caches of its server and waits for requests. Replicas
-        resume together, and would wait without effect for one that has failed to load.
+        resume together, and would wait for a replica that has failed to load.
         """
         return update.staged and update.in_flight is InFlightPolicy.KEEP and not self.has_replicas
 
@@ -205,10 +205,10 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
                 if not self._is_torn:
                     await self._resume()
         finally:
-            self._gate.is_open.set()  # waiting requests learn by themselves that the server is gone
+            self._gate.is_open.set()  # waiting requests themselves notice that the server is unreachable
 
     async def fail_requests(self) -> None:
-        """The engine stays paused; its label tells every other client that its weights are torn."""
+        """The engine stays paused; its label shows every other client that its weights are torn."""
         await asyncio.shield(self._background.start(self._fail_requests()))
 
     async def _fail_requests(self) -> None:
@@ -285,7 +285,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         self, what: str, timeout_s: float, *, wait_s: float, joining: TransportSpec | None = None
     ) -> None:
         """Return when the engine's half has done what it was asked. Raises `TransferError`, also for a lost group."""
-        deadline = time.monotonic() + timeout_s + 1.0  # the engine's own error says more
+        deadline = time.monotonic() + timeout_s + 1.0  # the engine's own error is more specific
         while True:
             statuses = await status_of(self._routes, wait_s)
             failed = [status["problem"] for status in statuses if status["phase"] in ("failed", "idle")]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from inflight.engines.embedded.stored_parameters import StoredTensors
+from inflight.engines.embedded.parameters import StoredTensors
 from tests.engine.reference import (
     assert_close,
     forward_logprobs,

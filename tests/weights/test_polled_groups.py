@@ -244,7 +244,7 @@ def test_a_publish_compares_buckets_on_their_device_and_a_damaged_one_ends_it(
             assert report is not None and report.applied_everywhere
         assert len(announced) > 4 and all(found is not None and found.startswith("sums64:") for found in announced)
         is_damaged = True
-        with pytest.raises(PublishError, match="damaged on its way: its checksum is sums64:"):
+        with pytest.raises(PublishError, match="damaged in transit: its checksum is sums64:"):
             publish_weights(PlainWorker(local.tensors, 100), publisher, bucket_bytes=30_000, deadline_s=10)
 
 

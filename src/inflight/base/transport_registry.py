@@ -1,6 +1,6 @@
 """How installed transports are found by name.
 
-Every transport, ours included, is an entry point of the group ``inflight.transports``. This module knows none of them.
+Every transport, ours included, is an entry point of the group ``inflight.transports``. This module names none of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def refusal(capabilities: Capabilities, name: str) -> str | None:
         return lack
     if any(other in found and find_transport(other).needs_gpu for other in capabilities.transports):
         return lack
-    return f"{lack}. {name} brings weights to a GPU, and this server's weights are on the CPU or arrive there"
+    return f"{lack}. {name} delivers weights to a GPU, but this server's weights are on the CPU or arrive there"
 
 
 def find_transport(name: str) -> Transport:

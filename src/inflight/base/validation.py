@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in a short text: where, why, and the offending value."""
+"""Validation errors of pydantic as a short text: where, why, and the offending value."""
 
 from __future__ import annotations
 

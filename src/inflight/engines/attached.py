@@ -1,4 +1,4 @@
-"""What endpoints over an engine's own server share: attaching, the version in the server's label, aborts and chat."""
+"""The base of endpoints over an engine's own server: attaching, the server's version label, aborts and chat."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 class AttachedEndpoint(ABC):
-    """One engine's server, asked over ``routes``; ``label_path`` is the route that says the label of its weights.
+    """One engine's server, called over ``routes``; ``label_path`` is the route that returns the label of its weights.
 
     A subclass names `ReceivingEndpoint`, `AbortingEndpoint` and `ReleasingEndpoint` as further bases after this one.
 
     An instance belongs to the event loop in which it is first used. Its state is the server's: another instance may
-    publish, and a replaced server is recognised. Closing waits ``close_s`` seconds for calls under way.
+    publish, and a replaced server is detected. Closing waits ``close_s`` seconds for calls under way.
     """
 
     _release_arguments: Sequence[str]
@@ -71,7 +71,7 @@ class AttachedEndpoint(ABC):
         """Set ``_updates``, and return what the server can do. Raises `ConfigError` if it was not started correctly."""
 
     def _is_torn(self, served: ServedVersion) -> bool:
-        """Return whether the weights are torn, given what the server's label says of them."""
+        """Return whether the weights are torn, given the parsed label of the server."""
         return served.torn
 
     async def capabilities(self) -> Capabilities:
@@ -141,7 +141,7 @@ class AttachedEndpoint(ABC):
 
     @abstractmethod
     async def _end(self, names: Sequence[str]) -> None:
-        """Ask the server to end completions of these names; see `inflight.engines.requests.SentRequest`."""
+        """Ask the server to end the completions with these names; see `inflight.engines.requests.SentRequest`."""
 
     @abstractmethod
     async def _render(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:

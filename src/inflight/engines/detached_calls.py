@@ -38,6 +38,6 @@ class Attaching(Generic[T]):
 
 
 async def ignore_engine_errors(call: Awaitable[object]) -> None:
-    """Await a call, and ignore that the engine refuses it or no longer answers."""
+    """Await a call, and ignore errors of an engine that refuses it or no longer answers."""
     with contextlib.suppress(InflightError):
         await call

@@ -98,7 +98,7 @@ class EngineProcess:
         """Wait until the engine or a part of it dies, and raise `EndpointError` with its last lines.
 
         The parts are the processes that run when this is called, and the health that the engine's server reports. Once
-        a part has died, the rest of the engine is asked to end at once.
+        a part has died, the rest of the engine is ended at once.
         """
         watches = [self._watch_processes()]
         if self._kind.liveness_path is not None:
@@ -120,7 +120,7 @@ class EngineProcess:
                 if await _status_of(client, path, _ASK_S) == 503:  # a server that does not answer may be busy
                     break
                 await asyncio.sleep(_ASK_S)
-        await asyncio.sleep(2 * _WATCH_S)  # the processes' own end says more
+        await asyncio.sleep(2 * _WATCH_S)  # the end of a process is more specific
         self._raise_dead(f"GET {path} answered status 503")
 
     def _raise_dead(self, how: str) -> NoReturn:
@@ -157,7 +157,7 @@ class EngineProcess:
             self._process.wait(2 * _PATIENCE_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)  # the engine dies with it
+                os.kill(self._process.pid, signal.SIGKILL)  # the engine ends with it
             self._process.wait()
 
 

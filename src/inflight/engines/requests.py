@@ -1,5 +1,4 @@
-"""Requests to an engine whose weights change while they run: what fits, when to send, which prefixes to reuse, and how
-to end them.
+"""Requests to an engine whose weights change while they run: their limits, when to send them, and how to end them.
 
 An engine's prefix cache outlives an update under ``keep``. Each request therefore carries the label of the weights as
 the key of its prefixes, so that it never continues a prefix that other weights computed.
@@ -22,7 +21,7 @@ from inflight.wire import Completion, GenerateRequest
 Item = TypeVar("Item")
 
 _AGAIN_S = 0.05
-"""Seconds until an engine is asked again to end a request that it has not answered."""
+"""Seconds after which an engine is asked again to end a request that it has not answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class SentRequest:
     """How the engine is asked for one completion."""
 
     name: str
-    """What the engine calls it: a new name each time, and the beginning of no other."""
+    """The engine's name for it: a new name each time, and not the prefix of another name."""
     cache_key: str
     """Completions with different keys share no cached prefix."""
 
@@ -97,7 +96,7 @@ class RequestGate:
         send: Callable[[Mapping[int, SentRequest]], Awaitable[list[Item]]],
         labelled: Callable[[Item], Iterable[Mapping[str, Any]] | None],
     ) -> list[Item | None]:
-        """Return what the engine samples for each completion, never behind a prefix that other weights computed.
+        """Return the engine's answer for each completion, none continuing a cached prefix of other weights.
 
         An item is None if its completion was aborted before anything was sampled for it. ``label`` asks the engine for
         the label of its weights, and raises if they cannot be sampled from. ``send`` takes the completions by their
@@ -118,7 +117,7 @@ class RequestGate:
                 late = [i for i in indices if began_under_another(labelled(found[i]), current)]
             for index in set(indices) - set(late):
                 items[index] = found[index]
-            if late and await self._wait_at_gate(label, running) is not None:  # an update under way goes first
+            if late and await self._wait_at_gate(label, running) is not None:  # an update under way takes precedence
                 again = await _sent(send, running, _sent_requests(request, {index: uuid.uuid4().hex for index in late}))
                 for index, item in zip(late, again, strict=True):
                     items[index] = item

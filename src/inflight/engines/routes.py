@@ -1,4 +1,4 @@
-"""Calls on an engine's own routes: their deadlines, and the engine's words when it refuses."""
+"""Calls on an engine's own routes: their deadlines, and the engine's error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from inflight.http.bounded_client import BoundedClient
 Answer = Coroutine[Any, Any, tuple[int, Any]]
 
 _LIVENESS_S = 0.8
-"""Seconds without an answer before the server is asked whether its engine lives; that answer may take as long."""
+"""Seconds without an answer before the server is asked whether its engine is alive; that answer may take as long."""
 
 
 class EngineRoutes:
@@ -47,14 +47,14 @@ class EngineRoutes:
         self._liveness_path = liveness_path
 
     async def get(self, path: str, timeout_s: float | None = None) -> Mapping[str, Any]:
-        """Return the JSON object of a GET. Raises `ProtocolError` with the server's words for any other answer."""
+        """Return the JSON object of a GET. Raises `ProtocolError` with the server's message for any other answer."""
         status, answer = await self.ask("GET", path, None, timeout_s)
         if status != 200 or not isinstance(answer, dict):
             raise ProtocolError(f"GET {path} answered status {status}: {error_text_of(answer)}", self.url)
         return answer
 
     async def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """Return the answer to a POST. Raises `ProtocolError` with the server's words if it refuses."""
+        """Return the answer to a POST. Raises `ProtocolError` with the server's message if it refuses."""
         status, answer = await self.ask("POST", path, body, timeout_s)
         if status != 200:
             raise ProtocolError(f"POST {path} answered status {status}: {error_text_of(answer)}", self.url)
@@ -104,7 +104,7 @@ class EngineRoutes:
                     )
                     if status == 503:
                         raise EndpointError(
-                            f"{what} got no answer, and GET {liveness_path} states that the engine has died", self.url
+                            f"{what} got no answer, and GET {liveness_path} reports that the engine has died", self.url
                         )
 
         async with running(watch()):

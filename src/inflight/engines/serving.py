@@ -37,8 +37,8 @@ def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready:
     """Serve what ``spec`` describes at ``host`` until SIGINT, SIGTERM, or what else ends it; then end the engine too.
 
     ``on_ready`` receives the line that indicates where the server answers, ``note`` all other lines. Raises
-    `ConfigError` if the server cannot be started, and `EndpointError` with the engine's last lines if that ends by
-    itself or is not healthy in time. Call it from the main thread.
+    `ConfigError` if the server cannot be started, and `EndpointError` with the engine's last lines if the engine ends
+    on its own or is not healthy in time. Call it from the main thread.
     """
     kind = None if ":" in spec.engine else load_engine_kind(spec.engine)
     _check(spec, kind)
@@ -98,7 +98,7 @@ async def _serve_function(
                     open_endpoint(spec.engine, spec.options.model, chosen | arguments)
                 )
         except TimeoutError as error:
-            raise ConfigError(f"{spec.engine} made no endpoint within {timeout_s:g} s (--start-timeout)") from error
+            raise ConfigError(f"{spec.engine} returned no endpoint within {timeout_s:g} s (--start-timeout)") from error
 
         async def until_ready() -> None:
             await endpoint.capabilities()
@@ -146,7 +146,7 @@ def _serve_process(
 
 
 def _check(spec: ServerSpec, kind: EngineKind | None) -> None:
-    """Raise `ConfigError` for options that the engine does not take; None is the kind of ``module:function``."""
+    """Raise `ConfigError` for options that do not apply; ``kind`` is None for an engine named ``module:function``."""
     options, process, ready_file = spec.options, spec.process, spec.listen.ready_file
     if ready_file is not None and not ready_file.parent.is_dir():
         raise ConfigError(f"ready file {str(ready_file)!r} cannot be written: its directory does not exist")
@@ -187,7 +187,7 @@ def _join_settings(spec: ServerSpec, note: Note) -> JoinSettings | None:
 
 
 def _follower(spec: ServerSpec, note: Note) -> Callable[[InferenceEndpoint], Awaitable[None]] | None:
-    """Return what loads new versions from a store into an endpoint, None if the spec names no store."""
+    """Return a function that loads new versions from a store into an endpoint; None if the spec names no store."""
     following = spec.following
     if following.follow is None:
         if following.follow_run is not None or following.follow_token_file is not None:

@@ -211,7 +211,7 @@ def error_response(error: InflightError) -> Response:
 
 
 async def _answer_refusal(request: Request, error: HTTPException) -> Response:
-    """Answer requests that do not reach the endpoint: unknown routes, bodies that are too long."""
+    """Answer a request that does not reach the endpoint: an unknown route, or a body that is too long."""
     message = error.detail
     if error.status_code in (404, 405):
         known = ", ".join(f"{route.method} {route.path}" for route in routes.ROUTES)

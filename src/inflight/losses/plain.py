@@ -1,4 +1,4 @@
-"""The two everyday losses on plain tensors, packed or padded, for loops that know nothing of micro-batches or plans."""
+"""The two everyday losses on plain tensors, packed or padded, for loops without micro-batches or plans."""
 
 from __future__ import annotations
 

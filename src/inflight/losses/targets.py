@@ -1,7 +1,7 @@
 """The targets of a micro-batch, one after another, and which of them share a segment.
 
 Masked tokens are removed before anything is computed, so that their NaN cannot meet a zero gradient. Values are
-float64: N values are few beside N rows of logits, and ratios of whole segments need the range.
+float64: N values are few compared with N rows of logits, and ratios of whole segments need the range.
 
 Shape suffixes: N targets (tokens with a true loss mask), S segments.
 """

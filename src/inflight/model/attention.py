@@ -249,8 +249,8 @@ def _attention_of_layer(
     layer = type(module).__name__
     if segment_plan is None:
         raise UnsupportedError(
-            f"{layer} got no segment_plan: pass segment_plan= to the model; if it was passed, this model does not hand "
-            "it on to its attention and cannot be trained on packed segments"
+            f"{layer} got no segment_plan: pass segment_plan= to the model; if it was passed, this model does not pass "
+            "it to its attention and cannot be trained on packed segments"
         )
     if attention_mask is not None or any(others.get(name) is not None for name in _REFUSED_ARGUMENTS):
         raise UnsupportedError(f"{layer} asks for a mask or for one of {', '.join(_REFUSED_ARGUMENTS)}")

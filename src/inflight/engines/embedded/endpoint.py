@@ -1,6 +1,6 @@
 """The embedded engine as an `InferenceEndpoint` in this process: the contract's reference implementation.
 
-It joins the engine (a thread) and the receiving half of updates. Only a commit changes the model, in the engine's
+It combines the engine (a thread) with the receiving half of updates. Only a commit changes the model, in the engine's
 thread, so any failure before it leaves the old weights serving.
 """
 
@@ -235,7 +235,7 @@ class EmbeddedEndpoint(
         await self._in_engine(free)
 
     async def take_memory(self) -> None:
-        """Raises `EndpointError` if the memory cannot be had."""
+        """Raises `EndpointError` if the memory cannot be allocated."""
 
         def take() -> None:
             self._adapted.move(self._device)
@@ -270,7 +270,7 @@ class EmbeddedEndpoint(
         self._updates.session.refuse_to_sample()
         if request.routed_experts and not self._engine.records_routing:
             raise UnsupportedError(
-                f"{self._name} does not support routed_experts: its model has no routers that are known, or its decode "
+                f"{self._name} does not support routed_experts: its model has no known routers, or its decode "
                 "step is compiled"
             )
         finished: Future[list[Completion]] = _outcome()
@@ -375,7 +375,7 @@ class EmbeddedEndpoint(
         if not all(map(math.isfinite, logprobs)):
             raise NonFiniteError(
                 "sampled logprobs are not finite: the weights served now "
-                f"(version {self._updates.session.version}) or before are broken; publish valid ones"
+                f"(version {self._updates.session.version}) or earlier are broken; publish valid weights"
             )
 
     def _chat_format(self) -> ChatFormat:

@@ -98,7 +98,7 @@ class Sequence:
         if not self.routed:
             return None
         num_computed = len(self.request.prompt_token_ids) + len(self.token_ids) - 1
-        experts_TLK = np.concatenate(self.routed)[:num_computed]  # a stop may end it within an accepted draft
+        experts_TLK = np.concatenate(self.routed)[:num_computed]  # a stop may fall within an accepted draft
         num_tokens, num_layers, num_chosen = experts_TLK.shape
         little_endian = experts_TLK.astype(experts_TLK.dtype.newbyteorder("<"), copy=False)
         return RoutedExperts.model_construct(

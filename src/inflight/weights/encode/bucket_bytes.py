@@ -3,7 +3,7 @@
 Packed tensors lie one after another, row-major, without gaps. An encoding turns these bytes into fewer that travel, and
 back: ``bfloat16`` and ``float8`` round weights of wider dtypes. Shape and dtype alone decide which tensors are rounded:
 ``bfloat16`` rounds float32 and float64, ``float8`` all but vectors (norms, biases). The others travel unchanged. The
-endpoint loads the rounded values in the manifest's dtype. ``delta`` needs a base, and so lives in
+endpoint loads the rounded values in the manifest's dtype. ``delta`` needs a base, and is therefore in
 `inflight.weights.encode.delta`.
 
 Bytes on the host have an XXH3-128. Bytes that travel from GPU to GPU have a checksum that is computed where they lie,
@@ -43,8 +43,8 @@ _PREFIX = "sums64:"
 _ROW = 4096
 _PRIME = 4099
 _NUM_ROWS = {"cpu": 64, "cuda": 512}
-"""Rows that are added up before the next: few enough for a cache, since each byte is read twice; many enough for a GPU,
-where each of the two readings is one kernel. Another number gives the same sums."""
+"""Rows that are added up before the next ones: few enough for a cache, since each byte is read twice; many enough for a
+GPU, where each of the two readings is one kernel. Another number gives the same sums."""
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Deltas: the elements of a bucket that differ from a base, as a payload much smaller than the bucket.
 
-A delta indicates where elements changed and what they are now ("overwrite", not XOR), so writing it twice equals
-writing it once. Elements are compared and carried as bits, so NaNs, negative zeros and every dtype travel exactly. The
-caller must know that both sides hold the same base.
+A delta records where elements changed and their new values ("overwrite", not XOR), so applying it twice has the same
+effect as applying it once. Elements are compared and sent as bits, so NaNs, negative zeros and every dtype travel
+exactly. The caller must know that both sides hold the same base.
 
 Payload, little-endian, everything that has a size before everything that is compressed:
 
@@ -45,7 +45,7 @@ _ESCAPE = 0xFFFF
 _GAP_BYTES = 2
 _LEVEL = 1  # of Zstandard: higher levels are several times slower here, and no smaller
 _BLOCK_BYTES = 1 << 19  # compared at a time: both sides and the results stay in the cache
-_BLOCK_CHANGES = 1 << 13  # written at a time: reading the old elements first brings in the same cache lines
+_BLOCK_CHANGES = 1 << 13  # written at a time: reading the old elements first loads the same cache lines
 
 Bytes = NDArray[np.uint8]
 Elements = NDArray[np.unsignedinteger[Any]]
@@ -79,7 +79,7 @@ class Patch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the bucket that the patch is for."""
+        """Bytes of the bucket to which the patch applies."""
         return sum(part.run.size_bytes for part in self.parts)
 
     @property
@@ -205,7 +205,7 @@ def decode_delta(payload: torch.Tensor, runs: Sequence[ElementRun]) -> Patch:
 
 
 class _RunPlan(NamedTuple):
-    """What the header specifies of one run, checked against the run that the receiver expects."""
+    """The header's description of one run, checked against the run that the receiver expects."""
 
     run: ElementRun
     num_changed: int
@@ -250,7 +250,7 @@ def _changed_blocks(new: Elements, base: Elements) -> Iterator[tuple[NDArray[np.
 
 
 def _differing(new: Elements, base: Elements, differs: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return where the elements differ, ascending. Overwrites ``differs``, which has room for a multiple of eight.
+    """Return where the elements differ, ascending. Overwrites ``differs``, whose length is a multiple of eight.
 
     It finds groups of eight first, then the elements within them: NumPy finds dense ones faster than sparse ones.
     """
@@ -343,7 +343,7 @@ def _refusal(what: str) -> TransferError:
 class Snapshot:
     """The publisher's base of the next delta: the bytes of every bucket of one update, on the host.
 
-    Encoding the next update moves it there bucket by bucket, so it is useless if that update fails.
+    Encoding the next update advances the snapshot bucket by bucket, so it is useless if that update fails.
     """
 
     def __init__(self) -> None:
@@ -353,16 +353,16 @@ class Snapshot:
 
     @property
     def ref(self) -> UpdateRef | None:
-        """The update that it holds whole and that every endpoint applied; None if there is none."""
+        """The update that it holds completely and that every endpoint applied; None if there is none."""
         return self._ref
 
     def is_cut_as(self, update: WeightUpdate) -> bool:
-        """Return whether an update has the same tensors in the same buckets."""
+        """Return whether an update splits the same tensors into the same buckets."""
         mine = self._update
         return mine is not None and (mine.buckets, mine.manifest) == (update.buckets, update.manifest)
 
     def begin(self, update: WeightUpdate) -> None:
-        """Take the buckets of ``update`` from now on. What is held is its base if ``update`` reports it."""
+        """Accept the buckets of ``update`` from now on; they are a delta to the held update if that is its base."""
         if update.base is None:
             self._flats = {}
         self._ref, self._update = None, update
@@ -391,5 +391,5 @@ class Snapshot:
         return self._flats[index]
 
     def note_applied(self, ref: UpdateRef) -> None:
-        """Note that every endpoint applied the begun update, and kept it."""
+        """Note that every endpoint applied and kept the update that was begun last."""
         self._ref = ref

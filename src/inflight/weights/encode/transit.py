@@ -1,4 +1,4 @@
-"""The CUDA stream and the host memory for weights in transit, apart from those with which an engine samples.
+"""The CUDA stream and the host memory for weights in transit, separate from those that an engine uses for sampling.
 
 There is one weight stream for each device of a process. The host hands over what arrives on it:
 `finished_on_weight_stream` returns once the device has finished, and waits for no other stream. On the CPU every
@@ -66,11 +66,11 @@ def _stream(device: torch.device) -> Any:
 
 
 class ReusedMemory:
-    """Memory into which tensors are received, used again once nothing refers to the tensors in it.
+    """Memory for received tensors, reused once nothing refers to the tensors in it.
 
     Fresh pages from the system cost more time than the copy itself. If ``device`` is a GPU, the memory is
-    pinned, so that it is copied there at full speed. Any thread may call: one that was abandoned in an update that has
-    ended may still be receiving when the next update begins.
+    pinned, so that it is copied there at full speed. Any thread may call it: a thread that was abandoned in an
+    earlier update may still be receiving when the next update begins.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -90,9 +90,9 @@ class ReusedMemory:
             return block.lend()
 
     def begin(self) -> None:
-        """Call before each update. Returns to the system what the last two updates did not need.
+        """Call before each update. Returns to the system the memory that the last two updates did not need.
 
-        An engine that serves from what arrived gives the memory of one update back when it commits the next.
+        An engine that serves from received tensors returns the memory of one update when it commits the next.
         """
         with self._lock:
             self._blocks = [block for block in self._blocks if block.is_needed()]

@@ -1,6 +1,6 @@
 """The weights that partial updates need in addition to those that they send.
 
-`BaseWeights` has those that an update left out, `AdaptedWeights` those under a LoRA.
+`BaseWeights` holds the tensors that an update left out, `AdaptedWeights` the base of a LoRA.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class BaseWeights:
-    """The tensors that one engine has loaded over its life, by their checkpoint names.
+    """The tensors that one engine has loaded since it started, by their checkpoint names.
 
-    Those that no update has sent are read from its checkpoint in ``directory``. Of the others, only those that an
+    Tensors that no update has sent are read from its checkpoint in ``directory``. Of the others, only those that an
     update asked to keep are held here. ``dtype`` is the model's.
     """
 
@@ -41,7 +41,7 @@ class BaseWeights:
             raise UpdateRefusedError(f"a partial update needs the engine's checkpoint: {error}") from error
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise `UpdateRefusedError` unless `tensor` can return all of these."""
+        """Raise `UpdateRefusedError` unless `tensor` can return every named tensor."""
         known = self._stored_in()
         if lost := [name for name in names if self._loaded.get(name, known.get(name)) is None]:
             raise UpdateRefusedError(
@@ -53,7 +53,7 @@ class BaseWeights:
         """Return a tensor as last loaded, in the model's dtype, on the CPU or wherever it was kept."""
         if name in self._loaded:
             kept = self._loaded[name]
-            assert kept is not None  # the caller has asked `require`
+            assert kept is not None  # the caller has called `require`
             return kept
         with safe_open(self._stored_in()[name], framework="pt") as file:
             stored: torch.Tensor = file.get_tensor(name)
@@ -93,8 +93,8 @@ class AdaptedLoad:
 class AdaptedWeights:
     """The base of the tensors that the current LoRA has changed: a LoRA is always merged into weights without any.
 
-    The base is the weights of the last update that was not a LoRA, or of the checkpoint. A LoRA replaces the LoRA
-    before; any other update removes it. Only `note_loaded` changes the base.
+    The base is the weights of the last update that was not a LoRA, or of the checkpoint. A LoRA replaces the previous
+    LoRA; any other update removes it. Only `note_loaded` changes the base.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""The receiving half of an update, shared by every endpoint that takes weights by itself.
+"""The receiving half of an update, shared by every endpoint that receives weights itself.
 
-It joins the state machine, the group that carries buckets, and the lease. Buckets arrive at a `BucketSink`.
+It combines the state machine, the group that carries buckets, and the lease. Buckets arrive at a `BucketSink`.
 `StagedSink` keeps them here until the commit, so that any failure before it leaves the old weights serving; an
 adapter's own sink lets its engine receive them. A `PausableEngine` pauses, loads and resumes.
 """
@@ -35,7 +35,7 @@ _CLOSE_S = 1.0
 
 
 class _Open:
-    """What belongs to one update, from its request until it is over."""
+    """The state of one update, from its request until it ends."""
 
     def __init__(self, opened: OpenUpdate) -> None:
         self._opened = opened
@@ -50,7 +50,7 @@ class _Open:
         return self._opened.is_over
 
     async def outlast(self, call: asyncio.Future[None], what: str) -> None:
-        """Wait for a call of this update. Raises `UpdateAbortedError` if the update ends first, else what it raises."""
+        """Wait for a call of this update; raise its error, or `UpdateAbortedError` if the update ends first."""
         await asyncio.wait([call])
         if self.is_over:
             raise UpdateAbortedError(f"the update to version {self.update.version} {what}")
@@ -62,9 +62,9 @@ class _Open:
 
 
 class UpdateReceiver:
-    """Updates of one endpoint over its life. `ReceivingEndpoint` offers its methods under the names of the contract.
+    """All updates of one endpoint. `ReceivingEndpoint` offers its methods under the names of the contract.
 
-    ``expected`` is what the engine can load (None: not known here, the engine refuses by itself). ``capabilities``
+    ``expected`` is what the engine can load (None: not known here, so the engine itself refuses). ``capabilities``
     are the endpoint's. An instance belongs to one event loop.
     """
 
@@ -274,12 +274,12 @@ class UpdateReceiver:
         self._sink.note_committed()
 
     async def _wait_until_applied(self) -> None:
-        """Return when no commit is under way. If none is, return without yielding, so that none can begin meanwhile."""
+        """Return when no commit is under way; if none is, without yielding, so that no commit can begin meanwhile."""
         while self._applying is not None and not self._applying.done():
             await asyncio.wait([self._applying])
 
     async def _end(self, opened: _Open) -> None:
-        """End an update unless it is over: drop what arrived, and sample again if none of it is in the model."""
+        """End an update unless it has ended: drop what arrived, and resume sampling if none of it is in the model."""
         if opened.is_over:
             return
         opened.stop_lease()

@@ -16,14 +16,14 @@ IDLE_S = 10.0
 
 
 class ReleasableEngine(Protocol):
-    """What a `MemoryRelease` asks of the engine. Nothing is sampled and no update is open while it asks."""
+    """The engine's side of a `MemoryRelease`. Nothing is sampled and no update is open during its calls."""
 
     @abstractmethod
     async def free_memory(self) -> None:
         """Release the memory of weights, keys and values, and keep the weights elsewhere.
 
         Raises `BusyError` if a request runs or waits in the engine, and then has changed nothing. After any other error
-        `take_memory` must be able to undo what was done.
+        `take_memory` must be able to restore the memory.
         """
 
     @abstractmethod

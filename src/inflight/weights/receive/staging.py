@@ -1,7 +1,7 @@
-"""What has arrived of one update, held beside the model: received, compared, decoded, and ready to load.
+"""The staged buckets of one update, held next to the model: received, verified, decoded, and ready to load.
 
-What has arrived is never written again: an engine may serve from it, and weights kept after the commit are the base of
-the next delta, which is patched into a copy.
+Staged memory is never written again: an engine may serve from it, and weights that are kept after the commit are the
+base of the next delta, which is patched into a copy.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Staging:
     def receive(
         self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]
     ) -> None:
-        """Receive, compare and decode one bucket; blocks. Raises `TransferError`, and then stages nothing of it."""
+        """Receive, verify and decode one bucket; blocks. Stages nothing of it if it raises `TransferError`."""
         size_bytes = bucket.size_bytes if transfer.size_bytes is None else transfer.size_bytes
         if transfer.encoding == "raw" and size_bytes != bucket.size_bytes:
             raise TransferError(f"bucket {bucket.index} has {bucket.size_bytes} bytes, but {size_bytes} were announced")
@@ -68,7 +68,7 @@ class Staging:
                 and (found := checksum_as(transfer.checksum, payload)) != transfer.checksum
             ):
                 raise TransferError(
-                    f"bucket {bucket.index} was damaged on its way: its checksum is {found}, but {transfer.checksum} "
+                    f"bucket {bucket.index} was damaged in transit: its checksum is {found}, but {transfer.checksum} "
                     "was announced; none of it was loaded"
                 )
             flat = self._decode(transfer, bucket, tensors, payload)
@@ -78,7 +78,7 @@ class Staging:
             self._flats.append(flat)
 
     def _receive_ahead(self, receiver: WeightReceiver, index: int, timeout_s: float) -> None:
-        """Let the next bucket travel while this one is compared, if its size is known before it is announced."""
+        """Receive the next bucket while this one is verified, if its size is known before it is announced."""
         update = self.update
         if not isinstance(receiver, ReceivesAhead) or update.encodings or index == len(update.buckets):
             return

@@ -46,9 +46,9 @@ class UpdateEvent(Enum):
     RELEASE = "the memory of weights, keys and values is being released"
     RESTORED = "the memory was taken back, or could not be released"
     TORN = "the update ends in one of these ways, and the weights are torn, by it or by an update before it"
-    REPORTED_WHOLE = "an engine that others may change states that its weights are whole"
-    REPORTED_TORN = "an engine that others may change states that its weights are torn"
-    REPORTED_RELEASED = "an engine that others may change states that its memory is released"
+    REPORTED_WHOLE = "an engine that others may change reports that its weights are whole"
+    REPORTED_TORN = "an engine that others may change reports that its weights are torn"
+    REPORTED_RELEASED = "an engine that others may change reports that its memory is released"
 
 
 TRANSITIONS: Mapping[tuple[EndpointState, UpdateEvent], EndpointState] = {
@@ -87,7 +87,7 @@ TRANSITIONS: Mapping[tuple[EndpointState, UpdateEvent], EndpointState] = {
 
 @dataclass(slots=True, eq=False)
 class OpenUpdate:
-    """What belongs to one update, from its request to its end."""
+    """The state of one update, from its request to its end."""
 
     update: WeightUpdate
     was_torn: bool
@@ -99,7 +99,7 @@ class OpenUpdate:
 
 
 class UpdateSession:
-    """Weights of one endpoint over its life. ``expected`` is what its model can load, None if that is not known here.
+    """The weights of one endpoint over all updates. ``expected`` is what its model can load; None: not known here.
 
     A method that refuses raises and changes nothing.
     """
@@ -141,7 +141,7 @@ class UpdateSession:
 
     @property
     def owner(self) -> str | None:
-        """Run whose updates are accepted, or were last."""
+        """Run whose updates are accepted, or were accepted last."""
         return self._owner
 
     @property
@@ -168,7 +168,7 @@ class UpdateSession:
     def adopt_report(
         self, version: int, run_id: str | None, *, torn: bool, released: bool = False, session_id: str = ""
     ) -> None:
-        """Adopt what an engine that others may change or restart says of its weights, unless an update is open."""
+        """Adopt the state that an engine reports, which others may change or restart, unless an update is open."""
         if self._open is not None or self._is_moving:
             return
         whole_event = UpdateEvent.REPORTED_RELEASED if released else UpdateEvent.REPORTED_WHOLE
@@ -178,10 +178,10 @@ class UpdateSession:
             self._served_incarnation = 0 if run_id is None else self._incarnations.get(run_id, 0)
         self._run_id = run_id
         if not torn:
-            self._torn_names = None  # mended; later tears by others are not known here
+            self._torn_names = None  # replaced since; which tensors others tear is not known here
 
     def fence(self, run_id: str, incarnation: int) -> None:
-        """Raise `FencedError` if a later incarnation replaced this one; otherwise note the caller."""
+        """Raise `FencedError` if a later incarnation has replaced this one; otherwise record the caller."""
         highest = self._incarnations.get(run_id, 0)
         if incarnation < highest:
             raise FencedError(
@@ -331,7 +331,7 @@ class UpdateSession:
         self._is_moving = True
 
     def begin_restore(self) -> None:
-        """Note that the memory is being taken back. `note_restored` follows, or `note_released` if it cannot be had."""
+        """Note that the memory is being taken back. `note_restored` follows, or `note_released` if that fails."""
         self._is_moving = True
 
     def note_released(self) -> None:
@@ -372,7 +372,7 @@ class UpdateSession:
             )
 
     def _take(self, event: UpdateEvent, refusal: str | None = None) -> None:
-        """Change the state as the table says, or raise; ``refusal`` is for events that a caller may send too early."""
+        """Change the state by the table, or raise; ``refusal`` is for events that a caller may send too early."""
         after = TRANSITIONS.get((self._state, event))
         if after is None and refusal is not None:
             raise UpdateRefusedError(refusal)

@@ -1,6 +1,6 @@
 """A LoRA as a partial update: the weights that it changes, merged by the publisher, for endpoints that merge none.
 
-It takes what any `LoraSource` gathers.
+Any `LoraSource` can be merged.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class MergedLora(PartialWeightSource):
                 name, half = _weight_of(part.name)
                 other = halves.pop(name, None)
                 if other is None:
-                    halves[name] = tensor.clone()  # its bucket may be gone when the other half comes
+                    halves[name] = tensor.clone()  # its bucket may be overwritten before the other half arrives
                     continue
                 a, b = (tensor, other) if half == PARTS[0] else (other, tensor)
                 yield merge_lora(self._base.tensor(name).to(tensor.device), a, b, spec).to(self._dtype)

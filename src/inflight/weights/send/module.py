@@ -26,7 +26,7 @@ class ModuleWeights(PartialWeightSource):
     (transformers' mixtures of experts).
 
     ``wire_dtype`` (a key of `DTYPE_SIZES`) is the dtype to which weights are cast on the way, such as the ``dtype`` of
-    an endpoint's capabilities; None leaves each as it is. Raises `ConfigError` for an unknown dtype.
+    an endpoint's capabilities; None keeps the dtype of each. Raises `ConfigError` for an unknown dtype.
 
     ``skip_frozen`` leaves out what does not train: parameters that do not require gradients, and buffers. Endpoints
     then have to support partial updates. A parameter that was sent once is sent from then on, even if it is frozen
@@ -70,7 +70,7 @@ class ModuleWeights(PartialWeightSource):
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in sent.items()]
 
     def frozen_names(self) -> Sequence[str]:
-        """Empty unless frozen ones are skipped."""
+        """Empty unless frozen parameters are skipped."""
         sent = self._published_tensors()
         return [name for name in named_tensors(self._module) if name not in sent]
 

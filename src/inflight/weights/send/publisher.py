@@ -243,7 +243,7 @@ def publish_weights(
     the endpoints to publish to onto their capabilities; None means the endpoints that ``publisher`` was connected to.
 
     Endpoints that support staging keep sampling until every bucket has arrived everywhere; the others are paused once
-    the first bucket is gathered. Each bucket is gathered while the one before travels. The call ends within
+    the first bucket is gathered. Each bucket is gathered while the previous one is sent. The call ends within
     ``deadline_s`` seconds plus the time that gathering takes, and a few seconds to clean up.
 
     ``quorum`` is how many endpoints have to apply the update, None for all of them. With a transport that is not
@@ -257,9 +257,9 @@ def publish_weights(
     sends the weights that its LoRA changes to all of them, from then on.
 
     Raises `PublishError` if fewer endpoints applied the update; its report names each endpoint's state. `ConfigError`
-    and `UnsupportedError` mean that no endpoint was asked for anything, `FencedError` that another trainer has taken
-    this one's place. Errors of gathering pass through. Whatever is raised, the collective gather was completed on every
-    rank, and no endpoint stays paused: reachable endpoints have aborted, the others resume by themselves when their
+    and `UnsupportedError` mean that no endpoint was asked for anything, `FencedError` that another trainer has replaced
+    this one. Errors of gathering pass through. Whatever is raised, the collective gather was completed on every
+    rank, and no endpoint stays paused: reachable endpoints have aborted, the others resume on their own when their
     lease ends.
     """
     source = _source_for(worker, publisher, endpoints, bucket_bytes)

@@ -92,7 +92,7 @@ class WeightGroup:
     async def _form_together(
         self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, _: int
     ) -> dict[str, InflightError]:
-        """Let all endpoints join together, or none. Raises the first error, with all of them as its cause."""
+        """Let all endpoints join together, or none of them. Raises the first error, with all of them as its cause."""
 
         async def join(call: Callable[[], Awaitable[None]]) -> None:
             try:
@@ -118,7 +118,7 @@ class WeightGroup:
     async def _form_each(
         self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, num_needed: int
     ) -> dict[str, InflightError]:
-        """Let each endpoint join by itself; return why some could not. Raises the first error if too few could."""
+        """Let each endpoint join on its own; return why some could not. Raises the first error if too few could."""
         failures: dict[str, InflightError] = {}
 
         async def join(endpoint: InferenceEndpoint, spec: TransportSpec) -> None:
@@ -154,9 +154,9 @@ class WeightGroup:
     # ------------------------------------------------------------------------------------------------------ updates
 
     async def begin_update(self, update: WeightUpdate, timeout_s: float) -> WeightUpdate:
-        """Prepare the sender, once it has cleared away the update before; return the update as it will be sent.
+        """Prepare the sender, once it has cleared away the previous update; return the update as it will be sent.
 
-        It becomes a delta if that is asked for and every member has kept the base. Raises `TransferError`.
+        It becomes a delta if a delta is requested and every member has kept the base. Raises `TransferError`.
         """
         ending, self._ending = self._ending, None
         if ending is not None:

@@ -1,14 +1,14 @@
-"""Memory of one host that a trainer and its endpoints share: arenas, and locks that say who still uses one.
+"""Memory of one host that a trainer and its endpoints share: arenas, and locks that show whether one is still in use.
 
 The sender writes the buckets of an update into one arena. Each arena has a file, in a directory that only this user can
-enter. Beside it lies a small record for each bucket of the update: where in the arena the bucket is, and which update
-it belongs to. A receiver copies nothing: its tensors are views of the arena.
+enter. Next to it lies a small record for each bucket of the update: where in the arena the bucket is, and to which
+update it belongs. A receiver copies nothing: its tensors are views of the arena.
 
 The views hold a shared lock on the arena's file for as long as anything refers to them, so an endpoint may serve from
-them. The system releases the lock however the process ends. The sender writes an arena again only if nobody holds a
-lock, and takes another one otherwise: endpoints serve from one arena while the next update arrives in the other.
+them. The system releases the lock however the process ends. The sender overwrites an arena only if nobody holds a
+lock, and uses another arena otherwise: endpoints serve from one arena while the next update arrives in the other.
 
-This module does not know what kind of memory it is: see `ArenaMemory`.
+`ArenaMemory` defines the kind of memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NUM_ARENAS = 2
 
 
 class SenderMemory(Protocol):
-    """The memory of one arena, as the sender has it. Methods raise `OSError`, `RuntimeError`."""
+    """The sender's view of the memory of one arena. Methods raise `OSError`, `RuntimeError`."""
 
     @property
     @abstractmethod
@@ -57,7 +57,7 @@ class SenderMemory(Protocol):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
 
 class ArenaMemory(Protocol):
@@ -66,17 +66,17 @@ class ArenaMemory(Protocol):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Return where it is."""
+        """Return the device of the memory."""
 
     @property
     @abstractmethod
     def sends_from_device(self) -> bool:
-        """Return whether buckets are taken from where they were gathered."""
+        """Return whether buckets are sent from the device on which they were gathered."""
 
     @property
     @abstractmethod
     def outlives_sender(self) -> bool:
-        """Return whether what is mapped stays whole when its room is closed."""
+        """Return whether mapped memory stays valid after its sender has closed it."""
 
     @abstractmethod
     def spec(self, run_id: str, directory: Path, timeout_s: float) -> ArenaSpec:
@@ -88,7 +88,7 @@ class ArenaMemory(Protocol):
 
     @abstractmethod
     def mapping_problem(self, spec: ArenaSpec) -> str | None:
-        """Return why memory of that spec cannot be mapped here, None if it can."""
+        """Return why memory of that spec cannot be mapped here; None if it can."""
 
     @abstractmethod
     def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
@@ -141,7 +141,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
             raise TransferError("no weight group is open")
 
     def begin(self, update: WeightUpdate) -> None:
-        """An earlier update that was not ended counts as not done."""
+        """An earlier update that was not ended counts as unfinished."""
         self.end(is_done=False)
         size_bytes = max(PAGE, sum(aligned(bucket.size_bytes) for bucket in update.buckets))
         with self._lock:
@@ -216,9 +216,10 @@ class ArenaSender(WeightSender, SendsFromDevice):
         return arena
 
     def _drop(self, arena: _Arena) -> None:
-        """Remove an arena. Its memory stays for as long as somebody holds a lock."""
+        """Remove an arena. Its memory stays as long as somebody holds a lock."""
         self._arenas.remove(arena)
-        arena.path.unlink(missing_ok=True)  # before the test: a receiver that locks it from now on sees that it is gone
+        # This comes before the test: a receiver that locks the file from now on sees that it was removed.
+        arena.path.unlink(missing_ok=True)
         if self._memory.outlives_sender or arena.is_free():
             arena.close()
         else:
@@ -316,7 +317,7 @@ class ArenaReceiver(StoredReceiver):
         return flat[record.offset : record.offset + size_bytes]
 
     def _arena(self, name: str) -> torch.Tensor:
-        """Return an arena. It is mapped and locked until the last tensor in it goes."""
+        """Return an arena. It is mapped and locked until the last tensor in it is freed."""
         if self._mapped is not None and self._mapped[0] == name and (storage := self._mapped[1]()) is not None:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
             return whole.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -59,7 +59,7 @@ class DeviceMemory(Protocol):
 
     @abstractmethod
     def release(self, handle: MemoryHandle) -> None:
-        """Note that no process maps the memory any more, and that the tensor is about to go."""
+        """Note that no process maps the memory any more, and that the tensor is about to be freed."""
 
     @abstractmethod
     def mapping_problem(self, place: str) -> str | None:
@@ -112,7 +112,7 @@ class CudaMemory(DeviceMemory):
 
     def release(self, handle: MemoryHandle) -> None:
         _of_this_process.pop((handle.memory, handle.offset), None)
-        # Otherwise torch would keep the memory for readers that ended without a word.
+        # Otherwise torch would keep the memory for readers that ended without releasing it.
         _Storage._release_ipc_counter_cuda(b64decode(handle.counter), handle.counter_offset)
 
     def mapping_problem(self, place: str) -> str | None:

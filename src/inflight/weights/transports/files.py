@@ -94,7 +94,7 @@ class FileSender(WeightSender):
 
 
 class FilesReceiver(StoredReceiver):
-    """What the receivers of stored files share. Those that follow a run call `latest`, `lease` and `read_manifest`.
+    """Base of the receivers of stored files. Those that follow a run call `latest`, `lease` and `read_manifest`.
 
     Tensors arrive on the host, in pinned memory if ``device`` is a GPU.
     """
@@ -127,7 +127,7 @@ class FilesReceiver(StoredReceiver):
         return ref
 
     def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
-        """Return what is stored of an update. Raises `TransferError` if it was never complete, or is too old.
+        """Return what is stored of an update. Raises `TransferError` if it was never complete, or has been removed.
 
         Its buckets are received in order by a receiver that began with the same ``ref``.
         """
@@ -143,7 +143,7 @@ class FilesReceiver(StoredReceiver):
         return stored
 
     def lease(self, ref: UpdateRef, name: str, timeout_s: float) -> None:
-        """Keep a stored update a little longer, see `take_lease`. Raises `TransferError` if it is gone."""
+        """Keep a stored update a little longer, see `take_lease`. Raises `TransferError` if it was removed."""
         place = _place(ref)
         attempt = Attempt(f"taking a lease on version {ref.version}", timeout_s, self._abandoned)
         if not attempt.run(lambda: self._renew_lease(place, name, attempt)):
@@ -151,7 +151,7 @@ class FilesReceiver(StoredReceiver):
 
     @abstractmethod
     def _describe_file(self, names: Sequence[str]) -> str:
-        """Return where a file is, for errors."""
+        """Return the location of a file, for errors."""
 
     @abstractmethod
     def _read(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> bytes | None:

@@ -1,7 +1,7 @@
 """Groups of torch in which buckets are broadcast: how ranks meet, how groups are made, waited for and abandoned.
 
-Ranks meet in a store that the sender hosts, by the keys in it. The store binds to the given address only. Taking it
-down ends every pending join, on either side.
+Ranks meet in a store that the sender hosts, by the keys in it. The store binds to the given address only. Closing it
+ends every pending join, on either side.
 
 Gloo cannot interrupt a pending operation: callers that drop a group abandon the operation (see
 `inflight.base.threads`), and it ends by its own timeout. `inflight.weights.transports.nccl_group` states how NCCL
@@ -33,12 +33,12 @@ from inflight.wire import ProcessGroupSpec
 dist: Any = torch.distributed  # its stubs leave out Gloo's options and the stores
 JOINING = "joining the weight group"
 GRACE_S = 0.5
-"""How much longer a call may take than its timeout. torch's store may retry for twice the timeout, and is cut off; else
-its own error says more."""
+"""How much longer a call may take than its timeout. torch's store may retry for twice the timeout, and is then cut off;
+otherwise its own error is more specific."""
 _SHORTEST_POLL_S = 0.0001
 _LONGEST_POLL_S = 0.001
 _LATER_S = 5.0
-"""How much later than its caller's deadline a polled operation may end by itself."""
+"""How much later than its caller's deadline a polled operation may end on its own."""
 
 
 class CollectiveGroup(Protocol):
@@ -50,7 +50,7 @@ class CollectiveGroup(Protocol):
     def make_broadcast(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         """Return a call that broadcasts ``flat`` from rank 0, and returns when that is done on this rank.
 
-        It blocks and may have to be abandoned, so it belongs into a thread of its own. It raises `RuntimeError`. It
+        It blocks and may have to be abandoned, so it must run in a thread of its own. It raises `RuntimeError`. It
         holds the group: dropping a group would wait for the operation.
         """
 
@@ -98,7 +98,7 @@ class PolledGroup(CollectiveGroup):
                         raise RuntimeError(f"not done after {timeout_s:g} s")
                     time.sleep(poll_s)
                     poll_s = min(2 * poll_s, _LONGEST_POLL_S)
-                work.wait()  # it is complete: this raises what went wrong
+                work.wait()  # it is complete: this raises its error
             self._unfinished.remove(operation)
 
         return broadcast
@@ -139,7 +139,7 @@ NCCL = GroupKind(
 
 
 class AnnouncedRanks:
-    """Ranks of an engine that joins and receives by itself, whose own waits have no deadline and cannot be ended.
+    """Ranks of an engine that itself joins and receives, whose waits have no deadline and cannot be interrupted.
 
     Announces ``spec.rank`` and the ranks after it on the engine's behalf. Once `meet` returns, every other rank is
     there and joining; once `await_send` returns, the sender is sending. Calling `abandon` from another thread ends both
@@ -176,7 +176,7 @@ class AnnouncedRanks:
             raise transfer_failed(error, what) from error
 
     def abandon(self) -> None:
-        """End what is pending. Returns at once. Idempotent."""
+        """End the pending calls. Returns at once. Idempotent."""
         abandon(self._abandoned)
 
 
@@ -202,7 +202,7 @@ def host_store(address: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def announce_send(hosted: Any, group_name: str, index: int) -> None:
-    """Tell ranks that wait for it that bucket ``index`` of the group is being sent. Raises `RuntimeError`."""
+    """Notify the ranks that wait for it that bucket ``index`` of the group is being sent. Raises `RuntimeError`."""
     dist.PrefixStore(group_name, hosted).set(_send_key(index), "")
 
 

@@ -1,7 +1,7 @@
 """Weights through a GPU's memory: rank 0 writes buckets into memory of its GPU, and endpoints on that GPU map it.
 
-An arena's file holds the handle of its memory. CUDA may not free memory that another process maps, so an arena outlasts
-its sender until its last lock is gone.
+An arena's file holds the handle of its memory. CUDA may not free memory that another process maps, so an arena outlives
+its sender until its last lock is released.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights by one broadcast per bucket over a private gloo or NCCL group; torch's default group is never touched.
 
 The sender is rank 0 and hosts the store in which the ranks meet. Sender and receiver are the same code for both
-backends; `inflight.weights.transports.groups` has what differs.
+backends; `inflight.weights.transports.groups` contains the differences.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         return unpack(flat, specs)
 
     def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
-        """Does nothing over NCCL: a kernel that waits for its sender takes the device's processors from sampling."""
+        """Does nothing over NCCL: a kernel that waits for its sender would occupy processors that sampling needs."""
         group = self._group
         if group is None or self._kind.sends_from_device:
             return
@@ -220,7 +220,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
                 with on_weight_stream(self._device):
                     return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             except torch.OutOfMemoryError as error:
-                raise transfer_failed(error, f"staging a bucket of {size_bytes} bytes beside the model") from error
+                raise transfer_failed(error, f"staging a bucket of {size_bytes} bytes next to the model") from error
         return self._memory.take(size_bytes)
 
     def abort(self) -> None:

@@ -1,6 +1,6 @@
 """Reads files of an HTTP server in ranges, over a few connections at once, into existing memory.
 
-If a connection is cut, the range is asked for again from the byte reached. Built on http.client because it reads from
+If a connection is cut, the range is requested again from the byte reached. Built on http.client because it reads from
 the socket straight into the buffer, in a third of the time of a client that hands out chunks.
 """
 
@@ -34,12 +34,12 @@ class NotThereError(Exception):
 
 
 class _CutError(Exception):
-    """The connection or the server failed in a way that may pass."""
+    """The connection or the server failed in a way that may be temporary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The first bytes of a file, its length, and a tag that tells it from a file that replaces it."""
+    """The first bytes of a file, its length, and a tag that distinguishes it from a file that replaces it."""
 
     first_bytes: bytes
     file_bytes: int
@@ -160,9 +160,9 @@ class RangeClient:
     def _request_range(
         self, names: Sequence[str], start: int, stop: int, attempt: Attempt, tag: str | None = None
     ) -> Iterator[tuple[http.client.HTTPResponse, Opening]]:
-        """Ask for a range; yield the unread answer and its facts. A fully read connection is used again.
+        """Request a range; yield the unread answer and its facts. A fully read connection is reused.
 
-        Raises `NotThereError`, `TransferError` if asking again would not help, and what a cut connection raises.
+        Raises `NotThereError`, `TransferError` if a retry would not help, and the error of a cut connection.
         """
         connection, answer = self._take_connection(attempt), None
         headers = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={start}-{stop - 1}"}

@@ -37,7 +37,7 @@ class FileMemory(ArenaMemory):
         return None
 
     def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
-        """What a receiver writes by mistake stays with it."""
+        """Writes that a receiver makes by mistake stay private to it."""
         return torch.frombuffer(mmap.mmap(fd, size_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 

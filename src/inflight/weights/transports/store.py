@@ -25,7 +25,8 @@ from inflight.weights.encode.bucket_bytes import unpack
 from inflight.wire import TensorSpec, UpdateRef, WireModel
 
 GRACE_S = 0.5
-"""How long to wait beyond the deadline for a call that watches it itself: its own error says more than a timeout."""
+"""How long to wait beyond the deadline for a call that checks the deadline itself: its own error is more specific than
+a timeout."""
 
 PIECE_BYTES = 16 << 20
 """Bytes moved between two checks of the deadline."""
@@ -103,7 +104,7 @@ class Attempt:
 
 
 def abandon(abandoned: Future[str]) -> None:
-    """End everything that waits for a group. Idempotent."""
+    """End every call that waits for a group. Idempotent."""
     with contextlib.suppress(InvalidStateError):
         abandoned.set_result(ABANDONED)
 
@@ -156,7 +157,7 @@ def read_text(directory: Path, *parts: str, max_bytes: int, is_private: bool = F
 
 
 def parse_message(model: type[M], text: bytes, where: object) -> M:
-    """Return a stored message. Raises `TransferError` that says ``where`` it is and what is wrong in it."""
+    """Return a stored message. Raises `TransferError`, which names ``where`` it is stored and what is wrong with it."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
@@ -188,7 +189,7 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 class StoredReceiver(WeightReceiver):
-    """What the receivers of stored buckets share: which bucket is due, its deadline, and abandoning."""
+    """The common part of the receivers of stored buckets: the next bucket, its deadline, and abandoning."""
 
     def __init__(self) -> None:
         self._abandoned: Future[str] = Future()
