@@ -248,7 +248,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
         """Yielded tensors share no memory with the parameters."""
-        return self._parameters.gather(buckets)
+        return self._parameters.gather(self.parameter_specs(), buckets)
 
     def save(self, path: Path) -> None:
         """Every rank writes its shards. A directory that is not a checkpoint of a worker is not replaced.
