@@ -205,7 +205,7 @@ def _write_at(descriptor: int, content: memoryview, position: int) -> None:
 def _own_pieces(
     part: ShardedTensor, device: torch.device, group: dist.ProcessGroup | None
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Return what this rank writes of a parameter: the stored name, the first byte there, and what is contiguous.
+    """Return the pieces of a parameter that this rank writes: stored name, first byte there, and contiguous elements.
 
     Collective if the parameter is stored as several tensors, which rank 0 then writes.
     """

@@ -36,7 +36,7 @@ class DeepSpeedConfig(WorkerConfig):
     LABEL: ClassVar[str] = "DeepSpeed"
 
     zero_stage: Literal[1, 2, 3] = 3
-    """What ranks share: float32 weights and moments, from 2 on gradients too, in 3 also what layers compute with."""
+    """What is sharded over ranks: float32 weights and moments; from 2 on gradients; in 3 also the computing weights."""
     zero_options: dict[str, Any] = Field(default_factory=dict)
     """More of DeepSpeed's ``zero_optimization``, such as ``stage3_param_persistence_threshold``."""
 
@@ -155,7 +155,7 @@ class DeepSpeedWorker(ShardedWorker):
 
 
 class _Boundary(torch.optim.Optimizer):
-    """What DeepSpeed takes for the optimizer: its step comes where gradients are reduced, in float32, on their ranks.
+    """The optimizer in DeepSpeed's view: its step is called once gradients are reduced, in float32, on their ranks.
 
     DeepSpeed must finish its own step, so errors are kept for later.
     """

@@ -59,7 +59,7 @@ class PackedImages:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a policy computes at once; at least one token."""
+    """The tokens that a policy computes at once; at least one token."""
 
     token_ids_R: torch.Tensor
     position_ids_R: torch.Tensor

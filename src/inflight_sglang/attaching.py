@@ -19,7 +19,7 @@ from inflight_sglang.requests import RequestLimits
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What is known of a server. ``specs`` is what its model can load, None if its ``directory`` is unreadable here."""
+    """The properties of a server. ``specs`` are the tensors that it loads, None if ``directory`` is unreadable here."""
 
     capabilities: Capabilities
     limits: RequestLimits

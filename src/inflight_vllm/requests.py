@@ -25,9 +25,9 @@ from inflight_vllm.drafting import CONTINUED
 
 GENERATE = "/inference/v1/generate"
 _PREFIX = "generate-tokens-"
-"""What vLLM puts before the ids of requests that come by this route."""
+"""The prefix that vLLM adds to the ids of requests over this route."""
 _FLOOR = -9999.0
-"""What vLLM answers instead of a logprob that is NaN or minus infinity."""
+"""The value that vLLM returns instead of a logprob that is NaN or minus infinity."""
 
 
 def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a model's weight loaders write, found by one load without memory. Only vLLM loads this module.
+"""The writes of a model's weight loaders, found by one load without memory. Only vLLM loads this module.
 
 vLLM finds its way through a model's loaders again for each load, which takes it about a millisecond for each tensor. So
 the writes of the loaders are recorded once, on meta tensors. A layer whose loaders only copy parts of checkpoint
@@ -45,7 +45,7 @@ class Write:
     value: float = 0.0
 
     def value_from(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return what is written, of the tensors that arrived."""
+        """Return the written value, taken from the tensors that arrived."""
         if self.source is None or self.read is None:
             return torch.full((), self.value, device=device)
         return self.read.of(tensors[self.source].contiguous())

@@ -284,7 +284,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
     async def _wait_until_done(
         self, what: str, timeout_s: float, *, wait_s: float, joining: TransportSpec | None = None
     ) -> None:
-        """Return when the engine's half has done what it was asked. Raises `TransferError`, also for a lost group."""
+        """Return when the engine's half has finished its work. Raises `TransferError`, also for a lost group."""
         deadline = time.monotonic() + timeout_s + 1.0  # the engine's own error is more specific
         while True:
             statuses = await status_of(self._routes, wait_s)

@@ -75,7 +75,7 @@ class Episode(Protocol):
         """Return a base URL for clients of OpenAI's API, whose calls become part of this episode.
 
         It ends with ``/e/KEY/v1``, where KEY is a secret that stands for the episode and the role, and may also be sent
-        as the API key. Roles have URLs of their own, and what is posted there is the reward of that role. Raises
+        as the API key. Roles have URLs of their own; a reward that is posted there belongs to that role. Raises
         `UnsupportedError` where no proxy is served.
         """
 

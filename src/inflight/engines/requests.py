@@ -26,7 +26,7 @@ _AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class SentRequest:
-    """How the engine is asked for one completion."""
+    """The engine's request for one completion."""
 
     name: str
     """The engine's name for it: a new name each time, and not the prefix of another name."""
@@ -61,7 +61,7 @@ class _Running:
     """One request of this client."""
 
     asked: Mapping[int, SentRequest] = field(default_factory=dict)
-    """The completions that the engine was asked for and has not answered, by their index."""
+    """The completions that the engine has received and not answered, by their index."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -162,7 +162,7 @@ def unsampled_completion(index: int) -> Completion:
 
 
 def _sent_requests(request: GenerateRequest, cache_keys: Mapping[int, str]) -> dict[int, SentRequest]:
-    """Return how the engine is asked for the completions with these indices."""
+    """Return the engine's requests for the completions with these indices."""
     name = f"{len(request.request_id)}:{request.request_id}/{uuid.uuid4().hex[:12]}/"
     return {index: SentRequest(f"{name}{index}.", key) for index, key in cache_keys.items()}
 

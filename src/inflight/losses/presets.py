@@ -33,7 +33,7 @@ class Preset:
 
     @property
     def needs(self) -> str:
-        """What it needs beyond trainer and behaviour logprobs, in words."""
+        """The requirements beyond trainer and behaviour logprobs, as text."""
         needs: list[str] = sorted(self.loss.needs)
         if self.loss.between == "trainer/proximal" or any(
             "proximal" in getattr(correction, "between", "") for correction in self.loss.corrections

@@ -14,7 +14,7 @@ from typing import Literal, assert_never
 import torch
 
 Level = Literal["token", "segment_mean", "segment_mean_token", "segment_product", "prefix"]
-"""What a ratio covers, with x_t = log ratio of token t and sums over the targets of its segment:
+"""The tokens that a ratio covers, with x_t = log ratio of token t and sums over the targets of its segment:
 
 ``token``               x_t
 ``segment_mean``        (1/L) sum x: log of the geometric mean (GSPO, arXiv 2507.18071, eq. 7)

@@ -1,4 +1,4 @@
-"""What a server reports about itself: capabilities, health and errors."""
+"""Messages in which a server describes itself: capabilities, health and errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Needs:
 
 
 class Capabilities(WireModel):
-    """What an endpoint can do. A request for anything else is refused."""
+    """The capabilities of an endpoint. A request for anything else is refused."""
 
     protocol_version: Natural = PROTOCOL_VERSION
     engine: str
@@ -155,7 +155,7 @@ class Acknowledgement(WireModel):
 
 
 class ErrorDetail(WireModel):
-    """What happened, in the OpenAI shape; ``code`` names the class in `inflight.errors`."""
+    """A description of an error, in the OpenAI shape; ``code`` names the class in `inflight.errors`."""
 
     message: str
     type: str = "inflight_error"

@@ -199,7 +199,7 @@ class RoutedExperts(WireModel):
 
 
 def longest_record(earlier: RoutedExperts | None, later: RoutedExperts | None) -> RoutedExperts | None:
-    """Return what is known of a sequence's experts from two requests, of which the later one continued it.
+    """Return the combined record of a sequence's experts from two requests, of which the later one continued it.
 
     Where both know a token's experts, those of the earlier one count: the next token was sampled after them.
     """
@@ -312,7 +312,7 @@ class PromptHistory(WireModel):
 
 
 class DraftHistory(WireModel):
-    """What an endpoint with `Capabilities.drafts` drafts from. A draft never changes what is sampled, only how fast."""
+    """The source of an endpoint's drafts, see `Capabilities.drafts`. A draft changes the speed, never the tokens."""
 
     entries: Items[PromptHistory] = Field(min_length=1, max_length=1024)
 

@@ -26,7 +26,7 @@ Encoding = Literal["raw", "bfloat16", "float8", "delta"]
 
 
 class InFlightPolicy(StrEnum):
-    """What happens to running requests when weights change."""
+    """The treatment of running requests when weights change."""
 
     KEEP = "keep"
     """They pause, then continue with the keys and values that older weights computed."""

@@ -28,7 +28,7 @@ class PackedPrompt:
     image_rows: Sequence[int] = ()
     """Indices of its tokens that images fill."""
     image_tensors: Mapping[str, torch.Tensor] | None = None
-    """What the vision tower takes of them; None without images."""
+    """The vision tower's inputs for them; None without images."""
 
 
 class Forwards:

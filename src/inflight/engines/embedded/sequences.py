@@ -45,7 +45,7 @@ class Sequence:
     num_verifications: int = 0
     num_accepted: int = 0
     routed: list[Experts] = field(default_factory=list)
-    """[T, L, K] of its tokens from the first on, in parts, if its request asked for them."""
+    """[T, L, K] of its tokens from the first on, in parts, if its request asks for routed experts."""
     finish_reason: FinishReason | None = None
 
     def draw(self, num: int) -> list[float]:
@@ -128,7 +128,7 @@ class EngineRequest:
     """As in `inflight.wire.GenerateRequest`."""
     images: tuple[PromptImage, ...] = ()
     image_tensors: Mapping[str, torch.Tensor] | None = None
-    """What the vision tower takes of them; None without images."""
+    """The vision tower's inputs for them; None without images."""
     routed_experts: bool = False
     """As in `inflight.wire.GenerateRequest`."""
     sequences: list[Sequence] = field(default_factory=list)

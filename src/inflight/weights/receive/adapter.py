@@ -1,4 +1,4 @@
-"""What an `UpdateReceiver` asks of an adapter: an engine that pauses, and a sink for buckets."""
+"""The interfaces that an `UpdateReceiver` needs from an adapter: a pausable engine, and a sink for buckets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, TransportSpec,
 
 
 class PausableEngine(Protocol):
-    """What an `UpdateReceiver` asks of the engine whose weights change.
+    """The engine whose weights an `UpdateReceiver` changes.
 
     After `pause` has returned, exactly one of `apply`, `resume` and `fail_requests` follows; after an `apply` that
     raised, `fail_requests` does. All are awaited in the receiver's event loop.
@@ -77,7 +77,7 @@ class BucketSink(Protocol):
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave the group, end what is pending on it, and drop what arrived. Returns at once. Idempotent."""
+        """Leave the group, end its pending calls, and discard what arrived. Returns at once. Idempotent."""
 
     @abstractmethod
     def begin(self, update: WeightUpdate) -> None:

@@ -84,7 +84,7 @@ def merge_lora(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: LoraS
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLoad:
-    """What an update means for the model: the tensors to load, and the base of those adapted afterwards."""
+    """The effect of an update on the model: the tensors to load, and the base of those that are adapted afterwards."""
 
     tensors: Named
     base: dict[str, torch.Tensor] = field(default_factory=dict)

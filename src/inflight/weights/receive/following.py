@@ -39,7 +39,7 @@ FIRST_PAUSE_S = 0.5
 """Pause between a first failure and the first retry."""
 MAX_PAUSE_S = 30.0
 _JOIN_S = 60.0
-"""How long an endpoint may take to find what is stored."""
+"""How long an endpoint may take to find the stored versions."""
 _READ_S = 10.0
 """How long reading the relay's own directory may take."""
 _LEASE_SLACK_S = 5.0
@@ -232,7 +232,7 @@ def _copy(source: StoredRun, stored: StoredUpdate, sender: FileSender, deadline_
 
 
 class StoredRun:
-    """What is stored of a run, in a directory or at a URL. No call blocks the event loop."""
+    """The stored versions of a run, in a directory or at a URL. No call blocks the event loop."""
 
     def __init__(self, spec: DirectorySpec | PullSpec) -> None:
         self._receiver = FileReceiver(spec) if isinstance(spec, DirectorySpec) else PullReceiver(spec)
@@ -247,7 +247,7 @@ class StoredRun:
         await run_abandonable(lambda: self._receiver.lease(ref, self._lease, LEASE_S), "inflight-follow")
 
     async def lease_newest(self, ref: UpdateRef, timeout_s: float) -> UpdateRef:
-        """Lease ``ref``, or the newest version if ``ref`` was removed meanwhile. Return what is leased."""
+        """Lease ``ref``, or the newest version if ``ref`` was removed meanwhile. Return the leased version."""
         while True:
             try:
                 await self.lease(ref)
@@ -260,11 +260,11 @@ class StoredRun:
                 return ref
 
     async def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
-        """Return what is stored of a version. Raises `TransferError` if it was removed meanwhile."""
+        """Return the manifest of a stored version. Raises `TransferError` if the version was removed meanwhile."""
         return await run_abandonable(lambda: self._receiver.read_manifest(ref, timeout_s), "inflight-follow")
 
     def buckets(self, stored: StoredUpdate, deadline_s: float) -> Iterator[WeightBucket]:
-        """Yield what is stored of a version, compared with its checksums. Blocking. Raises `TransferError`."""
+        """Yield the buckets of a stored version, verified by their checksums. Blocks. Raises `TransferError`."""
         ref, deadline = stored.update.ref, time.monotonic() + deadline_s
         self._receiver.begin(ref)
         for announced, bucket in zip(stored.update.buckets, stored.buckets, strict=True):

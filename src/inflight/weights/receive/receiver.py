@@ -76,7 +76,7 @@ class UpdateReceiver:
         capabilities: Capabilities,
     ) -> None:
         self.engine = engine
-        """What pauses, applies and resumes. It may be wrapped while no update is open."""
+        """The engine that pauses, applies and resumes. It may be wrapped while no update is open."""
         self._sink = sink
         self._capabilities = capabilities
         self._session = UpdateSession(expected)
@@ -194,7 +194,7 @@ class UpdateReceiver:
         await self._end(opened)
 
     async def aclose(self) -> None:
-        """Leave the group, stop the lease, and wait a moment for what is being applied. An open update stays open."""
+        """Leave the group, stop the lease, and wait briefly for a commit under way. An open update stays open."""
         if self._open is not None:
             self._open.stop_lease()
         self._sink.leave()

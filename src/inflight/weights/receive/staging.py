@@ -100,7 +100,7 @@ class Staging:
         return flat
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that have arrived, in manifest order, as views of what is staged."""
+        """Return the tensors that have arrived, in manifest order, as views of the staged memory."""
         named = []
         for bucket, flat in zip(self.update.buckets, self._flats, strict=False):
             specs = self.update.manifest.tensors[bucket.start : bucket.stop]
@@ -115,7 +115,7 @@ class Staging:
             return self._flats[index]
 
     def keep(self) -> KeptWeights | None:
-        """Return what was loaded as the base of a later delta, if the update asked for that."""
+        """Return the loaded weights as the base of a later delta, if the update requested that they be kept."""
         if not self.update.keep:
             return None
         return KeptWeights(

@@ -33,7 +33,7 @@ _RELEASED = "the endpoint's memory is released: restore_memory takes it back"
 
 
 class UpdateEvent(Enum):
-    """What changes the state of an endpoint; each value states what has happened."""
+    """The events that change the state of an endpoint; each value describes the event."""
 
     JOINED = "the endpoint has loaded its checkpoint"
     REQUEST = "an update is accepted, and sampling is paused for it"
@@ -217,7 +217,7 @@ class UpdateSession:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a bucket of the open update was asked for."""
+        """Whether a bucket of the open update has been requested."""
         return self._open is not None and (self._open.is_receiving or self._open.num_received > 0)
 
     def is_open(self, ref: UpdateRef) -> bool:

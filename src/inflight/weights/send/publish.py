@@ -34,7 +34,7 @@ _REFUSAL_GRACE_S = 1.0
 _COLLECTIVE_GRACE_S = 0.1
 """How much later receiving ends than sending: in a collective, an endpoint may be waiting for another endpoint only."""
 CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
-"""What sending raises once either end of a stream is closed."""
+"""The errors of sending once either end of a stream is closed."""
 
 
 class Publish:

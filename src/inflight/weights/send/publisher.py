@@ -47,7 +47,7 @@ class WeightPublisher:
 
     Entering asks each endpoint for its capabilities and forms the weight group. If that fails, it raises `ConfigError`,
     `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and leaves nothing
-    behind. A publish forms a new group if it goes to other endpoints than the one before, and after a failed publish.
+    behind. A publish forms a new group if its endpoints differ from those of the previous publish, or if that failed.
     Used from one thread at a time.
     """
 
@@ -180,7 +180,7 @@ class WeightPublisher:
         deadline_s: float,
         num_needed: int,
     ) -> PublishReport:
-        """Publish what is gathered to ``endpoints``, of which ``num_needed`` have to apply it.
+        """Publish the gathered buckets to ``endpoints``, of which ``num_needed`` have to apply it.
 
         The deadline begins when the first bucket is gathered. Whatever the worker or an interrupt raises ends the
         publish on all endpoints before it is raised here. `publish_weights` is the call for a worker.

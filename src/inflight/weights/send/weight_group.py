@@ -140,7 +140,7 @@ class WeightGroup:
         return failures
 
     def lose(self) -> None:
-        """Drop the group and end what is pending on it; the next publish forms a new one. Any thread may call it."""
+        """Drop the group and end its pending calls; the next publish forms a new one. Any thread may call it."""
         self._members = frozenset()
         self._packer = Packer()  # an abandoned send may still read the buffers
         if self._snapshot is not None:

@@ -348,7 +348,7 @@ class BucketStore:
 
 @dataclass(slots=True)
 class _OpenUpdate:
-    """The update that is being written to ``path``, and what is stored of it."""
+    """The update that is being written to ``path``, and its buckets that are stored."""
 
     update: WeightUpdate
     path: Path

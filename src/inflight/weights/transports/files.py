@@ -127,7 +127,7 @@ class FilesReceiver(StoredReceiver):
         return ref
 
     def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
-        """Return what is stored of an update. Raises `TransferError` if it was never complete, or has been removed.
+        """Return the manifest of a stored update. Raises `TransferError` if it was never complete, or has been removed.
 
         Its buckets are received in order by a receiver that began with the same ``ref``.
         """

@@ -1,4 +1,4 @@
-"""What the transports that store buckets share: file names, careful opening, and deadlines."""
+"""Code shared by the transports that store buckets: file names, careful opening, and deadlines."""
 
 from __future__ import annotations
 
