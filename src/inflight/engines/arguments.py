@@ -1,4 +1,4 @@
-"""Reading settings from the further arguments of an engine's command line, and from its device."""
+"""Numbers in the additional arguments of an engine's command line, and whether its device is a GPU."""
 
 from __future__ import annotations
 

@@ -99,7 +99,9 @@ class OpenUpdate:
 
 
 class UpdateSession:
-    """The weights of one endpoint over all updates. ``expected`` is what its model can load; None: not known here.
+    """The state of one endpoint's weights, through any number of named sessions.
+
+    ``expected`` is what its model can load, None if that is not known here.
 
     A method that refuses raises and changes nothing.
     """
