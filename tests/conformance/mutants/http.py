@@ -109,7 +109,7 @@ MUTANTS = (
         "talks to nobody",
         "E-54",
         "A request continues when its client has left.",
-        serving_with(_unless_client_leaves=answers_to_the_end),
+        serving_with(unless_client_leaves=answers_to_the_end),
         over_http=True,
     ),
     Mutant(
