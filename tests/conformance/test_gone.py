@@ -91,8 +91,6 @@ def test_a_server_that_is_killed_between_two_checks_fails_the_next_one_only(tmp_
     assert killed.outcome is CheckOutcome.FAILED
     words = "the endpoint could not be restored for this check, which did not run: Unreachable"
     assert killed.message.startswith(words)
-        "the endpoint could not be restored for this check, which did not run: Unreachable"
-    )
     assert skipped.outcome is CheckOutcome.SKIPPED
     assert skipped.message == "the endpoint has been gone since E-12"
 
