@@ -86,7 +86,7 @@ def _with_packing(num_tensors: int, size_bytes: int) -> list[float]:
     seconds = []
     for _ in range(4):
         started = time.perf_counter()
-        checksum(pack(packer.packed(WeightBucket(0, specs, tensors)).tensors))
+        checksum(pack(packer.pack_bucket(WeightBucket(0, specs, tensors)).tensors))
         seconds.append(time.perf_counter() - started)
     broadcast = limits.broadcast_s([num_tensors * size_bytes], 3)
     return [a + b for a, b in zip(seconds[1:], broadcast, strict=True)]

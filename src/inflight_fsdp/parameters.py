@@ -44,7 +44,7 @@ class ShardedParameters:
         """Held of parameters that are on other ranks."""
         self._parameter_of = {stored: name for name, layout in layouts.items() for stored in layout.shapes}
         self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
-        """The parameter that was gathered last, if it is stored as several tensors, and those not asked for yet."""
+        """The parameter that was gathered last, if it is stored as several tensors, and those not requested yet."""
 
     @property
     def published(self) -> Mapping[str, Layout]:
@@ -66,12 +66,11 @@ class ShardedParameters:
         frozen = (layout for name, layout in self.layouts.items() if name not in published)
         return [name for layout in frozen for name in layout.shapes]
 
-    def gather(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yield buckets of tensors that share no memory with the parameters: whole on rank 0, empty elsewhere.
+    def gather(self, specs: Sequence[TensorSpec], buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """Yield buckets of these tensors, which share no memory with the parameters: whole on rank 0, empty elsewhere.
 
         Every rank calls it and exhausts it.
         """
-        specs = self.specs()
         self._split = ("", {})
         for bucket in buckets:
             part = specs[bucket.start : bucket.stop]

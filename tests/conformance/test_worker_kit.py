@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -77,6 +78,7 @@ def test_a_faulty_worker_is_caught_by_its_check(check_mutant: Callable[[str, Che
     verdict = check_mutant(name, BY_ID[MUTANTS[name].caught_by])
     assert verdict.outcome is CheckOutcome.FAILED, verdict
     assert verdict.message and verdict.look_at
+    assert not re.match(r"(Attribute|Name|Type)Error was raised", verdict.message), "the mutant itself is broken"
 
 
 @pytest.mark.parametrize("name", first_of_each((n for n, mutant in MUTANTS.items() if mutant.hangs), lambda _: "hangs"))

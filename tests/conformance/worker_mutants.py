@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from inflight.contracts import WorkerKind
 from inflight.errors import CheckpointError, NonFiniteError
@@ -59,7 +60,27 @@ def is_tied(worker: FsdpWorker) -> bool:
 
 def gradients_of(worker: FsdpWorker) -> list[torch.Tensor]:
     """This rank's shards of the gradients, to be changed in place."""
-    return [p.grad.to_local() for p in worker._parameters.values() if p.grad is not None]  # type: ignore[attr-defined]
+    return [p.grad.to_local() for p in parameters_of(worker).values() if p.grad is not None]  # type: ignore[attr-defined]
+
+
+def parameters_of(worker: FsdpWorker) -> dict[str, DTensor]:
+    return {name: part.parameter for name, part in worker._parameters.parts.items()}  # type: ignore[attr-defined]
+
+
+def trained_of(worker: FsdpWorker) -> dict[str, DTensor]:
+    return {name: part.parameter for name, part in worker._parameters.trained.items()}  # type: ignore[attr-defined]
+
+
+class GatheringMutant(FsdpWorker):
+    """Each stored tensor is gathered by `gathered`, which returns what the worker would by default."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._gather_rightly = self._parameters._gather
+        self._parameters._gather = self.gathered  # type: ignore[method-assign]
+
+    def gathered(self, name: str) -> torch.Tensor | None:
+        return self._gather_rightly(name)
 
 
 def scale_gradients(worker: FsdpWorker, factor: float) -> None:
@@ -94,12 +115,12 @@ class SpecsWithBarrier(FsdpWorker):
         return super().parameter_specs()
 
 
-class WrappersInNames(FsdpWorker):
+class WrappersInNames(GatheringMutant):
     def parameter_specs(self) -> Sequence[TensorSpec]:
         return [spec.model_copy(update={"name": f"_orig_mod.{spec.name}"}) for spec in super().parameter_specs()]
 
-    def _gather(self, name: str) -> torch.Tensor | None:
-        return super()._gather(name.removeprefix("_orig_mod."))
+    def gathered(self, name: str) -> torch.Tensor | None:
+        return super().gathered(name.removeprefix("_orig_mod."))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -175,7 +196,7 @@ class ImagesReversed(FsdpWorker):
 
 class TowerFrozen(FsdpWorker):
     def step(self) -> StepResult:
-        for name, parameter in self._parameters.items():
+        for name, parameter in parameters_of(self).items():
             if "vision_tower" in name:
                 parameter.grad = None
         return super().step()
@@ -196,7 +217,7 @@ class ExpertsOfTheTokenBefore(FsdpWorker):
 
 class RouterFrozen(FsdpWorker):
     def step(self) -> StepResult:
-        for name, parameter in self._parameters.items():
+        for name, parameter in parameters_of(self).items():
             if name.endswith("mlp.gate.weight"):
                 parameter.grad = None
         return super().step()
@@ -334,9 +355,9 @@ class NoUpdate(FsdpWorker):
 
 class GradientsKept(FsdpWorker):
     def step(self) -> StepResult:
-        kept = [None if p.grad is None else p.grad.clone() for p in self._parameters.values()]
+        kept = [None if p.grad is None else p.grad.clone() for p in parameters_of(self).values()]
         result = super().step()
-        for parameter, gradient in zip(self._parameters.values(), kept, strict=True):
+        for parameter, gradient in zip(parameters_of(self).values(), kept, strict=True):
             parameter.grad = gradient
         return result
 
@@ -400,9 +421,9 @@ class NonFiniteOnOneRank(NonFiniteSkipped):
 # Gathering
 
 
-class WrongDtype(FsdpWorker):
-    def _gather(self, name: str) -> torch.Tensor | None:
-        full = super()._gather(name)
+class WrongDtype(GatheringMutant):
+    def gathered(self, name: str) -> torch.Tensor | None:
+        full = super().gathered(name)
         return None if full is None else full.bfloat16()
 
 
@@ -421,10 +442,10 @@ class HangInGather(FsdpWorker):
             yield bucket
 
 
-class EveryRankHolds(FsdpWorker):
+class EveryRankHolds(GatheringMutant):
     @torch.no_grad()
-    def _gather(self, name: str) -> torch.Tensor | None:
-        return self._parameters[name].full_tensor().clone()
+    def gathered(self, name: str) -> torch.Tensor | None:
+        return parameters_of(self)[name].full_tensor().clone()
 
 
 class HeadDropped(FsdpWorker):
@@ -432,7 +453,7 @@ class HeadDropped(FsdpWorker):
         return [spec for spec in super().parameter_specs() if spec.name != HEAD]
 
 
-class TiedHeadTwice(FsdpWorker):
+class TiedHeadTwice(GatheringMutant):
     def parameter_specs(self) -> Sequence[TensorSpec]:
         specs = list(super().parameter_specs())
         if is_tied(self):
@@ -440,17 +461,17 @@ class TiedHeadTwice(FsdpWorker):
             specs.append(embedding.model_copy(update={"name": HEAD}))
         return specs
 
-    def _gather(self, name: str) -> torch.Tensor | None:
-        return super()._gather(EMBEDDING if is_tied(self) and name == HEAD else name)
+    def gathered(self, name: str) -> torch.Tensor | None:
+        return super().gathered(EMBEDDING if is_tied(self) and name == HEAD else name)
 
 
-class TiedHeadOld(FsdpWorker):
+class TiedHeadOld(GatheringMutant):
     def __init__(self, *arguments: Any, **others: Any) -> None:
         super().__init__(*arguments, **others)
-        self._old = super()._gather(EMBEDDING) if is_tied(self) else None
+        self._old = super().gathered(EMBEDDING) if is_tied(self) else None
 
-    def _gather(self, name: str) -> torch.Tensor | None:
-        full = super()._gather(name)
+    def gathered(self, name: str) -> torch.Tensor | None:
+        full = super().gathered(name)
         return self._old if name == EMBEDDING and self._old is not None else full
 
 
@@ -478,10 +499,10 @@ class StagingReused(FsdpWorker):
             yield replace(bucket, tensors=tuple(views))
 
 
-class ParametersYielded(FsdpWorker):
+class ParametersYielded(GatheringMutant):
     @torch.no_grad()
-    def _gather(self, name: str) -> torch.Tensor | None:
-        return self._parameters[name].to_local()
+    def gathered(self, name: str) -> torch.Tensor | None:
+        return parameters_of(self)[name].to_local()
 
 
 class GatherCached(FsdpWorker):
@@ -508,9 +529,9 @@ class VersionLost(FsdpWorker):
 
 class PendingGradientsKept(FsdpWorker):
     def load(self, path: Path) -> None:
-        kept = [None if p.grad is None else p.grad.clone() for p in self._parameters.values()]
+        kept = [None if p.grad is None else p.grad.clone() for p in parameters_of(self).values()]
         super().load(path)
-        for parameter, gradient in zip(self._parameters.values(), kept, strict=True):
+        for parameter, gradient in zip(parameters_of(self).values(), kept, strict=True):
             parameter.grad = gradient
 
 
@@ -589,7 +610,7 @@ class HalfTrained(FsdpLoraWorker):
     """A has no gradient."""
 
     def step(self) -> StepResult:
-        for name, parameter in self._trained.items():
+        for name, parameter in trained_of(self).items():
             if "lora_A" in name and parameter.grad is not None:
                 parameter.grad = None
         return super().step()
@@ -601,7 +622,7 @@ class BaseDecays(FsdpLoraWorker):
     def step(self) -> StepResult:
         result = super().step()
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
+            for name, parameter in parameters_of(self).items():
                 if name.endswith("norm.weight"):
                     parameter.to_local().mul_(0.99)
         return result
@@ -615,7 +636,7 @@ class MergedAtEachStep(FsdpLoraWorker):
         with torch.no_grad():
             for layer in self._changed:
                 name = f"{layer}.weight"
-                self._parameters[name].to_local().copy_(self._merged(name).local)
+                parameters_of(self)[name].to_local().copy_(self._merge_part(name).local)
         return result
 
 
@@ -623,8 +644,8 @@ class NormsGathered(FsdpLoraWorker):
     """Publishes the norms of the base beside the LoRA."""
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        norms = [n for n in self._layouts if n.endswith("norm.weight")]
-        more = [TensorSpec(name=n, dtype="float32", shape=self._shardings[n].shape) for n in norms]
+        norms = [n for n in self._parameters.layouts if n.endswith("norm.weight")]
+        more = [TensorSpec(name=n, dtype="float32", shape=self._parameters.shardings[n].shape) for n in norms]
         return [*super().parameter_specs(), *more]
 
 
@@ -634,7 +655,7 @@ class LoraOfNoise(FsdpLoraWorker):
     def __init__(self, *arguments: Any, **others: Any) -> None:
         super().__init__(*arguments, **others)
         with torch.no_grad():
-            for name, parameter in self._trained.items():
+            for name, parameter in trained_of(self).items():
                 if "lora_B" in name:
                     parameter.to_local().fill_(0.01)
 
@@ -643,10 +664,10 @@ class LoraNotRead(FsdpLoraWorker):
     """Reads the counters alone: the weights beside config.json are those of the base."""
 
     def load(self, path: Path) -> None:
-        kept = [parameter.to_local().clone() for parameter in self._trained.values()]
+        kept = [parameter.to_local().clone() for parameter in trained_of(self).values()]
         super().load(path)
         with torch.no_grad():
-            for parameter, old in zip(self._trained.values(), kept, strict=True):
+            for parameter, old in zip(trained_of(self).values(), kept, strict=True):
                 parameter.to_local().copy_(old)
 
 

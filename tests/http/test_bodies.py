@@ -226,7 +226,7 @@ def test_what_may_be_one_of_several_types_is_explained_in_one_sentence_without_n
     for content, words in (
         (b'{"stop":5}', "stop: Input should be a valid string, or a valid array (got 5)"),
         (b'{"n":2}', "n is not supported: leave it out"),
-        (b'{"str":1}', "unknown key 'str'; known: stop"),
+        (b'{"str":1}', "unknown key 'str'; known: stop (got 1)"),
     ):
         with pytest.raises(ValueError, match=r".") as refused:
             asyncio.run(bodies.message_of(Body, content))

@@ -38,12 +38,12 @@ class Drawing(Section):
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"fraem": {}}, "unknown key 'fraem'; did you mean frame?"),
-        ({"colour": 1}, "unknown key 'colour'; known: shapes, frame, token"),
-        ({"frame": {"sied": 1}}, "unknown key 'frame.sied'; did you mean frame.side?"),
+        ({"fraem": {}}, "unknown key 'fraem'; did you mean frame? (got {})"),
+        ({"colour": 1}, "unknown key 'colour'; known: shapes, frame, token (got 1)"),
+        ({"frame": {"sied": 1}}, "unknown key 'frame.sied'; did you mean frame.side? (got 1)"),
         (
             {"shapes": [{"kind": "circle", "radiu": 1}]},
-            "unknown key 'shapes.0.circle.radiu'; did you mean shapes.0.circle.radius?",
+            "unknown key 'shapes.0.circle.radiu'; did you mean shapes.0.circle.radius? (got 1)",
         ),
         (
             {"shapes": [{"kind": "circle", "radius": -1}]},

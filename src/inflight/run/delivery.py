@@ -28,7 +28,7 @@ _LEFT_OUT = (MemberState.SUSPECT, MemberState.DEAD)
 
 
 class Delivery(Protocol):
-    """What a run knows about the versions on its servers."""
+    """Follows which version each server serves, and gives work to the servers that may sample."""
 
     serving: Mapping[str, int | None]
     """Version that each server reported, None if it gave no answer; empty when versions are pushed."""

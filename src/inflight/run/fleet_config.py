@@ -16,7 +16,7 @@ _OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "com
 
 
 class FleetMember(Section):
-    """``count`` servers of one kind."""
+    """What ``count`` servers of one kind are started with."""
 
     engine: str = EMBEDDED
     """``embedded``, or another entry point in the group ``inflight.engines``."""
@@ -28,6 +28,10 @@ class FleetMember(Section):
     devices: tuple[NonNegativeInt, ...] | None = None
     """GPUs of these servers, one after the other: ``count`` times as many as each runs on. None: any that are free."""
     max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
+    """Completions that a server decodes at a time, and that the run sends it at a time.
+
+    In ``servers`` it also applies to servers that are attached to or join, and to tables of a fleet that do not set it.
+    """
     compile: bool = False
     """Compile the decode step, and capture CUDA graphs on a GPU, with an engine that takes this option."""
     place: str | None = None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inflight.base.progress import say_what_is_logged
+from inflight.base.progress import report_log_records
 from inflight.base.worker_kinds import load_worker_kind
 from inflight.contracts import BackgroundSaver, ImageWorker, LoraSource, ReplayingWorker, TrainerWorker
 from inflight.contracts.trainer import data_ranks_of
@@ -38,7 +38,7 @@ from inflight.run.ranks.messages import (
     FinishSave,
     Here,
     Members,
-    PublishAgain,
+    PublishPresent,
     PublishResult,
     RankAnswer,
     Ready,
@@ -153,7 +153,7 @@ class TrainerRank:
                 data_rank = data_ranks_of(self._worker).rank
                 published = None if request.members is None else self._publish(request.members)
                 return Ready(version=version, published=published, data_rank=data_rank)
-            case PublishAgain():
+            case PublishPresent():
                 return Done(version=version, published=self._publish(request.members))
             case Train():
                 return self._train(request, micro_batches_of(request.segment_lengths, tensors))
@@ -319,7 +319,7 @@ def main() -> None:
             told.append(str(message))
 
     warnings.showwarning = show_and_tell
-    say_what_is_logged(told.append)
+    report_log_records(told.append)
     rank, address = int(os.environ["RANK"]), os.environ[ADDRESS_VARIABLE]
     tell_collectives(address)
     channel = WorkerChannel(meet_run(os.environ[RUN_VARIABLE], os.environ[TOKEN_VARIABLE], rank))

@@ -15,7 +15,7 @@ from inflight.errors import ConfigError, DeadlineError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import Rounding, encode_bucket
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from inflight.weights.send.gathering import announce_update, gather_rest, require_announced
+from inflight.weights.send.gathering import gather_rest, require_announced, weight_update_of
 from inflight.weights.transports.files import FileReceiver
 from inflight.wire import DirectorySpec, TransportSpec, UpdateRef, WeightUpdate
 
@@ -25,7 +25,7 @@ _READ_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What was stored, and what it cost. Servers find it at ``spec``."""
+    """What was stored, and how long it took. Servers find it at ``spec``."""
 
     ref: UpdateRef
     spec: TransportSpec
@@ -52,8 +52,8 @@ def store_weights(
     `inflight.weights.receive.following`. ``incarnation`` counts the times a run's trainer was started: one more than
     `newest_incarnation`.
 
-    Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the version before then stays the
-    newest. Whatever is raised, the collective gather was completed on every rank.
+    Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the previous version then stays
+    the newest. Whatever is raised, the collective gather was completed on every rank.
     """
     gathered = worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes))
     try:
@@ -63,7 +63,7 @@ def store_weights(
             raise ConfigError(
                 "store_weights needs a sender that stores weights: make_sender('file') or make_sender('http')"
             )
-        update = announce_update(
+        update = weight_update_of(
             worker,
             run_id=run_id,
             incarnation=incarnation,
