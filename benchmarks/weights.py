@@ -1,10 +1,10 @@
 """How weights move: ``python -m benchmarks.weights [table|small|tokens|repeat|engines] ...``, all of them by default.
 
-table     the spans of each transport beside the machine's own limit, two sizes (what ``inflight bench weights`` prints)
+table     the spans of each transport and the machine's own limit, two sizes (what ``inflight bench weights`` prints)
 small     1,000 small tensors as one bucket, and broadcast one by one
 tokens    tokens that a server samples over an interval with one update, and without
 repeat    1,000 updates in a row: memory, file handles and shared memory before and after
-engines   real vLLM and SGLang: our publish beside the engines' own ways of taking new weights
+engines   real vLLM and SGLang: our publish compared with the engines' own ways to load new weights
 
 Every ratio is taken within one run on the same bytes. Results are added to results/weights.json.
 """
