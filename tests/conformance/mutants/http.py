@@ -109,7 +109,7 @@ MUTANTS = (
         "serves a client that left",
         "E-54",
         "A request continues after its client has disconnected.",
-        serving_with(unless_client_leaves=answers_to_the_end),
+        serving_with(run_while_connected=answers_to_the_end),
         over_http=True,
     ),
     Mutant(
