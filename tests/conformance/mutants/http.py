@@ -116,7 +116,7 @@ MUTANTS = (
         "bare refusal",
         "E-55",
         "An unknown route answers plain text.",
-        serving_with(_refused=refuses_barely),
+        serving_with(_answer_refusal=refuses_barely),
         over_http=True,
     ),
     Mutant(
