@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.tables.mutant_table import mutant_table
 from benchmarks.tables.tables import TABLES
 
-from inflight.conformance.specification import filled_in
+from inflight.conformance.specification import fill_tables
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -58,7 +58,7 @@ def rendered(page: str) -> str:
             f"<!-- file: {found[1]} -->\n```{_LANGUAGES[file.suffix]}\n{file.read_text().rstrip()}\n```\n<!-- end -->"
         )
 
-    page = _SOURCE.sub(_quoted, _FILE.sub(shown, filled_in(page)))
+    page = _SOURCE.sub(_quoted, _FILE.sub(shown, fill_tables(page)))
     page = _TABLE.sub(lambda found: f"<!-- table: {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->", page)
     return _MUTANTS.sub(lambda _: f"<!-- mutants -->\n{mutant_table()}<!-- end -->", page)
 

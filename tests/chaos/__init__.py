@@ -1,1 +1,1 @@
-"""The campaign of `inflight.conformance.fleet` over embedded servers, which are watched from inside."""
+"""The campaign of `inflight.conformance.fleet` over embedded servers, which are observed from inside."""

@@ -17,12 +17,12 @@ from inflight.conformance.fleet.campaign import ScheduleResult, summary, text_of
 from inflight.conformance.fleet.plan import INSIDE, TRANSPORTS, Transport
 
 SCHEDULE_LIMIT_S = 600.0
-"""A campaign of which no schedule ends for so long hangs, and fails."""
+"""A campaign in which no schedule ends for this many seconds counts as hung and fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """Which schedules to run: ``num_schedules`` from ``seed`` on; ``transport`` None has each seed take its own."""
+    """The schedules to run: ``num_schedules`` from ``seed`` on. ``transport`` None: each seed determines its own."""
 
     num_schedules: int
     seed: int = 0
@@ -38,8 +38,8 @@ Work = Callable[[Campaign, int, Connection], None]
 
 
 def work(campaign: Campaign, number: int, results: Connection) -> None:
-    """Run the schedules of one process; send what came of each."""
-    quiet = os.open(os.devnull, os.O_WRONLY)  # what torch and uvicorn say of connections that are cut
+    """Run the schedules of one process, and send the result of each."""
+    quiet = os.open(os.devnull, os.O_WRONLY)  # hides what torch and uvicorn print about cut connections
     os.dup2(quiet, 2)
     import torch
 
@@ -51,13 +51,13 @@ def work(campaign: Campaign, number: int, results: Connection) -> None:
         for seed in campaign.seeds(number):
             results.send(judged(seed, testbed, campaign.transport))
     results.close()
-    os._exit(0)  # threads that a fault left behind must not keep the process
+    os._exit(0)  # threads that a fault left behind must not keep the process alive
 
 
 def results_of(campaign: Campaign, work: Work = work) -> Iterator[ScheduleResult]:
-    """Yield what came of each schedule as it ends, in whichever process. Raises ``TimeoutError`` if one hangs.
+    """Yield the result of each schedule as it ends, in any process. Raises ``TimeoutError`` if one hangs.
 
-    A process that dies fails the schedule that it was at, and its later ones are not run.
+    A process that dies fails the schedule that it was running, and its later schedules are not run.
     """
     spawn = multiprocessing.get_context("spawn")
     processes, seeds = {}, {}
@@ -93,13 +93,13 @@ def results_of(campaign: Campaign, work: Work = work) -> Iterator[ScheduleResult
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a campaign; 0 if every schedule held."""
+    """Run a campaign; return 0 if every schedule passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--schedules", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first schedule")
     parser.add_argument("--transport", choices=TRANSPORTS)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where the figures are written")
+    parser.add_argument("--json", type=Path, help="file to which the statistics are written")
     options = parser.parse_args(arguments)
     campaign = Campaign(options.schedules, options.seed, options.transport, options.processes)
     started, found, num_failed = time.monotonic(), [], 0

@@ -10,6 +10,6 @@ from tests.chaos.campaign import Campaign
 
 
 def work(campaign: Campaign, number: int, results: Connection) -> None:
-    """Send a result, and die."""
+    """Send one result, and die."""
     results.send(ScheduleResult(campaign.seed, "gloo", "a plan"))
     sys.exit(3)

@@ -1,4 +1,4 @@
-"""Embedded servers that die, come back and tear, and that are watched from below: which weights are sampled from."""
+"""Embedded servers that die, restart and tear, observed from inside: which weights they sample from."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_LEN = 256
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """Return XXH3-128 over the bytes of the tensors, in order: it is taken before every token step."""
+    """Return XXH3-128 over the bytes of the tensors, in order; it is computed before every token step."""
     found = xxhash.xxh3_128()
     for tensor in tensors.values():
         found.update(tensor.detach().numpy().data)
@@ -53,16 +53,15 @@ class DigestedPalette(Palette):
             self._digests[digest(self.tensors(shade))] = shade
 
     def shade_with(self, found: str) -> Shade | None:
-        """Return which shade a digest is of; None if of none that is known."""
+        """Return the shade with this digest; None if no known shade has it."""
         return self._digests.get(found)
 
 
 @dataclass(slots=True, eq=False)
 class ServerProcess:
-    """One process of a server. ``shades`` are those it was seen with, in order; ``problems`` what must not have been
-    seen.
+    """One process of a server. ``shades`` are those observed on it, in order; ``problems`` are violations.
 
-    ``fenced_at`` is how many shades had been seen when a later trainer had joined, and that trainer's incarnation.
+    ``fenced_at`` is the number of shades observed before a later trainer joined, and that trainer's incarnation.
     """
 
     endpoint: EmbeddedEndpoint
@@ -99,7 +98,7 @@ class EmbeddedServer(TestedServer):
         return any(process.was_torn for process in self.processes)
 
     async def start(self) -> None:
-        """Begin a process with the checkpoint."""
+        """Start a process with the checkpoint."""
         model = copy.deepcopy(self._template)
         engine = Engine(model, max_model_len=MAX_LEN, max_concurrent=8)
         endpoint = WatchedEndpoint(engine, model, name=self.name)
@@ -159,11 +158,11 @@ class EmbeddedServer(TestedServer):
 
     async def shade(self) -> Shade | None:
         if self._process is None:
-            raise UnreachableError("it is not there", self.name)
+            raise UnreachableError("it is down", self.name)
         return await self.seen(self._process)
 
     async def seen(self, process: ServerProcess) -> Shade | None:
-        """Return which shade the weights are of, None for torn ones, read between two token steps."""
+        """Return the shade of the weights, read between two token steps; None for torn weights."""
         return await asyncio.wrap_future(process.engine.call(lambda: self._look(process, is_sampling=False)))
 
     def may_have_held(self, shade: Shade) -> bool:
@@ -180,7 +179,7 @@ class EmbeddedServer(TestedServer):
                     if shade is not None and 0 < shade.incarnation < incarnation
                 ]
                 if old:
-                    problems.append(f"it took {old[0]} after the trainer of incarnation {incarnation} had joined")
+                    problems.append(f"it applied {old[0]} after the trainer of incarnation {incarnation} had joined")
         return problems
 
     async def aclose(self) -> None:
@@ -196,20 +195,20 @@ class EmbeddedServer(TestedServer):
             self.num_breaks += 1
 
     def _look(self, process: ServerProcess, *, is_sampling: bool) -> Shade | None:
-        """Note the shade of the weights, in the engine's thread."""
+        """Record the shade of the weights, in the engine's thread."""
         found = self._palette.shade_with(digest(dict(torch.nn.Module.named_parameters(process.model))))
         if found is None and is_sampling:
-            process.problems.append("sampled from torn weights: they are of no version")
+            process.problems.append("sampled from torn weights, which belong to no version")
         if not process.shades or process.shades[-1] != found:
             process.shades.append(found)
         return found
 
 
 class WatchedEndpoint(EmbeddedEndpoint):
-    """An endpoint whose server looks at its weights when a trainer has joined, and after each commit."""
+    """An endpoint whose server inspects its weights after a trainer has joined and after each commit."""
 
     def watch(self, server: EmbeddedServer, process: ServerProcess) -> None:
-        """Begin to watch."""
+        """Set the server and the process that inspect the weights."""
         self._server, self._of = server, process
 
     async def init_process_group(self, spec: TransportSpec) -> None:
@@ -250,7 +249,7 @@ class EmbeddedTestbed(Testbed):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def palette(self, seed: int, frozen: tuple[str, ...]) -> DigestedPalette:
-        """Return a palette that only this schedule has: its servers begin with the checkpoint."""
+        """Return a palette for this schedule alone: its servers begin with the checkpoint."""
         palette = DigestedPalette(self.like, seed, frozen)
         assert palette.shades == [CHECKPOINT]
         return palette

@@ -1,4 +1,4 @@
-"""Certificates made by hand, for what is done with certificates."""
+"""Handmade certificates for tests of the code that uses certificates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints that differ from a trainer in one place each, for ``inflight check parity``."""
+"""Endpoints that each differ from a trainer in one place, for ``inflight check parity``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rounds_logits(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def keeps_a_projection(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Updates leave out the output projection of the attention of layer 1, whose copy is another one."""
+    """Updates leave out layer 1's attention output projection, and the engine keeps a different copy of it."""
     engine: Any = endpoint._engine
     load, kept = engine.load, "model.layers.1.self_attn.o_proj.weight"
     mine = dict(engine.weights.model.named_parameters())[kept].detach().clone()

@@ -1,7 +1,7 @@
 """Endpoints that die in the middle of a run of the kit: the embedded one, and a library that it calls.
 
 As a target: ``tests.conformance.dying:start`` with the options ``after``, the number of requests until it dies, and
-``grave``, a file. While that file is there, no other one can be made.
+``grave``, a file. While that file exists, no other endpoint can be made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inflight.engines.embedded.loading import load_endpoint
 
 
 class DyingEndpoint:
-    """Passes everything on to an embedded endpoint, until it dies."""
+    """Forwards everything to an embedded endpoint, until it dies."""
 
     def __init__(self, endpoint: EmbeddedEndpoint, after: int, grave: Path) -> None:
         self._endpoint, self._left, self._grave = endpoint, after, grave

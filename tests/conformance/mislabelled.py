@@ -1,4 +1,4 @@
-"""The threaded engine of the docs, but tokens are labelled by what the receiver says: too late for the first ones."""
+"""The threaded engine of the docs, except that tokens get the receiver's version, which changes too late."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from tests.conformance.plain import threaded
 
 
 class Versions(list):
-    """Labels of tokens, by what the receiver of updates indicates when they are noted."""
+    """Labels of tokens: the version that the receiver of updates reports when they are recorded."""
 
     def __init__(self, endpoint):
         super().__init__()
@@ -19,7 +19,7 @@ class Versions(list):
 class MislabelledEndpoint(threaded.ThreadedEndpoint):
     async def apply(self, update):
         await super().apply(update)
-        await asyncio.sleep(0.2)  # tokens are sampled before the receiver hears of it
+        await asyncio.sleep(0.2)  # tokens are sampled before the receiver is notified
 
     def sample(self, it):
         if not isinstance(it.versions, Versions):

@@ -1,7 +1,7 @@
-"""Every mutant against other checks than its own: ``python -m tests.conformance.mutation KIND ...``.
+"""Every mutant against checks other than its own: ``python -m tests.conformance.mutation KIND ...``.
 
 Writes mutation.json. Workers and transports go through all checks. Endpoints go through their own check and those
-that take a healthy one less than 0.15 s; with all of them it would take hours. Mutants that mutation.json knows already
+that take a healthy one less than 0.15 s; all of them would take hours. Mutants that mutation.json already contains
 are left out: delete it to start again. The tests run each mutant against its own check only.
 """
 
@@ -41,7 +41,7 @@ class Subject:
 
 
 def subjects() -> list[Subject]:
-    """Return every mutant there is."""
+    """Return every mutant."""
     endpoints = [
         Subject("endpoint", m.name, m.caught_by, m.fault, mutants.target_of(m)) for m in mutants.MUTANTS.values()
     ]
@@ -73,7 +73,7 @@ def subjects() -> list[Subject]:
 
 
 def healthy_seconds() -> dict[str, float]:
-    """Return what each check of endpoints takes on the embedded one."""
+    """Return the seconds that each endpoint check takes on the embedded endpoint."""
     with Kit(EndpointTarget(factory=EMBEDDED, options={"drafts": "both"})) as kit:
         return {check.id: kit.run(check).seconds for check in checks_of("endpoint")}
 

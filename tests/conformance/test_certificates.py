@@ -294,7 +294,7 @@ def test_the_terminal_says_what_to_look_at_and_where_the_time_went() -> None:
         "1 passed  1 failed  1 hung  1 skipped  1 expected failure  1 unexpected pass",
         "does not conform to protocol version 2: 2 of 5 checks hold",
         "where the time went, 10.00 s in all",
-        "starting and bringing back",
+        "starting and restoring",
     ):
         assert words in text
     assert "lease lost" not in text, "an expected failure is nothing to look at"

@@ -58,7 +58,7 @@ def test_the_embedded_engine_agrees_with_the_fsdp_worker_and_the_figures_are_kep
             for case in [
                 (OWN, "loses an activation", ["with the MLPs alone", "look at: the MLP:"]),
                 (OWN, "rounds logits", ["the engine's logprobs are those of logits rounded to bfloat16", "the head,"]),
-                (OWN, "keeps a projection", ["the engine still looks at earlier tokens", "o_proj and down_proj"]),
+                (OWN, "keeps a projection", ["the engine still depends on earlier tokens", "o_proj and down_proj"]),
                 (MUTANTS, "positions shift", ["grows along a completion", "look at: positions:"]),
                 (MUTANTS, "wears away", ["updates with the same weights made it larger"]),
                 (MUTANTS, "temperature missing in logprobs", ["those of temperature 1", "processed logprobs"]),

@@ -343,7 +343,7 @@ def sends_without_a_group(sender: Any) -> None:
 
 
 def does_not_abort_during(method: str) -> Fault:
-    """``abort`` waits politely until the method has ended by itself, and then there is nothing to do."""
+    """``abort`` waits politely until the method has ended on its own, and then there is nothing to do."""
 
     def spoil(end: Any) -> None:
         right, abort, busy = getattr(end, method), end.abort, threading.Event()

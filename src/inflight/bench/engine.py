@@ -1,4 +1,4 @@
-"""Token times of a running server by how many completions run: the curve that ``inflight plan`` takes."""
+"""Token times of a running server by the number of running completions: the curve that ``inflight plan`` reads."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from inflight.errors import ConfigError
 from inflight.wire import GenerateRequest, SamplingParams
 
 _SHORTER = 4
-"""How many times fewer tokens the shorter completions have, from which the cost of a request is distinguished."""
+"""Ratio of the lengths of long and short completions, whose times separate the cost of a request from its tokens'."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """What one number of running completions costs, in seconds; medians of the rounds."""
+    """Times with one number of running completions, in seconds; medians of the rounds."""
 
     num_running: int
     token_s: float
-    """Time of one token of each."""
+    """Time of one step, in which each completion gets a token."""
     request_s: float
-    """What a request takes in addition, its prompt included."""
+    """Additional time of a request, including its prompt."""
 
 
 async def measure(
@@ -37,19 +37,22 @@ async def measure(
     num_rounds: int,
     report_progress: Callable[[str], None] = lambda _: None,
 ) -> list[EngineTimes]:
-    """Sample so many completions at a time, long and short ones in turns. Nothing else should use the server.
+    """Return the times for each of ``batches`` completions at a time. Nothing else should use the server.
 
-    Raises `ConfigError` if it runs fewer at a time, or has no room for as many tokens.
+    Long and short completions are sampled in turn.
+
+    Raises `ConfigError` if the server runs fewer completions at a time, or if its context is too short.
     """
-    declared = await endpoint.capabilities()
-    if max(batches) > declared.max_concurrent_sequences:
+    capabilities = await endpoint.capabilities()
+    if max(batches) > capabilities.max_concurrent_sequences:
         raise ConfigError(
-            f"{endpoint.name} runs {declared.max_concurrent_sequences} completions at a time: ask for less"
+            f"{endpoint.name} runs {capabilities.max_concurrent_sequences} completions at a time, not "
+            f"{max(batches)}; request fewer"
         )
-    if num_tokens + num_prompt_tokens > declared.max_model_len or num_tokens < 2 * _SHORTER:
+    if num_tokens + num_prompt_tokens > capabilities.max_model_len or num_tokens < 2 * _SHORTER:
         raise ConfigError(
             f"--tokens {num_tokens} and --prompt-tokens {num_prompt_tokens} must be at least {2 * _SHORTER} tokens and "
-            f"fit the context of {declared.max_model_len}"
+            f"fit the context of {capabilities.max_model_len}"
         )
     rng = random.Random(0)
     number = 0
@@ -59,7 +62,7 @@ async def measure(
         requests = []
         for _ in range(num_running):
             number += 1
-            prompt = tuple(rng.randrange(1, declared.vocab_size) for _ in range(num_prompt_tokens))
+            prompt = tuple(rng.randrange(1, capabilities.vocab_size) for _ in range(num_prompt_tokens))
             sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
             requests.append(GenerateRequest(request_id=f"bench-{number}", prompt_token_ids=prompt, sampling=sampling))
         began = time.perf_counter()
@@ -67,20 +70,20 @@ async def measure(
         return time.perf_counter() - began
 
     found = []
-    await seconds(1, num_tokens)  # what is only made once, such as compiled code
+    await seconds(1, num_tokens)  # warm-up: for example, code is compiled once
     for num_running in batches:
         report_progress(f"{num_running} running")
-        tokens, besides = [], []
+        tokens, overheads = [], []
         for _ in range(num_rounds):
             short, long = await seconds(num_running, num_tokens // _SHORTER), await seconds(num_running, num_tokens)
             token_s = max(1e-9, (long - short) / (num_tokens - num_tokens // _SHORTER))
             tokens.append(token_s)
-            besides.append(max(0.0, long - num_tokens * token_s))
-        found.append(EngineTimes(num_running, statistics.median(tokens), statistics.median(besides)))
+            overheads.append(max(0.0, long - num_tokens * token_s))
+        found.append(EngineTimes(num_running, statistics.median(tokens), statistics.median(overheads)))
     return found
 
 
 def as_plan(found: Sequence[EngineTimes]) -> str:
-    """Return the section of a plan."""
+    """Return the measurements as the section ``generation`` of a plan."""
     points = ", ".join(f"[{it.num_running}, {it.token_s:.3g}]" for it in found)
     return f"[generation]\ntoken_s = [{points}]\nmax_concurrent = {found[-1].num_running}"

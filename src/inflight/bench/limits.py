@@ -1,6 +1,6 @@
-"""How fast this machine moves bare bytes, as the limit of a transport: a copy, a broadcast, a socket, a file.
+"""How fast this machine moves raw bytes, as the limit of a transport: a copy, a broadcast, a socket, a file.
 
-Each function returns seconds per round, without a first round of warm-up.
+Each function returns the seconds of every round, excluding a first round of warm-up.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from inflight.weights.transports.process_group import ProcessGroupSender, join_g
 
 
 def copy_s(size_bytes: int, num_rounds: int) -> list[float]:
-    """Copy the bytes in memory once per round."""
+    """Return the seconds of copying the bytes in memory, once per round."""
     source = torch.ones(size_bytes, dtype=torch.uint8)
     target = torch.zeros(size_bytes, dtype=torch.uint8)
     return _timed(lambda: target.copy_(source), num_rounds)
 
 
 def broadcast_s(sizes: Sequence[int], num_rounds: int) -> list[float]:
-    """Broadcast tensors of these sizes over gloo to one other process, one after another, then a barrier."""
+    """Return the seconds of broadcasting tensors of these sizes over gloo to one process, followed by a barrier."""
     sender = ProcessGroupSender()
     (spec,) = sender.specs("limit", [1], TIMEOUT_S)
-    told = {"what": "broadcast", "spec": spec.model_dump(), "sizes": list(sizes), "num_rounds": num_rounds + 1}
-    with _peer(told):
+    job = {"what": "broadcast", "spec": spec.model_dump(), "sizes": list(sizes), "num_rounds": num_rounds + 1}
+    with _peer(job):
         group: Any = join_group(spec, 0, spec.master_address).raw
         tensors = [torch.ones(size, dtype=torch.uint8) for size in sizes]
 
@@ -52,13 +52,13 @@ def broadcast_s(sizes: Sequence[int], num_rounds: int) -> list[float]:
 
 
 def socket_s(size_bytes: int, num_rounds: int) -> list[float]:
-    """Write the bytes to a socket that another process of this host reads to the end."""
+    """Return the seconds of writing the bytes to a socket that another process of this host reads to the end."""
     content = memoryview(bytearray(size_bytes))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(TIMEOUT_S)
         port = listener.getsockname()[1]
-        told = {"what": "stream", "port": port, "size_bytes": size_bytes, "num_rounds": num_rounds + 1}
-        with _peer(told):
+        job = {"what": "stream", "port": port, "size_bytes": size_bytes, "num_rounds": num_rounds + 1}
+        with _peer(job):
             connection, _ = listener.accept()
             with connection:
                 connection.settimeout(TIMEOUT_S)
@@ -72,10 +72,10 @@ def socket_s(size_bytes: int, num_rounds: int) -> list[float]:
 
 
 def file_s(size_bytes: int, num_rounds: int, directory: Path | None = None) -> list[float]:
-    """Write the bytes to a file, sync it to disk, and read it again."""
+    """Return the seconds of writing the bytes to a file, syncing it to disk, and reading it again."""
     content = bytearray(size_bytes)
-    with tempfile.TemporaryDirectory(dir=directory) as place:
-        path = Path(place) / "limit"
+    with tempfile.TemporaryDirectory(dir=directory) as parent:
+        path = Path(parent) / "limit"
 
         def once() -> None:
             with path.open("wb", buffering=0) as file:
@@ -97,13 +97,13 @@ def _timed(call: Callable[[], object], num_rounds: int) -> list[float]:
 
 
 @contextlib.contextmanager
-def _peer(told: dict[str, Any]) -> Iterator[None]:
-    """Run the other end while the block runs; kill it if it does not end soon after."""
+def _peer(job: dict[str, Any]) -> Iterator[None]:
+    """Run the other end during the block; kill it if it does not end soon afterwards."""
     command = [sys.executable, "-m", "inflight.bench.peer"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdin is not None
-            process.stdin.write(json.dumps(told) + "\n")
+            process.stdin.write(json.dumps(job) + "\n")
             process.stdin.close()
             yield
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,6 +1,6 @@
 """The other end of a raw transfer, in its own process: ``python -m inflight.bench.peer``; it reads JSON on stdin.
 
-It repeatedly receives the same bare bytes, which gives the limit that a transport is compared to.
+It repeatedly receives the same raw bytes, which gives the limit that a transport is compared with.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def receive_stream(port: int, size_bytes: int, num_rounds: int) -> None:
 
 
 def main() -> None:
-    """Do what the first line of the input says."""
-    told = json.loads(sys.stdin.readline())
+    """Run the job that the first line of the input specifies."""
+    job = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
-    if told["what"] == "broadcast":
-        receive_broadcasts(ProcessGroupSpec.model_validate(told["spec"]), told["sizes"], told["num_rounds"])
+    if job["what"] == "broadcast":
+        receive_broadcasts(ProcessGroupSpec.model_validate(job["spec"]), job["sizes"], job["num_rounds"])
     else:
-        receive_stream(told["port"], told["size_bytes"], told["num_rounds"])
+        receive_stream(job["port"], job["size_bytes"], job["num_rounds"])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ _LAYER_ELEMENTS = 4 * _HIDDEN**2 + 3 * _HIDDEN * _INTERMEDIATE + 2 * _HIDDEN
 
 @dataclass(frozen=True, slots=True)
 class BenchServer:
-    """A running server."""
+    """A running server and how to reach it."""
 
     url: str
     token: str
@@ -35,7 +35,7 @@ class BenchServer:
 
 
 def make_model(path: Path, size_bytes: int, dtype: str) -> Any:
-    """Write a random Llama of about ``size_bytes`` to ``path`` and return it; a small one has narrower layers.
+    """Write a random Llama model of about ``size_bytes`` to ``path`` and return it; a small one has narrower layers.
 
     Raises `ConfigError` for less than 4 MB.
     """
@@ -68,7 +68,7 @@ def make_model(path: Path, size_bytes: int, dtype: str) -> Any:
 
 @contextlib.contextmanager
 def serving(model: Path, directory: Path, dtype: str, num_threads: int, *arguments: str) -> Iterator[BenchServer]:
-    """Run ``inflight serve`` during the block, with further arguments.
+    """Run ``inflight serve`` with further arguments during the block, and yield the server.
 
     Raises `ConfigError` with the end of its log if it does not start.
     """

@@ -1,8 +1,8 @@
-"""``inflight bench weights``: publishes one model from trainer to server over each transport, beside the bare limit.
+"""``inflight bench weights``: publishes one model from trainer to server over each transport, and measures its limit.
 
 The server of the embedded engine runs in its own process. Each transport publishes the same weights several times,
-first while the server is idle, then while it samples. Between two publishes a share of the elements changes, as in an
-optimizer's step.
+first while the server is idle, then while it samples. Between two publishes, a share of the elements changes, as in an
+optimizer step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRANSPORTS = (
     "gloo+bfloat16",
     "gloo+float8",
 )
-"""What can be measured on one host without a GPU: a transport, and the encoding of its buckets."""
+"""Combinations that can be measured on one host without a GPU: a transport, and the encoding of its buckets."""
 DEFAULT_TRANSPORTS = ("gloo", "shm", "file", "http", "gloo+delta", "http+delta")
 _PROMPT = tuple(range(32, 48))
 
@@ -65,23 +65,23 @@ class TransportResult:
     size_bytes: int
     sent_bytes: int
     spans: dict[str, Spread]
-    """gather, wire, pause, load, paused and total while the server is idle."""
+    """``gather``, ``wire``, ``pause``, ``load``, ``paused`` and ``total`` while the server is idle."""
     busy: dict[str, Spread]
     """The same while the server samples, and ``first_token``."""
     limit: str
-    """The bare operation on the same bytes."""
+    """The raw operation on the same bytes."""
     limit_s: Spread
     copy_s: Spread
     """One copy of the same bytes in memory."""
 
     @property
     def gb_per_s(self) -> float:
-        """Weights per second, from the call to the commit, in 10^9 bytes."""
+        """Weights published per second, from the call to the commit, in 10^9 bytes."""
         return self.size_bytes / self.spans["total"].median / 1e9
 
     @property
     def share_of_limit(self) -> float:
-        """Time of the bare operation over the time of the publish."""
+        """Time of the raw operation divided by the time of the publish."""
         return self.limit_s.median / self.spans["total"].median
 
     def as_json(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _measure_transport(
             with sampling(server, num_requests) if is_busy else nullcontext():
                 report = publish_weights(weights, publisher)
             if i in (0, num_rounds + 1):
-                continue  # warm-up: the first touches new memory, the first busy one waits for the prompts
+                continue  # warm-up: the first publish touches new memory, the first busy one waits for the prompts
             (busy if is_busy else idle).append(report)
     _, after = _limit(transport, size_bytes, num_rounds, place)
     return TransportResult(
@@ -174,7 +174,7 @@ def _spreads(reports: Sequence[PublishReport]) -> dict[str, Spread]:
 
 
 def table(results: Sequence[TransportResult]) -> str:
-    """Return one line for each result, below the names of the columns; spans in milliseconds."""
+    """Return a table with one line per result; times are in milliseconds."""
     rows = [
         {
             "transport": result.transport,
@@ -222,7 +222,7 @@ def _publisher(transport: str, server: BenchServer, store: Path) -> WeightPublis
 
 @torch.no_grad()
 def _change(model: Any, share: float, seed: int) -> None:
-    """Change about ``share`` of the elements of every parameter, like an optimizer's step in a narrow dtype."""
+    """Change about ``share`` of the elements of every parameter, like an optimizer step in a narrow dtype."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         flat = parameter.view(-1)
@@ -252,5 +252,7 @@ async def _requests(server: BenchServer, num_requests: int) -> AsyncIterator[Non
                 while (await endpoint.weight_version()).num_running < num_requests:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         except TimeoutError as error:
-            raise InflightError(f"the server was not running {num_requests} requests at once within 60 s") from error
+            raise InflightError(
+                f"the server was not running {num_requests} requests at the same time within 60 s"
+            ) from error
         yield

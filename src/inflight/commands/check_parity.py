@@ -121,7 +121,7 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
                     async with asyncio.timeout(_MEASURE_S * scale):
                         measured = await measure(pair, arguments.updates, bisect=arguments.bisect, report=report)
                         if target.url is not None:
-                            await pair.bring(subject.reference.weights)
+                            await pair.set_weights(subject.reference.weights)
                 finally:
                     subject.publisher.lose_group()
     names = (can.engine, can.engine_version, trainer)

@@ -1,4 +1,4 @@
-"""The conformance kit: tells, by numbers, whether an implementation of a contract is right.
+"""The conformance kit: checks numerically whether an implementation satisfies a contract.
 
 Importing it loads no torch; listing checks and running them does.
 """

@@ -1,4 +1,4 @@
-"""Arguments that several kinds of checks have: which endpoint, and which worker."""
+"""Arguments that several kinds of checks share: which endpoint, and which worker."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 
 def add_endpoint_arguments(endpoint: argparse.ArgumentParser) -> None:
-    """Add what `endpoint_of` reads, but for ``--option``."""
+    """Add the arguments that `endpoint_of` reads, except ``--option``."""
     endpoint.add_argument("target", nargs="?", metavar="TARGET", help="URL, or module:factory")
     endpoint.add_argument(
-        "--serve", metavar="COMMAND", help='command that starts a server, with "{model} {port} {token_file}" in it'
+        "--serve", metavar="COMMAND", help='command that starts a server; it contains "{model} {port} {token_file}"'
     )
     endpoint.add_argument(
-        "--model", type=Path, metavar="DIR", help="checkpoint that is served (default: made by the kit)"
+        "--model", type=Path, metavar="DIR", help="checkpoint that is served (default: one made by the kit)"
     )
     endpoint.add_argument(
-        "--token-file", type=Path, metavar="FILE", help=f"control token of a URL (default: ${TOKEN_VARIABLE})"
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with the control token of a URL (default: ${TOKEN_VARIABLE})",
     )
     endpoint.add_argument(
         "--worker", metavar="module:attribute", help="worker to compare logprobs with (default: transformers)"
@@ -36,7 +39,7 @@ def add_endpoint_arguments(endpoint: argparse.ArgumentParser) -> None:
 def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> EndpointTarget:
     """Return the endpoint that these arguments name. Raises `ConfigError`."""
     if (arguments.target is None) == (arguments.serve is None):
-        raise ConfigError("say which endpoint to check: a URL, module:factory or --serve COMMAND, and only one of them")
+        raise ConfigError("specify which endpoint to check: exactly one of a URL, module:factory and --serve COMMAND")
     if arguments.model is not None and not arguments.model.is_dir():
         raise ConfigError(
             f"--model {str(arguments.model)!r} is not a directory; give one with a Hugging Face checkpoint"
@@ -52,7 +55,7 @@ def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Endpo
     }
     if arguments.target is not None and "://" in arguments.target:
         if options:
-            raise ConfigError("--option is for a factory; a URL takes none")
+            raise ConfigError("--option is for a factory; a URL accepts none")
         return endpoint_target(arguments.target, token=read_token(arguments.token_file), **given)
     if arguments.token_file is not None:
         raise ConfigError("--token-file is for a URL; with --serve the kit makes a token, and a factory needs none")
@@ -61,17 +64,17 @@ def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Endpo
     if options:
         raise ConfigError("--option is for a factory; write options of the server into --serve COMMAND")
     if "{port}" not in arguments.serve:
-        raise ConfigError("--serve COMMAND must hold {port}, where the kit will look for the server")
+        raise ConfigError("--serve COMMAND must contain {port}, the port at which the kit connects to the server")
     return EndpointTarget(command=arguments.serve, **given)
 
 
 def worker_factory(text: str) -> str:
-    """Return the ``module:attribute`` of a kind of workers; a name without a colon is that of an installed one."""
+    """Return the ``module:attribute`` of a worker kind; a name without a colon is that of an installed kind."""
     if ":" in text:
         check_reference(text)
         return text
     found = {name: entry.value for name, entry in find_entry_points("workers").items()}
     if text not in found:
         names = ", ".join(sorted(found)) or "none"
-        raise ConfigError(f"no worker {text!r} is installed; known are {names}, or give module:attribute")
+        raise ConfigError(f"no worker {text!r} is installed; installed are {names}; or give module:attribute")
     return found[text]

@@ -1,4 +1,4 @@
-"""Blocking calls beside a check, each in a daemon thread, that may end late or never."""
+"""Blocking calls that run alongside a check, each in a daemon thread, and may end late or never."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLACK_S = 2.5
 
 @dataclass(frozen=True, slots=True)
 class Ending(Generic[T]):
-    """How a call ended, with ``value`` or ``error``, and after how long."""
+    """How a call ended: with ``value`` or ``error``, and after how many seconds."""
 
     seconds: float
     value: T | None = None
@@ -47,7 +47,7 @@ class PendingCall(Generic[T]):
     def _work(self) -> None:
         try:
             value = self._call()
-        except BaseException as error:  # handed to whoever waits, whatever it is
+        except BaseException as error:  # passed to the thread that waits, whatever it is
             self._ending = Ending(time.monotonic() - self._started, error=error)
         else:
             self._ending = Ending(time.monotonic() - self._started, value=value)
@@ -61,7 +61,7 @@ class PendingCall(Generic[T]):
         self._thread.join(within_s)
         if self._ending is None:
             waited_s = time.monotonic() - self._started
-            raise Hung(f"{self.what} did not end: it has waited for {waited_s:.1f} s", self._stack())
+            raise Hung(f"{self.what} did not end: it has been running for {waited_s:.1f} s", self._stack())
         return self._ending
 
     def result(self, within_s: float) -> T:

@@ -1,4 +1,4 @@
-"""What a check is: one requirement of the contract, and a plain function that puts it to the test.
+"""The definition of a check: one requirement of the contract, and a plain function that tests it.
 
 Modules write checks with the decorator `check`::
 
@@ -9,7 +9,7 @@ Modules write checks with the decorator `check`::
     async def nothing_sampled(subject: EndpointSubject, policy: InFlightPolicy) -> None:
         "Under {policy}, no token is sampled from the moment request_weight_update returns until the pause ends."
 
-The function notes on the subject what it measured, and returns. It calls `require` or `fail` if the requirement does
+The function records its measurements on the subject and returns. It calls `require` or `fail` if the requirement does
 not hold, and `skip` if the requirement does not apply to the subject.
 """
 
@@ -32,7 +32,7 @@ class CheckFailed(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class CheckSkipped(Exception):  # noqa: N818 - an outcome, not an error
-    """The subject does not support what the check needs, or the kit was not given it."""
+    """The subject does not support what the check needs, or the user did not provide it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Check:
     level: str
     requirement: str
     look_at: str
-    """Where an implementer looks first if the requirement does not hold."""
+    """Where an implementer should look first if the requirement does not hold."""
     function: Callable[[Any], Any]
     """Takes the subject; a coroutine function for endpoints, a plain one elsewhere."""
     deadline_s: float = 20.0
@@ -52,7 +52,7 @@ class Check:
     needs: tuple[str, ...] = ()
     """What the subject must offer; the check is skipped otherwise."""
     before: Callable[[Any], Any] | None = None
-    """Workers: runs on a single rank first, and leaves what ``function`` needs in the subject's directory."""
+    """Workers: runs on a single rank first, and stores what ``function`` needs in the subject's directory."""
     after: Callable[[Any], Any] | None = None
     """Workers: runs on a single rank once ``function`` has run on all of them."""
 
@@ -70,9 +70,9 @@ def check(
     after: Callable[[Any], Any] | None = None,
     **parameters: Any,
 ) -> Callable[[Function], Function]:
-    """Make the function below a check. Several of these above one function make several checks of it.
+    """Return a decorator that makes the function a check. Several of them on one function make several checks.
 
-    ``needs`` are words with spaces between them. The check calls the function with the subject and ``parameters``. The
+    ``needs`` are words separated by spaces. The check calls the function with the subject and ``parameters``. The
     first paragraph of the docstring is the requirement, in which ``{name}`` stands for a parameter. ``LEVEL`` of the
     function's module is the level.
     """
@@ -97,7 +97,7 @@ def check(
 
 
 def look_at(hint: str) -> Callable[[Function], Function]:
-    """Give the ``look_at`` of the checks of the function below, where a line of theirs would be too long."""
+    """Return a decorator that sets ``look_at`` of the function's checks, if a line of `check` would be too long."""
 
     def added(function: Function) -> Function:
         vars(function)["look_at"] = hint
@@ -113,7 +113,7 @@ def checks_in(*modules: ModuleType) -> tuple[Check, ...]:
 
 
 def fail(message: str) -> NoReturn:
-    """Fail the check: the requirement does not hold."""
+    """Fail the check because the requirement does not hold."""
     raise CheckFailed(message)
 
 
@@ -124,12 +124,12 @@ def require(holds: object, message: str) -> None:
 
 
 def skip(reason: str) -> NoReturn:
-    """Skip the check: its requirement does not apply to this subject."""
+    """Skip the check because its requirement does not apply to this subject."""
     raise CheckSkipped(reason)
 
 
 def select(checks: Iterable[Check], ids: Iterable[str] = (), levels: Iterable[str] = ()) -> tuple[Check, ...]:
-    """Return the checks with these ids or of these levels, all of them if none is named. Raises `ConfigError`."""
+    """Return the checks with these ids or levels, or all of them if neither is given. Raises `ConfigError`."""
     known, ids, levels = tuple(checks), tuple(ids), tuple(levels)
     if unknown := sorted(set(ids) - {check.id for check in known}):
         raise ConfigError(f"no such check: {', '.join(unknown)}; ids run from {known[0].id} to {known[-1].id}")

@@ -1,4 +1,4 @@
-"""The process that runs checks, so that one that never returns can be killed: ``python -m`` with a socket's number.
+"""The process that runs checks and can be killed if one never returns: ``python -m`` with a socket's file number.
 
 Lines of JSON in: first a `ChildSetup`, then one `Command` per check. Lines of JSON out: first `ChildReady`, then one
 `Judgement` per command. The process ends with its parent.
@@ -28,20 +28,20 @@ from inflight.wire import WireModel
 
 
 class ChildSetup(WireModel):
-    """What a child checks, and as which rank. ``directory`` is shared by all ranks and sessions of a run."""
+    """The target that a child checks, and its rank. ``directory`` is shared by all ranks and sessions of a run."""
 
     target: Target = Field(discriminator="kind")
     rank: int = 0
     num_ranks: int = 1
     session: int = 0
-    """Number of the group of processes; each has its own store."""
+    """Number of the group of processes; each group has its own store."""
     directory: Path
     start_deadline_s: float
     deadline_scale: float = 1.0
 
 
 class ChildReady(WireModel):
-    """The subject was made, with these facts for the certificate; or ``problem`` states why not."""
+    """The subject was made, with these facts for the certificate, or ``problem`` states why it was not."""
 
     facts: dict[str, object] = Field(default_factory=dict)
     problem: str = ""
@@ -71,7 +71,7 @@ def main(file_number: int) -> int:
     except InflightError as error:
         send(ChildReady(problem=str(error)))
         return 0
-    except Exception as error:  # whatever a factory raises is for the person who wrote it
+    except Exception as error:  # whatever a factory raises is reported to its author
         where = own_frame(error) or innermost_frame(error)
         send(ChildReady(problem=f"{setup.target.label} could not be made: {type(error).__name__} at {where}: {error}"))
         raise
@@ -93,7 +93,7 @@ def main(file_number: int) -> int:
 
 
 def _noted_threads() -> list[str]:
-    """Return a list that from now on gets a line for every thread that ends with an error."""
+    """Return a list to which a line is appended for every thread that ends with an error from now on."""
     noted: list[str] = []
     show = threading.excepthook
 
@@ -135,4 +135,4 @@ if __name__ == "__main__":
     status = main(int(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # threads that a check left behind must not keep the process
+    os._exit(status)  # threads that a check left behind must not keep the process alive

@@ -1,4 +1,4 @@
-"""What changed between two certificates of one implementation: checks and circumstances."""
+"""The changes between two certificates of one implementation: checks and circumstances."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Change(WireModel):
     after: CheckOutcome | None
     """None: not among the new verdicts."""
     message: str = ""
-    """What the newer verdict says."""
+    """The message of the newer verdict."""
 
 
 class FactChange(WireModel):
@@ -65,7 +65,7 @@ class CertificateComparison(WireModel):
 
     @property
     def is_worse(self) -> bool:
-        """True if a check regressed, or if the new run ended early and the old one did not."""
+        """Whether a check regressed, or the new run ended early and the old one did not."""
         return bool(self.of(ChangeKind.REGRESSION)) or bool(self.new_problem)
 
 

@@ -1,4 +1,4 @@
-"""A sender in its own process, which checks stop or kill: ``python -m``, lines of JSON in, lines of JSON out.
+"""A sender in its own process, which checks stop or kill: ``python -m`` with lines of JSON as input and output.
 
 It hosts the store of the weight group, joins as rank 0 and sends; the check makes the control calls. In: one
 `SendCommand` per group. Out: the `ProcessGroupSpec` with which the endpoint joins that group.
@@ -21,17 +21,17 @@ from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import ProcessGroupSpec, WeightUpdate, WireModel
 
 _START_S = 30.0
-"""For importing torch in the new process."""
+"""Time to import torch in the new process."""
 
 
 class SendCommand(WireModel):
-    """Form a group, send the first ``num_buckets`` buckets of an update, then do nothing more."""
+    """Form a group, send the first ``num_buckets`` buckets of an update, and then do nothing more."""
 
     transport: Literal["gloo", "nccl"]
     num_ranks: int
     update: WeightUpdate
     weights: Path
-    """A safetensors file that holds the tensors of the manifest."""
+    """A safetensors file that contains the tensors of the manifest."""
     num_buckets: int
     timeout_s: float
 
@@ -43,7 +43,7 @@ class DoomedSender:
         self._process = process
 
     async def begin(self, command: SendCommand) -> ProcessGroupSpec:
-        """Return the spec with which the endpoint joins the group, which the process joins too before it sends."""
+        """Return the spec with which the endpoint joins the group; the process also joins it before it sends."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(command.model_dump_json().encode() + b"\n")
@@ -61,8 +61,8 @@ class DoomedSender:
 
 
 @contextlib.asynccontextmanager
-async def doomed_sender() -> AsyncIterator[DoomedSender]:
-    """Start a process that sends, and kill it on the way out."""
+async def start_doomed_sender() -> AsyncIterator[DoomedSender]:
+    """Yield a process that sends, and kill it on exit."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24
     )
@@ -75,7 +75,7 @@ async def doomed_sender() -> AsyncIterator[DoomedSender]:
 
 
 def main() -> None:
-    """Run the errands that come in."""
+    """Run each command that arrives."""
     for line in sys.stdin:
         command = SendCommand.model_validate_json(line)
         sender = ProcessGroupSender(command.transport)

@@ -5,7 +5,7 @@ One line per check, ``id = "reason"``::
     E-12 = "prompt logprobs are rounded to four digits, issue 31"
     U-07 = "no lease on a pause yet"
 
-An expected failure does not fail a run. A listed check that passes does, so that the file stays true.
+An expected failure does not fail a run. A listed check that passes does fail it, so that the file stays accurate.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def load_expected(path: Path, checks: Iterable[Check]) -> Mapping[str, str]:
     for key, reason in entries.items():
         where = f"file of expected failures {str(path)!r}, key {key!r}"
         if key not in known:
-            raise ConfigError(f"{where}: no such check here, ids run from {known[0]} to {known[-1]}; take it out")
+            raise ConfigError(
+                f"{where}: there is no such check, ids run from {known[0]} to {known[-1]}; remove the line"
+            )
         if not isinstance(reason, str):
             raise ConfigError(f"{where}: the reason must be a string, not {reason!r}; {_FORM}")
         if not reason.strip():
-            raise ConfigError(f"{where}: the reason is empty; say why the check does not hold yet")
+            raise ConfigError(f"{where}: the reason is empty; state why the check does not hold yet")
     return entries
 
 
@@ -47,7 +49,7 @@ def apply_expected(verdict: Verdict, expected: Mapping[str, str]) -> Verdict:
     if verdict.outcome in (CheckOutcome.FAILED, CheckOutcome.HUNG):
         return verdict.model_copy(update={"outcome": CheckOutcome.EXPECTED_FAILURE, "expected": reason})
     if verdict.outcome is CheckOutcome.PASSED:
-        message = "it passed; take it out of the file of expected failures"
+        message = "it passed; remove it from the file of expected failures"
         return verdict.model_copy(
             update={"outcome": CheckOutcome.UNEXPECTED_PASS, "expected": reason, "message": message}
         )

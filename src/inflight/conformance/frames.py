@@ -1,4 +1,4 @@
-"""Where an implementation raised an error: its own line, not a line of a library or of the kit."""
+"""Locates where an implementation raised an error: its own line, not a line of a library or of the kit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LIBRARIES = tuple(
 
 
 def own_frame(error: BaseException) -> str | None:
-    """Return the innermost frame outside of installed packages, the standard library and inflight; None without one.
+    """Return the innermost frame outside installed packages, the standard library and inflight; None without one.
 
-    If the error was raised from another, that one's frame comes first.
+    If the error was raised from another error, the frame of that error comes first.
     """
     causes = [error]
     while (cause := causes[-1].__cause__) is not None:
@@ -41,7 +41,7 @@ def _text(frame: traceback.FrameSummary) -> str:
 
 
 def _is_library(filename: str) -> bool:
-    if filename.startswith("<"):  # frozen modules, and code made of strings
+    if filename.startswith("<"):  # frozen modules, and code compiled from strings
         return True
     path = Path(filename).resolve()
     return any(part in _INSTALLED for part in path.parts) or any(path.is_relative_to(root) for root in _LIBRARIES)

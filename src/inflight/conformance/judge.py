@@ -1,4 +1,4 @@
-"""Runs one check on one subject in this process and gives the verdict.
+"""Runs one check on one subject in this process and returns the verdict.
 
 `inflight.conformance.kit` kills the process of a check that never returns.
 """
@@ -17,8 +17,8 @@ from inflight.errors import InflightError
 from inflight.wire import WireModel
 
 
-class Hung(Exception):  # noqa: N818 - an outcome, no error
-    """A call did not end before its deadline; the second argument indicates where it waited."""
+class Hung(Exception):  # noqa: N818 - an outcome, not an error
+    """A call did not end before its deadline; the second argument shows where it was waiting."""
 
 
 class Subject(Protocol):
@@ -32,7 +32,7 @@ class Subject(Protocol):
     @property
     @abstractmethod
     def evidence(self) -> dict[str, Any]:
-        """Return what the present check has noted so far. The judge empties it before each check."""
+        """Return the evidence of the current check so far. The judge clears it before each check."""
 
     @abstractmethod
     def missing(self, needs: tuple[str, ...]) -> str | None:
@@ -40,7 +40,7 @@ class Subject(Protocol):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Bring the subject back to the state in which every check starts. An error fails the check."""
+        """Restore the state in which every check starts. An error fails the check."""
 
     @abstractmethod
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
@@ -52,16 +52,16 @@ class Subject(Protocol):
 
 
 class Judgement(WireModel):
-    """One check's verdict on this rank, and how bringing the subject back went."""
+    """One check's verdict on this rank, and how restoring the subject went."""
 
     verdict: Verdict
     prepare_seconds: float = 0.0
     is_gone: bool = False
-    """The subject did not come back: the check did not run, and the verdict states why."""
+    """The subject could not be restored: the check did not run, and the verdict states why."""
 
 
 def judge(subject: Subject, check: Check, stage: Callable[[Any], Any] | None = None) -> Judgement:
-    """Judge one check, or the stage of it that is given instead of its function."""
+    """Return the judgement of one check, or of the stage that is given in place of its function."""
     subject.evidence.clear()
     if (reason := subject.missing(check.needs)) is not None:
         return Judgement(verdict=verdict_of(check, CheckOutcome.SKIPPED, message=reason))
@@ -83,7 +83,7 @@ def judge(subject: Subject, check: Check, stage: Callable[[Any], Any] | None = N
 
 
 def _outcome_of(call: Callable[[], object]) -> tuple[CheckOutcome, str, str]:
-    """Return the outcome of a call, what was seen, and where it hung."""
+    """Return the outcome of a call, a message, and where it hung."""
     try:
         call()
     except CheckSkipped as reason_to_skip:

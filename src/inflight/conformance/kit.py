@@ -1,7 +1,7 @@
 """The kit: runs checks on a target in processes that it can kill, and returns their verdicts.
 
-A check that blocks or kills its process costs only that process: the kit takes its stacks, kills it with everything
-that it started, and gives the next check a new one.
+A check that blocks or kills its process affects only that process: the kit records its stacks, kills it with everything
+that it started, and runs the next check in a new one.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from inflight.wire import WireModel
 Message = TypeVar("Message", bound=WireModel)
 
 _CLOSE_S = 25.0
-"""For giving a server, which outlives the kit, its own weights back."""
+"""Time to restore the original weights of a server that outlives the kit."""
 _PREPARE_S = 20.0
-"""For bringing the subject back before a check, in addition to starting it again and the check's own deadline."""
+"""Time to restore the subject before a check, in addition to restarting it and the check's own deadline."""
 
 
 class Gone(NamedTuple):
-    """A subject that did not come back."""
+    """A subject that could not be restored."""
 
     since: str
-    """Id of the last check that ran if it failed, else of the first check that could not run."""
+    """Id of the last check that ran if it failed, otherwise of the first check that could not run."""
     why: str
 
 
 class Kit:
-    """Checks one target. Use it as a context manager; checks may come in any order and several times.
+    """Checks one target. Use it as a context manager; checks may run in any order and several times.
 
     ``start_deadline_s`` bounds making the subject: importing its factory, loading its model, joining its ranks.
     ``deadline_scale`` multiplies the deadline of every check, for slow machines.
     """
 
     is_over = False
-    """Whether no further check can be run: never, as each can have new processes."""
+    """Whether no further check can be run: never, because each check can have new processes."""
 
     def __init__(self, target: Target, *, start_deadline_s: float = 90.0, deadline_scale: float = 1.0) -> None:
         self._target = target
@@ -62,12 +62,12 @@ class Kit:
         self._num_sessions = 0
         self._facts: Mapping[str, Any] = {}
         self._last: Verdict | None = None
-        """Of the checks that ran."""
+        """Verdicts of the checks that ran."""
         self._unmakable: ConfigError | None = None
         self.gone: Gone | None = None
-        """Since when the subject has not come back; None while it is there."""
+        """The check since which the subject could not be restored; None while it is available."""
         self.start_seconds = 0.0
-        """Spent so far on starting processes and bringing the subject back between checks."""
+        """Seconds spent so far on starting processes and restoring the subject between checks."""
 
     def __enter__(self) -> Kit:
         return self
@@ -84,7 +84,7 @@ class Kit:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the subject says of itself; raises `ConfigError` if it cannot be made."""
+        """The facts that the subject reports about itself. Raises `ConfigError` if it cannot be made."""
         if not self._facts:
             self._session(self._num_ranks)
         return self._facts
@@ -96,7 +96,7 @@ class Kit:
     def run(self, check: Check) -> Verdict:
         """Return the verdict of one check. Raises `ConfigError` if the subject cannot be made.
 
-        If an endpoint does not come back, further checks are skipped until it does; `gone` specifies since when.
+        If an endpoint cannot be restored, further checks are skipped until it can; `gone` specifies since when.
         """
         try:
             verdict, is_gone = self._judged(check)
@@ -106,20 +106,22 @@ class Kit:
             self._unmakable = error
             verdict, is_gone = verdict_of(check, CheckOutcome.FAILED, message=str(error)), True
         if not is_gone:
-            if verdict.outcome is not CheckOutcome.SKIPPED:  # a skipped check does not look at the subject
+            if verdict.outcome is not CheckOutcome.SKIPPED:  # a skipped check does not use the subject
                 self._last, self.gone = verdict, None
             return verdict
         if self.gone is None:
             was_good = self._last is None or self._last.outcome is CheckOutcome.PASSED
             self.gone = Gone(check.id if self._last is None or was_good else self._last.id, verdict.message)
         if self.gone.since == check.id:
-            message = f"the {self._target.kind} did not come back for this check, which did not run: {verdict.message}"
+            message = (
+                f"the {self._target.kind} could not be restored for this check, which did not run: {verdict.message}"
+            )
             return verdict.model_copy(update={"message": message, "look_at": ""})
         reason = f"the {self._target.kind} has been gone since {self.gone.since}"
         return verdict_of(check, CheckOutcome.SKIPPED, message=reason)
 
     def _judged(self, check: Check) -> tuple[Verdict, bool]:
-        """Return a verdict, and whether the subject is gone, so that the check did not run. Raises `ConfigError`."""
+        """Return a verdict, and whether the check did not run for lack of a subject. Raises `ConfigError`."""
         total_s = 0.0
         evidence: dict[str, Any] = {}
         for stage, num_ranks in (("before", 1), ("function", self._num_ranks), ("after", 1)):
@@ -152,7 +154,7 @@ class Kit:
             return verdict_of(check, outcome, seconds=seconds, message=error.message, stacks=error.stacks), False
         self.start_seconds += max(answer.prepare_seconds for answer in answers)
         verdict = merged([answer.verdict for answer in answers])
-        if verdict.outcome is CheckOutcome.HUNG:  # what still runs there could disturb the next check
+        if verdict.outcome is CheckOutcome.HUNG:  # calls that still run there could disturb the next check
             session.kill()
             del self._sessions[num_ranks]
         return verdict, any(answer.is_gone for answer in answers)
@@ -215,7 +217,7 @@ class _Session:
         self.facts: Mapping[str, Any] = answers[0].facts
 
     def run(self, command: Command, deadline_s: float) -> list[Judgement]:
-        """Return every rank's answer. Raises `_NoAnswerError`, and kills the session, if one gives none."""
+        """Return every rank's answer. If a rank does not answer, kill the session and raise `_NoAnswerError`."""
         deadline = time.monotonic() + deadline_s
         try:
             for process in self._ranks:
@@ -226,7 +228,7 @@ class _Session:
             raise
 
     def close(self) -> None:
-        """Give the subjects time to close, then kill."""
+        """Give the subjects time to close, then kill their processes."""
         for process in self._ranks:
             process.hang_up()
         deadline = time.monotonic() + _CLOSE_S
@@ -248,7 +250,7 @@ class _Session:
         try:
             line = process.receive(deadline)
         except TimeoutError:
-            message = "it gave no answer in time, and its process was killed"
+            message = "it did not answer in time, and its process was killed"
             raise _NoAnswerError(message if is_alone else f"rank {rank}: {message}", self._stacks()) from None
         if line is None:
             where = "" if is_alone else f" of rank {rank}"
@@ -263,7 +265,8 @@ class _Session:
         time.sleep(0.5)
         texts = [file.read_text() if file.exists() else "" for file in files]
         return "\n".join(
-            f"--- rank {rank}\n{text or 'no stacks: stopped, or not up yet'}" for rank, text in enumerate(texts)
+            f"--- rank {rank}\n{text or 'no stacks: the process was stopped or had not started'}"
+            for rank, text in enumerate(texts)
         )
 
 
@@ -311,7 +314,7 @@ class _Rank:
         return line
 
     def ending(self) -> str:
-        """Return how the process ended, with the last lines that it wrote."""
+        """Return how the process ended, with the last lines of its output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         code = self._process.returncode

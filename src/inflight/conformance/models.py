@@ -1,4 +1,4 @@
-"""Checkpoints that the kit makes itself: tiny, random and far from uniform."""
+"""Checkpoints that the kit makes: tiny, random, and with distributions far from uniform."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inflight.engines.embedded.tiny_images import TinyImageShape, create_tiny_im
 
 
 def make_seeing_model(path: Path, *, seed: int = 0) -> Path:
-    """Write a random float32 checkpoint of a model that takes images, as far from uniform; return ``path``."""
+    """Write a random float32 checkpoint of a model that accepts images, equally far from uniform; return ``path``."""
     shape = TinyImageShape(hidden_size=64, num_heads=2, max_model_len=1024)
     model = create_tiny_image_model(shape, seed)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def make_tiny_model(
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # the smallest that every engine has a kernel for
+        head_dim=32,  # the smallest size for which every engine has a kernel
         max_position_embeddings=max_model_len,
         tie_word_embeddings=tied,
         bos_token_id=None,

@@ -1,4 +1,4 @@
-"""What logprobs should be: transformers' forward, in float32, under any weights that the kit chooses.
+"""Reference logprobs: transformers' forward in float32, under any weights that the kit chooses.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -41,7 +41,7 @@ class ReferenceCheckpoint:
         self._stored_names = stored_names(self._model)
         self._loaded: ReferenceWeights | None = None
         self.images = load_image_processor(path)
-        """None if the model takes no images."""
+        """None if the model accepts no images."""
         self.tokenizer = load_tokenizer(path)
         self.max_model_len = max_model_len_of(self.config)
         self.vocab_size = _vocab_size(self._model)
@@ -49,7 +49,7 @@ class ReferenceCheckpoint:
         self.weights = ReferenceWeights("A", self._stored())
 
     def cast(self, dtype: str) -> None:
-        """Convert the weights to another dtype, as an engine does that computes in it."""
+        """Convert the weights to another dtype, as an engine that computes in it does."""
         wanted: torch.dtype = getattr(torch, dtype)
         self.weights = ReferenceWeights("A", {name: tensor.to(wanted) for name, tensor in self.weights.tensors.items()})
 
@@ -62,7 +62,7 @@ class ReferenceCheckpoint:
         return frozenset()
 
     def _stored(self) -> dict[str, torch.Tensor]:
-        """The trained tensors in the model's order; tied ones under the first name that the model computes with."""
+        """The trained tensors in the model's order; tied ones under the first name that the model uses."""
         stored: dict[str, torch.Tensor] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             stored.update(load_file(file))
@@ -76,11 +76,11 @@ class ReferenceCheckpoint:
         names = [n for n in self.weights.tensors if n.endswith("norm.weight") and ".layers." not in n]
         names = [name for name in names if not name.startswith("vision_tower.")]
         if len(names) != 1:
-            raise ConfigError(f"cannot indicate which tensor of {str(self.path)!r} is the final norm: {names}")
+            raise ConfigError(f"cannot determine which tensor of {str(self.path)!r} is the final norm: {names}")
         return names[0]
 
     def with_final_norm(self, factor: float, label: str) -> ReferenceWeights:
-        """Return weights whose logits are ``factor`` times as large, exactly if it is a power of two, or its negative.
+        """Return weights whose logits are ``factor`` times as large; exact if it is plus or minus a power of two.
 
         Keys and values are the same: the norm comes after every layer.
         """
@@ -91,7 +91,7 @@ class ReferenceCheckpoint:
         return ReferenceWeights(label, tensors)
 
     def perturbed(self, label: str, seed: int = 1) -> ReferenceWeights:
-        """Return weights in which every tensor differs, so that logits, keys and values do."""
+        """Return weights in which every tensor differs, so that logits, keys and values differ too."""
         random = torch.Generator().manual_seed(seed)
         tensors = {}
         for name, tensor in self.weights.tensors.items():
@@ -130,10 +130,10 @@ class ReferenceCheckpoint:
     def mixed_logits(
         self, parts: Sequence[tuple[ReferenceWeights, int]], ids: Sequence[int], first: int
     ) -> torch.Tensor:
-        """Return float32 [T, V]: the logits behind positions ``first`` to the last but one, with keys and values of
-        several weights.
+        """Return float32 [T, V]: the logits at positions ``first`` to the last but one, with keys and values of several
+        weights.
 
-        ``parts`` specifies in order which weights computed the keys and values of the positions below each bound.
+        ``parts`` lists in order which weights computed the keys and values of the positions below each bound.
         """
         cache, logits, done = None, [], 0
         for weights, stop in parts:
@@ -187,7 +187,7 @@ def _vocab_size(model: Any) -> int:
 def distribution(logits_TV: torch.Tensor, sampling: SamplingParams | None = None) -> torch.Tensor:
     """Return float64 [T, V]: log-probabilities after temperature, top-k, top-p and min-p, -inf where filtered out.
 
-    Without parameters, or at temperature 0, the log-softmax of the unscaled logits. Written as plainly as possible.
+    Without parameters, or at temperature 0, they are the log-softmax of the unscaled logits. Deliberately simple code.
     """
     logits_TV = logits_TV.double()
     if sampling is None or sampling.temperature == 0:

@@ -2,10 +2,10 @@
 
     python -m inflight.conformance.sources CERTIFICATE.json
 
-ends with status 0 if the certificate conforms and was made with the sources that are installed, and else with 1. The
-sources are the adapter's package and the modules of inflight that it and the checks of its kind import, and those
-import in turn, as the syntax trees of this release of Python: docstrings and comments do not count. The release of the
-engine and the file of expected failures are not among them.
+ends with status 0 if the certificate conforms and was made with the installed sources, and with status 1 otherwise. The
+sources are the adapter's package and the modules of inflight that it and the checks of its kind import, directly or
+indirectly, as syntax trees of this Python release: docstrings and comments do not count. The release of the engine and
+the file of expected failures are not included.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from inflight.wire import PROTOCOL_VERSION
 _INFLIGHT = Path(__file__).parents[1]
 _KINDS = {"endpoint", "transport", "worker"}
 _OF_ALL = ("inflight.conformance.suite", "inflight.weights.transports.installed")
-"""Where checks begin, and what is found by entry points."""
+"""The module where checks begin, and one that is found by entry points."""
 _OF_ENDPOINTS = ("inflight.engines.serving",)
-"""What ``inflight serve --engine`` runs."""
+"""The module that ``inflight serve --engine`` runs."""
 _NOT_FOLLOWED = ("inflight", "inflight.conformance.sources")
-"""Of the first, modules of inflight use the version alone; the second judges nothing."""
+"""Of the first, other modules use only the version; the second judges nothing."""
 
 
 class _Module(NamedTuple):
     digest: str
     """SHA-256 of its syntax tree without docstrings."""
     imports: tuple[tuple[str, str], ...]
-    """Module and name, which is empty where the module itself is imported. Those for type checkers are left out."""
+    """Module and name; the name is empty if the module itself is imported. Imports for type checkers are left out."""
 
 
 def digest(kind: str, target: str, implementation: str) -> str:
-    """Return the SHA-256 of the sources behind a target of this kind that gives itself this name.
+    """Return the SHA-256 of the sources of a target of this kind whose implementation has this name.
 
-    Empty if the package is unknown, as behind the URL of a stranger's server.
+    Empty if the package is unknown, for example that of another project's server behind a URL.
     """
     package = _package(target, implementation)
     if package is None:
@@ -93,9 +93,9 @@ def _beginning(kind: str) -> list[Path]:
 
 
 def _followed(begin: set[Path], others: set[Path]) -> set[Path]:
-    """Return these files and those of inflight that they import, directly or not.
+    """Return these files and those of inflight that they import, directly or indirectly.
 
-    ``others`` are the directories of other kinds' checks: the modules that all kinds share import those as well.
+    ``others`` are the directories of other kinds' checks, which the modules that all kinds share also import.
     """
     found, left = set(begin), list(begin)
     while left:
@@ -110,7 +110,7 @@ def _followed(begin: set[Path], others: set[Path]) -> set[Path]:
 
 
 def _bound(module: str, name: str) -> Path | None:
-    """Return the file that this import is about: of a package that gives out another module's name, that module's."""
+    """Return the file that this import refers to; if a package re-exports a name, that of the defining module."""
     path = _file(f"{module}.{name}") if name else None
     if path is not None or (path := _file(module)) is None or path.name != "__init__.py":
         return path
@@ -121,7 +121,7 @@ def _bound(module: str, name: str) -> Path | None:
 
 
 def _file(module: str) -> Path | None:
-    """Return the file of a module of inflight, None if there is none of this name."""
+    """Return the file of a module of inflight, or None if there is no such module."""
     first, *others = module.split(".")
     path = _INFLIGHT.joinpath(*others)
     candidates = (path.with_suffix(".py"), path / "__init__.py") if first == "inflight" else ()
@@ -145,7 +145,7 @@ def _module(source: bytes) -> _Module:
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of a syntax tree but for what only type checkers see."""
+    """Yield the parts of a syntax tree except those that only type checkers see."""
     for part in ast.iter_child_nodes(node):
         if not (isinstance(part, ast.If) and isinstance(part.test, ast.Name) and part.test.id == "TYPE_CHECKING"):
             yield part

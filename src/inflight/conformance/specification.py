@@ -14,7 +14,7 @@ from inflight.conformance.child import checks_of
 _TABLE = re.compile(r"<!-- checks: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
-def filled_in(page: str) -> str:
+def fill_tables(page: str) -> str:
     """Return the page with every table filled in. Raises ``KeyError`` for a level without checks."""
     levels: dict[str, list[Check]] = {"worker": [*checks_of("worker")], "transport": [*checks_of("transport")]}
     for check in checks_of("endpoint"):

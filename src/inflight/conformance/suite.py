@@ -1,4 +1,4 @@
-"""Runs checks on one target and makes the certificate, which holds neither tokens nor passwords."""
+"""Runs checks on one target and makes the certificate, which contains neither tokens nor passwords."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def run_suite(
     expected: Mapping[str, str] = _NONE_EXPECTED,
     on_verdict: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Certificate:
-    """Return the certificate of these checks, run in order; ``on_verdict`` gets each verdict as it comes.
+    """Return the certificate of these checks, run in order; ``on_verdict`` receives each verdict as it arrives.
 
-    Raises `ConfigError` if the subject cannot be made. If an endpoint goes away, the verdict on the check that did it
-    reports it and the others are skipped. If a worker or a transport cannot be made again after some checks, or a check
-    hangs under torchrun, the certificate holds the verdicts so far and states why in ``problem``.
+    Raises `ConfigError` if the subject cannot be made. If an endpoint becomes unavailable, the verdict on the check
+    that caused it reports that, and the other checks are skipped. If a worker or a transport cannot be made again after
+    some checks, or a check hangs under torchrun, the certificate contains the verdicts so far and states the reason in
+    ``problem``.
     """
     started_at, started = datetime.now(UTC), time.monotonic()
     target, facts = kit.target, kit.facts
@@ -77,24 +78,24 @@ def run_suite(
 
 
 def _as_root(verdict: Verdict, target: Target, why: str | None) -> Verdict:
-    """Return the verdict, marked if later checks were skipped because the target did not come back after it."""
+    """Return the verdict, marked if later checks were skipped because the target became unavailable after it."""
     if why is None:
         return verdict
     words = "this is the failure that matters: the checks that follow were skipped"
     if why not in verdict.message:
-        words += f", as after it the {target.kind} was gone: {_redacted(why, _secrets(target))}"
+        words += f" because the {target.kind} was gone after it: {_redacted(why, _secrets(target))}"
     return verdict.model_copy(update={"message": f"{verdict.message}\n{words}"})
 
 
 def _settled(verdict: Verdict, target: Target, expected: Mapping[str, str]) -> Verdict:
-    """Return the verdict as it is shown and kept: without secrets, with expected failures taken into account."""
+    """Return the verdict without secrets and with expected failures taken into account."""
     secrets = _secrets(target)
     fields = {name: _redacted(getattr(verdict, name), secrets) for name in ("message", "evidence", "stacks")}
     return apply_expected(verdict.model_copy(update=fields), expected)
 
 
 def _label(target: Target) -> str:
-    """Return what the certificate calls the target: a URL without user and password."""
+    """Return the certificate's name of the target: a URL without user and password."""
     if not isinstance(target, EndpointTarget) or target.url is None:
         return target.label
     parts = urlsplit(target.url)

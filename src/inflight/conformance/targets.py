@@ -1,4 +1,4 @@
-"""What a person asks the kit to check: endpoints, workers and transports by URL, command or ``module:factory``."""
+"""The targets of the kit: endpoints, workers and transports, by URL, command or ``module:factory``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Target(WireModel):
 
     @property
     def label(self) -> str:
-        """What the certificate calls it."""
+        """The name of the target in the certificate."""
         return self.factory or ""
 
 
@@ -31,7 +31,7 @@ class EndpointTarget(_Target):
     """An endpoint to check. Exactly one of ``url``, ``factory`` and ``command`` is given.
 
     ``url`` is a server that speaks the contract or, as ``vllm+http://...``, an engine's own server, which is checked
-    through its adapter. ``factory`` is ``module:function``: it takes a model directory (a `pathlib.Path`) and the
+    through its adapter. ``factory`` is ``module:function``: it receives a model directory (a `pathlib.Path`) and the
     options, and returns an `InferenceEndpoint` that serves it, or an awaitable or an async context manager of one.
     ``command`` starts a server, with ``{model}``, ``{port}`` and ``{token_file}`` filled in.
     """
@@ -40,9 +40,9 @@ class EndpointTarget(_Target):
     url: str | None = None
     command: str | None = None
     model: Path | None = None
-    """The served checkpoint. None: the kit makes one; behind a URL it is unknown."""
+    """The served checkpoint. If None, the kit makes one; for a URL, it is unknown."""
     token: str | None = None
-    """For the control routes of a URL."""
+    """Token for the control routes of a URL."""
     worker: str | None = None
     """Worker to compare logprobs with, as ``module:attribute``; None: transformers' forward."""
     tolerance: float | None = None
@@ -64,13 +64,13 @@ class WorkerTarget(_Target):
     factory: str
     num_ranks: int = 1
     options_of_ranks: dict[str, Any] = Field(default_factory=dict)
-    """Further options of workers on several ranks: the checks that compare with one rank make that one without."""
+    """Further options of workers on several ranks; a single rank that they are compared with does not have them."""
     experts: bool = False
     """Whether the kit's checkpoints are mixtures of experts."""
 
     @property
     def flags(self) -> dict[str, str]:
-        """What the certificate says of how it was made."""
+        """The options that the certificate records."""
         options = {key: str(value) for key, value in (self.options | self.options_of_ranks).items()}
         return {**options, **({"experts": "true"} if self.experts else {}), "ranks": str(self.num_ranks)}
 
@@ -98,7 +98,7 @@ def endpoint_target(text: str, **others: Any) -> EndpointTarget:
         except ValueError:
             is_usable = False
         if not is_usable:
-            raise ConfigError(f"{text!r} is not the URL of a server; give something like http://127.0.0.1:8000")
+            raise ConfigError(f"{text!r} is not the URL of a server; give a URL such as http://127.0.0.1:8000")
         return EndpointTarget(url=text.rstrip("/"), **others)
     check_reference(text)
     return EndpointTarget(factory=text, **others)

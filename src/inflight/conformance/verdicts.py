@@ -1,4 +1,4 @@
-"""Verdicts of single checks, and the certificate of a whole run: what is kept, shown and compared."""
+"""Verdicts of single checks, and the certificate of a whole run, which is kept, displayed and compared."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from inflight.wire import PROTOCOL_VERSION, WireModel
 
 
 class CheckOutcome(StrEnum):
-    """What became of a check."""
+    """The outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
     HUNG = "hung"
     """It did not end before its deadline; the verdict carries the stacks."""
     SKIPPED = "skipped"
-    """The subject does not support what the check needs, or the kit was not given it."""
+    """The subject does not support what the check needs, or the user did not provide it."""
     EXPECTED_FAILURE = "expected failure"
     """It failed or hung, and a file of expected failures states why."""
     UNEXPECTED_PASS = "unexpected pass"
-    """It passed although a file of expected failures states that it does not."""
+    """It passed although a file of expected failures lists it."""
 
 
 BAD_OUTCOMES = frozenset({CheckOutcome.FAILED, CheckOutcome.HUNG, CheckOutcome.UNEXPECTED_PASS})
@@ -34,7 +34,7 @@ BAD_OUTCOMES = frozenset({CheckOutcome.FAILED, CheckOutcome.HUNG, CheckOutcome.U
 
 
 class Verdict(WireModel):
-    """What became of one check, with its evidence."""
+    """The outcome of one check, with its evidence."""
 
     id: str
     level: str
@@ -42,9 +42,9 @@ class Verdict(WireModel):
     outcome: CheckOutcome
     seconds: float = Field(ge=0)
     message: str = ""
-    """What was seen instead of what the requirement says, or why the check was skipped; empty if it passed."""
+    """How the requirement was violated, or why the check was skipped; empty if it passed."""
     evidence: dict[str, Any] = Field(default_factory=dict)
-    """What was measured, by name; numbers, strings, and lists and dictionaries of them."""
+    """Measurements by name: numbers, strings, and lists and dictionaries of them."""
     look_at: str = ""
     """Where to look first; empty if it passed or was skipped."""
     stacks: str = ""
@@ -53,7 +53,7 @@ class Verdict(WireModel):
     """The reason that the file of expected failures gives."""
 
     def raise_unless_good(self) -> None:
-        """Raise ``AssertionError`` with everything that is known unless the outcome is good."""
+        """Raise ``AssertionError`` with all known details unless the outcome is good."""
         if self.outcome in BAD_OUTCOMES:
             lines = [f"{self.id} {self.outcome}: {self.requirement}", self.message, f"evidence: {self.evidence}"]
             raise AssertionError("\n".join([*lines, f"look at: {self.look_at}", self.stacks]).rstrip())
@@ -68,10 +68,10 @@ class Certificate(WireModel):
     target: str
     """What was checked, as given on the command line, without any token."""
     implementation: str
-    """The name that the engine, trainer or transport gives itself."""
+    """The name that the engine, trainer or transport reports."""
     implementation_version: str = ""
     flags: dict[str, str] = Field(default_factory=dict)
-    """Given options, including the model and the number of ranks."""
+    """The given options, including the model and the number of ranks."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions and machine, see `environment`."""
     sources: str = ""
@@ -82,11 +82,11 @@ class Certificate(WireModel):
     """ISO 8601, UTC."""
     seconds: float = Field(ge=0)
     start_seconds: float = Field(default=0.0, ge=0)
-    """The part of ``seconds`` spent on starting processes, loading models, and bringing the subject back."""
+    """The part of ``seconds`` spent on starting processes, loading models, and restoring the subject."""
     problem: str = ""
-    """Why the run ended before its last check, if it did."""
+    """The reason why the run ended before its last check, if it did."""
     left_out: tuple[str, ...] = ()
-    """Ids of the checks of this kind that were not asked for."""
+    """Ids of the checks of this kind that were not requested."""
     verdicts: tuple[Verdict, ...]
 
     @property
@@ -97,13 +97,13 @@ class Certificate(WireModel):
 
     @property
     def conforms(self) -> bool:
-        """True if nothing failed, hung or passed against expectation, something passed, and the run was complete."""
+        """Whether the run was complete, a check passed, and none failed, hung or passed unexpectedly."""
         counts = self.counts
         return not self.problem and not BAD_OUTCOMES & counts.keys() and CheckOutcome.PASSED in counts
 
 
 def merged(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict of all ranks: the worst of theirs, which names the rank."""
+    """Return the verdict of all ranks: the worst of them, which names its rank."""
     order = (CheckOutcome.HUNG, CheckOutcome.FAILED, CheckOutcome.SKIPPED, CheckOutcome.PASSED)
     worst = min(range(len(verdicts)), key=lambda rank: order.index(verdicts[rank].outcome))
     verdict = verdicts[worst]
@@ -132,7 +132,7 @@ def environment() -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """Return evidence in a form for JSON: numbers that are not finite become words, and long texts are cut."""
+    """Return evidence as JSON-compatible values: non-finite numbers become words, and long texts are cut."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if isinstance(value, StrEnum):

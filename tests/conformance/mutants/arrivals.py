@@ -1,4 +1,4 @@
-"""Faults of what arrives: damage overlooked, tensors left out or decoded wrongly, and stores read or kept wrongly."""
+"""Faults in receiving: damage overlooked, tensors left out or decoded wrongly, and stores read or kept wrongly."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def refuses_no_lora(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def decoding(decoded: Callable[..., torch.Tensor]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Another way to decode a bucket: takes the staging, its own way, and that one's arguments."""
+    """Replace how buckets are decoded: ``decoded`` receives the staging, its own method, and its arguments."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         sink: Any = endpoint._sink
@@ -173,7 +173,7 @@ def takes_any_base(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def receiving(change: Callable[[Any], None]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Another receiver of a transport that stores."""
+    """Change the receivers of transports that store."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         sink: Any = endpoint._sink
@@ -213,7 +213,7 @@ def always_the_first_update(receiver: Any) -> None:
 
 
 def without_a_lock(receiver: Any) -> None:
-    """Memory that the model computes with is not locked, so that the sender uses it again."""
+    """Map memory that the model computes with without a lock, so that the sender reuses it."""
     if not isinstance(receiver, ArenaReceiver):
         return
     faulty: Any = receiver
@@ -224,6 +224,17 @@ def without_a_lock(receiver: Any) -> None:
             return mapped
 
     faulty._arena = arena
+
+
+def served_from_the_trainer(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Serve from memory of the trainer's device, which is neither copied nor locked."""
+    faulty: Any = endpoint
+
+    def change(receiver: Any) -> None:
+        without_a_lock(receiver)
+        faulty._is_borrowed = False
+
+    return receiving(change)(endpoint)
 
 
 def without_the_token(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -240,42 +251,44 @@ def without_the_token(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 MUTANTS = (
     Mutant("damage overlooked", "U-14", "Checksums are not compared.", overlooks_damage),
-    Mutant("frozen tensors cleared", "U-15", "What is not sent is zero after the update.", clears_frozen_tensors),
-    Mutant("LoRAs added up", "U-64", "A LoRA is added to the one before.", adds_up_loras),
+    Mutant(
+        "frozen tensors cleared", "U-15", "Tensors that are not sent are zero after the update.", clears_frozen_tensors
+    ),
+    Mutant("LoRAs added up", "U-64", "A LoRA is added to the previous one.", adds_up_loras),
     Mutant("scale left out", "U-64", "The product of a LoRA is added without its scale.", leaves_out_the_scale),
     Mutant("misfitting LoRAs accepted", "U-65", "A LoRA is not compared with the model.", refuses_no_lora),
-    Mutant("missing counted as frozen", "U-15", "What is not sent counts as frozen.", freezes_what_is_missing),
+    Mutant("missing counted as frozen", "U-15", "Tensors that are not sent count as frozen.", freezes_what_is_missing),
     Mutant(
         "bfloat16 taken for float16",
         "U-16",
-        "What travelled as bfloat16 is decoded as float16.",
+        "Tensors that travelled as bfloat16 are decoded as float16.",
         decoding(halves_taken_for_float16),
     ),
-    Mutant("float8 without scales", "U-17", "The scales of float8 are not looked at.", without_scales),
+    Mutant("float8 without scales", "U-17", "The scales of float8 are ignored.", without_scales),
     Mutant(
         "deltas passed over", "U-18", "A delta is acknowledged, and its base is loaded.", decoding(passes_over_deltas)
     ),
     Mutant("aborted delta stays", "U-18", "An aborted delta stays in its base.", decoding(leaves_aborted_deltas)),
-    Mutant("any base accepted", "U-19", "A delta is taken to be relative to whatever was kept.", takes_any_base),
+    Mutant("any base accepted", "U-19", "A delta is applied to whatever was kept.", takes_any_base),
     Mutant(
         "served from the store",
         "U-60",
-        "The model computes with memory that the sender uses again.",
+        "The model computes with memory that the sender reuses.",
         receiving(without_a_lock),
     ),
     Mutant(
         "served from the trainer",
         "U-63",
-        "The model computes with memory of the trainer's device that the sender uses again.",
-        receiving(without_a_lock),
+        "The model computes with memory of the trainer's device that the sender reuses.",
+        served_from_the_trainer,
         over_ipc=True,
     ),
     Mutant("first file only", "U-61", "Every bucket is read from the first file.", receiving(always_the_first_file)),
     Mutant(
         "first update only",
         "U-61",
-        "Of each group, the first update is read again and again.",
+        "The first update of each group is read again and again.",
         receiving(always_the_first_update),
     ),
-    Mutant("token left out", "U-62", "What http serves is asked for with another token.", without_the_token),
+    Mutant("token left out", "U-62", "The files that http serves are requested with another token.", without_the_token),
 )

@@ -17,7 +17,7 @@ Cache = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]]
 
 
 def stale_prefix_cache(page: int) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Keep whole pages of every prompt, and use them again whatever the weights are."""
+    """Keep whole pages of every prompt, and reuse them whatever the weights are."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         _cache_prompts(endpoint, page)
@@ -82,7 +82,7 @@ def recomputing_four(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def keeping_chunks(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Read the first half of a long prompt in a step of its own, and keep it over updates."""
+    """Prefill the first half of a long prompt in its own step, and keep it across updates."""
     engine: Any = endpoint._engine
     step, append = engine.steps.step, engine.steps._append
     chunks: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -147,7 +147,7 @@ MUTANTS = (
     Mutant(
         "stale prefix cache",
         "U-30",
-        "A prompt that was seen under older weights gets the keys and values of those.",
+        "A prompt that was seen under older weights gets their keys and values.",
         stale_prefix_cache(1),
     ),
     Mutant(
@@ -183,13 +183,13 @@ MUTANTS = (
     Mutant(
         "chunks kept",
         "U-35",
-        "Under recompute, what was read of a prompt before the update is kept.",
+        "Under recompute, the part of a prompt that was prefilled before the update is kept.",
         keeping_chunks,
     ),
     Mutant(
         "random numbers again",
         "U-36",
-        "Under recompute, the generators of running requests are made again.",
+        "Under recompute, the generators of running requests are recreated.",
         restarting_numbers,
     ),
 )

@@ -1,4 +1,4 @@
-"""Faults of what a client knows of a server that others change."""
+"""Faults in what a client assumes about a server that other clients change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _serial = itertools.count()
 
 
 def caches_pages(endpoint: EmbeddedEndpoint) -> dict[str, str]:
-    """Have the engine share pages among requests of one key; return the keys, to be set by request id.
+    """Make the engine share pages among requests with the same key; return the keys by request id, to be set.
 
     ``recompute`` drops all pages, ``keep`` none.
     """
@@ -68,7 +68,7 @@ def key_of_the_client(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
     def another_client() -> EmbeddedEndpoint:
         client = keyed_by_what_it_published(copy.copy(plain), keys)
-        client.aclose = _nothing  # the engine is the first one's
+        client.aclose = _nothing  # the engine belongs to the first client
         return client
 
     first: Any = keyed_by_what_it_published(endpoint, keys)

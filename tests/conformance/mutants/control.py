@@ -23,7 +23,7 @@ from tests.conformance.mutants.patches import announcing, pausing
 
 
 async def end_what_is_open(endpoint: EmbeddedEndpoint, run_id: str) -> None:
-    """Abort the open update, whichever it is."""
+    """Abort the open update, whatever its version."""
     update = endpoint._updates.session.update
     if update is not None:
         ref = UpdateRef(run_id=run_id, version=update.version, session_id=update.session_id)
@@ -179,7 +179,7 @@ def answers_before_the_switch(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def says_paused_to_the_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def reports_paused_to_the_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def weight_version() -> WeightVersion:
@@ -206,7 +206,7 @@ MUTANTS = (
         "A pause by keep ends running requests.",
         pausing(pauses_as(InFlightPolicy.KEEP, InFlightPolicy.ABORT)),
     ),
-    Mutant("newcomers refused", "E-33", "Requests that come during a pause are refused.", refuses_newcomers),
+    Mutant("newcomers refused", "E-33", "Requests that arrive during a pause are refused.", refuses_newcomers),
     Mutant(
         "drain acknowledged early",
         "E-34",
@@ -226,13 +226,24 @@ MUTANTS = (
         pausing(pauses_as(InFlightPolicy.ABORT, InFlightPolicy.KEEP)),
     ),
     Mutant("double pause accepted", "E-37", "A second update takes the place of the open one.", accepts_a_second_pause),
-    Mutant("commit of nothing", "E-38", "A commit without an update answers what is served.", commits_nothing),
+    Mutant("commit of nothing", "E-38", "A commit without an update returns the served version.", commits_nothing),
     Mutant("early commit ends the update", "E-39", "A refused commit ends the update.", ended_by_an_early_commit),
-    Mutant("stale version accepted", "E-40", "A version below the served one is accepted.", accepts_stale_versions),
+    Mutant(
+        "stale version accepted", "E-40", "A version lower than the served one is accepted.", accepts_stale_versions
+    ),
     Mutant("foreign run accepted", "E-41", "Any run may use a group that another run formed.", accepts_any_run),
-    Mutant("abort of whatever is open", "E-42", "An abort looks at no version.", aborts_whatever_is_open),
-    Mutant("no lease", "E-43", "A pause lasts until it is ended.", announcing(lambda update: {"lease_s": 3600.0})),
-    Mutant("lease never renewed", "E-43", "A lease runs from the pause on, whatever comes.", lease_from_the_pause_on),
-    Mutant("answer before the switch", "E-44", "A commit answers what was served before.", answers_before_the_switch),
-    Mutant("paused to the end", "E-44", "The state stays paused while buckets arrive.", says_paused_to_the_end),
+    Mutant("abort of whatever is open", "E-42", "An abort ignores the version.", aborts_whatever_is_open),
+    Mutant(
+        "no lease", "E-43", "A pause lasts until something ends it.", announcing(lambda update: {"lease_s": 3600.0})
+    ),
+    Mutant(
+        "lease never renewed",
+        "E-43",
+        "A lease starts with the pause, and no message renews it.",
+        lease_from_the_pause_on,
+    ),
+    Mutant(
+        "answer before the switch", "E-44", "A commit returns the previously served version.", answers_before_the_switch
+    ),
+    Mutant("paused to the end", "E-44", "The state stays paused while buckets arrive.", reports_paused_to_the_end),
 )

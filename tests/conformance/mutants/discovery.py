@@ -1,4 +1,4 @@
-"""Faults in what is reported."""
+"""Faults in what an endpoint reports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import with_capabilities
 
 
-def declares_what_is_free(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def reports_free_slots(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     capabilities = endpoint.capabilities
 
     async def faulty() -> Any:
-        declared = await capabilities()
-        num_free = declared.max_concurrent_sequences - endpoint.stats().num_finished
-        return declared.model_copy(update={"max_concurrent_sequences": num_free})
+        reported = await capabilities()
+        num_free = reported.max_concurrent_sequences - endpoint.stats().num_finished
+        return reported.model_copy(update={"max_concurrent_sequences": num_free})
 
     endpoint.capabilities = faulty
     return endpoint
@@ -41,7 +41,7 @@ def shorter_context(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def acknowledging(transport: str) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Gloo is supported, and a group over another transport is not refused."""
+    """Support gloo, but acknowledge a group over another transport."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         faulty: Any = endpoint
@@ -114,17 +114,17 @@ MUTANTS = (
     Mutant(
         "capabilities change",
         "E-01",
-        "max_concurrent_sequences is what is free at present.",
-        declares_what_is_free,
+        "max_concurrent_sequences is the number of free slots.",
+        reports_free_slots,
     ),
     Mutant("vocabulary too wide", "E-02", "The padded size of the vocabulary is reported.", wider_vocabulary),
     Mutant("vocabulary too narrow", "E-02", "Added tokens are not counted in vocab_size.", narrower_vocabulary),
     Mutant("context too long", "E-03", "max_model_len counts a token that does not fit.", longer_context),
-    Mutant("context too short", "E-03", "One token more than max_model_len is served.", shorter_context),
+    Mutant("context too short", "E-03", "One more token than max_model_len is served.", shorter_context),
     Mutant(
         "unsupported policies accepted",
         "E-04",
-        "Only keep is supported, and updates under the other policies are accepted.",
+        "Only keep is supported, but updates under the other policies are accepted.",
         with_capabilities(in_flight_policies=(InFlightPolicy.KEEP,)),
     ),
     Mutant(
@@ -140,12 +140,15 @@ MUTANTS = (
         acknowledging("ipc"),
     ),
     Mutant(
-        "unsupported chat answered", "E-06", "Chat is not supported, and is answered.", with_capabilities(chat=False)
+        "unsupported chat answered", "E-06", "Chat is not supported, but is answered.", with_capabilities(chat=False)
     ),
     Mutant(
-        "unsupported stream", "E-06", "Streaming is not supported, and is done.", with_capabilities(streaming=False)
+        "unsupported stream",
+        "E-06",
+        "Streaming is not supported, but requests are streamed.",
+        with_capabilities(streaming=False),
     ),
-    Mutant("supported chat refused", "E-06", "Chat is supported, and is refused.", refuses_supported_chat),
+    Mutant("supported chat refused", "E-06", "Chat is supported, but refused.", refuses_supported_chat),
     Mutant(
         "requests counted as sequences",
         "E-07",
@@ -158,7 +161,7 @@ MUTANTS = (
         "num_running is the largest number of sequences that ever ran.",
         reporting(ever_running()),
     ),
-    Mutant("refuses when full", "E-08", "A request for which there is no room now is refused.", refuses_when_full),
+    Mutant("refuses when full", "E-08", "A request that cannot run at once is refused.", refuses_when_full),
     Mutant(
         "runs more than reported",
         "E-08",
@@ -168,7 +171,7 @@ MUTANTS = (
     Mutant(
         "unsupported updates accepted",
         "E-09",
-        "Staging, encodings and partial updates are not supported, and are done.",
+        "Staging, encodings and partial updates are not supported, but are accepted.",
         with_capabilities(staging=False, encodings=(), partial_updates=False),
     ),
 )

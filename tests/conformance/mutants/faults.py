@@ -1,4 +1,4 @@
-"""Faults in what happens after a fault."""
+"""Faults in how faults are handled."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def receives_within(timeout_s: Callable[[float], float]) -> Callable[[EmbeddedEn
 def with_a_lease_that(
     is_kept: Callable[[ProcessGroupSpec, float], bool],
 ) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """A lease that is looked at every 0.1 s, and is forgotten once ``is_kept`` of group and seconds is false."""
+    """Check the lease every 0.1 s, and drop it once ``is_kept``, called with group and seconds, returns False."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         faulty: Any = endpoint
@@ -254,7 +254,7 @@ def looks_and_then_takes(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def answers_what_it_saw_first(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def returns_the_first_version_read(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def abort(ref: UpdateRef) -> WeightVersion:
@@ -297,7 +297,7 @@ def compares_versions_of_any_run(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint
     return endpoint
 
 
-def gives_up_nothing(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def leaves_requests_waiting(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def fail_requests() -> None:
@@ -339,15 +339,15 @@ MUTANTS = (
     Mutant(
         "lease lost with the store",
         "U-42",
-        "A pause is not ended once the group's store is gone.",
+        "A pause does not end if the group's store has ended.",
         with_a_lease_that(store_is_there),
     ),
-    Mutant("waits for the dead", "U-43", "A sender that died is waited for.", waits_for_the_dead),
+    Mutant("waits for the dead", "U-43", "The endpoint waits for a sender that has died.", waits_for_the_dead),
     Mutant(
         "impatient", "U-44", "A bucket is awaited for half a second at most.", receives_within(lambda s: min(s, 0.5))
     ),
     Mutant(
-        "bucket twice", "U-45", "A bucket that was asked for already is acknowledged again.", accepts_a_bucket_twice
+        "bucket twice", "U-45", "A bucket that was already requested is acknowledged again.", accepts_a_bucket_twice
     ),
     Mutant("buckets in any order", "U-46", "A bucket that is not next is acknowledged.", accepts_buckets_in_any_order),
     Mutant("commit during a drain", "U-46", "A commit does not wait for the pause.", commits_during_a_drain),
@@ -355,22 +355,22 @@ MUTANTS = (
     Mutant(
         "resume after a torn load",
         "U-48",
-        "Buckets are applied as they arrive, and the endpoint serves on after an abort.",
+        "Buckets are applied as they arrive, and the endpoint keeps serving after an abort.",
         applies_as_they_arrive,
     ),
     Mutant("abort after the receive", "U-49", "An abort waits for a pending bucket.", aborts_after_the_receive),
-    Mutant("pause for nobody", "U-50", "A drain whose caller has gone holds for ever.", drains_for_nobody),
+    Mutant("pause for nobody", "U-50", "A drain whose caller has disconnected never ends.", drains_for_nobody),
     Mutant(
         "outlives its launcher",
         "U-51",
-        "The process that was started is not the one that serves.",
+        "The process that was started is not the process that serves.",
         outlives_its_launcher,
         over_http=True,
     ),
     Mutant(
         "lease lost in sleep",
         "U-52",
-        "A lease is forgotten when the process was stopped.",
+        "A lease is dropped if the process was stopped.",
         with_a_lease_that(lambda _, passed_s: passed_s < 0.8),
         over_http=True,
     ),
@@ -381,11 +381,18 @@ MUTANTS = (
         pausing(acknowledged_under_load),
     ),
     Mutant("check, then act", "U-54", "Two updates that look for an open one see none.", looks_and_then_takes),
-    Mutant("answer of before", "U-55", "An abort answers the version it saw first.", answers_what_it_saw_first),
+    Mutant(
+        "outdated answer", "U-55", "An abort returns the version that it read first.", returns_the_first_version_read
+    ),
     Mutant("tired of pauses", "U-56", "The thirteenth pause ends running requests.", tires_of_pauses),
     Mutant("deaf while paused", "U-57", "Requests cannot be cancelled during a pause.", deaf_while_paused),
     Mutant("one count for all runs", "U-58", "Versions are compared across runs.", compares_versions_of_any_run),
-    Mutant("abandons nothing", "U-37", "When an apply fails, running requests are left waiting.", gives_up_nothing),
+    Mutant(
+        "requests left waiting",
+        "U-37",
+        "When an apply fails, running requests are left waiting.",
+        leaves_requests_waiting,
+    ),
     Mutant(
         "poisoned in name only",
         "U-37",

@@ -1,4 +1,4 @@
-"""Faults of the HTTP server."""
+"""Faults in the HTTP server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVER: Any = inflight.http.server
 
 
 def serving_with(**parts: Any) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """A server of which some functions are others."""
+    """Replace some functions of the server's module."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         for name, part in parts.items():
@@ -69,7 +69,7 @@ async def refuses_barely(request: Any, error: Any) -> Response:
     return PlainTextResponse("Not Found", error.status_code)
 
 
-def ill_while_paused() -> Callable[..., Response]:
+def unhealthy_while_paused() -> Callable[..., Response]:
     to_json: Callable[..., Response] = SERVER._json
 
     def faulty(model: Any, status: int = 200) -> Response:
@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "open control routes",
         "E-50",
-        "Control routes take no token.",
+        "Control routes require no token.",
         serving_with(_check_token=lambda *_: None),
         over_http=True,
     ),
@@ -106,24 +106,24 @@ MUTANTS = (
     ),
     Mutant("any length", "E-53", "Bodies are not bounded.", serving_with(_body=reads_everything()), over_http=True),
     Mutant(
-        "talks to nobody",
+        "serves a client that left",
         "E-54",
-        "A request continues when its client has left.",
-        serving_with(_unless_client_leaves=answers_to_the_end),
+        "A request continues after its client has disconnected.",
+        serving_with(run_while_connected=answers_to_the_end),
         over_http=True,
     ),
     Mutant(
         "bare refusal",
         "E-55",
         "An unknown route answers plain text.",
-        serving_with(_refused=refuses_barely),
+        serving_with(_answer_refusal=refuses_barely),
         over_http=True,
     ),
     Mutant(
-        "ill while paused",
+        "unhealthy while paused",
         "E-56",
         "/health answers 503 during a pause.",
-        serving_with(_json=ill_while_paused()),
+        serving_with(_json=unhealthy_while_paused()),
         over_http=True,
     ),
 )

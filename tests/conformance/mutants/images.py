@@ -37,7 +37,7 @@ def in_another_order(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def ignoring_undeclared(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def ignoring_unsupported(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     generate = endpoint.generate
     faulty: Any = endpoint
     if endpoint._images is None:
@@ -71,12 +71,12 @@ MUTANTS = (
         "unsupported images ignored",
         "E-72",
         "Without a vision tower, a prompt with images is sampled as text.",
-        ignoring_undeclared,
+        ignoring_unsupported,
     ),
     Mutant(
-        "images written without looking",
+        "images written unchecked",
         "E-73",
-        "Features are written where the request specifies, whatever tokens are there.",
+        "Features are written where the request specifies, whatever tokens are at that position.",
         without_looking,
     ),
     Mutant("vision tower left out", "E-74", "Updates do not load the vision tower.", leaving_the_tower),

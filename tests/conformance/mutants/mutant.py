@@ -1,4 +1,4 @@
-"""What a mutant is."""
+"""The definition of a mutant."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One fault: how an endpoint gets it, and the check that must tell."""
+    """One fault: how it is put into an endpoint, and the check that must detect it."""
 
     name: str
     caught_by: str
     fault: str
-    """What is wrong with it, as the table in docs/conformance.md says it."""
+    """Description of the fault, as it appears in the table of docs/conformance.md."""
     infect: Callable[[EmbeddedEndpoint], InferenceEndpoint]
-    """Puts the fault into a healthy endpoint and returns it, or a faulty endpoint around it."""
+    """Puts the fault into a healthy endpoint and returns it, or returns a faulty endpoint that wraps it."""
     over_ipc: bool = False
-    """Whether the endpoint supports ``ipc``, which shares the host's memory then."""
+    """Whether the endpoint supports ``ipc``, which then shares the host's memory."""
     over_http: bool = False
-    """Whether it shows only in a server that runs in a process of its own."""
+    """Whether the fault shows only in a server that runs in its own process."""

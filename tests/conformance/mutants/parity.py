@@ -1,4 +1,4 @@
-"""Faults that only a comparison with the trainer shows."""
+"""Faults that only a comparison with the trainer reveals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in what becomes of requests that are aborted."""
+"""Faults in how requests are aborted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conformance.mutants.patches import answering, without_last
 
 
 def _at_abort(endpoint: EmbeddedEndpoint, change: Any) -> EmbeddedEndpoint:
-    """Change each sequence that is aborted with tokens; ``change`` takes the engine and the sequence."""
+    """Apply ``change`` to the engine and each sequence that is aborted with tokens."""
     engine: Any = endpoint._engine
     finish = engine.scheduler.finish
 
@@ -31,8 +31,8 @@ def _at_abort(endpoint: EmbeddedEndpoint, change: Any) -> EmbeddedEndpoint:
     return endpoint
 
 
-def goes_on_behind_old_keys(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Keep the keys and values of requests that are aborted, and continue behind them whatever the weights are."""
+def continues_with_old_keys(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Keep the keys and values of requests that are aborted, and continue with them whatever the weights are."""
     engine: Any = endpoint._engine
     append = engine.steps._append
     kept: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -93,7 +93,7 @@ def ignored(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def _aborting(endpoint: EmbeddedEndpoint, abort: Any) -> EmbeddedEndpoint:
-    """Another abort: ``abort`` takes the engine, its own abort, and the ids."""
+    """Replace abort: ``abort`` receives the engine, its own abort, and the ids."""
     engine: Any = endpoint._engine
     own = engine.scheduler.abort
     engine.scheduler.abort = lambda request_ids: abort(engine, own, request_ids)
@@ -130,7 +130,7 @@ def those_that_wait_stay(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def answered_and_sampled_on(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Answer a request that is aborted, and sample it to its end all the same, without counting it as running."""
+    """Answer a request that is aborted, but sample it to its end without counting it as running."""
     engine: Any = endpoint._engine
     stats = engine.stats
     answered: set[Any] = set()
@@ -155,14 +155,14 @@ MUTANTS = (
     Mutant(
         "half of the part lost",
         "E-67",
-        "A request that is aborted gives back the first half of its tokens.",
+        "A request that is aborted returns only the first half of its tokens.",
         answering(lambda _, c: without_last(c, len(c.token_ids) // 2) if c.finish_reason == "abort" else {}),
     ),
     Mutant(
-        "continues behind old keys",
+        "continues with old keys",
         "E-67",
         "Keys and values of requests that are aborted are kept, and used again under any weights.",
-        goes_on_behind_old_keys,
+        continues_with_old_keys,
     ),
     Mutant(
         "scored at the end",
@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         "answered and sampled on",
         "E-69",
-        "A request that is aborted is answered, and sampled to its end all the same.",
+        "A request that is aborted is answered, but still sampled to its end.",
         answered_and_sampled_on,
     ),
 )

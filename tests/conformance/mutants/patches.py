@@ -1,6 +1,6 @@
-"""Ways of putting a fault into the embedded endpoint. Each changes the endpoint that it is given, and returns it.
+"""Ways of putting a fault into the embedded endpoint. Each changes the endpoint that it receives, and returns it.
 
-Those that change how tokens are drawn change it for the whole process: a faulty endpoint has one of its own.
+Those that change how tokens are drawn change it for the whole process: a faulty endpoint has its own process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Drawn = tuple[list[int], list[float]]
 
 
 def with_capabilities(**changes: Any) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Other capabilities, and the same behaviour."""
+    """Report other capabilities without changing the behaviour."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         capabilities = endpoint.capabilities
@@ -34,7 +34,7 @@ def with_capabilities(**changes: Any) -> Callable[[EmbeddedEndpoint], EmbeddedEn
 
 
 def taking(change: Callable[[GenerateRequest], GenerateRequest]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Another request inside the engine than the one that was sent."""
+    """Change the request that reaches the engine."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         submit = endpoint._engine.submit
@@ -45,14 +45,14 @@ def taking(change: Callable[[GenerateRequest], GenerateRequest]) -> Callable[[Em
 
 
 def sampling_with(change: Callable[[SamplingParams], dict[str, Any]]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Other sampling parameters inside the engine than those that were sent."""
+    """Change the sampling parameters that reach the engine."""
     return taking(lambda r: r.model_copy(update={"sampling": r.sampling.model_copy(update=change(r.sampling))}))
 
 
 def answering(
     change: Callable[[GenerateRequest, Completion], dict[str, Any]],
 ) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Other completions than those that were sampled."""
+    """Change the completions that are returned."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         generate = endpoint.generate
@@ -71,7 +71,7 @@ def answering(
 def drawing(
     draw: Callable[[torch.Tensor, Sequence[SamplingParams], Sequence[float]], Drawn],
 ) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Another sampler."""
+    """Replace the sampler."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         inflight.engines.embedded.stepping.sample = draw
@@ -81,7 +81,7 @@ def drawing(
 
 
 def drawing_with(**changes: Any) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """The sampler with other parameters."""
+    """Change the parameters of the sampler."""
     return drawing(
         lambda logits, params, uniforms: sample(logits, [p.model_copy(update=changes) for p in params], uniforms)
     )
@@ -90,7 +90,7 @@ def drawing_with(**changes: Any) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoin
 def numbering(
     change: Callable[[int, int], Callable[[], float]],
 ) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Other random numbers for a sequence with (seed, index)."""
+    """Replace the random numbers of a sequence with (seed, index)."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         engine: Any = endpoint._engine
@@ -109,7 +109,7 @@ def numbering(
 
 
 def pausing(pause: Callable[..., None]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Another way to pause: ``pause`` takes the engine, its own pause, the policy, and whom to tell."""
+    """Replace pausing: ``pause`` receives the engine, its own pause, the policy, and the callback."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         engine: Any = endpoint._engine
@@ -121,7 +121,7 @@ def pausing(pause: Callable[..., None]) -> Callable[[EmbeddedEndpoint], Embedded
 
 
 def announcing(change: Callable[[WeightUpdate], dict[str, Any]]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Another update than the one that was announced."""
+    """Change the update that is announced."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         request = endpoint.request_weight_update
@@ -136,7 +136,7 @@ def announcing(change: Callable[[WeightUpdate], dict[str, Any]]) -> Callable[[Em
 
 
 def without_last(completion: Completion, num: int = 1) -> dict[str, Any]:
-    """A completion's fields without its last tokens."""
+    """Return a completion's fields without its last tokens."""
     kept = len(completion.token_ids) - num
     spans = tuple(s.model_copy(update={"end": min(s.end, kept)}) for s in completion.version_spans if s.start < kept)
     return {

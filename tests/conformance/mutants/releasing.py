@@ -1,4 +1,4 @@
-"""Faults of releasing memory and taking it back."""
+"""Faults in releasing and restoring memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def restores_for_an_update(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def does_not_tell(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def reports_ready(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def weight_version() -> WeightVersion:
@@ -72,12 +72,12 @@ MUTANTS = (
         with_capabilities(releases_memory=False),
     ),
     Mutant("samples while released", "E-65", "Requests are sampled while memory is released.", samples_while_released),
-    Mutant("restores for an update", "E-65", "An update takes the memory back by itself.", restores_for_an_update),
-    Mutant("released in secret", "E-65", "The state is ready while memory is released.", does_not_tell),
+    Mutant("restores for an update", "E-65", "An update restores the memory on its own.", restores_for_an_update),
+    Mutant("released in secret", "E-65", "The state is ready while memory is released.", reports_ready),
     Mutant(
         "checkpoint after a restore",
         "E-66",
-        "A restore brings back the weights that the server was started with.",
+        "A restore loads the weights that the server was started with.",
         comes_back_with_the_checkpoint,
     ),
 )

@@ -40,7 +40,7 @@ def without_the_prompt(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def ignoring_undeclared(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def ignoring_unsupported(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     generate = endpoint.generate
     faulty: Any = endpoint
     if not endpoint._engine.records_routing:
@@ -60,6 +60,6 @@ MUTANTS = (
         "unsupported experts ignored",
         "E-81",
         "Without a mixture of experts, a request for experts is answered without.",
-        ignoring_undeclared,
+        ignoring_unsupported,
     ),
 )

@@ -1,4 +1,4 @@
-"""Faults in how tokens are drawn and in what is said of their probability."""
+"""Faults in how tokens are drawn and in the reported probabilities."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _chosen(logits: torch.Tensor, tokens: list[int]) -> list[float]:
 
 
 def drawing_otherwise(**defaults: Any) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Defaults of the sampler's own for what a request leaves open; logprobs are as without them."""
+    """Give the sampler its own defaults for parameters that a request omits; logprobs are as without them."""
 
     def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
         open_fields = [{k: v for k, v in defaults.items() if getattr(p, k) == getattr(_PLAIN, k)} for p in params]
@@ -66,19 +66,19 @@ _PLAIN = SamplingParams()
 
 
 def with_the_checkpoints_defaults(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """What an engine does that reads generation_config.json."""
+    """Apply generation_config.json, as some engines do."""
     config: Any = endpoint._engine.weights.model.generation_config
     return drawing_otherwise(top_k=config.top_k, top_p=config.top_p)(endpoint)
 
 
 class _NumberOf(float):
-    """A random number that knows the sequence that it is drawn for."""
+    """A random number with a reference to the sequence that it is drawn for."""
 
     sequence: Any
 
 
 def penalising_repetitions(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Penalise what a sequence has seen, as transformers does; logprobs are as without it."""
+    """Penalise the tokens of a sequence, as transformers does; logprobs are as without it."""
     engine: Any = endpoint._engine
     add = engine.scheduler.add
 
@@ -140,7 +140,7 @@ MUTANTS = (
     Mutant(
         "temperature missing in logprobs",
         "E-12",
-        "Tokens are drawn at the temperature, and logprobs are of the unscaled logits, though declared processed.",
+        "Tokens are drawn at the temperature, and logprobs are of the unscaled logits, though reported as processed.",
         drawing(reporting_unscaled),
     ),
     Mutant("top-p ignored", "E-13", "Tokens outside the nucleus are sampled.", drawing_with(top_p=1.0)),
@@ -156,19 +156,19 @@ MUTANTS = (
     Mutant(
         "temperature missing in draws",
         "E-15",
-        "Tokens are drawn at temperature 1, and logprobs are of the temperature that was asked for.",
+        "Tokens are drawn at temperature 1, and logprobs are of the requested temperature.",
         drawing(drawing_unscaled),
     ),
     Mutant(
         "same random number every time",
         "E-15",
-        "The generator of a seeded completion is made again for every token.",
+        "The generator of a seeded completion is recreated for every token.",
         numbering(same_number_every_time),
     ),
     Mutant(
         "greedy is sampled",
         "E-16",
-        "Temperature 0 is taken for a missing one, which means 1.",
+        "Temperature 0 is treated as missing, which means 1.",
         sampling_with(lambda s: {"temperature": s.temperature or 1.0}),
     ),
     Mutant(
@@ -211,7 +211,7 @@ MUTANTS = (
     Mutant(
         "the checkpoint's defaults",
         "E-62",
-        "What a request leaves open is taken from generation_config.json; logprobs are as without it.",
+        "Parameters that a request omits come from generation_config.json; logprobs are as without it.",
         with_the_checkpoints_defaults,
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""A faulty endpoint in a process of its own: ``python -m`` with mutant, model directory, port and token file."""
+"""A faulty endpoint in its own process: ``python -m`` with mutant, model directory, port and token file."""
 
 from __future__ import annotations
 

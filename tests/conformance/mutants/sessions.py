@@ -1,4 +1,4 @@
-"""Faults of updates that are staged, of sessions that have names, and of trainers that are replaced."""
+"""Faults in staged updates, in named sessions, and in replacing trainers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import announcing
 
 
-def says_paused_while_staging(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def reports_paused_while_staging(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def request(update: WeightUpdate) -> None:
@@ -46,7 +46,7 @@ def stages_for_ever(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def asking(method: str, answer: Callable[[Any], bool]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Another answer of the session to what it remembers."""
+    """Replace the session's answer about what it remembers."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         setattr(endpoint._updates._session, method, answer)
@@ -55,13 +55,13 @@ def asking(method: str, answer: Callable[[Any], bool]) -> Callable[[EmbeddedEndp
     return infect
 
 
-def forgets_what_is_over(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def forgets_ended_sessions(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     session: Any = endpoint._updates._session
     session._over = deque(maxlen=0)
     return endpoint
 
 
-def tells_sessions_by_version(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def identifies_sessions_by_version(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
     async def abort(ref: UpdateRef) -> WeightVersion:
@@ -116,12 +116,12 @@ MUTANTS = (
         "staged update pauses",
         "E-45",
         "A staged update pauses sampling when it is requested.",
-        says_paused_while_staging,
+        reports_paused_while_staging,
     ),
     Mutant(
         "staged update not staged",
         "E-45",
-        "What is asked to be staged is not.",
+        "A staged update is applied without staging.",
         announcing(lambda _: {"staged": False}),
     ),
     Mutant(
@@ -136,29 +136,31 @@ MUTANTS = (
         "The end of a staged update ends running requests.",
         ends_requests_with_a_staged_update,
     ),
-    Mutant("staged update without a lease", "E-46", "A staged update stays open until it is ended.", stages_for_ever),
+    Mutant(
+        "staged update without a lease", "E-46", "A staged update stays open until something ends it.", stages_for_ever
+    ),
     Mutant(
         "repeated request refused",
         "E-47",
-        "An update that is announced again is refused: one is open.",
+        "An update that is announced again is refused because it is open.",
         asking("is_open", lambda _: False),
     ),
     Mutant(
         "repeated commit refused",
         "E-47",
-        "A commit that is repeated is refused: nothing is open.",
+        "A commit that is repeated is refused because nothing is open.",
         asking("is_served", lambda _: False),
     ),
     Mutant("repeated bucket awaited", "E-47", "A bucket that has arrived is awaited again.", receives_again),
-    Mutant("forgets what is over", "E-48", "An aborted session may be requested again.", forgets_what_is_over),
+    Mutant("forgets ended sessions", "E-48", "An aborted session may be requested again.", forgets_ended_sessions),
     Mutant(
         "late abort ends another session",
         "E-48",
-        "An abort looks at the version, not at the session.",
-        tells_sessions_by_version,
+        "An abort checks the version, not the session.",
+        identifies_sessions_by_version,
     ),
     Mutant(
-        "any incarnation accepted", "E-49", "Who called last owns the run, whatever its incarnation.", any_incarnation
+        "any incarnation accepted", "E-49", "The last caller owns the run, whatever its incarnation.", any_incarnation
     ),
     Mutant(
         "fenced too late",

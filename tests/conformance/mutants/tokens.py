@@ -1,4 +1,4 @@
-"""Faults in the ids of prompts, in answers, and in how requests are kept apart."""
+"""Faults in prompt ids, in answers, and in the separation of requests."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def outlives_its_caller(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def goes_on_unseen(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """End a request that its caller leaves in the books, and not in the engine."""
+def continues_unseen(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """When a caller disconnects, end its request only in the bookkeeping, not in the engine."""
     generate, stats = endpoint.generate, endpoint._engine.stats
     left: set[str] = set()
 
@@ -106,8 +106,8 @@ def goes_on_unseen(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def loses_places(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Give no place back when a caller leaves."""
+def loses_slots(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Do not release the slot when a caller disconnects."""
     generate, engine = endpoint.generate, endpoint._engine
 
     async def faulty(request: GenerateRequest) -> GenerateResponse:
@@ -221,13 +221,13 @@ MUTANTS = (
     Mutant(
         "first token added",
         "E-10",
-        "A token is put in front of every prompt.",
+        "A token is prepended to every prompt.",
         taking(lambda r: r.model_copy(update={"prompt_token_ids": (0, *r.prompt_token_ids)})),
     ),
     Mutant(
         "logprobs shifted by one",
         "E-10",
-        "Each token has the logprob of the one behind it.",
+        "Each token has the logprob of the next one.",
         answering(lambda _, c: {"logprobs": c.logprobs[1:] + c.logprobs[:1]}),
     ),
     Mutant(
@@ -242,8 +242,10 @@ MUTANTS = (
         "Version spans do not cover the last token.",
         answering(lambda _, c: {"version_spans": without_last(c)["version_spans"]}),
     ),
-    Mutant("request id replaced", "E-11", "Answers carry an id of the server's own.", own_request_id),
-    Mutant("rest of the prompt dropped", "E-22", "What does not fit is truncated, not refused.", truncating),
+    Mutant("request id replaced", "E-11", "Answers carry an id that the server made up.", own_request_id),
+    Mutant(
+        "rest of the prompt dropped", "E-22", "A request that does not fit is truncated instead of refused.", truncating
+    ),
     Mutant(
         "running id accepted",
         "E-22",
@@ -254,16 +256,16 @@ MUTANTS = (
     Mutant(
         "stream outlives its reader",
         "E-25",
-        "A stream that nobody reads any more is sampled to its end.",
+        "A stream is sampled to its end after its reader has left.",
         stream_outlives_its_reader,
     ),
     Mutant(
         "continues unseen",
         "E-63",
-        "A request that its caller left is no longer counted as running, and continues.",
-        goes_on_unseen,
+        "A request whose caller disconnected continues without being counted as running.",
+        continues_unseen,
     ),
-    Mutant("places lost", "E-63", "Each request that its caller left costs a place for good.", loses_places),
+    Mutant("slots lost", "E-63", "Each request whose caller disconnected occupies its slot for good.", loses_slots),
     Mutant(
         "rows of a large batch mixed up",
         "E-26",
@@ -290,7 +292,10 @@ MUTANTS = (
         answering(lambda r, c: without_last(c, 2) if r.sampling.stop and c.finish_reason == "stop" else {}),
     ),
     Mutant(
-        "stop strings looked for rarely", "E-20", "Text is looked at after every eighth token.", stops_checked_rarely
+        "stop strings looked for rarely",
+        "E-20",
+        "Text is searched only after every eighth token.",
+        stops_checked_rarely,
     ),
     Mutant(
         "end of sequence dropped",
@@ -307,7 +312,7 @@ MUTANTS = (
     Mutant(
         "end called length",
         "E-21",
-        "Every completion is said to have ended by its length.",
+        "Every completion reports the finish reason length.",
         answering(lambda _, c: {"finish_reason": "length"}),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Faults of version spans."""
+"""Faults in version spans."""
 
 from __future__ import annotations
 
@@ -112,5 +112,5 @@ MUTANTS = (
     Mutant("drain that pauses", "U-22", "Drain pauses running requests instead of finishing them.", drain_that_pauses),
     Mutant("aborted as new", "U-23", "The last tokens of an aborted request get the new version.", aborted_as_new),
     Mutant("stream of the first", "U-24", "A stream names its first version in every chunk.", stream_of_the_first),
-    Mutant("one behind", "U-25", "A completion of one version names the one before.", one_behind),
+    Mutant("one behind", "U-25", "A completion of one version names the previous version.", one_behind),
 )

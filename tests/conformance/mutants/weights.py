@@ -1,4 +1,4 @@
-"""Faults of loading and of refusing."""
+"""Faults in loading and refusing updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 
 def loading(change: Callable[[Tensors], Tensors]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """A fault that loads something else than what arrived."""
+    """Load something other than what arrived."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         engine: Any = endpoint._engine
@@ -30,7 +30,7 @@ def loading(change: Callable[[Tensors], Tensors]) -> Callable[[EmbeddedEndpoint]
 def accepting(
     forgive: Callable[[list[TensorSpec], list[TensorSpec]], list[TensorSpec]],
 ) -> Callable[..., EmbeddedEndpoint]:
-    """A fault that overlooks a difference between the manifest and the model."""
+    """Overlook a difference between the manifest and the model."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         session: Any = endpoint._updates._session
@@ -84,7 +84,7 @@ def last_bucket_only(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def told_by_place(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def matched_by_position(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     load = engine.load
     names = [name for name, _ in engine.weights.model.named_parameters()]
@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant(
         "zeros taken for missing",
         "U-03",
-        "A tensor of zeros is taken for one that was not sent, and left old.",
+        "A tensor of zeros is treated as one that was not sent, and keeps its old values.",
         loading(lambda tensors: [(name, tensor) for name, tensor in tensors if bool(tensor.any())]),
     ),
     Mutant("missing tensor accepted", "U-04", "A manifest without a tensor is accepted.", accepting(with_all)),
@@ -144,12 +144,12 @@ MUTANTS = (
     Mutant("dropped lm_head", "U-08", "The head is left out of every update.", loading(without("lm_head"))),
     Mutant("tied head left old", "U-09", "The head keeps a copy of the embedding it started with.", tied_head_left_old),
     Mutant("last bucket only", "U-10", "Each bucket replaces what was staged before it.", last_bucket_only),
-    Mutant("told by place", "U-11", "Tensors are told by their place, not by their name.", told_by_place),
+    Mutant("matched by position", "U-11", "Tensors are matched by position instead of by name.", matched_by_position),
     Mutant(
         "first checkpoint remembered",
         "U-12",
         "A restarted endpoint serves the checkpoint that the first one was started from.",
         remembers_the_first_checkpoint,
     ),
-    Mutant("wears out", "U-13", "After a hundred updates nothing is loaded any more.", wears_out),
+    Mutant("wears out", "U-13", "After a hundred updates, nothing is loaded any more.", wears_out),
 )

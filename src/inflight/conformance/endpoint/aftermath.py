@@ -1,4 +1,4 @@
-"""What must be true after something went wrong: the endpoint serves whole weights or none, and requests are whole."""
+"""Requirements after a fault: the endpoint serves one complete set of weights or none, and requests are complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def until_running(subject: EndpointSubject, num: int, seconds: float, what
         await asyncio.sleep(0.005)
 
 
-async def settled(subject: EndpointSubject, when: str, seconds: float = SLACK_S) -> WeightVersion:
+async def wait_until_settled(subject: EndpointSubject, when: str, seconds: float = SLACK_S) -> WeightVersion:
     """Return the version once no update is open. Fail the check if that takes longer."""
     deadline = time.monotonic() + seconds
     while True:
@@ -36,12 +36,12 @@ async def settled(subject: EndpointSubject, when: str, seconds: float = SLACK_S)
 async def require_old_weights(
     subject: EndpointSubject, when: str, *, seconds: float = SLACK_S, may_be_torn: bool = False
 ) -> None:
-    """Require that the update leaves no trace: READY, with the checkpoint's weights under the version of before.
+    """Require that the update leaves no trace: READY, with the checkpoint's weights under the previous version.
 
-    Where bytes of it had arrived (``may_be_torn``), POISONED is allowed too, if nothing is generated then.
+    If bytes of it had arrived (``may_be_torn``), POISONED is also allowed, provided that nothing is generated.
     """
     started = time.monotonic()
-    version = await settled(subject, when, seconds)
+    version = await wait_until_settled(subject, when, seconds)
     subject.note(**{f"state {when}": f"{version.state} ({time.monotonic() - started:.2g} s)"})
     if may_be_torn and version.state is EndpointState.POISONED:
         await subject.require_raises(subject.generate(), PoisonedError, f"{when}, a request to a poisoned endpoint")
@@ -51,7 +51,7 @@ async def require_old_weights(
 
 
 def require_serving(answer: WeightVersion, version: int, what: str) -> None:
-    """Require an answer of READY at this version."""
+    """Require that the answer reports READY at this version."""
     require(
         answer.state is EndpointState.READY and answer.version == version and answer.updating_to is None,
         f"{what} answered {answer.state} at version {answer.version} (updating to {answer.updating_to}), "
@@ -76,7 +76,7 @@ async def require_all_sampled_from(
 
 
 async def require_all_whole(running: Running, what: str) -> list[Completion]:
-    """Require that each request ends under its own id, with its max_tokens exactly; return the completions."""
+    """Require that each request ends under its own id with exactly its max_tokens tokens; return the completions."""
     completions = []
     for request, task in running:
         response = await within(SERVED_S, task, what)
@@ -85,7 +85,7 @@ async def require_all_whole(running: Running, what: str) -> list[Completion]:
         require(response.request_id == request.request_id, f"{what} was answered under {response.request_id!r}")
         require(
             completion.finish_reason == "length" and len(completion.token_ids) == num_tokens,
-            f"{what} ended by {completion.finish_reason!r} with {len(completion.token_ids)} of {num_tokens} tokens",
+            f"{what} ended with {completion.finish_reason!r} and {len(completion.token_ids)} of {num_tokens} tokens",
         )
         completions.append(completion)
     return completions

@@ -19,14 +19,14 @@ LEVEL = "caches"
 _PREFIX_LENGTH = 64
 _NUM_TOKENS = 400
 _LONG_LENGTH = 1100
-"""Of a prompt that fills several pages of any engine; pages hold 16 to 1024 tokens."""
+"""Length of a prompt that fills several pages of any engine; pages hold 16 to 1024 tokens."""
 _GROUP = 4
 _SHARED_LENGTH = 330
-"""Of the prefix that several clients share: engines cache prefixes by pages of up to 256 tokens."""
+"""Length of the prefix that several clients share: engines cache prefixes by pages of up to 256 tokens."""
 _NUM_UPDATES = 3
 _NUM_RUNNING = 3
 _NUM_TOKENS_OF_A_CLIENT = 300
-"""Of each request that runs while weights change."""
+"""Tokens of each request that runs while weights change."""
 _ENDS_S = 20.0
 
 Answers = list[tuple[GenerateRequest, Completion]]
@@ -35,7 +35,7 @@ Answers = list[tuple[GenerateRequest, Completion]]
 @check("U-30", "updates", deadline_s=40)
 @look_at("whether cached prefixes are dropped, or keyed by version, when weights change, under every policy")
 async def prefix(subject: EndpointSubject) -> None:
-    """A request that comes after an update sees nothing of older weights, whatever prefix was cached under them."""
+    """A request that arrives after an update uses nothing of older weights, whatever prefix was cached under them."""
     prompt = subject.prompt(min(_PREFIX_LENGTH, subject.capabilities.max_model_len // 2))
     async for policy, before, after in _updates(subject, prompt):
         request, completion = await subject.ask(prompt, max_tokens=4)
@@ -46,7 +46,7 @@ async def prefix(subject: EndpointSubject) -> None:
 async def _updates(
     subject: EndpointSubject, prompt: Sequence[int]
 ) -> AsyncIterator[tuple[InFlightPolicy, ReferenceWeights, ReferenceWeights]]:
-    """Update the weights behind a prompt that was just seen, under each policy; yield it with old and new weights."""
+    """Update the weights after a prompt was seen, under each policy; yield the prompt with the old and new weights."""
     turns = [subject.reference.perturbed("B"), subject.reference.weights]
     policies = subject.capabilities.in_flight_policies
     for i, policy in enumerate((*policies, policies[0])):
@@ -64,7 +64,7 @@ def _require_nothing_stale(
     completion: Completion,
     what: str,
 ) -> None:
-    """Require that a prompt, all but its last token seen before, gets nothing of the weights before the update."""
+    """Require that a prompt whose tokens except the last were seen before uses nothing of the previous weights."""
     prompt, ids = request.prompt_token_ids, (*request.prompt_token_ids, *completion.token_ids)
     seen = len(prompt) - 1
     stale_TV = subject.reference.mixed_logits([(before, seen), (after, len(ids) - 1)], ids, seen)
@@ -73,8 +73,8 @@ def _require_nothing_stale(
     subject.note(**{f"difference from a fresh start, {what}": gap, f"from a stale prefix, {what}": gap_stale})
     require(
         gap <= subject.tolerance,
-        f"{what}: logprobs differ by up to {gap:.3g} from a fresh start under the new weights; from those with keys "
-        f"and values of the old ones behind the {seen} tokens that were seen by {gap_stale:.3g}",
+        f"{what}: logprobs differ by up to {gap:.3g} from a fresh start under the new weights, and by "
+        f"{gap_stale:.3g} from those with keys and values of the old weights for the {seen} tokens seen before",
     )
 
 
@@ -91,8 +91,8 @@ async def long_prefix(subject: EndpointSubject) -> None:
 @check("U-34", "updates", deadline_s=60)
 @look_at("whether blocks that are in use are dropped from the prefix cache too, not only free ones")
 async def held_prefix(subject: EndpointSubject) -> None:
-    """The same holds while requests that began before the update still run with this prompt: what they keep is theirs
-    alone, even under keep."""
+    """The same holds while requests that began before the update still run with this prompt: the cache that they keep
+    is theirs alone, even under keep."""
     prompt = _long_prompt(subject)
     turns = [subject.reference.perturbed("B"), subject.reference.weights]
     for i, policy in enumerate(subject.pausing_policies()):
@@ -101,15 +101,18 @@ async def held_prefix(subject: EndpointSubject) -> None:
         what = f"after an update under {policy}, the prompt of {len(running)} requests that still run"
         await _require_fresh(subject, prompt, turns[i], what, n=_GROUP)
         num_running = sum(not task.done() for _, task in running)
-        subject.note(**{f"still running when their prompt came again, {policy}": num_running})
-        require(num_running, "the requests that held the prompt had ended before it came again: nothing could be told")
+        subject.note(**{f"still running when their prompt was sent again, {policy}": num_running})
+        require(
+            num_running,
+            "the requests that held the prompt had ended before it was sent again: the check is inconclusive",
+        )
         await cancel_and_wait(*(task for _, task in running))
 
 
 async def _require_fresh(
     subject: EndpointSubject, prompt: Sequence[int], weights: ReferenceWeights, what: str, *, n: int = 1
 ) -> None:
-    """Require that a prompt gets the logprobs of a fresh start under these weights."""
+    """Require that the logprobs of a prompt's completion are those of a fresh start under these weights."""
     request = subject.request(prompt, n=n, max_tokens=4)
     completions = (await subject.endpoint.generate(request)).completions
     gap = max(subject.gap(weights, request, completion) for completion in completions)
@@ -124,20 +127,20 @@ def _long_prompt(subject: EndpointSubject) -> tuple[int, ...]:
 
 @check("U-31", "updates recompute spans", deadline_s=40)
 @look_at("whether the keys and values of running requests are dropped before sampling continues")
-async def recomputed(subject: EndpointSubject) -> None:
+async def recompute_under_new_weights(subject: EndpointSubject) -> None:
     """Under recompute, running requests continue with keys and values computed again under the new weights."""
     await _swap(subject, InFlightPolicy.RECOMPUTE)
 
 
 @check("U-32", "updates keep spans", deadline_s=40)
 @look_at("whether something clears or preempts the cache during the pause, as a flush between updates does")
-async def kept(subject: EndpointSubject) -> None:
+async def keep_old_keys_and_values(subject: EndpointSubject) -> None:
     """Under keep, running requests continue with the keys and values that older weights computed."""
     await _swap(subject, InFlightPolicy.KEEP)
 
 
 async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
-    """Swap A for B under running requests; require that later logprobs are those that the policy says."""
+    """Swap A for B while requests run; require that later logprobs are those that the policy prescribes."""
     reference, other = subject.reference, subject.reference.perturbed("B")
     answers = await answers_across_an_update(subject, other, policy, num=2, num_tokens=_NUM_TOKENS)
     old = subject.publisher.version - 1
@@ -147,7 +150,7 @@ async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     for request, completion in answers:
         prompt, spans, ids = request.prompt_token_ids, completion.version_spans, completion.token_ids
         versions = [span.version for span in spans]
-        require(versions == [old, old + 1], f"the update did not fall into the request: spans {spans}")
+        require(versions == [old, old + 1], f"the update did not happen during the request: spans {spans}")
         start = spans[1].start
         num_after += len(ids) - start
         expectations = {
@@ -169,7 +172,7 @@ async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
 async def answers_across_an_update(
     subject: EndpointSubject, weights: ReferenceWeights, policy: InFlightPolicy, *, num: int, num_tokens: int
 ) -> Answers:
-    """Publish ``weights`` while requests run; return these, with tokens of the new version unless all are too short."""
+    """Publish ``weights`` while requests run; return them, with tokens of the new version unless all are too short."""
     for length in subject.lengths(num_tokens):
         running = await subject.start_running(num, max_tokens=length)
         old = subject.publisher.version
@@ -186,8 +189,8 @@ async def answers_across_an_update(
     "whether a client keys cached prefixes by a version that it remembers; ask the engine, compare with its answer"
 )
 async def others_updates(subject: EndpointSubject) -> None:
-    """A request sees nothing of older weights in a prefix that it shares with others, whichever client published and
-    whatever runs behind that prefix."""
+    """A request uses nothing of older weights in a prefix that it shares with others, whichever client published and
+    whatever else runs with that prefix."""
     policies = subject.pausing_policies()
     sampler = await subject.another_client()
     serves = subject.reference.weights
@@ -198,7 +201,7 @@ async def others_updates(subject: EndpointSubject) -> None:
 async def _publish_while_sampling(
     subject: EndpointSubject, sampler: InferenceEndpoint, policy: InFlightPolicy, before: ReferenceWeights
 ) -> ReferenceWeights:
-    """Publish some versions under ``policy``, sampling behind one prefix all the while; return the last weights."""
+    """Publish several versions under ``policy`` while requests with one prefix run; return the last weights."""
     publisher, answers, over = subject.publisher, Answers(), asyncio.Event()
     prefix = subject.prompt(min(_SHARED_LENGTH, subject.capabilities.max_model_len // 2), seed=7)
     published = {publisher.version: before}
@@ -207,9 +210,9 @@ async def _publish_while_sampling(
     await sampler.generate(subject.request((*prefix, 0), max_tokens=1))
 
     async def sample_on(i: int) -> None:
-        """Ask for one long completion after another until it is over."""
+        """Request one long completion after another until the publishes are done."""
         prompt = (*prefix, i)
-        max_tokens = min(_NUM_TOKENS_OF_A_CLIENT, subject.room(prompt))
+        max_tokens = min(_NUM_TOKENS_OF_A_CLIENT, subject.remaining_tokens(prompt))
         while not over.is_set():
             answers.append(await subject.ask(prompt, endpoint=clients[i], max_tokens=max_tokens))
 
@@ -237,13 +240,13 @@ async def _until_sampling(subject: EndpointSubject, running: Sequence[asyncio.Ta
             if task.done():
                 task.result()
         await asyncio.sleep(0.002)
-    await asyncio.sleep(0.05)  # some tokens, so that the update falls into completions
+    await asyncio.sleep(0.05)  # some tokens are sampled, so that the update happens during completions
 
 
 def _require_as_the_policy_says(
     subject: EndpointSubject, published: Mapping[int, ReferenceWeights], answers: Answers, policy: InFlightPolicy
 ) -> None:
-    """Require that the keys and values behind each token of every completion are those that the policy says."""
+    """Require that the keys and values that each token attends to are those that the policy prescribes."""
     reference, largest, num_updated = subject.reference, 0.0, 0
     for request, completion in answers:
         prompt, spans, ids = request.prompt_token_ids, completion.version_spans, completion.token_ids
@@ -257,8 +260,8 @@ def _require_as_the_policy_says(
         largest = max(largest, gap)
         require(
             gap <= subject.tolerance,
-            f"a request that ran while another client published has logprobs that differ by up to {gap:.3g} from what "
-            f"{policy} says for its spans {spans}",
+            f"a request that ran while another client published has logprobs that differ by up to {gap:.3g} from those "
+            f"that {policy} prescribes for its spans {spans}",
         )
     subject.note(**{f"largest difference of {len(answers)} requests that ran, {policy}": largest})
-    require(num_updated > 0, f"no update under {policy} fell into a request")
+    require(num_updated > 0, f"no update under {policy} happened during a request")

@@ -1,4 +1,4 @@
-"""Connections to a server that can send any bytes and be cut off. Knows HTTP/1.1 as far as checks need it."""
+"""Connections to a server that can send arbitrary bytes and be cut. They speak as much HTTP/1.1 as checks need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.conformance.endpoint.waiting import SLACK_S, within
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """A server's answer."""
+    """A server's answer to one request."""
 
     status: int
     body: bytes
@@ -23,7 +23,7 @@ class HttpAnswer:
 
 @contextlib.asynccontextmanager
 async def connection(subject: EndpointSubject) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Open a connection to the server, and cut it on the way out, whatever is under way."""
+    """Open a connection to the server, and cut it on exit, even in the middle of an answer."""
     assert subject.opened.url is not None
     parts = urlsplit(subject.opened.url)
     is_tls = parts.scheme == "https"
@@ -48,7 +48,7 @@ def head(subject: EndpointSubject, method: str, path: str, headers: Mapping[str,
 async def answer_to(
     subject: EndpointSubject, method: str, path: str, body: bytes = b"", token: str | None = None
 ) -> HttpAnswer:
-    """Return what the server answers to a body of any bytes."""
+    """Return the server's answer to a body of arbitrary bytes."""
     headers = {"content-length": str(len(body))}
     if token is not None:
         headers["authorization"] = f"Bearer {token}"
@@ -58,7 +58,7 @@ async def answer_to(
 
 
 async def read_answer(reader: asyncio.StreamReader) -> HttpAnswer:
-    """Read one answer to its end. Raises ``ConnectionError`` if the connection is closed before a status."""
+    """Return one complete answer. Raises ``ConnectionError`` if the connection is closed before a status line."""
     status_line = await reader.readline()
     if not status_line:
         raise ConnectionResetError("closed without an answer")

@@ -14,7 +14,7 @@ from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 LEVEL = "control"
 _LEASE_S = 1.2
 _PAUSE_S = 0.7
-"""Between two messages: shorter than the lease, while two of them are longer."""
+"""Pause between two messages: shorter than the lease, while two of them are longer."""
 _STATES = (
     "the transitions of docs/contract.md: which call is allowed in which state, and that a refused one changes none"
 )
@@ -22,7 +22,7 @@ _STATES = (
 
 @check("E-37", "updates", look_at=_STATES)
 async def second_request_refused(subject: EndpointSubject) -> None:
-    """While an update is open every other request_weight_update is refused, and the open one can be completed."""
+    """While an update is open, every other request_weight_update is refused, and the open update can be completed."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other)
     for version, what in ((update.version + 1, "a later version"), (update.version, "the same version again")):
@@ -65,18 +65,18 @@ async def early_commit(subject: EndpointSubject) -> None:
     await subject.require_serves(other, f"after a commit with {num_buckets} of {num_buckets} buckets")
 
 
-@check("E-40", "updates", look_at="whether versions are compared within a run, and by < and not by <=")
+@check("E-40", "updates", look_at="whether versions are compared within a run, and with < instead of <=")
 async def versions_never_go_back(subject: EndpointSubject) -> None:
-    """A version below the served one of the same run is refused; the served one may be published again."""
+    """A version lower than the served one of the same run is refused; the served version may be published again."""
     publisher, reference = subject.publisher, subject.reference
     other = reference.with_final_norm(-1.0, "B")
     for _ in range(2):
         await publisher.publish(reference.weights)
     lower = subject.endpoint.request_weight_update(publisher.announcement(other, version=publisher.version - 1))
-    await subject.require_refused(lower, "a version below the served one")
-    await require_old_weights(subject, "after a version below the served one was refused")
+    await subject.require_refused(lower, "a version lower than the served one")
+    await require_old_weights(subject, "after a version lower than the served one was refused")
     answer, version = await publisher.publish(other, version=publisher.version), publisher.version
-    require(answer.version == version, f"version {version} was published again, {answer.version} serves")
+    require(answer.version == version, f"version {version} was published again, but {answer.version} is served")
     await subject.require_serves(other, "after the served version was published again")
 
 
@@ -98,13 +98,13 @@ async def foreign_run(subject: EndpointSubject) -> None:
     await refused(publisher, "the run that owned the group before")
     await require_old_weights(subject, "after updates of other runs were refused")
     answer, run_id = await second.publish(other), second.run_id
-    require(answer.run_id == run_id, f"run {run_id} published, and {answer.run_id!r} is said to be served")
+    require(answer.run_id == run_id, f"run {run_id} published, but run {answer.run_id!r} is reported as served")
     await subject.require_serves(other, "after the owner's update")
 
 
 @check("E-42", "updates", look_at=_STATES)
 async def repeated_abort(subject: EndpointSubject) -> None:
-    """An abort without an open update answers what is served, and an abort of another update is refused."""
+    """An abort without an open update returns the served version, and an abort of another update is refused."""
     publisher, other, endpoint = subject.publisher, subject.reference.with_final_norm(-1.0, "B"), subject.endpoint
     await publisher.form_group()
     answer = await endpoint.abort_weight_update(publisher.announcement(other).ref)
@@ -118,13 +118,13 @@ async def repeated_abort(subject: EndpointSubject) -> None:
     await require_old_weights(subject, "after an update was aborted twice")
     await publisher.publish(other)
     answer = await publisher.abort(publisher.announcement(other, version=publisher.version).ref)
-    require_serving(answer, publisher.version, "an abort of what was committed")
-    await subject.require_serves(other, "after an abort of what was committed")
+    require_serving(answer, publisher.version, "an abort of a committed update")
+    await subject.require_serves(other, "after an abort of a committed update")
 
 
 @check("E-43", "updates", deadline_s=30, look_at="the timer that aborts the update, and the calls that start it again")
 async def lease(subject: EndpointSubject) -> None:
-    """A pause ends by itself when its lease does, with the old weights; every message of the update renews it."""
+    """A pause ends on its own when its lease expires, with the old weights; every message of the update renews it."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, lease_s=_LEASE_S, bucket_bytes=other.size_bytes // 2)
     for index in range(len(update.buckets)):
@@ -136,22 +136,22 @@ async def lease(subject: EndpointSubject) -> None:
 
     update = await publisher.request(other, lease_s=_LEASE_S)
     waiting = subject.start(1, 16)
-    await require_old_weights(subject, f"after a lease of {_LEASE_S:g} s had ended", seconds=_LEASE_S + SLACK_S)
-    await require_all_whole(waiting, "a request that waited for a lease to end")
+    await require_old_weights(subject, f"after a lease of {_LEASE_S:g} s had expired", seconds=_LEASE_S + SLACK_S)
+    await require_all_whole(waiting, "a request that waited for a lease to expire")
     await subject.require_refused(publisher.commit(update), "a commit after the lease")
 
 
 @check("E-44", "updates")
-@look_at("what weight_version reads while an update is open, and whether a commit answers after the switch")
+@look_at("what weight_version returns while an update is open, and whether a commit returns after the switch")
 async def answers_name_what_is_served(subject: EndpointSubject) -> None:
-    """weight_version says paused, then updating, and to what version; the commit answers ready, version and run."""
+    """weight_version reports paused, then updating, and to which version; the commit returns ready, version and run."""
     publisher, other, endpoint = subject.publisher, subject.reference.with_final_norm(-1.0, "B"), subject.endpoint
     before = await endpoint.weight_version()
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     found = await require_open(subject, update, "after the pause")
     require(found.state is EndpointState.PAUSED, f"after the pause the state is {found.state}, not paused")
     for index in range(len(update.buckets)):
-        require(found.version == before.version, f"before the commit version {found.version} is said to be served")
+        require(found.version == before.version, f"before the commit, version {found.version} is reported as served")
         await publisher.send(update, other, index)
         found = await require_open(subject, update, f"after bucket {index}")
         require(found.state is EndpointState.UPDATING, f"after bucket {index} the state is {found.state}, not updating")

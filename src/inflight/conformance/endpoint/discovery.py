@@ -1,4 +1,4 @@
-"""Level discovery: whether what an endpoint reports is complete and true, and whether it refuses everything else."""
+"""Level discovery: whether an endpoint's report is complete and true, and whether it refuses everything else."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _GROUPS = ("gloo", "nccl")
 _NUM_REQUESTS = 40
 """Requests sent at once to fill an endpoint, with several completions each."""
 _MOST_COMPLETIONS = 16
-"""Of each of them. An endpoint that has room for more than both allow is not filled."""
+"""Completions of each of them. An endpoint that can run more sequences than both allow is not filled."""
 _SOON_S = 5.0
 
 
-@check("E-01", look_at="whether capabilities() returns constants, not the present state")
+@check("E-01", look_at="whether capabilities() returns constants instead of the current state")
 async def constant_capabilities(subject: EndpointSubject) -> None:
-    """The reported capabilities are of this protocol version, name an in-flight policy and a transport, and never
+    """The reported capabilities have this protocol version, name an in-flight policy and a transport, and never
     change."""
     first = await subject.endpoint.capabilities()
     await subject.generate()
@@ -53,7 +53,9 @@ async def constant_capabilities(subject: EndpointSubject) -> None:
 
 
 @check("E-02")
-@look_at("whether vocab_size counts the rows of the head or the entries of the tokenizer, and who tests prompt ids")
+@look_at(
+    "whether vocab_size counts the rows of the head or the entries of the tokenizer, and what validates prompt ids"
+)
 async def vocabulary(subject: EndpointSubject) -> None:
     """Every token id below the reported vocab_size is accepted in a prompt, and vocab_size itself is refused."""
     vocab_size = subject.capabilities.vocab_size
@@ -65,16 +67,18 @@ async def vocabulary(subject: EndpointSubject) -> None:
     await subject.generate()
 
 
-@check("E-03", deadline_s=60, look_at="off-by-one in the longest sequence: does the engine keep a place for itself?")
+@check(
+    "E-03", deadline_s=60, look_at="off-by-one in the longest sequence: does the engine reserve a position for itself?"
+)
 async def context_length(subject: EndpointSubject) -> None:
-    """A prompt and max_tokens that fill the reported max_model_len are served, and one token more is refused."""
+    """A prompt and max_tokens that fill the reported max_model_len are served, and one more token is refused."""
     longest, num_tokens = subject.capabilities.max_model_len, 4
     prompt = subject.prompt(max(1, longest - num_tokens))
     num_tokens = longest - len(prompt)
     completion = await subject.generate(prompt, max_tokens=num_tokens)
     subject.note(max_model_len=longest, prompt=len(prompt), tokens=len(completion.token_ids))
     num_sampled = len(completion.token_ids)
-    words = f"behind a prompt of {len(prompt)}, {num_sampled} of {num_tokens} tokens were sampled"
+    words = f"after a prompt of {len(prompt)} tokens, {num_sampled} of {num_tokens} tokens were sampled"
     require(num_sampled == num_tokens, words)
     call = subject.generate(prompt, max_tokens=num_tokens + 1)
     what = f"a prompt of {len(prompt)} and max_tokens={num_tokens + 1} in a context of {longest}"
@@ -82,8 +86,8 @@ async def context_length(subject: EndpointSubject) -> None:
 
 
 @check("E-04", "updates", deadline_s=40)
-@look_at("where request_weight_update tests the policy: before the state changes")
-async def undeclared_policies(subject: EndpointSubject) -> None:
+@look_at("where request_weight_update checks the policy: it must do so before the state changes")
+async def unsupported_policies(subject: EndpointSubject) -> None:
     """An update under an in-flight policy that is not supported is refused before anything is paused."""
     undeclared = [policy for policy in InFlightPolicy if policy not in subject.capabilities.in_flight_policies]
     subject.note(undeclared=undeclared)
@@ -101,8 +105,8 @@ async def undeclared_policies(subject: EndpointSubject) -> None:
     await subject.require_serves(subject.reference.weights, "after the refusals")
 
 
-@check("E-05", "updates", deadline_s=40, look_at="whether init_process_group tests the transport before it joins")
-async def undeclared_transports(subject: EndpointSubject) -> None:
+@check("E-05", "updates", deadline_s=40, look_at="whether init_process_group checks the transport before it joins")
+async def unsupported_transports(subject: EndpointSubject) -> None:
     """A weight group over a transport that is not supported is refused with UnsupportedError."""
     undeclared = [t for t in (*_GROUPS, *STORES) if t not in subject.capabilities.transports]
     subject.note(undeclared=undeclared)
@@ -125,10 +129,10 @@ async def undeclared_transports(subject: EndpointSubject) -> None:
         await subject.generate()
 
 
-@check("E-09", "updates", look_at="whether request_weight_update looks at every field of an update, and ignores none")
-async def undeclared_updates(subject: EndpointSubject) -> None:
-    """An update that is staged, encoded or not of all tensors is refused before anything is paused where that is not
-    supported."""
+@check("E-09", "updates", look_at="whether request_weight_update checks every field of an update and ignores none")
+async def unsupported_updates(subject: EndpointSubject) -> None:
+    """Where staging, an encoding or partial updates are not supported, an update that uses them is refused before
+    anything is paused."""
     capabilities, publisher = subject.capabilities, subject.publisher
     other = subject.reference.perturbed("B")
     rest = ReferenceWeights("all but the first", dict(list(other.tensors.items())[1:]))
@@ -153,9 +157,9 @@ async def undeclared_updates(subject: EndpointSubject) -> None:
     await subject.require_serves(subject.reference.weights, "after the refusals")
 
 
-@check("E-06", look_at="whether the flags chat and streaming say what the methods do")
+@check("E-06", look_at="whether the flags chat and streaming agree with what the methods do")
 async def chat_and_streaming(subject: EndpointSubject) -> None:
-    """Chat and streaming answer where they are supported, and are refused with UnsupportedError where they are not."""
+    """Chat and streaming are served where they are supported, and refused with UnsupportedError where they are not."""
     endpoint, has_chat, has_streaming = subject.endpoint, subject.capabilities.chat, subject.capabilities.streaming
 
     async def chat() -> object:
@@ -180,32 +184,32 @@ async def chat_and_streaming(subject: EndpointSubject) -> None:
     subject.note(chat=has_chat, streaming=has_streaming)
 
 
-@check("E-07", deadline_s=60, look_at="num_running: sequences, not requests, and down again when they end")
+@check("E-07", deadline_s=60, look_at="num_running: it counts sequences, not requests, and decreases when they end")
 async def state_at_rest(subject: EndpointSubject) -> None:
-    """At rest an endpoint is READY with no sequence running, and num_running counts the sequences that run."""
+    """At rest, an endpoint is READY and runs no sequence, and num_running counts the sequences that run."""
     found = await subject.endpoint.weight_version()
     subject.note(at_rest=found.model_dump(mode="json", exclude_none=True))
     require(found.state is EndpointState.READY, f"at rest, the state is {found.state}, not ready")
-    require(found.updating_to is None, f"at rest, an update to version {found.updating_to} is said to be open")
+    require(found.updating_to is None, f"at rest, an update to version {found.updating_to} is reported as open")
     require(
         found.run_id is not None or (found.version == 0 and found.last_update is None),
-        f"version {found.version} is served, last updated {found.last_update}, and no run_id says whose it is",
+        f"version {found.version} is served, last updated {found.last_update}, but no run_id names its run",
     )
-    require(found.num_running == 0, f"at rest, {found.num_running} sequences are said to run")
+    require(found.num_running == 0, f"at rest, num_running is {found.num_running}")
     num_each = 2 if subject.capabilities.max_concurrent_sequences >= 4 else 1
     num_requests = min(2, subject.capabilities.max_concurrent_sequences)
-    running = await subject.start_running(num_requests, n=num_each, max_tokens=min(200, subject.room()))
+    running = await subject.start_running(num_requests, n=num_each, max_tokens=min(200, subject.remaining_tokens()))
     largest = await _largest_num_running(subject, asyncio.gather(*(task for _, task in running)))
     subject.note(sequences=num_each * num_requests, largest_num_running=largest)
     words = f"while {num_requests} requests with n={num_each} ran, num_running was {largest} at most"
     require(largest == num_each * num_requests, words)
-    await until_running(subject, 0, _SOON_S, "after the last answer, sequences were still said to run")
+    await until_running(subject, 0, _SOON_S, "after the last answer, sequences were still reported as running")
 
 
 @check("E-08", deadline_s=60)
-@look_at("the queue in front of the engine: it neither refuses nor runs more than it reports")
+@look_at("the queue in front of the engine: it must neither refuse requests nor run more sequences than are reported")
 async def more_than_fit(subject: EndpointSubject) -> None:
-    """Sequences beyond max_concurrent_sequences wait for their turn, and all are answered in full."""
+    """Sequences beyond max_concurrent_sequences wait for their turn, and all of them are answered in full."""
     reported, num_tokens = subject.capabilities.max_concurrent_sequences, 24
     wanted = reported + max(8, reported // 4)
     num_each = min(_MOST_COMPLETIONS, -(-wanted // _NUM_REQUESTS))
@@ -218,13 +222,18 @@ async def more_than_fit(subject: EndpointSubject) -> None:
     subject.note(max_concurrent_sequences=reported, asked_for=num_requests * num_each, largest_num_running=largest)
     require(largest <= reported, f"{largest} sequences ran at once, but {reported} are reported")
     for request, response in zip(requests, answers.result(), strict=True):
-        require(response.request_id == request.request_id, f"{request.request_id} was answered {response.request_id}")
+        require(
+            response.request_id == request.request_id,
+            f"request {request.request_id} was answered under the id {response.request_id}",
+        )
         lengths = [len(completion.token_ids) for completion in response.completions]
-        require(lengths == [num_tokens] * num_each, f"of {num_each} completions of {num_tokens} came {lengths} tokens")
+        require(
+            lengths == [num_tokens] * num_each, f"{num_each} completions of {num_tokens} tokens have lengths {lengths}"
+        )
 
 
 async def _largest_num_running(subject: EndpointSubject, answers: asyncio.Future[list[GenerateResponse]]) -> int:
-    """Return the largest number of running sequences that the endpoint reported until all answers had come."""
+    """Return the largest number of running sequences that the endpoint reported until all answers had arrived."""
     largest = 0
     while not answers.done():
         largest = max(largest, (await subject.endpoint.weight_version()).num_running)

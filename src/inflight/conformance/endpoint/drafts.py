@@ -1,4 +1,4 @@
-"""Level tokens: drafts from recorded completions change how fast tokens come, and nothing else.
+"""Level tokens: drafts from recorded completions change how fast tokens are sampled, and nothing else.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -23,7 +23,7 @@ LEVEL = "tokens"
 _DRAFTED = 32
 """The likeliest first tokens, for each of which the history states how the completion continues."""
 _COPIES = 8
-"""Of each recorded completion, which thereby outnumber the few that run beside a request."""
+"""Copies of each recorded completion, so that they outnumber the few that run alongside a request."""
 _NUM_DRAWS, _DRAWS_PER_REQUEST = 1024, 64
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
 """A slow endpoint may stop at this many draws, after this long."""
@@ -54,7 +54,7 @@ async def drafts(subject: EndpointSubject) -> None:
         )
         subject.note(**{f"largest logprob difference, {kind} drafts": worst})
         pairs = Counter(completion.token_ids[:2] for _, completion in answered)
-        require_pairs_drawn(subject, f"pairs of tokens behind {kind} drafts", prompt, pairs)
+        require_pairs_drawn(subject, f"pairs of tokens with {kind} drafts", prompt, pairs)
         require(
             worst <= subject.tolerance,
             f"with {kind} drafts, logprobs differ by up to {worst:.3g} from the reference's (tolerance "
@@ -63,10 +63,10 @@ async def drafts(subject: EndpointSubject) -> None:
 
 
 @check("E-71", "model drafts draft_counts")
-@look_at("whose drafts are counted: those of one completion, or all that the engine has verified since its start")
-async def counted(subject: EndpointSubject) -> None:
-    """A completion counts the drafts that were verified for it, and no others: of a completion that is sampled again
-    drafted tokens are accepted, and beside it none of one whose drafts are all wrong."""
+@look_at("which drafts are counted: those of one completion, or all that the engine has verified since it started")
+async def own_drafts_are_counted(subject: EndpointSubject) -> None:
+    """A completion counts the drafts that were verified for it, and no others: a completion that is sampled again has
+    accepted tokens, and one that runs alongside it and whose drafts are all wrong has none."""
     endpoint = subject.endpoint
     assert isinstance(endpoint, DraftingEndpoint)
 
@@ -94,12 +94,12 @@ async def counted(subject: EndpointSubject) -> None:
         require(
             counts.num_accepted + counts.num_verifications <= num_tokens,
             f"a completion of {num_tokens} tokens counts {counts.num_accepted} accepted and {counts.num_verifications} "
-            "verifications, each of which brings one more",
+            "verifications, each of which adds one more token",
         )
         accepted.append(counts.num_accepted)
     subject.note(**{"accepted of right drafts": accepted[0], "of wrong drafts": accepted[1]})
-    require(accepted[0] > 0, f"no token was accepted of a completion of {_COUNTED} tokens that was recorded before")
-    require(accepted[1] == 0, f"{accepted[1]} tokens were accepted of drafts that are all wrong")
+    require(accepted[0] > 0, f"a completion of {_COUNTED} tokens that was recorded before has no accepted token")
+    require(accepted[1] == 0, f"{accepted[1]} tokens of drafts that are all wrong were accepted")
 
 
 async def _drawn(subject: EndpointSubject, prompt: Sequence[int]) -> list[tuple[GenerateRequest, Completion]]:

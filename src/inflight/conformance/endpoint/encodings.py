@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.endpoint.aftermath import require_old_weights, require_recovers, settled
+from inflight.conformance.endpoint.aftermath import require_old_weights, require_recovers, wait_until_settled
 from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLACK_S
@@ -20,8 +20,8 @@ LEVEL = "weights"
 _FLOAT8_BLOCK = 128
 _FLOAT8_LARGEST = 448.0
 _FLOAT8_MIN_EXPONENT = -124
-_DECODE = "the layout of a payload in docs/contract.md, and that values are decoded to the manifest's dtype"
-_BASE = "what is kept of a committed update, by which name, and that an update that ends leaves it as it was"
+_DECODE = "the layout of a payload in docs/contract.md, and whether values are decoded to the manifest's dtype"
+_BASE = "what is kept of a committed update and under which name, and whether an aborted update leaves it unchanged"
 
 
 @check("U-15", "updates partial_updates")
@@ -44,13 +44,13 @@ async def frozen_tensors(subject: EndpointSubject) -> None:
 
 @check("U-16", "updates bfloat16", look_at=_DECODE)
 async def in_bfloat16(subject: EndpointSubject) -> None:
-    """After an update in bfloat16 logprobs are those of the weights rounded to bfloat16."""
+    """After an update in bfloat16, logprobs are those of the weights rounded to bfloat16."""
     await _publish_rounded(subject, "bfloat16", lambda tensor: tensor.to(torch.bfloat16).to(tensor.dtype))
 
 
 @check("U-17", "updates float8", look_at=_DECODE)
 async def in_float8(subject: EndpointSubject) -> None:
-    """After an update in float8 logprobs are those of the decoded weights; tensors of one dimension are not rounded."""
+    """After an update in float8, logprobs are those of the decoded weights; one-dimensional tensors are not rounded."""
     await _publish_rounded(subject, "float8", rounded_to_float8)
 
 
@@ -65,9 +65,9 @@ async def _publish_rounded(
 
 
 def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what an endpoint loads of a tensor that travels as ``float8``: one scale for each 128 of a row.
+    """Return what an endpoint loads for a tensor that travels as ``float8``: one scale per 128 elements of a row.
 
-    The scale is the smallest power of two that brings the block's largest magnitude to at most 448.
+    The scale is the smallest power of two that reduces the block's largest magnitude to at most 448.
     """
     if tensor.dim() < 2:
         return tensor
@@ -87,7 +87,7 @@ def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:
 
 @check("U-18", "updates delta", deadline_s=40, look_at=_BASE)
 async def deltas(subject: EndpointSubject) -> None:
-    """After a delta logprobs are those of the new weights; one that is aborted leaves its base as it was."""
+    """After a delta, logprobs are those of the new weights; a delta that is aborted leaves its base unchanged."""
     publisher, reference = subject.publisher, subject.reference
     flipped, unlike = reference.with_final_norm(-1.0, "B"), reference.perturbed("C")
     weights = reference.weights
@@ -101,7 +101,7 @@ async def deltas(subject: EndpointSubject) -> None:
     third = await _send_delta(subject, unlike, second, flipped, "third")
     await publisher.abort(third)
     publisher.lose_group()
-    await settled(subject, "after a delta that was aborted")
+    await wait_until_settled(subject, "after a delta that was aborted")
     await subject.require_serves(flipped, "after a delta that was aborted")
     await _require_kept(subject, second, "after a delta that was aborted")
     quartered = reference.with_final_norm(-0.5, "D")
@@ -126,7 +126,7 @@ async def unknown_base(subject: EndpointSubject) -> None:
         await subject.require_state(EndpointState.READY, when)
         await subject.require_serves(served, when)
         await publisher.publish(following, keep=True, session_id="all")
-        await subject.require_serves(following, "after all of it was sent")
+        await subject.require_serves(following, "after an update that sends every tensor")
 
 
 async def _send_delta(
@@ -136,7 +136,7 @@ async def _send_delta(
     base_weights: ReferenceWeights,
     session_id: str,
 ) -> WeightUpdate:
-    """Send every bucket of a delta, and return its update, which is open."""
+    """Send every bucket of a delta, and return its update, which is still open."""
     publisher, fields = subject.publisher, {"base": base.ref, "keep": True, "session_id": session_id}
     update = await publisher.request(weights, encodings=("delta",), bucket_bytes=weights.size_bytes // 3, **fields)
     await publisher.send_all(update, weights, base_weights)
@@ -145,14 +145,14 @@ async def _send_delta(
 
 async def _require_kept(subject: EndpointSubject, update: WeightUpdate, when: str) -> None:
     kept = (await subject.endpoint.weight_version()).kept
-    require(kept == update.ref, f"{when}, {kept} is said to be kept, not {update.ref}")
+    require(kept == update.ref, f"{when}, {kept} is reported as kept, not {update.ref}")
 
 
 @check("U-14", "updates staging", deadline_s=30)
-@look_at("whether the bytes are compared where they arrived, before they are decoded, copied or loaded")
+@look_at("whether the checksum is compared where the bytes arrive, before they are decoded, copied or loaded")
 async def damaged_bucket(subject: EndpointSubject) -> None:
-    """A bucket whose bytes do not have its checksum raises TransferError before anything of the update is applied, and
-    the old weights serve on."""
+    """A bucket whose bytes do not match its checksum raises TransferError before anything of the update is applied,
+    and the old weights stay in service."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     last = len(update.buckets) - 1

@@ -17,9 +17,9 @@ from inflight.wire import Completion, SamplingParams
 LEVEL = "tokens"
 _NUM_CASES = 4
 _ENDS_S = 15.0
-"""After this long, one completion that ended is enough."""
+"""After this many seconds, one completion that ended is enough."""
 _MOST_SEEDS = 40
-"""Completions that are searched for something to stop at."""
+"""Completions that are searched for a place to stop at."""
 
 
 @check("E-19", deadline_s=60, look_at="whether the engine drops the stop token from its output")
@@ -37,7 +37,7 @@ async def stop_token_ids(subject: EndpointSubject) -> None:
 
 
 @check("E-20", "model", deadline_s=60)
-@look_at("whether tokens are cut with the text, and whether text is looked at after every token")
+@look_at("whether tokens are cut with the text, and whether the text is searched after every token")
 async def stop_strings(subject: EndpointSubject) -> None:
     """A completion ends at the token that completes a stop string, which is listed, and the finish reason is stop."""
     tokenizer = subject.reference.tokenizer
@@ -61,15 +61,15 @@ async def stop_strings(subject: EndpointSubject) -> None:
         if num_cases == _NUM_CASES:
             break
     if not num_cases:
-        skip(f"{_MOST_SEEDS} completions hold no two tokens of plain text to stop at")
+        skip(f"{_MOST_SEEDS} completions contain no two tokens of plain text to stop at")
     _require_most_stopped(subject, num_stopped, num_cases)
 
 
 @check("E-21", "model", deadline_s=60)
-@look_at("which ids end a sequence, all of the generation config's, and whether the last token is dropped")
+@look_at("which ids end a sequence (all those of the generation config), and whether the last token is dropped")
 async def finish_reasons(subject: EndpointSubject) -> None:
-    """An end-of-sequence token is listed and ends its completion with stop, unless ignore_eos; length means exactly
-    max_tokens."""
+    """An end-of-sequence token is listed and ends its completion with stop, unless ignore_eos is set; length means
+    exactly max_tokens."""
     prompt, temperature, likelihood = _prompt_near_the_end(subject)
     ends_of = subject.reference.eos_token_ids
     num_tokens, num_met, num_passed, num_rounds = 32, 0, 0, 0
@@ -89,12 +89,12 @@ async def finish_reasons(subject: EndpointSubject) -> None:
             num_met += _require_ended(completion, ends, num_tokens, f"ignore_eos={str(ignore_eos).lower()}")
     subject.note(likelihood_of_the_end=likelihood, ended=num_met, went_on=num_passed, completions=16 * num_rounds)
     if not num_met:
-        skip(f"none of {16 * num_rounds} completions met the end of sequence")
+        skip(f"none of {16 * num_rounds} completions reached an end-of-sequence token")
 
 
 @check("E-27", deadline_s=60, look_at="a default for max_tokens (OpenAI's is 16)")
 async def no_max_tokens(subject: EndpointSubject) -> None:
-    """Without max_tokens a completion continues until it ends by itself or fills the context."""
+    """Without max_tokens, a completion continues until it ends on its own or fills the context."""
     num_tokens = min(24, subject.capabilities.max_model_len - 1)
     prompt = subject.prompt(subject.capabilities.max_model_len - num_tokens)
     filled = await subject.generate(prompt, max_tokens=None)
@@ -103,25 +103,25 @@ async def no_max_tokens(subject: EndpointSubject) -> None:
     ended = await subject.generate(prompt, max_tokens=None, ignore_eos=False)
     require(
         ended.finish_reason == "stop" or len(ended.token_ids) == num_tokens,
-        f"with room for {num_tokens} tokens and max_tokens=None, {len(ended.token_ids)} were sampled and the finish "
-        f"reason is {ended.finish_reason!r}",
+        f"in a context with {num_tokens} tokens left and max_tokens=None, {len(ended.token_ids)} were sampled and the "
+        f"finish reason is {ended.finish_reason!r}",
     )
 
 
 def _require_ended(completion: Completion, ends: Sequence[int], num_tokens: int, what: str) -> bool:
     """Require that a completion ended at the first of ``ends``, or at its length; return whether it has ``ends``.
 
-    Where both fall on the same token, the contract does not say which of them is the reason.
+    If both happen at the same token, the contract does not specify which of them is the reason.
     """
     length, reason = len(completion.token_ids), completion.finish_reason
     is_full = reason == "length" and length == num_tokens
     if ends:
-        words = f"with {what}, token {ends[0]} should be the last, and {length} tokens are listed"
+        words = f"with {what}, token {ends[0]} should be the last, but {length} tokens are listed"
         require(ends[0] == length - 1, words)
-        words = f"with {what}, a completion ended where it should, and the finish reason is {reason!r}"
+        words = f"with {what}, a completion ended where it should, but the finish reason is {reason!r}"
         require(reason == "stop" or is_full, words)
     else:
-        words = f"with {what}, the {length} of {num_tokens} tokens that are listed hold nothing to stop at"
+        words = f"with {what}, none of the {length} listed tokens of {num_tokens} is one to stop at"
         require(is_full, f"{words}, and the finish reason is {reason!r}")
     return bool(ends)
 
@@ -130,7 +130,7 @@ def _require_most_stopped(subject: EndpointSubject, num_stopped: int, num_cases:
     subject.note(cases=num_cases, stopped=num_stopped)
     require(
         num_stopped >= least_common(subject) * num_cases,
-        f"{num_stopped} of {num_cases} seeded completions came again with what they should have stopped at",
+        f"only {num_stopped} of {num_cases} repeated seeded completions contain what they should have stopped at",
     )
 
 
@@ -150,7 +150,7 @@ def _text_of_two(tokenizer: Any, token_ids: tuple[int, ...]) -> str | None:
 
 
 def _prompt_near_the_end(subject: EndpointSubject) -> tuple[tuple[int, ...], float, float]:
-    """Return a prompt and a temperature under which the next token is likely to end the sequence, and how likely."""
+    """Return a prompt, a temperature, and the large probability that the next token then ends the sequence."""
     ids = sorted(subject.reference.eos_token_ids & set(range(subject.capabilities.vocab_size)))
     if not ids:
         skip("the checkpoint names no token that ends a sequence")

@@ -16,12 +16,12 @@ Failure = Literal["instead", "afterwards"]
 
 
 class FailingEngine(PausableEngine):
-    """Passes everything on to ``engine``. If ``fails`` is set, the next `apply` fails, once."""
+    """Forwards every call to ``engine``. If ``fails`` is set, the next `apply` fails, once."""
 
     def __init__(self, engine: PausableEngine) -> None:
         self._engine = engine
         self.fails: Failure | None = None
-        """``instead`` of applying anything, or ``afterwards``, as if the engine's answer were lost."""
+        """When to fail: ``instead`` of applying anything, or ``afterwards``, as if the engine's answer were lost."""
 
     async def pause(self, update: WeightUpdate) -> None:
         await self._engine.pause(update)
@@ -43,8 +43,8 @@ class FailingEngine(PausableEngine):
         return await self._engine.num_running()
 
 
-async def let_engine_fail(endpoint: InferenceEndpoint) -> FailingEngine | None:
-    """Put a `FailingEngine` before the engine of an endpoint in this process and return it; None for any other."""
+async def install_failing_engine(endpoint: InferenceEndpoint) -> FailingEngine | None:
+    """Put a `FailingEngine` in front of the engine of an endpoint in this process; return it, or None elsewhere."""
     if not isinstance(endpoint, ReceivingEndpoint):
         return None
     receiver = await endpoint.receiver()

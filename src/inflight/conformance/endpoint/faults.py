@@ -1,4 +1,4 @@
-"""Level faults: transfers that do not happen, happen late or in part, and updates that fail while they are applied."""
+"""Level faults: transfers that are missing, late or partial, and updates that fail while they are applied."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from inflight.wire import EndpointState, InFlightPolicy
 
 LEVEL = "faults"
 _SHORT_S = 0.7
-"""Timeout of calls that fail, and lease of a pause whose publisher falls silent."""
+"""Timeout of calls that fail, and lease of a pause whose publisher stops sending messages."""
 _FAILURES: tuple[Failure, ...] = ("instead", "afterwards")
 _LATE_S = 1.2
-"""How late a slow sender is, well within the timeout."""
-_DEADLINES = "whether the timeout of the message is the one that the collective gets, and a blocked call can be left"
+"""Delay of a slow sender, well within the timeout."""
+_DEADLINES = "whether the message's timeout is passed to the collective, and whether a blocked call can be abandoned"
 
 
 @check("U-40", "updates", deadline_s=30, look_at=_DEADLINES)
 async def sender_never_joins(subject: EndpointSubject) -> None:
-    """If the group is not formed, init_process_group raises TransferError in time, and the endpoint serves on."""
+    """If the group is not formed, init_process_group raises TransferError in time, and the endpoint keeps serving."""
     absent = subject.publisher.open_group(_SHORT_S)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # and does not listen
@@ -54,7 +54,7 @@ async def bucket_never_sent(subject: EndpointSubject) -> None:
 
 @check("U-44", "updates", deadline_s=30, look_at=_DEADLINES)
 async def slow_sender(subject: EndpointSubject) -> None:
-    """A bucket that is sent late but within the timeout of its transfer arrives."""
+    """A bucket that is sent late, but within the timeout of its transfer, arrives."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     for index in range(len(update.buckets)):
@@ -65,9 +65,9 @@ async def slow_sender(subject: EndpointSubject) -> None:
 
 
 @check("U-48", "updates", deadline_s=30)
-@look_at("whether buckets are staged beside the model, and what is left in the stage for the next update")
+@look_at("whether buckets are staged separately from the model, and what staging leaves for the next update")
 async def torn_update(subject: EndpointSubject) -> None:
-    """An update that ends after some of its buckets arrived leaves no trace: old weights, exactly, or POISONED."""
+    """An update that ends after some of its buckets arrived leaves no trace: exactly the old weights, or POISONED."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     running, is_poisoned = subject.start(2, 32), False
     for ending in ("an abort", "its lease"):
@@ -84,8 +84,8 @@ async def torn_update(subject: EndpointSubject) -> None:
         await require_old_weights(subject, when, seconds=_SHORT_S + SLACK_S, may_be_torn=True)
         is_poisoned |= (await subject.endpoint.weight_version()).state is EndpointState.POISONED
         publisher.lose_group()
-    what = "a request that runs while updates end half way"
-    if is_poisoned:  # nothing is left to sample it from
+    what = "a request that runs while updates end halfway"
+    if is_poisoned:  # no weights are left to sample it from
         ended = asyncio.gather(*(task for _, task in running), return_exceptions=True)
         await within(SERVED_S, ended, what)
     else:
@@ -96,14 +96,14 @@ async def torn_update(subject: EndpointSubject) -> None:
 
 
 @check("U-49", "updates", deadline_s=30)
-@look_at("whether the abort gives the group up, so that a blocked collective ends or is left behind")
+@look_at("whether the abort abandons the group, so that a blocked collective ends or is left behind")
 async def abort_while_receiving(subject: EndpointSubject) -> None:
-    """An abort from another connection ends a pending receive_weights, and both end at once."""
+    """An abort from another connection ends a pending receive_weights, and both return at once."""
     publisher, other = subject.publisher, await subject.another_connection()
     update = await publisher.request(subject.reference.with_final_norm(-1.0, "B"))
     pending = subject.begin(subject.endpoint.receive_weights(publisher.transfer(update, 0, 3 * SLACK_S)))
     await asyncio.sleep(0.2)
-    require(not pending.done(), "receive_weights returned though nothing was sent")
+    require(not pending.done(), "receive_weights returned although nothing was sent")
     since = time.monotonic()
     await within(SLACK_S, other.abort_weight_update(update.ref), "an abort while a bucket is awaited")
     what = "receiving a bucket of an update that was aborted"
@@ -115,12 +115,12 @@ async def abort_while_receiving(subject: EndpointSubject) -> None:
 
 @check("U-37", "updates failing", deadline_s=60)
 @look_at(
-    "fail_requests of the adapter: it ends what runs and what waits, whether sampling is paused or not; and that "
-    "nothing but a commit makes weights whole"
+    "fail_requests of the adapter: it must end running and waiting requests, whether or not sampling is paused; and "
+    "nothing but a commit may make weights whole"
 )
 async def in_and_out(subject: EndpointSubject) -> None:
     """When applying an update fails, the commit raises PoisonedError, every request ends, and the endpoint is POISONED:
-    it refuses to generate, even after a further update is aborted, until a complete one is served."""
+    it refuses to generate, even after another update is aborted, until a complete update is served."""
     reference, publisher = subject.reference, subject.publisher
     turns = [reference.with_final_norm(-1.0, "B"), reference.weights]
     await publisher.form_group()
@@ -146,12 +146,12 @@ async def _poison(
     *,
     staged: bool,
 ) -> None:
-    """Let an apply fail while some requests run and some wait; require that all of them end."""
+    """Make an apply fail while some requests run and others wait; require that all of them end."""
     running: Running = []
     if policy in (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE):
         running = await subject.start_running(4)
     update = await subject.publisher.request(weights, in_flight=policy, staged=staged)
-    waiting = [] if staged else subject.start(2, subject.room())  # so long that none ends before all must
+    waiting = [] if staged else subject.start(2, subject.remaining_tokens())  # so long that none ends before all must
     await subject.publisher.send(update, weights, 0)
     assert subject.can_fail is not None
     subject.can_fail.fails = failure
@@ -162,19 +162,21 @@ async def _poison(
 
 
 async def _require_ended(running: Running, what: str) -> None:
-    """Require that requests end at once, with what they have or with an error of the endpoint's."""
+    """Require that requests end at once, with the tokens they have or with an error of the endpoint."""
     answers = await within(SLACK_S, asyncio.gather(*(task for _, task in running), return_exceptions=True), what)
     for answer in answers:
         if isinstance(answer, BaseException):
             require(isinstance(answer, EndpointError), f"{what} raised {type(answer).__name__}: {answer}")
             continue
         reasons = {completion.finish_reason for completion in answer.completions}
-        require(reasons == {"abort"}, f"{what} ended by {sorted(reasons)}: tokens were sampled from torn weights")
+        require(
+            reasons == {"abort"}, f"{what} ended with reasons {sorted(reasons)}: tokens were sampled from torn weights"
+        )
 
 
 async def _require_poisoned(subject: EndpointSubject, when: str) -> None:
     """Require that the endpoint is POISONED, runs nothing and refuses to generate."""
     version = await subject.endpoint.weight_version()
     require(version.state is EndpointState.POISONED, f"{when}, the state is {version.state}, not poisoned")
-    require(version.num_running == 0, f"{when}, {version.num_running} sequences are said to run")
+    require(version.num_running == 0, f"{when}, num_running is {version.num_running}, not 0")
     await subject.require_raises(subject.generate(), PoisonedError, f"{when}, a request")

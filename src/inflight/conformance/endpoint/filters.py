@@ -16,9 +16,9 @@ from inflight.wire import SamplingParams
 def logprob_bounds(
     logits_TV: torch.Tensor, sampling: SamplingParams, tolerance: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float64 [T, V] twice: the smallest and the largest logprob of each token; -inf where it is dropped.
+    """Return two float64 [T, V]: the smallest and the largest logprob of each token; -inf where it is dropped.
 
-    ``tolerance`` is the largest error of a logit before the temperature divides it.
+    ``tolerance`` is the largest error of a logit before it is divided by the temperature.
     """
     error = tolerance / sampling.temperature
     least, most = [], []
@@ -32,9 +32,9 @@ def logprob_bounds(
 
 
 def _kept(logits_V: torch.Tensor, sampling: SamplingParams, error: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bool [V] twice: the tokens that every engine keeps, and those that some engine keeps.
+    """Return two bool [V]: the tokens that every engine keeps, and those that some engine keeps.
 
-    Logits that are off by ``error`` change places if they are within twice that.
+    Logits with an error of up to ``error`` may swap ranks if they differ by less than twice that.
     """
     sure_V = torch.ones_like(logits_V, dtype=torch.bool)
     possible_V = sure_V.clone()
@@ -49,7 +49,7 @@ def _kept(logits_V: torch.Tensor, sampling: SamplingParams, error: float) -> tup
         num_not_below_V = torch.searchsorted(-ordered_V, -(logits_V - 2 * error), right=True)
         least_V = mass[num_above_V] / probabilities_V[possible_V].sum()
         most_V = (mass[num_not_below_V] - probabilities_V) / probabilities_V[sure_V].sum()
-        # Logits that are off by e move a probability m by 2 e m (1 - m) at most.
+        # An error of e in the logits changes a probability m by at most 2 e m (1 - m).
         possible_V &= least_V - 2 * error * least_V * (1 - least_V) < sampling.top_p
         sure_V &= most_V + 2 * error * most_V * (1 - most_V) < sampling.top_p
     if sampling.min_p > 0:

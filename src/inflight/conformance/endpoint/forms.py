@@ -1,4 +1,4 @@
-"""Level tokens: answers that are whole, streamed, chat and streamed chat carry the same tokens."""
+"""Level tokens: whole answers, streams, chat completions and chat streams carry the same tokens."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ LEVEL = "tokens"
 
 
 @check("E-23", "chat", deadline_s=40)
-@look_at("whether prompt_token_ids are the ids that were used, and whether chat has sampling defaults of its own")
+@look_at("whether prompt_token_ids are the ids that were used, and whether chat has its own sampling defaults")
 async def chat_is_generate(subject: EndpointSubject) -> None:
-    """A chat completion carries what generate returns for the ids that it was rendered to, and its text is their
-    decoding."""
+    """A chat completion carries the tokens that generate returns for the ids that it was rendered to, and its text is
+    their decoding."""
     drawn = {"temperature": 0.9, "top_p": 0.95, **subject.repeatable(3)}
     request = subject.chat_request(n=4, max_tokens=24, logprobs=True, **drawn)
     chat = await subject.endpoint.chat_completion(request)
     as_ids = subject.request(chat.prompt_token_ids).model_copy(update={"sampling": request.sampling()})
     generated = await subject.endpoint.generate(as_ids)
     choices = _choices(chat)
-    require(len(choices) == 4, f"n=4 came back with {len(choices)} choices")
+    require(len(choices) == 4, f"n=4 returned {len(choices)} choices")
     require_repeated(subject, zip(choices, generated.completions, strict=True), "chat and generate")
     for choice, completion in zip(choices, generated.completions, strict=True):
         if choice.token_ids == completion.token_ids:
@@ -33,34 +33,34 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
     num_completion = sum(len(choice.token_ids) for choice in choices)
     counts = (len(chat.prompt_token_ids), num_completion, len(chat.prompt_token_ids) + num_completion)
     usage = (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens)
-    require(usage == counts, f"usage counts {usage} tokens (prompt, completion, total), there are {counts}")
+    require(usage == counts, f"usage counts {usage} tokens (prompt, completion, total), but there are {counts}")
     for given in chat.choices:
         found = None if given.logprobs is None else tuple(token.logprob for token in given.logprobs.content)
         require(found == given.token_logprobs, "logprobs in the OpenAI shape are not token_logprobs")
         if subject.known_reference is not None and (tokenizer := subject.known_reference.tokenizer) is not None:
             text = tokenizer.decode(list(given.token_ids), skip_special_tokens=True)
             content = given.message.content
-            require(content == text, f"the message is {content!r}, its tokens decode to {text!r}")
+            require(content == text, f"the message is {content!r}, but its tokens decode to {text!r}")
 
 
 @check("E-24", "streaming", deadline_s=40)
 @look_at("whether a chunk repeats or skips tokens, and what is sent when a completion ends")
 async def stream_is_generate(subject: EndpointSubject) -> None:
-    """A stream carries what generate returns, in contiguous chunks, and the finish reason in the last one only."""
+    """A stream carries what generate returns in contiguous chunks, and the finish reason only in the last one."""
     whole = await subject.endpoint.generate(subject.request(n=4, max_tokens=24))
     request = subject.request(n=4, max_tokens=24, stream=True)
     chunks = [chunk async for chunk in subject.streaming.generate_stream(request)]
     wrong = {chunk.request_id for chunk in chunks} - {request.request_id}
-    require(not wrong, f"chunks of {request.request_id!r} are said to be of {sorted(wrong)}")
+    require(not wrong, f"chunks of request {request.request_id!r} carry the ids {sorted(wrong)}")
     streamed = [assembled(index, [chunk for chunk in chunks if chunk.index == index]) for index in range(4)]
     require(len(chunks) == sum(chunk.index in range(4) for chunk in chunks), "chunks of n=4 have an index beyond 3")
     subject.note(chunks=len(chunks), tokens=sum(len(completion.token_ids) for completion in streamed))
-    require(len(chunks) > 4, "four completions of 24 tokens came in one chunk each: nothing was streamed")
+    require(len(chunks) > 4, "four completions of 24 tokens arrived in one chunk each: nothing was streamed")
     _require_same(subject, whole.completions, streamed, "whole and streamed")
 
 
 @check("E-29", "chat streaming", deadline_s=40)
-@look_at("text that may still change (half a character, the beginning of a stop string) is held back, then sent")
+@look_at("text that may still change (a partial character, the beginning of a stop string) is held back, then sent")
 async def chat_stream_is_chat(subject: EndpointSubject) -> None:
     """A chat stream carries the tokens and the text of a chat completion."""
     whole = await subject.endpoint.chat_completion(subject.chat_request(n=4, max_tokens=24))
@@ -73,14 +73,16 @@ async def chat_stream_is_chat(subject: EndpointSubject) -> None:
         deltas = [c.delta for event in events for c in event.choices if c.index == choice.index]
         text = "".join(delta.content for delta in deltas)
         if choice.token_ids == completion.token_ids:
-            require(text == choice.message.content, f"the deltas say {text!r}, the message {choice.message.content!r}")
+            require(
+                text == choice.message.content, f"the deltas contain {text!r}, the message {choice.message.content!r}"
+            )
         require(deltas[0].role == "assistant", f"the first delta has the role {deltas[0].role!r}")
 
 
 def _require_same(
     subject: EndpointSubject, whole: Sequence[Completion], streamed: Sequence[Completion], what: str
 ) -> None:
-    require(len(whole) == len(streamed), f"n={len(streamed)} came back with {len(whole)} completions")
+    require(len(whole) == len(streamed), f"n={len(streamed)} returned {len(whole)} completions")
     require_repeated(subject, zip(whole, streamed, strict=True), what)
     for one, other in zip(whole, streamed, strict=True):
         if one.token_ids == other.token_ids:
@@ -96,14 +98,14 @@ def assembled(index: int, chunks: Sequence[CompletionChunk]) -> Completion:
     logprobs: list[float] = []
     for chunk in chunks:
         come, num_tokens, num_logprobs = len(token_ids), len(chunk.token_ids), len(chunk.logprobs)
-        words = f"a chunk of completion {index} starts at token {chunk.start}, {come} came before"
+        words = f"a chunk of completion {index} starts at token {chunk.start}, but {come} tokens came before it"
         require(chunk.start == come, words)
         require(num_logprobs == num_tokens, f"a chunk has {num_tokens} tokens and {num_logprobs} logprobs")
         token_ids += chunk.token_ids
         logprobs += chunk.logprobs
     reasons = [chunk.finish_reason for chunk in chunks]
     early = [i for i, reason in enumerate(reasons[:-1]) if reason is not None]
-    require(not early, f"chunk {early[:1]} of {len(chunks)} has a finish reason already")
+    require(not early, f"chunk {early[:1]} of {len(chunks)} already has a finish reason")
     require(reasons[-1] is not None, f"the last chunk of completion {index} has no finish reason")
     versions = [chunk.version for chunk in chunks for _ in chunk.token_ids]
     edges = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
@@ -123,7 +125,7 @@ def _choices(chat: ChatCompletion) -> list[Completion]:
 
 
 def _chunks(events: Iterable[ChatCompletionChunk], index: int) -> list[CompletionChunk]:
-    """Return one choice of a chat stream as chunks. Chat has no ``start``, which follows from the tokens before."""
+    """Return one choice of a chat stream as chunks. Chat has no ``start``; it follows from the preceding tokens."""
     chunks: list[CompletionChunk] = []
     start = 0
     for event, choice in ((e, c) for e in events for c in e.choices if c.index == index):

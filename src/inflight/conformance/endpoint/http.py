@@ -25,7 +25,7 @@ from inflight.wire import AbortRequests, DraftHistory, EndpointState, ErrorBody,
 LEVEL = "http"
 _CONTROL_ROUTES = tuple(route for route in routes.ROUTES if route.control)
 _NUM_STALLED = 60
-"""Connections that send part of a request and then nothing."""
+"""Number of connections that send part of a request and then nothing."""
 _LONG_BODY_BYTES = 80 << 20
 _PIECE_BYTES = 1 << 18
 _PARSING = "whether bodies are validated as in docs/openapi.json before anything else, and errors have the OpenAI shape"
@@ -37,14 +37,14 @@ def require_error_body(answer: HttpAnswer, statuses: tuple[int, ...], what: str,
     try:
         found = ErrorBody.model_validate_json(answer.body).error.code
     except pydantic.ValidationError:
-        fail(f"{what} was answered with status {answer.status} and no ErrorBody: {answer.body[:200]!r}")
+        fail(f"{what} was answered with status {answer.status} and without an ErrorBody: {answer.body[:200]!r}")
     require(code in (None, found), f"{what} was answered with error code {found!r}, not {code!r}")
 
 
 @check("E-50", "url updates", deadline_s=30)
 @look_at("whether every control route checks the token, before it reads the body")
 async def control_takes_a_token(subject: EndpointSubject) -> None:
-    """Control routes without the token, or with a wrong one, answer 401 and change nothing."""
+    """Control routes called without the token, or with a wrong one, answer 401 and change nothing."""
     url, token = subject.opened.url, subject.opened.token
     assert url is not None
     if token is None:
@@ -79,7 +79,7 @@ async def control_takes_a_token(subject: EndpointSubject) -> None:
 
 
 @check("E-51", "url", deadline_s=40)
-@look_at("whether requests are read one at a time, or by a thread each, and how many connections may be open")
+@look_at("whether requests are read one at a time or in one thread each, and how many connections may be open")
 async def stalled_connections(subject: EndpointSubject) -> None:
     """Connections that stall in the middle of a request do not keep others from being served."""
     body = subject.request().model_dump_json().encode()
@@ -93,10 +93,10 @@ async def stalled_connections(subject: EndpointSubject) -> None:
     for _ in range(3):
         async with connection(subject) as (reader, writer):
             writer.write(whole)
-            answer = await within(SLACK_S, read_answer(reader), f"a request beside {_NUM_STALLED} stalled connections")
-        words = f"beside {_NUM_STALLED} stalled connections a request got status {answer.status}"
+            answer = await within(SLACK_S, read_answer(reader), f"a request next to {_NUM_STALLED} stalled connections")
+        words = f"with {_NUM_STALLED} stalled connections open, a request was answered with status {answer.status}"
         require(answer.status == 200, f"{words}: {answer.body[:200]!r}")
-    await within(SLACK_S, subject.endpoint.weight_version(), "weight_version beside stalled connections")
+    await within(SLACK_S, subject.endpoint.weight_version(), "weight_version next to stalled connections")
     subject.note(connections=_NUM_STALLED, **{"seconds for three requests": time.monotonic() - started})
 
 
@@ -105,7 +105,7 @@ def _is_offered(subject: EndpointSubject, route: Route[Any]) -> bool:
 
 
 def _malformed(good: dict[str, Any], key: str) -> dict[str, bytes]:
-    """Return bodies that are not what a route takes, made from one that is."""
+    """Return bodies that a route must refuse, made from one that it accepts."""
     return {
         "no body": b"",
         "half of a body": json.dumps(good).encode()[:-3],
@@ -122,7 +122,7 @@ def _malformed(good: dict[str, Any], key: str) -> dict[str, bytes]:
 
 @check("E-52", "url", deadline_s=60, look_at=_PARSING)
 async def malformed_bodies(subject: EndpointSubject) -> None:
-    """A body that is not what the route takes, an unknown key too, is refused with status 4xx and an ErrorBody."""
+    """A malformed body, including one with an unknown key, is refused with status 4xx and an ErrorBody."""
     token = subject.opened.token
     generate = subject.request().model_dump(mode="json")
     ref = {"run_id": "check", "version": 1}
@@ -143,9 +143,9 @@ async def malformed_bodies(subject: EndpointSubject) -> None:
 
 
 @check("E-53", "url", deadline_s=60)
-@look_at("whether the length is counted while a body comes in, also one that does not say how long it is")
+@look_at("whether the length is counted while a body is received, even if the request does not specify its length")
 async def long_body(subject: EndpointSubject) -> None:
-    """Bodies are bounded: one of 80 MB is refused, or its connection closed."""
+    """Bodies are bounded: one of 80 MB is refused, or its connection is closed."""
     good = subject.request().model_dump_json().encode()
     piece = b" " * _PIECE_BYTES
     framed = f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
@@ -174,11 +174,11 @@ async def long_body(subject: EndpointSubject) -> None:
 @check("E-54", "url", deadline_s=60)
 @look_at("whether the server watches for a disconnect while it generates, and cancels the request in the engine")
 async def cut_connections(subject: EndpointSubject) -> None:
-    """When its connection is cut, a request ends, plain or streamed."""
+    """A request, plain or streamed, ends when its connection is cut."""
     usual_s = await subject.seconds_to_fill_the_context()
     for stream in (False, True) if subject.capabilities.streaming else (False,):
         what = "a stream" if stream else "a plain request"
-        body = subject.request(max_tokens=subject.room(), stream=stream).model_dump_json().encode()
+        body = subject.request(max_tokens=subject.remaining_tokens(), stream=stream).model_dump_json().encode()
         async with connection(subject) as (_, writer):
             writer.write(head(subject, "POST", routes.GENERATE.path, {"content-length": str(len(body))}) + body)
             await until_running(subject, 1, SLACK_S, f"{what} was not being decoded")
@@ -191,7 +191,7 @@ async def cut_connections(subject: EndpointSubject) -> None:
 
 @check("E-55", "url", look_at=_PARSING)
 async def unknown_routes(subject: EndpointSubject) -> None:
-    """An unknown route answers 404, a wrong method 405 or 404, each with an ErrorBody."""
+    """An unknown route is answered with 404 and a wrong method with 405 or 404, each with an ErrorBody."""
     for method, path in (("GET", "/no/such/route"), ("POST", "/v1/no_such_route"), ("GET", "/capabilities/")):
         require_error_body(await answer_to(subject, method, path), (404,), f"{method} {path}", "invalid_request")
     for route in routes.ROUTES:
@@ -201,9 +201,9 @@ async def unknown_routes(subject: EndpointSubject) -> None:
 
 
 @check("E-56", "url")
-@look_at("whether a pause counts as ill health, so that a load balancer takes a server out for every update")
+@look_at("whether a pause counts as unhealthy, so that a load balancer removes the server during every update")
 async def health(subject: EndpointSubject) -> None:
-    """/health answers 200 with the state and the version while the server is ready and while it is paused."""
+    """/health answers 200 with the state and the version, both while the server is ready and while it is paused."""
     await _require_healthy(subject, EndpointState.READY)
     if subject.missing("updates") is None:
         update = await subject.publisher.request(subject.reference.weights)
@@ -218,10 +218,10 @@ async def _require_healthy(subject: EndpointSubject, state: EndpointState) -> No
     try:
         found = Health.model_validate_json(answer.body)
     except pydantic.ValidationError:
-        fail(f"/health did not answer with a Health: {answer.body[:200]!r}")
+        fail(f"the answer of /health is not a valid Health: {answer.body[:200]!r}")
     require(
         (answer.status, found.ok, found.state) == (200, True, state),
         f"/health answered status {answer.status}, ok={found.ok} and {found.state} while {state}",
     )
     served = (await subject.endpoint.weight_version()).version
-    require(found.version == served, f"/health names version {found.version}, weight_version {served}")
+    require(found.version == served, f"/health reports version {found.version}, weight_version reports {served}")

@@ -1,4 +1,4 @@
-"""Level tokens: prompts with images, on an endpoint that serves a model that takes them."""
+"""Level tokens: prompts with images, on an endpoint that serves a model that accepts images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOWER = ("vision_tower.", "multi_modal_projector.")
 
 @dataclass(frozen=True, slots=True)
 class _Seeing:
-    """An endpoint whose model takes images, and what transformers makes of the same model."""
+    """An endpoint whose model accepts images, and transformers' computation of the same model."""
 
     subject: EndpointSubject
     endpoint: InferenceEndpoint
@@ -32,19 +32,19 @@ class _Seeing:
     images: ImageProcessor
 
     def request(self, *urls: str, name: str) -> GenerateRequest:
-        """Return a request in which a letter comes before each image, and a question behind them."""
+        """Return a request in which a letter precedes each image, and a question follows them."""
         rendered = [token for _ in urls for token in (97, self.images.placeholder_id)]
         token_ids, images = self.images.placed((*rendered, *b"what?"), urls)
         plain = self.subject.request(token_ids, max_tokens=_NUM_TOKENS, seed=None)
         return plain.model_copy(update={"request_id": f"{plain.request_id}-{name}", "images": images})
 
     async def answers(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Return the completions of requests that are sent at once."""
+        """Return the completions of requests that are sent at the same time."""
         responses = await asyncio.gather(*(self.endpoint.generate(request) for request in requests))
         return [response.completions[0] for response in responses]
 
     def gap(self, weights: ReferenceWeights, request: GenerateRequest, completion: Completion) -> float:
-        """Return by how much logprobs differ, up to a sampled placeholder, which transformers takes for an image."""
+        """Return how much logprobs differ, up to a sampled placeholder, which transformers would treat as an image."""
         ids, placeholder = completion.token_ids, self.images.placeholder_id
         tokens = ids[: ids.index(placeholder)] if placeholder in ids else ids
         if not tokens:
@@ -54,23 +54,23 @@ class _Seeing:
         return self.subject.difference(completion.logprobs[: len(tokens)], expected)
 
 
-async def _seeing(subject: EndpointSubject) -> _Seeing:
-    """Return an endpoint of the same kind that serves a model of the kit with images; skip if it cannot."""
+async def _open_seeing(subject: EndpointSubject) -> _Seeing:
+    """Return an endpoint of the same kind that serves the kit's model with images; skip the check if there is none."""
     reference = ReferenceCheckpoint(make_seeing_model(subject.directory / "seeing"))
     assert reference.images is not None
     try:
         endpoint = (await subject.fresh(reference.path)).endpoint
         can = await endpoint.capabilities()
     except (ConfigError, UnsupportedError) as error:
-        skip(f"no server of it starts with a model that takes images: {error}")
+        skip(f"the endpoint does not start with a model that accepts images: {error}")
     if not can.images:
-        skip("images are not supported, even for a model that takes them")
+        skip("images are not supported, even for a model that accepts them")
     reference.cast(can.dtype)
     return _Seeing(subject, endpoint, reference, reference.images)
 
 
 def _picture(colour: tuple[int, int, int]) -> str:
-    """Return a picture with a dark corner, of the size that the model sees: engines may scale others differently."""
+    """Return a picture with a dark corner, in the model's input size: engines may scale other sizes differently."""
     from PIL import Image
 
     picture = Image.new("RGB", (28, 28), colour)
@@ -83,26 +83,26 @@ def _picture(colour: tuple[int, int, int]) -> str:
     "which features fill which placeholders, and what is cached by token ids alone: prefixes, prefills and encoded "
     "images must be distinguished by the images too"
 )
-async def sees(subject: EndpointSubject) -> None:
-    """Where images are supported, logprobs are those of the reference behind the same tokens and the same images, in
-    their order, whatever other images requests with the same tokens have."""
-    seeing = await _seeing(subject)
+async def images_are_seen(subject: EndpointSubject) -> None:
+    """Where images are supported, logprobs are those of the reference for the same tokens and the same images, in
+    order, whatever images other requests with the same tokens have."""
+    seeing = await _open_seeing(subject)
     red, blue, green = map(_picture, _COLOURS)
     shown = [(red,), (blue,), (red, green), (green, red), (red,)]
     requests = [seeing.request(*urls, name=str(number)) for number, urls in enumerate(shown)]
     worst = 0.0
-    for _ in range(2):  # the second time, everything that an endpoint caches is there
+    for _ in range(2):  # the second time, everything that an endpoint caches is cached
         requests = [it.model_copy(update={"request_id": f"{it.request_id}+"}) for it in requests]
         answered = await seeing.answers(requests)
         gaps = [seeing.gap(seeing.reference.weights, *pair) for pair in zip(requests, answered, strict=True)]
         worst = max(worst, *gaps)
-    subject.note(**{"largest logprob difference behind images": worst})
-    require(worst <= subject.tolerance, f"behind images, logprobs differ by up to {worst:.3g} from the reference's")
+    subject.note(**{"largest logprob difference after images": worst})
+    require(worst <= subject.tolerance, f"after images, logprobs differ by up to {worst:.3g} from the reference's")
 
 
 @check("E-72")
-@look_at("whether the field images of a request is read where no model could use it")
-async def undeclared(subject: EndpointSubject) -> None:
+@look_at("whether the field images of a request is checked even if the model cannot use it")
+async def unsupported_images(subject: EndpointSubject) -> None:
     """Where images are not supported, a request with an image is refused with UnsupportedError."""
     if subject.capabilities.images:
         skip("images are supported")
@@ -114,32 +114,32 @@ async def undeclared(subject: EndpointSubject) -> None:
 
 
 @check("E-73", "fresh", deadline_s=180)
-@look_at("whether the place and the number of placeholders are compared with the model's before features are written")
-async def misplaced(subject: EndpointSubject) -> None:
-    """An image that cannot be decoded, or whose placeholders are not where the request specifies or of another number,
-    is refused with InvalidRequestError, and other requests continue.
+@look_at("whether the position and number of placeholders are compared with the model's before features are written")
+async def misplaced_images(subject: EndpointSubject) -> None:
+    """An image that cannot be decoded, or whose placeholders differ in position or number from what the request
+    specifies, is refused with InvalidRequestError, and other requests continue.
     """
-    seeing = await _seeing(subject)
-    request = seeing.request(_picture(_COLOURS[0]), name="misplaced")
+    seeing = await _open_seeing(subject)
+    request = seeing.request(_picture(_COLOURS[0]), name="misplaced_images")
     (image,) = request.images
     broken = "data:image/png;base64,bm8gcGljdHVyZQ=="
     for what, change in (
         ("an image that cannot be decoded", {"url": broken}),
         ("an image one token too early", {"start": image.start - 1}),
-        ("an image with a token too few", {"num_tokens": image.num_tokens - 1}),
+        ("an image with one token too few", {"num_tokens": image.num_tokens - 1}),
     ):
         wrong = request.model_copy(update={"images": (image.model_copy(update=change),)})
         await subject.require_raises(seeing.endpoint.generate(wrong), InvalidRequestError, what)
     answered = await seeing.answers([request])
     gap = seeing.gap(seeing.reference.weights, request, answered[0])
-    require(gap <= subject.tolerance, f"after refusals, logprobs behind an image differ by {gap:.3g}")
+    require(gap <= subject.tolerance, f"after refusals, logprobs after an image differ by {gap:.3g}")
 
 
 @check("E-74", "fresh updates", deadline_s=180)
-@look_at("names of the vision tower's tensors, and features of images that are kept from before the update")
+@look_at("names of the vision tower's tensors, and image features that are cached from before the update")
 async def updated_tower(subject: EndpointSubject) -> None:
-    """After an update of the vision tower, logprobs behind an image that was seen before are those of the new tower."""
-    seeing = await _seeing(subject)
+    """After an update of the vision tower, logprobs after an image that was seen before are those of the new tower."""
+    seeing = await _open_seeing(subject)
     request = seeing.request(_picture(_COLOURS[0]), name="tower")
     await seeing.answers([request])
     weights = seeing.reference.weights
@@ -156,4 +156,4 @@ async def updated_tower(subject: EndpointSubject) -> None:
     gap, old = seeing.gap(other, again, completion), seeing.gap(weights, again, completion)
     subject.note(**{"largest logprob difference": gap, "difference from the old tower": old})
     require(gap <= subject.tolerance, f"after an update of the vision tower, logprobs differ by up to {gap:.3g}")
-    require(old > subject.tolerance, "logprobs behind the image do not depend on the vision tower")
+    require(old > subject.tolerance, "logprobs after the image do not depend on the vision tower")

@@ -1,4 +1,4 @@
-"""The endpoint under check as the judge sees it: opened, brought back before each check, closed."""
+"""The endpoint under check as the judge sees it: opened, restored before each check, closed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from inflight.base.tasks import start
 from inflight.conformance.checks import CheckSkipped, fail
-from inflight.conformance.endpoint.failing import let_engine_fail
+from inflight.conformance.endpoint.failing import install_failing_engine
 from inflight.conformance.endpoint.opening import opened
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
@@ -24,7 +24,7 @@ _READY_WAIT_S = 8.0
 _IDLE_WAIT_S = 3.0
 _TOKEN_WAIT_S = 15.0
 _GONE_WAIT_S = 1.0
-"""For an endpoint that did not come back the last time either."""
+"""Patience for an endpoint that was not restored the last time either."""
 _CLEAN_UP_S = 8.0
 _RESTORE_S = 15.0
 
@@ -46,9 +46,9 @@ class JudgedEndpoint(Subject):
         self._stack = contextlib.AsyncExitStack()
         self._unknown_weights = False
         self._is_suspect = is_suspect
-        """The check before failed: see whether the endpoint still generates."""
+        """Whether the previous check failed, so that the endpoint may no longer generate."""
         self._gone: Exception | None = None
-        """Why the endpoint did not come back the last time."""
+        """Why the endpoint was not restored the last time."""
         try:
             self._runner.run(self._open())
         except BaseException:
@@ -78,8 +78,8 @@ class JudgedEndpoint(Subject):
     def prepare(self) -> None:
         """Return once the endpoint is READY and idle, and serves the checkpoint's weights.
 
-        An endpoint that the kit made is made again if it does not come back, once. If that fails too, later calls raise
-        the same error at once.
+        An endpoint that the kit made is made again, once, if it cannot be restored. If that fails too, later calls
+        raise the same error at once.
         """
         if self._gone is not None and self._target.url is None:
             raise self._gone
@@ -100,7 +100,7 @@ class JudgedEndpoint(Subject):
             raise
 
     def close(self) -> None:
-        """Release everything. A server that the kit did not start gets the weights of its checkpoint back."""
+        """Release everything. A server that the kit did not start serves the weights of its checkpoint again."""
         if self._target.url is not None and self._reference is not None and self._unknown_weights:
             with contextlib.suppress(Exception):
                 self._runner.run(asyncio.wait_for(self._prepare(), _RESTORE_S))
@@ -114,7 +114,7 @@ class JudgedEndpoint(Subject):
         opening = opened(self._target, model, subject.directory, self._start_deadline_s)
         subject.opened = await self._stack.enter_async_context(opening)
         async with asyncio.timeout(self._start_deadline_s):
-            subject.can_fail = await let_engine_fail(subject.endpoint)
+            subject.can_fail = await install_failing_engine(subject.endpoint)
             subject.capabilities = await subject.endpoint.capabilities()
             version = await subject.endpoint.weight_version()
         if self._reference is not None:
@@ -152,7 +152,7 @@ class JudgedEndpoint(Subject):
                 async with asyncio.timeout(patience_s):
                     version = await self._subject.endpoint.weight_version()
             except TimeoutError:
-                fail(f"weight_version() gave no answer within {patience_s:g} s")
+                fail(f"weight_version() did not return within {patience_s:g} s")
             waited_s = time.monotonic() - started
             is_ready = version.state is EndpointState.READY
             if is_ready and (version.num_running == 0 or (self._target.url and waited_s > _IDLE_WAIT_S)):
@@ -164,14 +164,14 @@ class JudgedEndpoint(Subject):
             await asyncio.sleep(0.01)
 
     async def _require_generates(self) -> None:
-        """Require a token, whichever, of a suspect: an engine may be dead behind an endpoint that says READY."""
+        """Require that a suspect samples a token: the engine of an endpoint that reports READY may be dead."""
         if not self._is_suspect:
             return
         try:
             async with asyncio.timeout(_TOKEN_WAIT_S if self._gone is None else _GONE_WAIT_S):
                 await self._subject.generate(max_tokens=1)
         except TimeoutError:
-            fail("generate() gave no token in time")
+            fail("generate() returned no token in time")
 
     async def _call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
         subject, check = self._subject, start(function(self._subject))

@@ -14,17 +14,17 @@ from inflight.wire import LoraSpec
 LEVEL = "weights"
 _SPEC = LoraSpec(rank=3, alpha=6.0)
 _FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
-"""Ends of the names of the layers that the two LoRAs of a check change."""
+"""Suffixes of the names of the layers that the two LoRAs of a check change."""
 
 
 @check("U-64", "updates lora", deadline_s=60)
 @look_at(
-    "the scale alpha / rank, that a LoRA is merged into weights without any, and that layers which the next LoRA or "
-    "update leaves out are as without one"
+    "the scale alpha / rank, whether a LoRA is merged into weights without any, and whether layers that the next LoRA "
+    "or update leaves out are as without one"
 )
 async def loras(subject: EndpointSubject) -> None:
-    """After a LoRA logprobs are those of the weights with it added; the next LoRA replaces it, and an update of other
-    tensors removes it."""
+    """After a LoRA, logprobs are those of the weights with the LoRA added; the next LoRA replaces it, and an update of
+    other tensors removes it."""
     publisher, reference = subject.publisher, subject.reference
     base = reference.weights
     await publisher.publish(base, keep=True)
@@ -34,17 +34,19 @@ async def loras(subject: EndpointSubject) -> None:
         await subject.require_serves(_merged(base, lora), f"after {lora.label}")
     whole = reference.with_final_norm(2.0, "A with its final norm doubled")
     await publisher.publish(whole, keep=True)
-    await subject.require_serves(whole, "after an update of all weights behind a LoRA")
+    await subject.require_serves(whole, "after an update of all weights that follows a LoRA")
     lora = _lora(base, _FIRST, 3)
     await publisher.publish(lora, lora=_SPEC)
-    await subject.require_serves(_merged(whole, lora), "after a LoRA behind an update of all weights")
+    await subject.require_serves(_merged(whole, lora), "after a LoRA that follows an update of all weights")
     await publisher.publish(base, keep=True)
 
 
-@check("U-65", "updates lora", look_at="pairs, ranks, names and products are compared before anything is received")
+@check(
+    "U-65", "updates lora", look_at="whether pairs, ranks, names and products are compared before anything is received"
+)
 async def loras_that_do_not_fit(subject: EndpointSubject) -> None:
     """A LoRA of a layer that the model does not have, of another shape, or without one of its halves is refused when it
-    is requested, and the old weights serve on."""
+    is requested, and the old weights stay in service."""
     base = subject.reference.weights
     good = _lora(base, _FIRST, 1).tensors
     a, b = list(good)[:2]

@@ -1,4 +1,4 @@
-"""Level faults: control messages that come twice, out of order, or from another run, and callers that go away."""
+"""Level faults: control messages that are repeated, out of order or from another run, and callers that disconnect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.conformance.endpoint.aftermath import (
     require_old_weights,
     require_recovers,
     require_serving,
-    settled,
+    wait_until_settled,
 )
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLACK_S, within
@@ -23,13 +23,13 @@ from inflight.wire import EndpointState, InFlightPolicy
 
 LEVEL = "faults"
 _SHORT_S = 0.7
-"""Timeout of calls that fail, and lease of a pause whose publisher falls silent."""
-_SESSION = "the state machine of an update: which message it expects next, and that it looks at run, version and index"
+"""Timeout of calls that fail, and lease of a pause whose publisher stops sending messages."""
+_SESSION = "the state machine of an update: which message it expects next, and whether it checks run, version and index"
 
 
 @check("U-45", "updates", deadline_s=40, look_at=_SESSION)
 async def messages_sent_twice(subject: EndpointSubject) -> None:
-    """A control message that comes twice is refused the second time, or changes nothing, in every state."""
+    """A control message that arrives twice is refused the second time or changes nothing, in every state."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     spec = publisher.open_group(_SHORT_S)
@@ -62,7 +62,7 @@ async def messages_sent_twice(subject: EndpointSubject) -> None:
 
 
 async def _refused_or_unchanged(subject: EndpointSubject, call: Awaitable[Any], what: str) -> None:
-    """Require that a call is refused, or answers what is served."""
+    """Require that a call is refused or returns the served version."""
     try:
         answer = await within(SLACK_S, call, what)
     except UpdateRefusedError as error:
@@ -86,7 +86,7 @@ async def messages_out_of_order(subject: EndpointSubject) -> None:
     await publisher.abort(update)
     await refused(endpoint.commit_weight_update(update.ref), "a commit after the abort")
     await refused(endpoint.receive_weights(publisher.transfer(update, 0)), "a bucket after the abort")
-    await require_old_weights(subject, "after messages in wrong orders")
+    await require_old_weights(subject, "after messages out of order")
     if InFlightPolicy.DRAIN in subject.capabilities.in_flight_policies:
         await _commit_before_the_pause(subject, other)
 
@@ -97,28 +97,28 @@ async def messages_out_of_order(subject: EndpointSubject) -> None:
 
 
 async def _commit_before_the_pause(subject: EndpointSubject, weights: ReferenceWeights) -> None:
-    """Send everything while the endpoint drains, and require that a commit is refused until it holds."""
+    """Send every bucket while the endpoint drains, and require that a commit is refused until the pause holds."""
     running = await subject.start_running(2, max_tokens=min(200, subject.capabilities.max_model_len // 2))
     update = subject.publisher.announcement(weights, in_flight=InFlightPolicy.DRAIN)
     pausing = subject.begin(subject.endpoint.request_weight_update(update))
     await asyncio.sleep(0.03)
     try:
         await subject.publisher.send(update, weights, 0)
-    except UpdateRefusedError as error:  # that early, a bucket may be refused or staged
+    except UpdateRefusedError as error:  # before the pause, a bucket may be refused or staged
         subject.note(**{"a bucket before the pause": str(error)})
     if not pausing.done():
         commit = subject.endpoint.commit_weight_update(update.ref)
         await subject.require_refused(commit, "a commit before the pause was acknowledged")
     await pausing
     await subject.publisher.abort(update)
-    await require_all_whole(running, "a request that was drained while messages came in wrong orders")
+    await require_all_whole(running, "a request that was drained while messages arrived out of order")
     subject.publisher.lose_group()
 
 
 @check("U-47", "updates", deadline_s=40)
-@look_at("whether a pending transfer over the old group can be ended, and its late end does not touch the new one")
+@look_at("whether a pending transfer over the old group can be ended without a late effect on the new one")
 async def new_group_ends_the_update(subject: EndpointSubject) -> None:
-    """A group that is formed while an update is open ends that update, and the next one goes over the new group."""
+    """A group that is formed while an update is open ends that update, and the next one uses the new group."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     await publisher.send(update, other, 0)
@@ -138,7 +138,7 @@ async def new_group_ends_the_update(subject: EndpointSubject) -> None:
 @check("U-50", "updates", deadline_s=60)
 @look_at("what a cancelled handler leaves behind: a pause without a lease, a half-applied commit")
 async def callers_go_away(subject: EndpointSubject) -> None:
-    """When the caller of a control call goes away, the update ends by itself or is applied whole."""
+    """When the caller of a control call disconnects, the update ends on its own or is applied completely."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     await publisher.form_group()
@@ -146,13 +146,13 @@ async def callers_go_away(subject: EndpointSubject) -> None:
         running = await subject.start_running(2, max_tokens=min(200, subject.capabilities.max_model_len // 2))
         drain = publisher.announcement(other, in_flight=InFlightPolicy.DRAIN, deadline_s=_SHORT_S, lease_s=_SHORT_S)
         await _cancelled_after(0.05, endpoint.request_weight_update(drain))
-        await require_old_weights(subject, "after a drain whose caller went away", seconds=2 * _SHORT_S + SLACK_S)
+        await require_old_weights(subject, "after a drain whose caller disconnected", seconds=2 * _SHORT_S + SLACK_S)
         for _, task in running:
-            await within(15.0, task, "a request that ran when the caller of a drain went away")
+            await within(15.0, task, "a request that ran when the caller of a drain disconnected")
 
     update = await publisher.request(other, lease_s=2 * _SHORT_S)
     await _cancelled_after(0.1, endpoint.receive_weights(publisher.transfer(update, 0, _SHORT_S)))
-    when = "after a receive whose caller went away"
+    when = "after a receive whose caller disconnected"
     await require_old_weights(subject, when, seconds=3 * _SHORT_S + SLACK_S, may_be_torn=True)
     publisher.lose_group()
 
@@ -162,23 +162,23 @@ async def callers_go_away(subject: EndpointSubject) -> None:
         update = await publisher.request(other, lease_s=_SHORT_S)
         await publisher.send(update, other, 0)
         await _cancelled_after(delay_s, endpoint.commit_weight_update(update.ref))
-        when = "after a commit whose caller went away"
-        version = await settled(subject, when, _SHORT_S + SLACK_S)
-        if version.state is EndpointState.POISONED:  # the commit never came, and bytes were applied as they arrived
+        when = "after a commit whose caller disconnected"
+        version = await wait_until_settled(subject, when, _SHORT_S + SLACK_S)
+        if version.state is EndpointState.POISONED:  # the commit never arrived, and bytes were applied as they arrived
             await require_old_weights(subject, when, may_be_torn=True)
             served.append("none")
         else:
             require(version.state is EndpointState.READY, f"{when}, {version.state}")
-            words = f"after a commit of {update.version} whose caller went away, version {version.version} is served"
+            words = f"after a commit of {update.version} whose caller disconnected, version {version.version} is served"
             require(version.version in (before, update.version), words)
             applied = version.version == update.version
             served.append("new" if applied else "old")
             weights = other if applied else subject.reference.weights
             await subject.require_serves(weights, f"{when}, at version {version.version}")
-        publisher.lose_group()  # as the endpoint has, where the lease ended an update half way
+        publisher.lose_group()  # as the endpoint has if the lease ended an update halfway
         await publisher.publish(subject.reference.weights, version=update.version)
     subject.note(**{"served after a commit that was cancelled": served})
-    await require_recovers(subject, "after calls whose callers went away")
+    await require_recovers(subject, "after calls whose callers disconnected")
 
 
 async def _cancelled_after(seconds: float, call: Awaitable[object]) -> None:
@@ -189,8 +189,8 @@ async def _cancelled_after(seconds: float, call: Awaitable[object]) -> None:
 
 @check("U-58", "updates", look_at="whether versions are compared, and caches keyed, by run and version")
 async def another_run_starts_lower(subject: EndpointSubject) -> None:
-    """Another run may start at a lower version, and at one that was served before with other weights."""
-    # As a trainer does that resumes from a checkpoint.
+    """Another run may start at a lower version, and at a version that was served before with other weights."""
+    # A trainer that resumes from a checkpoint does this.
     publisher, reference = subject.publisher, subject.reference
     other = reference.with_final_norm(-1.0, "B")
     for weights in (other, reference.weights):
@@ -201,7 +201,7 @@ async def another_run_starts_lower(subject: EndpointSubject) -> None:
         when = f"after another run published version {version}"
         require(
             (answer.run_id, answer.version) == (another.run_id, version),
-            f"{when}, version {answer.version} of run {answer.run_id!r} is said to be served",
+            f"{when}, version {answer.version} of run {answer.run_id!r} is reported as served",
         )
         await subject.require_serves(weights, when)
     (completion,) = await require_all_whole(subject.start(1, 16), "a request under another run")

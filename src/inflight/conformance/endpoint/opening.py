@@ -1,4 +1,4 @@
-"""Makes an endpoint that answers of a target: connects to a URL, calls a factory, or starts a server."""
+"""Opens the endpoint of a target: connects to a URL, calls a factory, or starts a server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TIMEOUTS = {"control_timeout_s": 10.0, "generate_timeout_s": 60.0}
 class Opened:
     """An endpoint that answers: with ``url`` and ``token`` if it speaks HTTP, with ``process`` if the kit started it.
 
-    ``connect`` makes another client of the same server, which shares no state with ``endpoint``; None if there is none.
+    ``connect`` makes another client of the same server, which shares no state with ``endpoint``; None if it cannot.
     """
 
     endpoint: InferenceEndpoint
@@ -38,7 +38,7 @@ class Opened:
     token: str | None = None
     process: subprocess.Popen[bytes] | None = None
     is_ours: bool = True
-    """Whether the kit made it, and can make another one."""
+    """Whether the kit made the endpoint and can make another one."""
     connect: Callable[[], InferenceEndpoint] | None = None
 
 
@@ -46,9 +46,9 @@ class Opened:
 async def opened(
     target: EndpointTarget, model: Path | None, directory: Path, deadline_s: float
 ) -> AsyncIterator[Opened]:
-    """Yield the target's endpoint, which serves ``model``. On the way out, close it and stop what was started.
+    """Yield the target's endpoint, which serves ``model``. On exit, close it and stop what was started.
 
-    Raises `ConfigError`, or the `EndpointError` of a server that does not answer as the contract says.
+    Raises `ConfigError`, or the `EndpointError` of a server that does not answer according to the contract.
     """
     if target.url is not None:
         connect = partial(connect_endpoint, target.url, token=target.token, **_TIMEOUTS)
@@ -56,7 +56,7 @@ async def opened(
             try:
                 await attached.capabilities()
             except DeadlineError as error:
-                message = f"{error.message}; the server accepts connections, but is it one that speaks this contract?"
+                message = f"{error.message}; the server accepts connections; check that it implements this contract"
                 raise DeadlineError(message, error.endpoint) from error
             url, token = (target.url, target.token) if isinstance(attached, HttpEndpoint) else (None, None)
             yield Opened(attached, url, token, is_ours=False, connect=connect)
@@ -109,7 +109,7 @@ async def _started(command: str, model: Path, directory: Path, deadline_s: float
                     how = f"{command!r} ended with status {process.returncode}"
                     raise ConfigError(f"{how}; {_output_of(output)}") from error
                 if time.monotonic() > deadline:
-                    how = f"{command!r} gave no server at {url} within {deadline_s:g} s: {error}"
+                    how = f"{command!r} did not serve at {url} within {deadline_s:g} s: {error}"
                     raise ConfigError(f"{how}; {_output_of(output)}") from error
             await asyncio.sleep(0.1)
         yield Opened(endpoint, url, token, process, connect=connect)

@@ -1,4 +1,4 @@
-"""Level parity: how far apart engine and trainer are with the same weights, and whether updates add to it.
+"""Level parity: how much engine and trainer differ with the same weights, and whether updates increase it.
 
 This is mismatch: it exists at lag 0, and importance ratios should not have to correct it. The trainer is the given
 worker, or transformers' forward. ``inflight check parity`` looks for the cause.
@@ -20,11 +20,11 @@ _DRIFT_UPDATES = 50
 
 
 @check("E-60", "updates", deadline_s=60)
-@look_at("dtype of the head and of the softmax, position ids, attention scale, and which temperature is applied where")
+@look_at("dtypes of the head and of the softmax, position ids, attention scale, and which temperature is applied where")
 async def mismatch(subject: EndpointSubject) -> None:
     """With the same weights, behaviour logprobs and trainer logprobs agree within the tolerance of the dtype."""
     with closing(_pair(subject)) as pair:
-        await pair.bring(subject.reference.weights)
+        await pair.set_weights(subject.reference.weights)
         figures = (await pair.sample()).figures
     values = asdict(figures)
     subject.note(**values)
@@ -35,11 +35,11 @@ async def mismatch(subject: EndpointSubject) -> None:
 
 
 @check("E-61", "updates", deadline_s=90)
-@look_at("conversions that are applied to what is loaded already: scales, casts, transposes, merges")
+@look_at("conversions that are applied to weights that are already loaded: scales, casts, transposes, merges")
 async def drift(subject: EndpointSubject) -> None:
     """Fifty updates with the same weights do not move behaviour logprobs away from trainer logprobs."""
     with closing(_pair(subject)) as pair:
-        await pair.bring(subject.reference.weights)
+        await pair.set_weights(subject.reference.weights)
         first = (await pair.sample()).figures
         for _ in range(_DRIFT_UPDATES):
             await pair.publish_again()

@@ -1,6 +1,6 @@
-"""Level partials: requests that are aborted, and continue where they ended.
+"""Level partials: requests that are aborted and then continued where they ended.
 
-How far a request is when it is aborted shows in a second one that began after it and has been answered.
+A second request, which began after it and has been answered, shows how far an aborted request must have got.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.tokens import fill_places
+from inflight.conformance.endpoint.tokens import fill_slots
 from inflight.conformance.endpoint.versions import check_spans, publish_next
 from inflight.conformance.endpoint.waiting import SLACK_S, within
 from inflight.conformance.reference import ReferenceWeights
@@ -22,23 +22,23 @@ from inflight.wire import check_spans as spans_cover
 
 LEVEL = "partials"
 _NUM_TOKENS = 600
-"""Of a request that is aborted: more than it has then."""
+"""Tokens asked of a request that is aborted: more than it has by then."""
 _SEED = 67
-"""Of that request, and of no other: an engine that drafts could otherwise repeat an earlier one in a few steps."""
+"""Seed of that request alone: an engine that drafts could otherwise repeat an earlier request in a few steps."""
 _SAMPLED = 64
-"""Tokens that it has by then."""
+"""Tokens that it must have when it is aborted."""
 _NUM_LATE = 8
-"""How many of them may be missing: sampled in steps whose outcome an engine drops when it aborts a request."""
-_BESIDE = 12
-"""Tokens that are sampled in the meantime where an update has to fall between tokens."""
+"""How many of them may be missing: an engine drops the outcome of the steps that are in flight at the abort."""
+_MEANWHILE = 12
+"""Tokens that are sampled in the meantime where an update has to happen between tokens."""
 _REPORTED_S = 1.0
-"""For num_running, which an engine may count once in a while."""
-_MOST_PLACES = 256
+"""Time for num_running to change, which an engine may count only now and then."""
+_MAX_SLOTS = 256
 _LIMIT_S = 20.0
 _WHOLE_S = 60.0
-"""For a whole request of `_NUM_TOKENS`, on any engine."""
+"""Time for a whole request of `_NUM_TOKENS`, on any engine."""
 _LEAST_S, _TIMES_SLOWER = 2.0, 5.0
-"""How long one more request may take beside those that fill the endpoint, at least and compared with before."""
+"""Limits of one more request next to those that fill the endpoint: in seconds, and relative to before."""
 
 
 @check("E-67", "partial_rollouts updates", deadline_s=60)
@@ -46,17 +46,17 @@ _LEAST_S, _TIMES_SLOWER = 2.0, 5.0
     "what the engine reports of a request that it aborts, and whether the continuation finds its prompt in a prefix "
     "cache that older weights filled"
 )
-async def goes_on_under_new_weights(subject: EndpointSubject) -> None:
-    """A request that is aborted gives back the tokens that it has, with their logprobs, and continues after an update:
-    the continuation is sampled from the new weights, behind keys and values that they computed."""
-    _require_two_places(subject)
+async def continues_under_new_weights(subject: EndpointSubject) -> None:
+    """A request that is aborted returns the tokens that it has, with their logprobs, and can be continued after an
+    update: the continuation is sampled from the new weights, with keys and values that they computed."""
+    _require_two_slots(subject)
     weights, other = subject.reference.weights, subject.reference.perturbed("B")
     before = (await subject.endpoint.weight_version()).version
     ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
     await subject.generate(max_tokens=_SAMPLED)
     first = await _aborted(subject, request, answer)
     num = len(first.token_ids)
-    words = f"beside {_SAMPLED} tokens of a request that began later, one that was aborted has {num} tokens"
+    words = f"an aborted request has {num} tokens, and one that began later already had {_SAMPLED}"
     require(num >= _SAMPLED - _NUM_LATE, words)
     _require_version(first, before, "the first part")
     subject.require_sampled_from(weights, request, first, "a request that was aborted")
@@ -74,71 +74,78 @@ async def goes_on_under_new_weights(subject: EndpointSubject) -> None:
 
 
 @check("E-68", "partial_rollouts updates spans", deadline_s=90)
-@look_at("whether the labels and logprobs of a request that is aborted are those noted at each token")
+@look_at("whether the labels and logprobs of a request that is aborted are those recorded at each token")
 async def spans_of_both_parts(subject: EndpointSubject) -> None:
     """Each part of a request that was aborted and continued names the version that sampled each token, and has the
-    logprobs of that moment, whether weights change within a part or between the parts."""
-    _require_two_places(subject)
+    logprobs of that version, whether weights change within a part or between the parts."""
+    _require_two_slots(subject)
     for policy in subject.pausing_policies():
         published: dict[int, ReferenceWeights] = {}
         await publish_next(subject, published)
         ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
-        await subject.generate(max_tokens=_BESIDE)
+        await subject.generate(max_tokens=_MEANWHILE)
         await publish_next(subject, published, policy)
-        await subject.generate(max_tokens=_BESIDE)
+        await subject.generate(max_tokens=_MEANWHILE)
         first = await _aborted(subject, request, answer)
         await publish_next(subject, published)
         rest = continuation(request, first, f"{request.request_id}-rest")
-        going_on = subject.begin(subject.endpoint.generate(rest))
-        await subject.generate(max_tokens=_BESIDE)
+        continuing = subject.begin(subject.endpoint.generate(rest))
+        await subject.generate(max_tokens=_MEANWHILE)
         await publish_next(subject, published, policy)
-        second = (await going_on).completions[0]
+        second = (await continuing).completions[0]
         whole = joined(first, second)
         subject.note(**{f"spans under {policy}": (_short(first.version_spans), _short(second.version_spans))})
         for asked, part in ((request, first), (rest, second), (request, whole)):
             check_spans(subject, asked, part, published)
         num_spans = len(first.version_spans), len(second.version_spans)
-        require(min(num_spans) > 1, f"no update under {policy} fell into one of the parts: {num_spans} spans")
+        require(min(num_spans) > 1, f"no update under {policy} happened during one of the parts: {num_spans} spans")
 
 
 @check("E-69", "partial_rollouts model", deadline_s=120)
 @look_at(
-    "whether whole ids distinguish requests, and whether those that the engine has queued, or that have not "
-    "reached it yet, are ended too"
+    "whether requests are matched by their whole ids, and whether those that the engine has queued, or that have not "
+    "reached it yet, end too"
 )
 async def only_those_requests_end(subject: EndpointSubject) -> None:
     """Once abort_requests has returned, nothing of these requests runs; completions that waited end without a token,
     other requests continue, and ids that are not running are ignored."""
-    num_places = subject.capabilities.max_concurrent_sequences
-    _require_two_places(subject)
-    if num_places > _MOST_PLACES:
-        skip(f"{num_places} sequences run at a time, and the kit fills {_MOST_PLACES} places at most")
-    before_s = await fill_places(subject, "before any request was aborted", _LIMIT_S)
+    num_slots = subject.capabilities.max_concurrent_sequences
+    _require_two_slots(subject)
+    if num_slots > _MAX_SLOTS:
+        skip(f"{num_slots} sequences run at a time, and the kit fills at most {_MAX_SLOTS} slots")
+    before_s = await fill_slots(subject, "before any request was aborted", _LIMIT_S)
     ((other, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
-    several = subject.request(n=2 * num_places, max_tokens=subject.room(), seed=1)
+    several = subject.request(n=2 * num_slots, max_tokens=subject.remaining_tokens(), seed=1)
     alike = f"{several.request_id}0"  # begins with the other's id
-    beside = subject.request(max_tokens=_length(subject)).model_copy(update={"request_id": alike})
-    answers = [subject.begin(subject.endpoint.generate(request)) for request in (beside, several)]
-    await until_running(subject, num_places, _LIMIT_S, f"fewer than {num_places} sequences ran")
+    similar = subject.request(max_tokens=_length(subject)).model_copy(update={"request_id": alike})
+    answers = [subject.begin(subject.endpoint.generate(request)) for request in (similar, several)]
+    await until_running(subject, num_slots, _LIMIT_S, f"fewer than {num_slots} sequences ran")
     for completion in (await _end(subject, several, answers[1], "never-asked-for")).completions:
         reason = completion.finish_reason
-        require(reason == "abort", f"completion {completion.index} of a request that was aborted ended by {reason!r}")
-    await within(SLACK_S, subject.aborting.abort_requests(_named(several)), "abort_requests of what is over")
+        require(
+            reason == "abort",
+            f"completion {completion.index} of a request that was aborted ended with finish reason {reason!r}",
+        )
+    await within(
+        SLACK_S, subject.aborting.abort_requests(_named(several)), "abort_requests of a request that has ended"
+    )
     await _until_at_most(subject, 2)
-    for request, task in ((other, answer), (beside, answers[0])):
-        (completion,) = (await within(_WHOLE_S, task, "a request beside one that was aborted")).completions
+    for request, task in ((other, answer), (similar, answers[0])):
+        (completion,) = (
+            await within(_WHOLE_S, task, "a request with an id similar to that of an aborted one")
+        ).completions
         require(completion.finish_reason == "length", f"a request that was not aborted: {completion.finish_reason}")
         subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was not aborted")
-    await fill_places(subject, f"after {2 * num_places} completions were aborted", _LEAST_S + _TIMES_SLOWER * before_s)
+    await fill_slots(subject, f"after {2 * num_slots} completions were aborted", _LEAST_S + _TIMES_SLOWER * before_s)
 
 
-def _require_two_places(subject: EndpointSubject) -> None:
+def _require_two_slots(subject: EndpointSubject) -> None:
     if subject.capabilities.max_concurrent_sequences < 2:
         skip("one sequence runs at a time")
 
 
 def _length(subject: EndpointSubject) -> int:
-    return min(_NUM_TOKENS, subject.room() // 2)
+    return min(_NUM_TOKENS, subject.remaining_tokens() // 2)
 
 
 def _named(request: GenerateRequest, *others: str) -> AbortRequests:
@@ -148,7 +155,7 @@ def _named(request: GenerateRequest, *others: str) -> AbortRequests:
 async def _end(
     subject: EndpointSubject, request: GenerateRequest, answer: asyncio.Task[GenerateResponse], *others: str
 ) -> GenerateResponse:
-    """Abort a request, and ``others`` that do not run; return its answer, which is due at once."""
+    """Abort a request, and ``others`` that do not run; return its answer, which must arrive at once."""
     await within(_LIMIT_S, subject.aborting.abort_requests(_named(request, *others)), "abort_requests")
     response = await within(SLACK_S, answer, "a request that was aborted")
     for completion in response.completions:
@@ -167,20 +174,22 @@ async def _aborted(
     """Return what a running request had sampled when it was aborted."""
     (completion,) = (await _end(subject, request, answer)).completions
     num, most = len(completion.token_ids), request.sampling.max_tokens
-    words = f"a request that was aborted ended by {completion.finish_reason!r} with {num} of {most} tokens"
+    words = (
+        f"a request that was aborted ended with finish reason {completion.finish_reason!r} and {num} of {most} tokens"
+    )
     require(completion.finish_reason == "abort" and num < (most or 0), words)
     return completion
 
 
 def _require_version(completion: Completion, version: int, what: str) -> None:
     named = [span.version for span in completion.version_spans]
-    require(named == [version], f"{what} was sampled under version {version} alone, and names {named}")
+    require(named == [version], f"{what} was sampled only under version {version}, but names {named}")
 
 
 async def _until_at_most(subject: EndpointSubject, num: int) -> None:
     deadline = time.monotonic() + _REPORTED_S
     while (found := (await subject.endpoint.weight_version()).num_running) > num:
-        words = f"{found} sequences run where {num} requests were not aborted"
+        words = f"{found} sequences run, but only {num} requests were not aborted"
         require(time.monotonic() < deadline, words)
         await asyncio.sleep(0.005)
 

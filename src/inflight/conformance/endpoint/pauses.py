@@ -1,4 +1,4 @@
-"""Level control: what a pause does to requests that run, that come while it lasts, and that run out of time."""
+"""Level control: how a pause treats running requests and those that arrive during it, and drains that time out."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from inflight.wire import EndpointState, InFlightPolicy, WeightUpdate
 LEVEL = "control"
 
 WATCHED_S = 0.8
-"""How long a pause is watched for tokens."""
+"""Seconds for which a pause is watched for tokens."""
 _NUM_TOKENS_OF_A_DRAIN = 600
-"""Enough to outlast the time in which answers may still be on their way."""
+"""Tokens per request: enough to outlast the time in which answers may still be in transit."""
 _NUM_TOKENS = 150
-"""Of each running request: enough for it to run still when a pause comes at once."""
+"""Tokens of each running request: enough for it to be still running when a pause follows at once."""
 _SHORT_DRAIN_S = 0.03
-_PAUSE = "whether the pause is acknowledged when the engine has stopped, after the step that was under way, not before"
-_PAUSED = "what pausing and resuming do to running requests: they are neither answered, nor lost, nor started again"
-_DRAIN = "whether new requests stay in the queue while a drain continues, and who watches its deadline"
+_PAUSE = "whether the pause is acknowledged only after the engine has finished the step in flight and stopped"
+_PAUSED = "what pausing and resuming do to running requests: they must be neither answered, nor lost, nor restarted"
+_DRAIN = "whether new requests stay in the queue while a drain continues, and what enforces its deadline"
 
 
 @check("E-30", "updates keep", look_at=_PAUSE, policy=InFlightPolicy.KEEP)
@@ -44,14 +44,14 @@ async def nothing_sampled(subject: EndpointSubject, policy: InFlightPolicy) -> N
     await asyncio.sleep(WATCHED_S)
     during = sum(counts) - before
     subject.note(**{"tokens before": before, f"tokens in {WATCHED_S:g} s of the pause": during})
-    words = f"{during} tokens came in {WATCHED_S:g} s, beginning {GRACE_S:g} s after the pause was acknowledged"
+    words = f"{during} tokens arrived in {WATCHED_S:g} s, beginning {GRACE_S:g} s after the pause was acknowledged"
     require(during == 0, words)
     await publisher.abort(update)
-    await until(lambda: sum(counts) > before, SERVED_S, "after the pause was aborted, no token came")
+    await until(lambda: sum(counts) > before, SERVED_S, "after the pause was aborted, no token arrived")
 
 
 async def _watch_without_streams(subject: EndpointSubject, policy: InFlightPolicy) -> None:
-    """Pause for longer than the running requests would have taken: none of them may end."""
+    """Pause for longer than the running requests would have taken; require that none of them ends."""
     await subject.publisher.form_group()
     for num_tokens in subject.lengths(_NUM_TOKENS):
         started = time.monotonic()
@@ -77,13 +77,13 @@ async def _watch_without_streams(subject: EndpointSubject, policy: InFlightPolic
 
 
 async def _start_streams(subject: EndpointSubject, num: int) -> tuple[list[int], list[asyncio.Task[None]]]:
-    """Start streams to the end of the context; return once all run, with the number of tokens that came of each."""
+    """Start streams to the end of the context; once all run, return the number of tokens received from each."""
     num = min(num, subject.capabilities.max_concurrent_sequences)
     counts = [0] * num
 
     async def read(i: int) -> None:
         prompt = subject.prompt(seed=100 + i)
-        request = subject.request(prompt, max_tokens=subject.room(prompt), seed=i, stream=True)
+        request = subject.request(prompt, max_tokens=subject.remaining_tokens(prompt), seed=i, stream=True)
         async for chunk in subject.streaming.generate_stream(request):
             counts[i] += len(chunk.token_ids)
 
@@ -94,7 +94,7 @@ async def _start_streams(subject: EndpointSubject, num: int) -> tuple[list[int],
 
 @check("E-32", "updates", deadline_s=60, look_at=_PAUSED)
 async def paused_requests_finish(subject: EndpointSubject) -> None:
-    """Requests that were paused finish under their own id with all their tokens, after an abort and after a commit."""
+    """Paused requests finish under their own id with all their tokens, after an abort and after a commit."""
     policies = subject.pausing_policies()
     await subject.publisher.form_group()
     for policy in policies:
@@ -103,7 +103,7 @@ async def paused_requests_finish(subject: EndpointSubject) -> None:
                 if num_paused := await _pause_and_end(subject, policy, ending, num_tokens):
                     break
             subject.note(**{f"paused by {policy} until {ending}": num_paused})
-            require(num_paused, f"no request was running any more when the pause by {policy} was acknowledged")
+            require(num_paused, f"no request was still running when the pause by {policy} was acknowledged")
 
 
 async def _pause_and_end(subject: EndpointSubject, policy: InFlightPolicy, ending: str, num_tokens: int) -> int:
@@ -126,22 +126,22 @@ async def _end(subject: EndpointSubject, update: WeightUpdate, weights: Referenc
 
 @check("E-33", "updates", deadline_s=40, look_at=_PAUSED)
 async def newcomers_wait(subject: EndpointSubject) -> None:
-    """Requests that come during a pause wait, and are served by the weights that it ends with."""
+    """Requests that arrive during a pause wait, and are served by the weights that are in service when it ends."""
     other = subject.reference.with_final_norm(-1.0, "B")
     for weights, ending in ((subject.reference.weights, "an abort"), (other, "a commit")):
         update = await subject.publisher.request(other)
         waiting = subject.start(3, 16)
         await asyncio.sleep(0.5)
         require(
-            not any(task.done() for _, task in waiting), "a request that came during a pause was answered during it"
+            not any(task.done() for _, task in waiting), "a request that arrived during a pause was answered during it"
         )
         await _end(subject, update, other, ending)
-        what = f"a request that came during a pause which ended by {ending}"
+        what = f"a request that arrived during a pause that ended with {ending}"
         await require_all_sampled_from(subject, weights, waiting, what)
 
 
 @check("E-34", "updates drain", deadline_s=60, look_at=_DRAIN)
-async def drained(subject: EndpointSubject) -> None:
+async def drain_finishes_requests(subject: EndpointSubject) -> None:
     """Under drain, running requests finish under the old weights before the pause is acknowledged; new ones wait."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     num_tokens = min(_NUM_TOKENS_OF_A_DRAIN, subject.capabilities.max_model_len // 2)
@@ -154,9 +154,9 @@ async def drained(subject: EndpointSubject) -> None:
     update = await pausing
     await _require_ended(running, "when the drain was acknowledged")
     await require_all_sampled_from(subject, subject.reference.weights, running, "a request that was drained")
-    require(not late[0][1].done(), "a request that came during the drain was answered before the update")
+    require(not late[0][1].done(), "a request that arrived during the drain was answered before the update")
     await publisher.complete(update, other)
-    await require_all_sampled_from(subject, other, late, "a request that came during the drain")
+    await require_all_sampled_from(subject, other, late, "a request that arrived during the drain")
 
 
 async def _require_ended(running: Running, when: str) -> None:
@@ -172,7 +172,7 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
     running = await subject.start_running(4, max_tokens=min(500, subject.capabilities.max_model_len * 3 // 4))
     options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S}
     drain = subject.publisher.request(subject.reference.weights, **options)
-    await subject.require_refused(drain, "a drain out of time")
+    await subject.require_refused(drain, "a drain that exceeds its deadline")
     await require_all_whole(subject.start(1, 16), "a request after a drain was refused")
     await require_old_weights(subject, "after a drain was refused")
     await require_all_whole(running, "a request that ran while a drain was refused")
@@ -180,8 +180,8 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
 
 @check("E-36", "updates abort")
 @look_at("whether aborted requests are answered with their tokens, before the pause is acknowledged")
-async def aborted(subject: EndpointSubject) -> None:
-    """Under abort, running requests end with the tokens they have, and finish reason abort."""
+async def abort_ends_requests(subject: EndpointSubject) -> None:
+    """Under abort, running requests end with the tokens they have and finish reason abort."""
     await subject.publisher.form_group()
     running = await subject.start_running(4)
     update = await subject.publisher.request(subject.reference.weights, in_flight=InFlightPolicy.ABORT)
@@ -190,7 +190,10 @@ async def aborted(subject: EndpointSubject) -> None:
     for request, task in running:
         completion = task.result().completions[0]
         lengths.append(len(completion.token_ids))
-        require(completion.finish_reason == "abort", f"a request ended by {completion.finish_reason!r}, not by 'abort'")
+        require(
+            completion.finish_reason == "abort",
+            f"a request ended with finish reason {completion.finish_reason!r}, not 'abort'",
+        )
         require(completion.token_ids, "a request that was being decoded ended without a token")
         subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was aborted")
     subject.note(**{"tokens of the aborted requests": lengths})

@@ -1,4 +1,4 @@
-"""Level faults: processes that stop or die, the publisher's and the server's."""
+"""Level faults: publisher and server processes that stop or die."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from inflight.conformance.checks import check, look_at
-from inflight.conformance.doomed import DoomedSender, SendCommand, doomed_sender
+from inflight.conformance.doomed import DoomedSender, SendCommand, start_doomed_sender
 from inflight.conformance.endpoint.aftermath import require_all_whole, require_old_weights, require_recovers
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
@@ -22,31 +22,31 @@ from inflight.wire import WeightUpdate
 LEVEL = "faults"
 _LEASE_S = 1.0
 _RECEIVE_S = 1.0
-"""For a bucket that is never sent."""
+"""Timeout of a bucket that is never sent."""
 _CALL_S = 1.0
-"""Deadline of calls on a stopped server."""
+"""Deadline of calls to a stopped server."""
 _GROUP_S = 10.0
 
 
 @check("U-42", "updates", deadline_s=60)
 @look_at("whether the endpoint needs the group's store, or its rank 0, for anything but a transfer")
 async def publisher_killed_during_a_pause(subject: EndpointSubject) -> None:
-    """When the publisher's process dies during a pause, the lease ends it and the old weights serve on."""
-    sender: DoomedSender = await subject.enter(doomed_sender())
+    """When the publisher's process dies during a pause, the lease ends it and the old weights stay in service."""
+    sender: DoomedSender = await subject.enter(start_doomed_sender())
     update = await _begin(subject, sender, num_buckets=0, lease_s=_LEASE_S)
     await subject.endpoint.request_weight_update(update)
     waiting = subject.start(1, 16)
     sender.kill()
     await require_old_weights(subject, "after its publisher was killed", seconds=_LEASE_S + SLACK_S)
-    await require_all_whole(waiting, "a request that came while the publisher was being killed")
+    await require_all_whole(waiting, "a request that arrived while the publisher was being killed")
     await require_recovers(subject, "after its publisher was killed")
 
 
 @check("U-43", "updates", deadline_s=60)
-@look_at("whether a collective that its peer has left can be ended from outside, and what is thrown away then")
+@look_at("whether a collective that its peer has left can be ended from outside, and what is discarded then")
 async def publisher_lost_in_a_bucket(subject: EndpointSubject) -> None:
     """When the publisher's process stops or dies while a bucket is due, receive_weights fails within its timeout."""
-    sender: DoomedSender = await subject.enter(doomed_sender())
+    sender: DoomedSender = await subject.enter(start_doomed_sender())
     for what in ("stopped", "killed"):
         update = await _begin(subject, sender, num_buckets=1, lease_s=20.0)
         await subject.endpoint.request_weight_update(update)
@@ -65,7 +65,7 @@ async def publisher_lost_in_a_bucket(subject: EndpointSubject) -> None:
 
 
 async def _begin(subject: EndpointSubject, sender: DoomedSender, *, num_buckets: int, lease_s: float) -> WeightUpdate:
-    """Join the endpoint and the process in a group; return the update that the process sends, of several buckets."""
+    """Join the endpoint and the process in a group; return the update of several buckets that the process sends."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     update = publisher.announcement(other, bucket_bytes=other.size_bytes // 2, lease_s=lease_s)
     publisher.lose_group()
@@ -83,9 +83,9 @@ async def _begin(subject: EndpointSubject, sender: DoomedSender, *, num_buckets:
 
 
 @check("U-51", "updates process fresh", deadline_s=120)
-@look_at("who else holds the server's sockets: a launcher, a forked worker, a proxy")
+@look_at("which other process holds the server's sockets: a launcher, a forked worker, a proxy")
 async def server_killed(subject: EndpointSubject) -> None:
-    """When the server's process dies, every pending call on it ends with UnreachableError."""
+    """When the server's process dies, every pending call to it ends with UnreachableError."""
     opened = await subject.fresh(subject.reference.path)
     assert opened.process is not None
     publisher = SteppedPublisher(opened.endpoint, subject.capabilities)
@@ -104,10 +104,12 @@ async def server_killed(subject: EndpointSubject) -> None:
 
 
 @check("U-52", "updates process", deadline_s=40)
-@look_at("whether the lease is measured by a clock that continues, and is over whenever it is looked at too late")
+@look_at(
+    "whether the lease uses a clock that continues while the process is stopped, and expires on the first late look"
+)
 async def server_stopped(subject: EndpointSubject) -> None:
-    """While the server's process is stopped calls end with DeadlineError, and a lease that ends meanwhile is over when
-    it continues."""
+    """While the server's process is stopped, calls end with DeadlineError, and a lease that ends meanwhile has expired
+    when the process continues."""
     process, url = subject.opened.process, subject.opened.url
     assert process is not None
     assert url is not None
@@ -129,7 +131,7 @@ async def server_stopped(subject: EndpointSubject) -> None:
         await asyncio.sleep(max(0.0, 1.5 * _LEASE_S - (time.monotonic() - since)))
     finally:
         os.killpg(process.pid, signal.SIGCONT)
-    await require_old_weights(subject, "after the server continued, its lease over")
-    await subject.require_refused(subject.publisher.commit(update), "a commit of the update whose lease is over")
+    await require_old_weights(subject, "after the server continued with its lease expired")
+    await subject.require_refused(subject.publisher.commit(update), "a commit of the update whose lease has expired")
     await require_all_whole(waiting, "a request that waited while the server was stopped")
     await require_recovers(subject, "after the server was stopped")

@@ -1,4 +1,4 @@
-"""A publisher that takes one step at a time, so that checks can leave out, repeat or swap its messages.
+"""A publisher that takes one step at a time, so that checks can omit, repeat or reorder its messages.
 
 Trainers use `inflight.weights.send.publisher`; this one does as little as the contract allows.
 """
@@ -42,11 +42,11 @@ DEFAULT_BUCKET_BYTES = 64_000_000
 
 
 class SteppedPublisher:
-    """One run's trainer side: forms groups, announces, sends, commits, aborts.
+    """The trainer side of one run: forms groups, announces, sends, commits and aborts.
 
-    ``version`` is the last one committed. It starts at what is served, so that no two runs of a check publish the same
-    version: spans name versions, not runs. ``transport`` is how weights travel, by default the process group that the
-    endpoint supports; ``directory`` is where ``file`` stores.
+    ``version`` is the last one committed. It starts at the served version, so that no two runs of a check publish the
+    same version: spans name versions, not runs. ``transport`` is how weights travel, by default the process group that
+    the endpoint supports; ``directory`` is where ``file`` stores them.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SteppedPublisher:
         self.incarnation = incarnation
         self.version = version
         self.touched = False
-        """Whether what the endpoint serves may have changed."""
+        """Whether the weights that the endpoint serves may have changed."""
         self._has_group = False
         self._opened_sender: WeightSender | None = None
 
@@ -79,7 +79,7 @@ class SteppedPublisher:
         return self._opened_sender
 
     def transport(self) -> Literal["gloo", "nccl"]:
-        """Return how the kit can send to this endpoint; skip the check if it cannot."""
+        """Return the transport by which the kit can send to this endpoint; skip the check if there is none."""
         if "nccl" in self._capabilities.transports and torch.cuda.device_count() > 1:
             return "nccl"
         if "gloo" in self._capabilities.transports:
@@ -92,12 +92,12 @@ class SteppedPublisher:
         await self.join_group(self.open_group(timeout_s))
 
     async def join_group(self, spec: TransportSpec) -> None:
-        """Join the sender and the endpoint in the group that was opened last."""
+        """Join the sender and the endpoint in the most recently opened group."""
         await asyncio.gather(self._endpoint.init_process_group(spec), run_abandonable(self._sender.join, "check-join"))
         self._has_group = True
 
     def open_group(self, timeout_s: float = GROUP_TIMEOUT_S) -> TransportSpec:
-        """Open a group that the sender does not join yet; return what the endpoint joins it with."""
+        """Open a group that the sender does not join yet; return the spec with which the endpoint joins it."""
         self._has_group = False
         self.touched = True
         (spec,) = self._sender.specs(self.run_id, [self._capabilities.num_ranks], timeout_s)
@@ -125,7 +125,7 @@ class SteppedPublisher:
     ) -> WeightUpdate:
         """Return the message that announces ``weights``, with ``specs`` instead of the true ones if given.
 
-        ``frozen`` names the tensors that are left out, and ``lora`` states that ``weights`` are those of a LoRA;
+        ``frozen`` names the tensors that are left out, and ``lora`` indicates that ``weights`` are those of a LoRA;
         ``fields`` are further fields of `WeightUpdate`.
         """
         specs = specs_of(weights) if specs is None else specs
@@ -146,7 +146,7 @@ class SteppedPublisher:
         return BucketTransfer(bucket_index=index, timeout_s=timeout_s, **update.ref.model_dump())
 
     def bucket(self, update: WeightUpdate, weights: ReferenceWeights, index: int) -> WeightBucket:
-        """Return one bucket as it is: raw, without a checksum."""
+        """Return one bucket unencoded, without a checksum."""
         part = slice(update.buckets[index].start, update.buckets[index].stop)
         return WeightBucket(index, update.manifest.tensors[part], tuple(weights.tensors.values())[part])
 
@@ -183,7 +183,7 @@ class SteppedPublisher:
             await self.send(update, weights, index, base=base)
 
     async def send_bucket(self, update: WeightUpdate, bucket: WeightBucket, *, delay_s: float = 0.0) -> None:
-        """Send a bucket: the endpoint receives it meanwhile, or once it is stored."""
+        """Send a bucket that the endpoint receives at the same time, or once it is stored."""
         transfer = self.transfer(update, bucket.index)
         if bucket.checksum is not None:
             transfer = bucket_transfer(bucket, update.ref, TRANSFER_TIMEOUT_S)
@@ -199,11 +199,11 @@ class SteppedPublisher:
         await asyncio.gather(self._endpoint.receive_weights(transfer), send())
 
     async def send_only(self, bucket: WeightBucket) -> None:
-        """Send a bucket, and do not ask the endpoint to receive it."""
+        """Send a bucket without asking the endpoint to receive it."""
         await run_abandonable(lambda: self._sender.send(bucket, TRANSFER_TIMEOUT_S), "check-send")
 
     async def request(self, weights: ReferenceWeights, **options: Any) -> WeightUpdate:
-        """Form the group if there is none, announce ``weights`` and return once the endpoint has paused."""
+        """Form the group if there is none, announce ``weights``, and return once the endpoint has paused."""
         if not self._has_group:
             await self.form_group()
         update = self.announcement(weights, **options)
@@ -212,7 +212,7 @@ class SteppedPublisher:
         return update
 
     async def commit(self, update: WeightUpdate) -> WeightVersion:
-        """Commit, and take the version for the one that is served."""
+        """Commit the update, and record its version as the served one."""
         answer = await self._endpoint.commit_weight_update(update.ref)
         self.version = update.version
         self._sender.end(is_done=True)
@@ -222,15 +222,15 @@ class SteppedPublisher:
         return await self._endpoint.abort_weight_update(update.ref if isinstance(update, WeightUpdate) else update)
 
     async def publish(self, weights: ReferenceWeights, **options: Any) -> WeightVersion:
-        """Bring the endpoint to ``weights``; return its answer to the commit."""
+        """Update the endpoint to ``weights``; return its answer to the commit."""
         return await self.complete(await self.request(weights, **options), weights)
 
     async def complete(self, update: WeightUpdate, weights: ReferenceWeights) -> WeightVersion:
-        """Send every bucket of an update, and commit."""
+        """Send every bucket of an update, and commit it."""
         await self.send_all(update, weights)
         return await self.commit(update)
 
 
 def specs_of(weights: ReferenceWeights) -> list[TensorSpec]:
-    """Return how these tensors travel."""
+    """Return the specs with which these tensors travel."""
     return [tensor_spec(name, tensor, wire_dtype=None) for name, tensor in weights.tensors.items()]

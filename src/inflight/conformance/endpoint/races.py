@@ -1,4 +1,4 @@
-"""Level faults: admissions, publishers, aborts and commits at the same time, and clients that leave."""
+"""Level faults: concurrent admissions, publishers, aborts and commits, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import (
     require_all_sampled_from,
     require_old_weights,
-    settled,
     until_running,
+    wait_until_settled,
 )
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, until, within
@@ -25,12 +25,14 @@ _NUM_ROUNDS = 6
 _MANY_PAUSES = 20
 _SHORT = 8
 """Tokens of a request that ends soon."""
-_ORDER = "whether what comes from several connections goes through one queue, and is looked at again after each wait"
+_ORDER = (
+    "whether calls from several connections go through one queue, and whether state is checked again after each wait"
+)
 
 
 @check("U-53", "updates", deadline_s=60, look_at=_ORDER)
 async def pauses_under_admission(subject: EndpointSubject) -> None:
-    """A pause is whole, and loses no request, while requests are admitted and finish all the time."""
+    """A pause is complete and loses no request while requests are admitted and finish all the time."""
     ended_at: list[float] = []
     num_wanted = 0
     over = asyncio.Event()
@@ -43,7 +45,7 @@ async def pauses_under_admission(subject: EndpointSubject) -> None:
             completion = await subject.generate(subject.prompt(seed=seed), max_tokens=_SHORT, seed=seed)
             require(
                 len(completion.token_ids) == _SHORT and completion.finish_reason == "length",
-                f"a request during pauses ended by {completion.finish_reason!r} with {len(completion.token_ids)} "
+                f"a request during pauses ended with {completion.finish_reason!r} and {len(completion.token_ids)} "
                 "tokens",
             )
             ended_at.append(time.monotonic())
@@ -93,7 +95,7 @@ async def one_publisher_wins(subject: EndpointSubject) -> None:
 
 @check("U-55", "updates", deadline_s=40, look_at=_ORDER)
 async def commit_races_with_abort(subject: EndpointSubject) -> None:
-    """Of a commit and an abort that come at the same time one wins, and both answers agree with what is served."""
+    """Of a concurrent commit and abort, one wins, and both answers agree with what is served."""
     publisher, served = subject.publisher, subject.reference.weights
     other = subject.reference.with_final_norm(-1.0, "B")
     second = await subject.another_connection()
@@ -104,12 +106,15 @@ async def commit_races_with_abort(subject: EndpointSubject) -> None:
         calls = [subject.endpoint.commit_weight_update(update.ref), second.abort_weight_update(update.ref)]
         order = 1 if i % 3 else -1
         racing = asyncio.gather(*calls[::order], return_exceptions=True)
-        commit, abort = (await within(SERVED_S, racing, "a commit beside an abort"))[::order]
-        version = await settled(subject, "after a commit beside an abort")
+        commit, abort = (await within(SERVED_S, racing, "a commit during an abort"))[::order]
+        version = await wait_until_settled(subject, "after a commit during an abort")
         is_legal = isinstance(abort, WeightVersion | UpdateRefusedError)
-        require(is_legal, f"an abort beside a commit raised {abort!r}")
+        require(is_legal, f"an abort during a commit raised {abort!r}")
         if version.state is EndpointState.POISONED:  # bytes were applied as they arrived
-            require(not isinstance(commit, WeightVersion), "a commit beside an abort was answered, and left POISONED")
+            require(
+                not isinstance(commit, WeightVersion),
+                "a commit during an abort was answered, but left the state POISONED",
+            )
             winners.append("abort, POISONED")
             publisher.lose_group()
             await publisher.publish(served)
@@ -125,24 +130,24 @@ async def commit_races_with_abort(subject: EndpointSubject) -> None:
 
 
 def _require_answers_agree(version: WeightVersion, update: WeightUpdate, commit: object, abort: object) -> None:
-    """Require that what a commit and an abort at the same time answered agrees with what is served."""
-    require(version.state is EndpointState.READY, f"after a commit beside an abort the state is {version.state}")
+    """Require that the answers of a concurrent commit and abort agree with what is served."""
+    require(version.state is EndpointState.READY, f"after a commit during an abort, the state is {version.state}")
     committed = isinstance(commit, WeightVersion)
     is_legal = committed or isinstance(commit, UpdateRefusedError | UpdateAbortedError)
-    require(is_legal, f"a commit beside an abort raised {commit!r}")
+    require(is_legal, f"a commit during an abort raised {commit!r}")
     require(
         committed == (version.version == update.version),
-        f"a commit of {update.version} beside an abort answered {commit!r}, and version {version.version} is served",
+        f"a commit of {update.version} during an abort returned {commit!r}, but version {version.version} is served",
     )
     if isinstance(abort, WeightVersion):
-        words = f"an abort beside a commit answered version {abort.version}, and {version.version} is served"
+        words = f"an abort during a commit returned version {abort.version}, but {version.version} is served"
         require(abort.version == version.version, words)
 
 
 @check("U-56", "updates", deadline_s=40)
 @look_at("what is lost or counted twice when a pause begins: a step in flight, a pending wake-up")
 async def many_pauses(subject: EndpointSubject) -> None:
-    """However often sampling is paused and resumed, every running request finishes as if it had never been held."""
+    """However often sampling is paused and resumed, every running request finishes as if it had never been paused."""
     await subject.publisher.form_group()
     num_tokens = min(200, subject.capabilities.max_model_len // 2)
     running = await subject.start_running(4, max_tokens=num_tokens)
@@ -154,21 +159,21 @@ async def many_pauses(subject: EndpointSubject) -> None:
 
 
 @check("U-57", "updates", deadline_s=40)
-@look_at("whether an engine that is paused still takes cancellations, or takes them when it continues")
+@look_at("whether a paused engine still handles cancellations, or handles them when it continues")
 async def client_leaves_during_a_pause(subject: EndpointSubject) -> None:
-    """A client that disconnects during a pause ends its request, running or waiting, for good."""
+    """When a client disconnects during a pause, its request ends for good, whether it was running or waiting."""
     await subject.publisher.form_group()
     usual_s = await subject.seconds_to_fill_the_context()
     running = await subject.start_running(4)
     update = await subject.publisher.request(subject.reference.weights)
-    leaving = [*running, *subject.start(2, subject.room())]
+    leaving = [*running, *subject.start(2, subject.remaining_tokens())]
     await asyncio.sleep(0.1)
     await cancel_and_wait(*(task for _, task in leaving))
     await asyncio.sleep(GRACE_S)
     await subject.publisher.abort(update)
     since = time.monotonic()
-    what = "requests whose clients left during a pause still ran"
+    what = "requests whose clients disconnected during a pause still ran"
     await until_running(subject, 0, max(usual_s / 2, GRACE_S), what)
     left_s = time.monotonic() - since
     subject.note(**{"seconds until none ran": left_s, "seconds that they would have run": usual_s})
-    await require_old_weights(subject, "after clients left during a pause")
+    await require_old_weights(subject, "after clients disconnected during a pause")

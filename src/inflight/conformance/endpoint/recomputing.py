@@ -16,22 +16,20 @@ from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 LEVEL = "caches"
 _MANY = 32
 _NUM_TOKENS = 160
-"""Of each of many running requests: enough for it to run still when the update comes."""
+"""Tokens of each of many running requests: enough for it to be still running when the update arrives."""
 _PREFILLED, _PREFILLED_LENGTH, _TOKENS_BEHIND = 8, 1500, 6
-"""How many requests have prompts that take an engine many steps, how long those are, and tokens asked for."""
+"""Number of requests whose prompts take an engine many steps, length of those prompts, and tokens asked for."""
 _SHARES = (0.15, 0.35, 0.55, 0.75)
-"""When the updates come, as shares of the time that those requests take undisturbed."""
+"""When the updates arrive, as shares of the time that those requests take undisturbed."""
 _NUMBERS, _NUM_DRAWS, _TRIES = 4, 400, 6
 _FALSE_ALARM = 1e-6
 
 
 @check("U-35", "updates recompute spans", deadline_s=60)
-@look_at(
-    "a list of running requests that is not all of them, and chunks of prompts that were prefilled before the pause"
-)
+@look_at("an incomplete list of running requests, and chunks of prompts that were prefilled before the pause")
 async def everything_recomputed(subject: EndpointSubject) -> None:
-    """Under recompute every running request is computed again, however many run, and a request whose prompt is being
-    read when the update comes keeps nothing of the old weights either."""
+    """Under recompute, every running request is computed again, however many run, and a request whose prompt is being
+    prefilled when the update arrives keeps nothing of the old weights either."""
     reference, publisher = subject.reference, subject.publisher
     other = reference.perturbed("B")
     largest, num_tokens = 0.0, 0
@@ -39,7 +37,9 @@ async def everything_recomputed(subject: EndpointSubject) -> None:
     answers = await answers_across_an_update(subject, other, recompute, num=_MANY, num_tokens=_NUM_TOKENS)
     for i, (request, completion) in enumerate(answers):
         num, gap = _after_the_update(subject, request, completion, publisher.version, other)
-        require(num, f"the update did not fall into request {i} of {len(answers)}: spans {completion.version_spans}")
+        require(
+            num, f"the update did not happen during request {i} of {len(answers)}: spans {completion.version_spans}"
+        )
         num_tokens, largest = num_tokens + num, max(largest, gap)
         require(gap <= subject.tolerance, f"of {len(answers)} requests that ran during the update, {_off(i, gap)}")
     subject.note(**{"running": len(answers), "tokens after the update": num_tokens, "largest difference": largest})
@@ -67,20 +67,22 @@ async def _recomputed_while_prefilled(subject: EndpointSubject, turns: Sequence[
             require(
                 gap <= subject.tolerance,
                 f"of {len(requests)} requests with prompts of {len(request.prompt_token_ids)} tokens that were being "
-                f"read when the update came, {_off(i, gap)}",
+                f"prefilled when the update arrived, {_off(i, gap)}",
             )
-    subject.note(**{"prompts read or waiting when updates came": num_after, "largest difference there": largest})
+    subject.note(
+        **{"prompts prefilled or waiting when updates arrived": num_after, "largest difference there": largest}
+    )
 
 
 def _off(index: int, gap: float) -> str:
     return (
-        f"number {index} continues with logprobs that differ by up to {gap:.3g} from those with all keys and values "
+        f"request {index} continues with logprobs that differ by up to {gap:.3g} from those with all keys and values "
         "computed under the new weights"
     )
 
 
 def _long_requests(subject: EndpointSubject, turn: int) -> list[GenerateRequest]:
-    """Return requests with long prompts that nothing has seen before."""
+    """Return requests with long prompts that the endpoint has not seen before."""
     length = min(_PREFILLED_LENGTH, subject.capabilities.max_model_len - 2 * _TOKENS_BEHIND)
     first = 1000 + 100 * turn
     seeds = range(first, first + min(_PREFILLED, subject.capabilities.max_concurrent_sequences))
@@ -90,7 +92,7 @@ def _long_requests(subject: EndpointSubject, turn: int) -> list[GenerateRequest]
 def _after_the_update(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, version: int, weights: ReferenceWeights
 ) -> tuple[int, float]:
-    """Return the number of tokens of ``version``, and how far they are from a fresh start behind the same ids."""
+    """Return the number of tokens of ``version``, and how much they differ from a fresh start with the same ids."""
     start = next((span.start for span in completion.version_spans if span.version == version), None)
     if start is None:
         return 0, 0.0
@@ -100,8 +102,8 @@ def _after_the_update(
 
 
 @check("U-36", "updates spans", deadline_s=90)
-@look_at("what is made again when a request is put back for recomputation: its seeded generator must not be")
-async def random_numbers_go_on(subject: EndpointSubject) -> None:
+@look_at("what is recreated when a request is queued for recomputation: its seeded generator must not be")
+async def random_numbers_continue(subject: EndpointSubject) -> None:
     """A request that continues after an update draws new random numbers: it uses none of them twice."""
     # Draws from a uniform distribution show the random numbers themselves.
     policies = subject.pausing_policies()
@@ -115,7 +117,7 @@ async def random_numbers_go_on(subject: EndpointSubject) -> None:
 async def _drawn_across_an_update(
     subject: EndpointSubject, policy: InFlightPolicy, weights: ReferenceWeights
 ) -> list[Completion]:
-    """Return completions with enough tokens on both sides of an update, which comes later if there were too few."""
+    """Return completions with enough tokens before and after an update, which is moved if there are too few."""
     few = 2 * _run_length(subject)
     delay_s, num_tokens = 0.05, _NUM_DRAWS
     for _ in range(_TRIES):
@@ -134,11 +136,13 @@ async def _drawn_across_an_update(
             delay_s = (time.monotonic() - started) / 3
         else:
             num_tokens = min(2 * num_tokens, subject.lengths(1)[-1])
-    fail(f"in {_TRIES} tries no update under {policy} fell into the middle of requests of up to {num_tokens} tokens")
+    fail(
+        f"in {_TRIES} attempts, no update under {policy} fell into the middle of requests of up to {num_tokens} tokens"
+    )
 
 
 def _run_length(subject: EndpointSubject) -> int:
-    """Return how long a run of tokens must be to come twice by chance in one of a million checks only."""
+    """Return how long a run of tokens must be to occur twice by chance in only one of a million checks."""
     num_pairs = (_NUMBERS * subject.capabilities.max_model_len) ** 2 / 2
     return math.ceil(math.log(num_pairs / _FALSE_ALARM) / math.log(subject.capabilities.vocab_size))
 

@@ -1,4 +1,4 @@
-"""Level memory: releasing the memory of weights, keys and values, and taking it back."""
+"""Level memory: releasing the memory of weights, keys and values, and restoring it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from inflight.wire import EndpointState
 
 LEVEL = "memory"
 _MOVE_S = 60.0
-"""Taking weights to the host, or back."""
+"""Time to move weights to the host, or back."""
 
 
 @check("E-64")
-@look_at("whether release_memory counts running and waiting requests where no other can come in between")
+@look_at("whether release_memory counts running and waiting requests atomically, so that none can arrive in between")
 async def refused_while_busy(subject: EndpointSubject) -> None:
     """Memory is not released while requests run or wait, nor where that is not supported: the call is refused and
     disturbs nothing."""
@@ -37,10 +37,10 @@ async def refused_while_busy(subject: EndpointSubject) -> None:
 
 
 @check("E-65", "releases_memory updates", deadline_s=120)
-@look_at("whether generate and request_weight_update ask for the state, and whether other clients can see it")
+@look_at("whether generate and request_weight_update check the state, and whether other clients can see it")
 async def refuses_while_released(subject: EndpointSubject) -> None:
-    """While memory is released every client learns that the state is released and the version as before; requests
-    raise ReleasedError, updates are refused, and a repeated release changes nothing."""
+    """While memory is released, every client sees the state released and the version unchanged; requests raise
+    ReleasedError, updates are refused, and a repeated release changes nothing."""
     before = await subject.endpoint.weight_version()
     await subject.publisher.form_group()
     async with _restored(subject.releasing):
@@ -61,10 +61,10 @@ async def refuses_while_released(subject: EndpointSubject) -> None:
 
 
 @check("E-66", "releases_memory updates", deadline_s=120)
-@look_at("whether the weights are kept as they were last published, and cached prefixes are dropped")
+@look_at("whether the last published weights are kept, and whether cached prefixes are dropped")
 async def same_after_restore(subject: EndpointSubject) -> None:
-    """Once memory is restored, tokens and logprobs are those of before, from the weights that were published last, and
-    updates come as before; a repeated restore changes nothing."""
+    """Once memory is restored, tokens and logprobs are the same as before, from the weights that were published last,
+    and updates work as before; a repeated restore changes nothing."""
     publisher, reference = subject.publisher, subject.reference
     published = reference.perturbed("B")
     await publisher.publish(published)
@@ -79,15 +79,18 @@ async def same_after_restore(subject: EndpointSubject) -> None:
             require(now == then, f"{call} was answered with version and run {now} after {then}")
     again = await subject.generate(request.prompt_token_ids, temperature=0.0)
     await subject.require_serves(published, "after memory was restored")
-    require(again.token_ids == first.token_ids, f"{first.token_ids} before the release, {again.token_ids} after it")
+    require(
+        again.token_ids == first.token_ids,
+        f"sampled {first.token_ids} before the release and {again.token_ids} after it",
+    )
     other = reference.with_final_norm(-1.0, "C")
     await publisher.publish(other)
-    await subject.require_serves(other, "after an update that came once memory was restored")
+    await subject.require_serves(other, "after an update that followed the restore")
 
 
 @contextlib.asynccontextmanager
 async def _restored(endpoint: ReleasingEndpoint) -> AsyncIterator[None]:
-    """Leave the endpoint with its memory, however the body ends."""
+    """Restore the endpoint's memory on exit, however the body ends."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """What two answers to the same request must have in common, given that floating point rounds.
 
 Engines in low precision may round differently from one batch to the next, and a draw at the edge between two tokens
-then falls on the other one. That happens now and then in bfloat16, and in float32 not within a run of this kit.
+then selects the other one. That happens now and then in bfloat16; in float32, not within a run of this kit.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from inflight.wire import Completion
 
 _LARGEST_FINE_TOLERANCE = 0.01
 _LEAST_COMMON = 1 / 3
-"""Share of tokens before the first difference; for unrelated draws it is near 0."""
+"""Required share of tokens before the first difference; for unrelated draws it is near 0."""
 
 
 def least_common(subject: EndpointSubject) -> float:
-    """Return the share of repeated tokens that must be the same: all of them unless precision is low."""
+    """Return the share of repeated tokens that must be the same: all of them unless the precision is low."""
     return 1.0 if subject.tolerance <= _LARGEST_FINE_TOLERANCE else _LEAST_COMMON
 
 

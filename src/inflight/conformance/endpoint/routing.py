@@ -22,27 +22,27 @@ from inflight.wire import Completion, RoutedExperts
 
 LEVEL = "tokens"
 _CHOSEN = 2
-"""Experts of a token in a layer of the kit's mixture of experts."""
+"""Experts per token in a layer of the kit's mixture of experts."""
 _LENGTHS = ((3, 24), (17, 9), (40, 15))
-"""Tokens of prompts and of their completions."""
+"""Numbers of tokens of prompts and of their completions."""
 _WRONG = {"float32": 0.002, "float64": 0.002}
 """Largest share of tokens, over all layers, whose experts may differ because sums are rounded in another order."""
 
 
 @check("E-80", "fresh", deadline_s=180)
 @look_at(
-    "which token a row is of (the first row is of the first prompt token, the last sampled token has none), the order "
-    "of rows where several sequences share a step, and prefixes that were computed by an earlier request"
+    "which token a row belongs to (the first row is the first prompt token's, the last sampled token has none), the "
+    "order of rows where several sequences share a step, and prefixes that were computed by an earlier request"
 )
 async def experts(subject: EndpointSubject) -> None:
-    """Where routed_experts are supported, a completion that was asked for them says of each token that went through the
-    model, prompt included, which experts the model's routers choose for it behind the same tokens."""
+    """Where routed_experts are supported, a completion that was asked for them reports, for each token that went
+    through the model, prompt included, the experts that the model's routers choose for it after the same tokens."""
     path = make_tiny_model(subject.directory / "experts", family="qwen3_moe")
     try:
         endpoint = (await subject.fresh(path)).endpoint
         can = await endpoint.capabilities()
     except (ConfigError, UnsupportedError) as error:
-        skip(f"no server of it starts with a mixture of experts: {error}")
+        skip(f"the endpoint does not start with a mixture of experts: {error}")
     if not can.routed_experts:
         skip("routed_experts are not supported, even for a mixture of experts")
     requests = [
@@ -70,12 +70,12 @@ async def experts(subject: EndpointSubject) -> None:
                 wrong, total = wrong + int(differs_TL.sum()), total + differs_TL.size
     allowed = _WRONG.get(can.dtype, 0.1)
     subject.note(**{"tokens and layers": total, "with other experts": wrong})
-    require(wrong <= allowed * total, f"{wrong} of {total} choices of experts are not those of the model's routers")
+    require(wrong <= allowed * total, f"{wrong} of {total} choices of experts differ from those of the model's routers")
 
 
 @check("E-81")
-@look_at("whether the field routed_experts of a request is read where no model could fill it")
-async def undeclared(subject: EndpointSubject) -> None:
+@look_at("whether the field routed_experts of a request is checked even if the model cannot fill it")
+async def unsupported_experts(subject: EndpointSubject) -> None:
     """Where routed_experts are not supported, a request that asks for them is refused with UnsupportedError."""
     if subject.capabilities.routed_experts:
         skip("routed_experts are supported")
@@ -93,7 +93,7 @@ def _rows(completion: Completion, shape: tuple[int, ...]) -> npt.NDArray[np.int6
     if record is None:
         fail("routed_experts are reported as supported, but a completion has none")
     found = (record.num_tokens, record.num_layers, record.num_chosen)
-    require(found == shape, f"routed_experts is {found} (tokens, layers, experts), not {shape}")
+    require(found == shape, f"routed_experts has the shape {found} (tokens, layers, experts), not {shape}")
     return _numbers(record).reshape(shape).astype(np.int64)
 
 

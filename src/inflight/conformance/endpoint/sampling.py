@@ -1,4 +1,4 @@
-"""Level tokens: whether tokens are drawn from the distribution that was asked for, as the seed says."""
+"""Level tokens: whether tokens are drawn from the requested distribution, as determined by the seed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _DRAWS_PER_REQUEST = 64
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
 """A slow endpoint may stop at this many draws, after this long."""
 _LEAST_EXPECTED = 5.0
-"""Expected draws that earn a token a bin of its own in the chi-square test; all other tokens share one bin."""
+"""Tokens with at least this many expected draws have their own bin in the chi-square test; the others share one."""
 _LEAST_P = 1e-6
-"""A correct sampler fails one run in a million."""
+"""Probability with which a correct sampler fails."""
 _FILTERS = "order of the filters, whether the kept set is renormalised, and which tensor the logprob is read from"
 
 
@@ -41,14 +41,14 @@ async def temperature(subject: EndpointSubject) -> None:
 
 @check("E-13", "model", deadline_s=60, look_at=_FILTERS)
 async def top_p(subject: EndpointSubject) -> None:
-    """Under top-p no token outside the nucleus is sampled, and processed logprobs are renormalised over it."""
+    """Under top-p, no token outside the nucleus is sampled, and processed logprobs are renormalised over it."""
     await _require_sampled(subject, {"top_p": 0.5}, {"top_p": 0.5, "temperature": 1.5})
 
 
 @check("E-14", "model", deadline_s=60, look_at=_FILTERS)
 async def top_k_and_min_p(subject: EndpointSubject) -> None:
-    """Under top-k and min-p no token outside the kept set is sampled, and filters apply in the order temperature,
-    top-k, top-p, min-p, or are refused together with UnsupportedError."""
+    """Under top-k and min-p, no token outside the kept set is sampled, and filters apply in the order temperature,
+    top-k, top-p, min-p, or their combination is refused with UnsupportedError."""
     together = {"temperature": 1.4, "top_k": 8, "top_p": 0.7, "min_p": 0.15}
     await _require_sampled(subject, {"top_k": 5}, {"min_p": 0.3})
     try:
@@ -58,9 +58,9 @@ async def top_k_and_min_p(subject: EndpointSubject) -> None:
 
 
 @check("E-15", "model", deadline_s=60)
-@look_at("the sampler itself: temperature, random numbers used twice, a generator that is made again for every token")
+@look_at("the sampler itself: temperature, random numbers used twice, a generator that is recreated for every token")
 async def draws(subject: EndpointSubject) -> None:
-    """Tokens are drawn from the requested distribution, each independently of the one before."""
+    """Tokens are drawn from the requested distribution, each independently of the previous one."""
     prompt = subject.prompt(seed=2)
     pairs: list[tuple[int, ...]] = []
     started = time.monotonic()
@@ -78,9 +78,9 @@ async def draws(subject: EndpointSubject) -> None:
 
 
 @check("E-16", "model", deadline_s=60)
-@look_at("what temperature 0 does to the logits, and whether greedy rows take another path")
+@look_at("what temperature 0 does to the logits, and whether greedy rows take another code path")
 async def greedy(subject: EndpointSubject) -> None:
-    """At temperature 0 every token is the most likely one, with the log-softmax of the unscaled logits."""
+    """At temperature 0, every token is the most likely one, with the log-softmax of the unscaled logits as logprob."""
     pairs = []
     for i in range(4):
         prompt = subject.prompt(seed=i)
@@ -93,7 +93,9 @@ async def greedy(subject: EndpointSubject) -> None:
             f"token {index:g} is {first.token_ids[int(index)]}, {likeliest} is more likely by {behind:.3g} nats",
         )
         gap = subject.difference(first.logprobs, chosen(distribution(logits_TV), first.token_ids))
-        subject.note(**{f"prompt {i}": f"logprob difference {gap:.3g}, behind the best by {behind:.3g}"})
+        subject.note(
+            **{f"prompt {i}": f"logprob difference {gap:.3g}, less likely than the best token by {behind:.3g}"}
+        )
         require(gap <= subject.tolerance, f"logprobs differ by {gap:.3g} from the log-softmax of the unscaled logits")
         pairs.append((first, await subject.generate(prompt, temperature=0.0, max_tokens=24, seed=1234)))
     require_repeated(subject, pairs, "decoded greedily again")
@@ -101,7 +103,7 @@ async def greedy(subject: EndpointSubject) -> None:
 
 @check("E-17", "seeds", deadline_s=60, look_at="a generator per sequence, not one per batch or server")
 async def seeds(subject: EndpointSubject) -> None:
-    """The same seed gives the same tokens whatever else runs, and another seed gives others."""
+    """The same seed gives the same tokens whatever else runs, and another seed gives different ones."""
 
     async def drawn(offset: int) -> list[Completion]:
         return [await subject.generate(subject.prompt(seed=i), seed=offset + i, max_tokens=16) for i in range(4)]
@@ -117,13 +119,13 @@ async def seeds(subject: EndpointSubject) -> None:
     require(same == 0, f"with another seed, {same} of {len(first)} completions are the same")
 
 
-@check("E-18", "seeds", deadline_s=60, look_at="how the seed of completion i is made from the request's")
+@check("E-18", "seeds", deadline_s=60, look_at="how the seed of completion i is derived from the request's")
 async def several_completions(subject: EndpointSubject) -> None:
-    """A request for n completions gets n draws, and with a seed completion i depends on the seed and i only."""
+    """A request for n completions gets n draws, and with a seed, completion i depends only on the seed and i."""
 
     async def drawn(n: int, seed: int | None) -> tuple[Completion, ...]:
         completions = (await subject.endpoint.generate(subject.request(n=n, seed=seed, max_tokens=16))).completions
-        require(len(completions) == n, f"n={n} came back with {len(completions)} completions")
+        require(len(completions) == n, f"n={n} returned {len(completions)} completions")
         num_different = len({completion.token_ids for completion in completions})
         require(num_different == n, f"of {n} completions with seed {seed}, {num_different} are different")
         return completions
@@ -133,7 +135,7 @@ async def several_completions(subject: EndpointSubject) -> None:
     require_repeated(subject, pairs, "n=4 and n=4, 2 and 1 with the same seed")
     unseeded = {completion.token_ids for completion in await drawn(4, None)}
     again = unseeded & {completion.token_ids for completion in four}
-    require(not again, "without a seed, a seeded completion came back")
+    require(not again, "without a seed, a seeded completion was returned")
 
 
 @check("E-28", look_at="a default seed, or a cache of answers")
@@ -147,7 +149,7 @@ async def no_seed(subject: EndpointSubject) -> None:
 
 
 async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any]) -> None:
-    """Require for each of these parameters that tokens and logprobs come from the distribution that they make."""
+    """Require for each of these settings that tokens and logprobs come from the distribution that they define."""
     for sampling in settings:
         name = ", ".join(f"{key}={value}" for key, value in sampling.items())
         away = {"processed": 0.0, "raw": 0.0}
@@ -164,13 +166,15 @@ async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any
             f"under {name}, logprobs are reported as {reported} and are up to {away[reported]:.3g} away from that, "
             f"beyond the tolerance, and {away[other]:.3g} from {other}",
         )
-        require(away[other] > 0, f"under {name}, processed and raw logprobs are the same here: nothing could be told")
+        require(
+            away[other] > 0, f"under {name}, processed and raw logprobs are the same here: the check is inconclusive"
+        )
 
 
 def _differences(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, name: str
 ) -> dict[str, float]:
-    """Return by how much logprobs exceed the tolerance of each kind; fail the check if a dropped token was sampled."""
+    """Return how much logprobs exceed the tolerance of each kind; fail the check if a dropped token was sampled."""
     tokens = completion.token_ids
     logits_TV = subject.reference.logits(subject.reference.weights, request.prompt_token_ids, tokens)
     least_TV, most_TV = logprob_bounds(logits_TV, request.sampling, subject.tolerance)
@@ -187,7 +191,7 @@ def _differences(
 
 
 def _expected(subject: EndpointSubject, prompt: Sequence[int], num_draws: float) -> dict[int, float]:
-    """Return how often this many draws give each token on average, for tokens that get a bin of their own."""
+    """Return how often this many draws give each token on average, for tokens that have their own bin."""
     logits_TV = subject.reference.logits(subject.reference.weights, prompt, (0,))
     mean_V = num_draws * distribution(logits_TV, SamplingParams(temperature=DRAW_TEMPERATURE))[0].exp()
     return {token: float(mean_V[token]) for token in (mean_V >= _LEAST_EXPECTED).nonzero()[:, 0].tolist()}
@@ -212,12 +216,12 @@ def _require_drawn(subject: EndpointSubject, what: str, counts: Counter[Any], ex
     rest = num_draws - sum(count for count, _ in bins), num_draws - sum(mean for _, mean in bins)
     if rest[1] >= _LEAST_EXPECTED:
         bins.append(rest)
-    require(len(bins) > 1, f"{what} are nearly certain here: nothing could be told")
-    # Logits off by e move the statistic by the mean of e squared per draw; e is about a quarter of the tolerance.
+    require(len(bins) > 1, f"{what} are nearly certain here: the check is inconclusive")
+    # An error of e in the logits moves the statistic by the mean of e squared per draw; e is about tolerance / 4.
     rounding = num_draws * (subject.tolerance / 4 / DRAW_TEMPERATURE) ** 2
     statistic = sum((count - mean) ** 2 / mean for count, mean in bins)
     halves = torch.tensor([len(bins) - 1, max(0.0, statistic - rounding)], dtype=torch.float64) / 2
-    p = float(torch.special.gammaincc(halves[0], halves[1]))  # of a larger statistic
+    p = float(torch.special.gammaincc(halves[0], halves[1]))  # probability of a larger statistic
     subject.note(**{what: f"{num_draws} draws in {len(bins)} bins, chi-square {statistic:.1f}, p {p:.2g}"})
     require(
         p > _LEAST_P,

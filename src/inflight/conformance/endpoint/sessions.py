@@ -15,13 +15,13 @@ from inflight.wire import UpdateRef, WeightUpdate, WeightVersion
 
 LEVEL = "control"
 T = TypeVar("T")
-_NAMES = "whether run, version and session are remembered of what is open, what is served, and what is over"
+_NAMES = "whether run, version and session are remembered for open, served and ended updates"
 
 
 @check("E-47", "updates", deadline_s=40, look_at=_NAMES)
 async def repeated_calls(subject: EndpointSubject) -> None:
-    """A call of a named session may be repeated: request, a bucket that has arrived, commit and abort change nothing
-    the second time and are answered as the first time."""
+    """A call of a named session may be repeated: a request, a bucket that has arrived, a commit and an abort change
+    nothing the second time and are answered as the first time."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, session_id="first", bucket_bytes=other.size_bytes // 2)
@@ -36,8 +36,8 @@ async def repeated_calls(subject: EndpointSubject) -> None:
     answer = await publisher.commit(update)
     _require_same(answer, await _again(endpoint.commit_weight_update(update.ref), "the commit"), "the commit")
     await subject.require_serves(other, "after a session whose calls were repeated")
-    ended = await _again(endpoint.abort_weight_update(update.ref), "an abort of what was committed")
-    _require_same(answer, ended, "an abort of what was committed")
+    ended = await _again(endpoint.abort_weight_update(update.ref), "an abort of a committed update")
+    _require_same(answer, ended, "an abort of a committed update")
 
     second = await publisher.request(subject.reference.weights, session_id="second")
     await publisher.send(second, subject.reference.weights, 0)
@@ -49,8 +49,8 @@ async def repeated_calls(subject: EndpointSubject) -> None:
 
 @check("E-48", "updates", deadline_s=40, look_at=_NAMES)
 async def late_calls(subject: EndpointSubject) -> None:
-    """A call of a named session that was aborted is refused, even if the abort overtook it, and disturbs no open
-    update."""
+    """A call of a named session that was aborted is refused, even if the abort overtook it, and does not disturb an
+    open update."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     bucket_bytes = other.size_bytes // 2
@@ -75,7 +75,7 @@ async def late_calls(subject: EndpointSubject) -> None:
     answer = await publisher.commit(second)
     require(
         (answer.version, answer.session_id) == (second.version, "second"),
-        f"the commit of session 'second' names version {answer.version} and session {answer.session_id!r}",
+        f"the commit of session 'second' reports version {answer.version} and session {answer.session_id!r}",
     )
     await subject.require_serves(other, "after the second attempt")
 
@@ -92,7 +92,7 @@ def _calls(subject: EndpointSubject, update: WeightUpdate) -> list[tuple[Callabl
 
 
 @check("E-49", "updates", deadline_s=40)
-@look_at("whether the incarnation is looked at before anything of the open update is ended")
+@look_at("whether the incarnation is checked before the open update is touched")
 async def replaced_trainer(subject: EndpointSubject) -> None:
     """Once a later incarnation of a run has called, init_process_group and request_weight_update of an earlier one
     raise FencedError, and the later one's group and update continue."""
@@ -118,8 +118,8 @@ async def replaced_trainer(subject: EndpointSubject) -> None:
     found = await endpoint.weight_version()
     require(
         (found.owner_run_id, found.incarnation) == (later.run_id, 2),
-        f"incarnation 2 of run {later.run_id!r} has taken over; incarnation {found.incarnation} of "
-        f"{found.owner_run_id!r} is named",
+        f"incarnation 2 of run {later.run_id!r} has taken over, but incarnation {found.incarnation} of "
+        f"{found.owner_run_id!r} is reported",
     )
     await later.publish(third)
     await subject.require_serves(third, "after the later incarnation's next update, over the same group")
@@ -130,10 +130,10 @@ async def _again(call: Awaitable[T], what: str) -> T:
     try:
         return await within(SLACK_S, call, f"{what}, repeated,")
     except InflightError as error:
-        fail(f"{what}, repeated, raised {type(error).__name__} ({error}) where it changes nothing and is answered")
+        fail(f"{what}, repeated, raised {type(error).__name__} ({error}) although it changes nothing")
 
 
 def _require_same(first: WeightVersion, again: WeightVersion, what: str) -> None:
-    """Require that two answers name the same weights as served."""
+    """Require that two answers report the same weights as served."""
     served = [(a.state, UpdateRef(run_id=a.run_id or "none", version=a.version), a.session_id) for a in (first, again)]
-    require(served[0] == served[1], f"{what} answered {served[1]}, the call before it {served[0]}")
+    require(served[0] == served[1], f"{what} returned {served[1]}, the previous call {served[0]}")

@@ -12,34 +12,34 @@ from inflight.wire import Completion, EndpointState, GenerateRequest, InFlightPo
 
 LEVEL = "control"
 _NUM_TOKENS = 300
-"""Of each running request at first: it has to run still when the commit comes."""
+"""Initial number of tokens of each running request: it must be still running when the commit arrives."""
 _NUM_TOKENS_UNDISTURBED = 100
 _LEASE_S = 1.2
 _UNIFORM_TOLERANCE = 1e-3
-"""Of a logprob where all logits are zero, which every dtype represents: only the softmax rounds."""
+"""Tolerance of a logprob where all logits are zero, which every dtype represents: only the softmax rounds."""
 
 
 @check("E-45", "updates spans staging", deadline_s=60)
-@look_at("whether buckets arrive beside the model and off the sampling thread, and who calls the pause")
-async def sampling_goes_on(subject: EndpointSubject) -> None:
-    """While a staged update arrives the state is staging and sampling continues from the old weights; only the commit
-    pauses, and spans say where it was."""
+@look_at("whether buckets are received separately from the model and off the sampling thread, and what calls the pause")
+async def sampling_continues(subject: EndpointSubject) -> None:
+    """While a staged update arrives, the state is staging and sampling continues from the old weights; only the commit
+    pauses, and spans record where the weights changed."""
     policy = subject.pausing_policies()[0]
     for num_tokens in subject.lengths(_NUM_TOKENS):
         if num_both := await _stage_and_commit(subject, policy, num_tokens):
             break
         await subject.publisher.publish(subject.reference.weights)
     subject.note(**{"running requests with tokens of both versions": num_both})
-    require(num_both, f"no request, of up to {num_tokens} tokens, was still there when the commit came")
+    require(num_both, f"no request, of up to {num_tokens} tokens, was still running when the commit arrived")
 
 
 async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, num_tokens: int) -> int:
-    """Bring the endpoint to zeros while requests run; return how many of them have tokens of both versions."""
+    """Update the endpoint to zeros while requests run; return how many of them have tokens of both versions."""
     zeros = subject.reference.with_final_norm(0.0, "A with its final norm zeroed")
     publisher = subject.publisher
     before = publisher.version
     await publisher.form_group()
-    running = await subject.start_running(_num_beside_another(subject), max_tokens=num_tokens)
+    running = await subject.start_running(_num_leaving_one_slot(subject), max_tokens=num_tokens)
     update = await publisher.request(zeros, staged=True, in_flight=policy, bucket_bytes=zeros.size_bytes // 3)
     meanwhile: list[tuple[GenerateRequest, Completion]] = []
     for num_arrived in range(len(update.buckets) + 1):
@@ -55,12 +55,12 @@ async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, nu
         meanwhile.append(await within(SERVED_S, subject.ask(max_tokens=4), f"{when}, a request"))
     answer = await publisher.commit(update)
     require_serving(answer, update.version, "the commit")
-    require(answer.run_id == update.run_id, f"the commit of run {update.run_id!r} answered run {answer.run_id!r}")
+    require(answer.run_id == update.run_id, f"the commit of run {update.run_id!r} returned run {answer.run_id!r}")
     late = await subject.ask()
     whole = await require_all_whole(running, "a request that ran while an update was staged and committed")
     for asked in meanwhile:
-        _require_two_weights(subject, *asked, {before: 1.0}, "a request that came while an update was staged")
-    _require_two_weights(subject, *late, {update.version: 0.0}, "a request that came after the commit")
+        _require_two_weights(subject, *asked, {before: 1.0}, "a request that arrived while an update was staged")
+    _require_two_weights(subject, *late, {update.version: 0.0}, "a request that arrived after the commit")
     factors = {before: 1.0, update.version: 0.0}
     num_both = 0
     for (request, _), completion in zip(running, whole, strict=True):
@@ -72,7 +72,7 @@ async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, nu
 def _require_two_weights(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, factors: dict[int, float], what: str
 ) -> None:
-    """Require that spans name only these versions, and tokens have their logprobs: of the old weights, or -ln V."""
+    """Require that spans name only these versions, and that tokens have their logprobs: the old weights' or -ln V."""
     versions = [span.version for span in completion.version_spans for _ in range(span.start, span.end)]
     require(set(versions) <= set(factors), f"spans of {what} name versions {sorted(set(versions))}")
     old, prompt = subject.reference.weights, request.prompt_token_ids
@@ -84,21 +84,21 @@ def _require_two_weights(
         found = completion.logprobs[index]
         require(
             abs(found - wanted) <= tolerance,
-            f"token {index} of {what} is said to be of version {version}: its logprob is {found:.4f}, under that "
+            f"token {index} of {what} is labelled version {version}: its logprob is {found:.4f}, but under that "
             f"version it is {wanted:.4f} (the old weights give {expected[index]:.4f}, -ln V is {uniform:.4f})",
         )
 
 
 @check("E-46", "updates staging", deadline_s=60)
-@look_at("what the end of an update undoes: a pause that there was not, requests, tensors that arrived")
-async def given_up(subject: EndpointSubject) -> None:
-    """A staged update that is aborted, or whose lease ends, disturbs no running request, and the old weights serve
-    on."""
+@look_at("what the end of an update undoes: a pause that never happened, requests, tensors that arrived")
+async def abandoned_update(subject: EndpointSubject) -> None:
+    """A staged update that is aborted, or whose lease expires, disturbs no running request, and the old weights stay in
+    service."""
     policy, publisher = subject.pausing_policies()[0], subject.publisher
     other = subject.reference.perturbed("B")
     for ending in ("an abort", "the end of its lease"):
         await publisher.form_group()
-        running = await subject.start_running(_num_beside_another(subject), max_tokens=_NUM_TOKENS_UNDISTURBED)
+        running = await subject.start_running(_num_leaving_one_slot(subject), max_tokens=_NUM_TOKENS_UNDISTURBED)
         lease_s = 20.0 if ending == "an abort" else _LEASE_S
         options = {"staged": True, "in_flight": policy, "lease_s": lease_s}
         update = await publisher.request(other, bucket_bytes=other.size_bytes // 2, **options)
@@ -118,5 +118,5 @@ async def given_up(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after a staged update that was committed")
 
 
-def _num_beside_another(subject: EndpointSubject) -> int:
+def _num_leaving_one_slot(subject: EndpointSubject) -> int:
     return max(1, min(2, subject.capabilities.max_concurrent_sequences - 1))

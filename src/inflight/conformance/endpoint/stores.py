@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.conformance.checks import check, look_at
-from inflight.conformance.endpoint.aftermath import settled
+from inflight.conformance.endpoint.aftermath import wait_until_settled
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.wire import TransportName
 
@@ -12,15 +12,15 @@ LEVEL = "stores"
 
 @check("U-60", "updates shm", deadline_s=40, store="shm", event="its memory is overwritten or removed")
 @check("U-61", "updates file", deadline_s=40, store="file", event="its files are replaced")
-@check("U-62", "updates http", deadline_s=40, store="http", event="the trainer's server is gone")
+@check("U-62", "updates http", deadline_s=40, store="http", event="the trainer's server has ended")
 @check("U-63", "updates ipc", deadline_s=40, store="ipc", event="its memory is overwritten or removed")
 @look_at(
-    "where the transport's part of docs/contract.md puts a bucket, and whether it is copied before its memory is "
+    "where the transport's section of docs/contract.md places a bucket, and whether it is copied before its memory is "
     "written again"
 )
-async def stored(subject: EndpointSubject, store: TransportName, event: str) -> None:
+async def updates_over_stores(subject: EndpointSubject, store: TransportName, event: str) -> None:
     """An update over {store} arrives, and what is served does not change when {event}."""
-    # Two updates, a third that is stored and aborted, one over another group, and the store is removed.
+    # Two updates, a third that is stored and aborted, one over another group; then the store is removed.
     publisher = subject.another_publisher(transport=store)
     first, second = subject.reference.perturbed("B"), subject.reference.perturbed("C", seed=2)
     third = subject.reference.with_final_norm(-1.0, "D")
@@ -31,7 +31,7 @@ async def stored(subject: EndpointSubject, store: TransportName, event: str) -> 
     update = await publisher.request(third, bucket_bytes=bucket_bytes)
     await publisher.send_all(update, third)
     await publisher.abort(update)
-    await settled(subject, "after the abort of what was stored")
+    await wait_until_settled(subject, "after the abort of a stored update")
     await subject.require_serves(second, "after the next update was stored, and aborted")
     publisher.lose_group()
     await publisher.publish(first, bucket_bytes=bucket_bytes)

@@ -1,4 +1,4 @@
-"""The endpoint under check, with what checks ask of it: requests, publishes, expectations."""
+"""The endpoint under check, with helpers for checks: requests, publishes, expectations."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ Running = list[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]]
 ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 STORES: tuple[TransportName, ...] = ("shm", "file", "http", "ipc")
 TOLERANCES = {"float64": 5e-4, "float32": 5e-4, "float16": 0.05, "bfloat16": 0.25}
-"""Largest difference between equal logprobs, by the dtype an engine computes in: logits of about 10 have a resolution
-of 1e-6, 0.01 and 0.06, and pass through two layers of rounding. The reference computes in float32."""
+"""Largest difference between equal logprobs, by the dtype that an engine computes in: logits of about 10 have a
+resolution of 1e-6, 0.01 and 0.06, and pass through two layers of rounding. The reference computes in float32."""
 
 
 class EndpointSubject:
-    """An endpoint as checks see it: the same object for all checks, with a publisher of its own for each."""
+    """An endpoint as checks see it: one object for all checks, with a new publisher for each."""
 
     capabilities: Capabilities
     """What the endpoint reported when it was opened."""
     opened: Opened
     publisher: SteppedPublisher
-    """The trainer side; a new run for every check."""
+    """The trainer side, with a new run for every check."""
     can_fail: FailingEngine | None
-    """What makes an apply of the endpoint fail, if the kit can do that."""
+    """The engine whose apply can be made to fail, if the kit could install one."""
 
     def __init__(self, target: EndpointTarget, directory: Path, start_deadline_s: float) -> None:
         self.target = target
         self.directory = directory
-        """For files; it lasts as long as the kit."""
+        """Directory for files; it lasts as long as the kit."""
         self.evidence: dict[str, Any] = {}
         self._start_deadline_s = start_deadline_s
         self._num_requests = 0
@@ -95,7 +95,7 @@ class EndpointSubject:
             "process": (opened.process is not None, "not a server that the kit started; see --serve"),
             "failing": (
                 self.can_fail is not None,
-                "it takes weights in another process, or not by an UpdateReceiver: no apply can be made to fail",
+                "it receives weights in another process, or without an UpdateReceiver: no apply can be made to fail",
             ),
             "staging": (capabilities.staging, "staging is not supported"),
             "partial_rollouts": (capabilities.partial_rollouts, "partial rollouts are not supported"),
@@ -111,7 +111,7 @@ class EndpointSubject:
                 f"in-flight policy {policy} is not supported",
             )
         for store in STORES:
-            offers[store] = (is_near, f"the endpoint at {host} may not see what the kit stores on this host")
+            offers[store] = (is_near, f"the endpoint at {host} may not see files that the kit stores on this host")
             if find_transport(store).needs_gpu and not torch.cuda.is_available():
                 offers[store] = (False, f"{store} shares a GPU's memory, and torch sees no GPU in the kit's process")
             if store not in capabilities.transports:
@@ -124,21 +124,21 @@ class EndpointSubject:
 
     @property
     def streaming(self) -> StreamingEndpoint:
-        """The endpoint, if it supports streaming; fails the check if its streaming methods are not there."""
+        """The endpoint, if it supports streaming; fails the check if its streaming methods are missing."""
         if not isinstance(self.endpoint, StreamingEndpoint):
             fail(f"streaming is reported as supported, but {type(self.endpoint).__name__} has no generate_stream")
         return self.endpoint
 
     @property
     def aborting(self) -> AbortingEndpoint:
-        """The endpoint, if it supports partial rollouts; fails the check if its method is not there."""
+        """The endpoint, if it supports partial rollouts; fails the check if its method is missing."""
         if not isinstance(self.endpoint, AbortingEndpoint):
             fail(f"partial_rollouts is reported as supported, but {type(self.endpoint).__name__} has no abort_requests")
         return self.endpoint
 
     @property
     def releasing(self) -> ReleasingEndpoint:
-        """The endpoint, if it supports releasing memory; fails the check if the methods are not there."""
+        """The endpoint, if it supports releasing memory; fails the check if the methods are missing."""
         if not isinstance(self.endpoint, ReleasingEndpoint):
             fail(f"releases_memory is reported as supported, but {type(self.endpoint).__name__} has no release_memory")
         return self.endpoint
@@ -155,27 +155,27 @@ class EndpointSubject:
         return self.target.tolerance or TOLERANCES.get(self.capabilities.dtype, 0.25)
 
     def note(self, **evidence: Any) -> None:
-        """Add to the evidence of the present check."""
+        """Add to the evidence of the current check."""
         self.evidence.update(evidence)
 
     async def enter(self, context: contextlib.AbstractAsyncContextManager[T]) -> T:
-        """Enter a context that is left when the present check ends, however it ends."""
+        """Enter a context that is exited when the current check ends, however it ends."""
         return await self._per_check.enter_async_context(context)
 
     def begin(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a call; what is left of it is cancelled when the present check ends."""
+        """Start a call, which is cancelled if it still runs when the current check ends."""
         task = start(call)
         self._tasks.append(task)
         return task
 
     async def fresh(self, model: Path) -> Opened:
-        """Start another endpoint that serves ``model``, until the present check ends. Needs ``fresh``."""
+        """Return another endpoint that serves ``model`` until the current check ends. Needs ``fresh``."""
         return await self.enter(opened(self.target, model, self.directory, self._start_deadline_s))
 
     def another_publisher(
         self, *, run_id: str | None = None, incarnation: int = 0, transport: TransportName | None = None
     ) -> SteppedPublisher:
-        """Return another trainer side, until the present check ends: of another run unless ``run_id`` names one.
+        """Return another trainer side, until the current check ends: of another run unless ``run_id`` names one.
 
         Its versions continue this run's.
         """
@@ -189,11 +189,11 @@ class EndpointSubject:
         return other
 
     async def another_connection(self) -> InferenceEndpoint:
-        """Return the same endpoint, by a client of its own where it speaks HTTP, until the present check ends."""
+        """Return the same endpoint, through its own client if it speaks HTTP, until the current check ends."""
         return self.endpoint if self.opened.url is None else await self.another_client()
 
     async def another_client(self) -> InferenceEndpoint:
-        """Return a further client of the server, made like the first one, until the present check ends.
+        """Return a further client of the server, made like the first one, until the current check ends.
 
         Without a server there is only one client, which is returned.
         """
@@ -202,48 +202,50 @@ class EndpointSubject:
         return await self.enter(contextlib.aclosing(self.opened.connect()))
 
     def prompt(self, length: int = 12, seed: int = 0) -> tuple[int, ...]:
-        """Return ids that no text would encode to, from all over the vocabulary."""
+        """Return ids that no text would encode to, from the whole vocabulary."""
         return tuple(random.Random(seed).choices(range(self.capabilities.vocab_size), k=length))
 
-    def room(self, prompt: Sequence[int] | None = None) -> int:
-        """Return how many tokens the context holds behind a prompt, by default the usual one."""
+    def remaining_tokens(self, prompt: Sequence[int] | None = None) -> int:
+        """Return how many tokens fit in the context after a prompt, by default the usual one."""
         return self.capabilities.max_model_len - len(self.prompt() if prompt is None else prompt)
 
     def lengths(self, num_tokens: int) -> list[int]:
         """Return lengths to try in turn, from ``num_tokens`` up, where an engine may be too fast for the first."""
-        longest = self.room()
+        longest = self.remaining_tokens()
         return [*(length for length in (num_tokens, 4 * num_tokens) if length < longest), longest]
 
     def request(self, prompt: Sequence[int] | None = None, *, stream: bool = False, **sampling: Any) -> GenerateRequest:
-        """Return a request with an id of its own: 8 tokens from seed 7 that ignore the end, unless told otherwise."""
+        """Return a request with a new id: by default 8 tokens from seed 7, with ignore_eos."""
         self._num_requests += 1
         return GenerateRequest(
             request_id=f"check-{id(self):x}-{self._num_requests}",
             prompt_token_ids=tuple(self.prompt() if prompt is None else prompt),
-            sampling=SamplingParams(**self._declared({"max_tokens": 8, "ignore_eos": True, "seed": 7, **sampling})),
+            sampling=SamplingParams(
+                **self._supported_sampling({"max_tokens": 8, "ignore_eos": True, "seed": 7, **sampling})
+            ),
             stream=stream,
         )
 
     def chat_request(self, **options: Any) -> ChatCompletionRequest:
-        """Return a chat request to the reported model: 8 tokens from seed 7, unless told otherwise."""
+        """Return a chat request to the reported model: by default 8 tokens from seed 7."""
         message = ChatMessage(role="user", content="Name three rivers.")
-        settings = self._declared({"max_tokens": 8, "seed": 7, **options})
+        settings = self._supported_sampling({"max_tokens": 8, "seed": 7, **options})
         return ChatCompletionRequest(model=self.capabilities.model, messages=(message,), **settings)
 
-    def _declared(self, sampling: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters, without a seed if the endpoint takes none."""
+    def _supported_sampling(self, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Return the parameters, without a seed if the endpoint does not support seeds."""
         return sampling if self.capabilities.seeds else {**sampling, "seed": None}
 
     def repeatable(self, seed: int) -> dict[str, Any]:
-        """Return parameters under which a prompt gets the same tokens again: a seed, else greedy decoding."""
+        """Return parameters under which a prompt gets the same tokens again: a seed, or else greedy decoding."""
         return {"seed": seed} if self.capabilities.seeds else {"temperature": 0.0}
 
     def pausing_policies(self) -> list[InFlightPolicy]:
-        """Return the reported policies under which requests continue after an update; skip the check without any."""
+        """Return the supported policies under which requests continue after an update; skip the check without any."""
         policies = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
         if supported := [policy for policy in policies if policy in self.capabilities.in_flight_policies]:
             return supported
-        skip("neither keep nor recompute is supported: no request runs on across an update")
+        skip("neither keep nor recompute is supported: no request continues across an update")
 
     async def ask(
         self, prompt: Sequence[int] | None = None, *, endpoint: InferenceEndpoint | None = None, **sampling: Any
@@ -257,13 +259,13 @@ class EndpointSubject:
         return (await self.ask(prompt, **sampling))[1]
 
     async def seconds_to_fill_the_context(self) -> float:
-        """Return how long a request to the end of the context would take, from one of 100 tokens."""
-        started, longest = time.monotonic(), self.room()
+        """Return how long a request to the end of the context would take, estimated from one of 100 tokens."""
+        started, longest = time.monotonic(), self.remaining_tokens()
         await self.generate(max_tokens=(probed := min(100, longest)))
         return (time.monotonic() - started) * longest / probed
 
     def start(self, num: int, max_tokens: int) -> Running:
-        """Start requests, whether they can run now or not."""
+        """Start requests, whether or not they can run now, and return them."""
         requests = [self.request(self.prompt(seed=i), max_tokens=max_tokens, seed=i) for i in range(num)]
         return [(request, self.begin(self.endpoint.generate(request))) for request in requests]
 
@@ -275,11 +277,11 @@ class EndpointSubject:
         prompt: Sequence[int] | None = None,
         **sampling: Any,
     ) -> Running:
-        """Start long requests and return once all are being decoded.
+        """Start long requests and return them once all are being decoded.
 
         They are no more than the endpoint decodes at a time. By default they run to the end of the context, so that
         they outlast a few updates. Requests of ``max_tokens`` that ended before the endpoint could be asked what it
-        runs are started again, four times as long: the requests that are returned say how long they are.
+        runs are started again, four times as long: the returned requests show how long they are.
         """
         num = min(num, self.capabilities.max_concurrent_sequences)
         deadline = time.monotonic() + 8.0
@@ -287,7 +289,7 @@ class EndpointSubject:
             running: Running = []
             for i in range(num):
                 asked = self.prompt(seed=100 + i) if prompt is None else prompt
-                longest = min(max_tokens or self.room(asked), self.room(asked))
+                longest = min(max_tokens or self.remaining_tokens(asked), self.remaining_tokens(asked))
                 request = self.request(asked, **{"max_tokens": longest, "seed": 100 + i, **sampling})
                 running.append((request, self.begin(self.endpoint.generate(request))))
             tasks = [task for _, task in running]
@@ -310,7 +312,7 @@ class EndpointSubject:
         return True
 
     def difference(self, found: Sequence[float], expected: torch.Tensor) -> float:
-        """Return the largest difference between logprobs, infinite where one of them is not finite."""
+        """Return the largest difference between logprobs; infinite if one of them is not finite."""
         gap = (torch.tensor(list(found), dtype=torch.float64) - expected.double()).abs()
         return float(torch.nan_to_num(gap, nan=float("inf")).max())
 
@@ -321,7 +323,7 @@ class EndpointSubject:
         completion: Completion,
         reference: ReferenceCheckpoint | None = None,
     ) -> float:
-        """Return by how much the logprobs of a completion differ from those under ``weights``, at most."""
+        """Return the largest difference between the logprobs of a completion and those under ``weights``."""
         tokens, reference = completion.token_ids, reference or self.reference
         expected = reference.logprobs(weights, request.prompt_token_ids, tokens, request.sampling)
         return self.difference(completion.logprobs, expected)
@@ -331,7 +333,7 @@ class EndpointSubject:
         return self.gap(weights, *await self.ask(prompt))
 
     async def require_serves(self, weights: ReferenceWeights, when: str, prompt: Sequence[int] | None = None) -> None:
-        """Require that a fresh request samples from ``weights``, whole; the difference becomes evidence."""
+        """Require that a fresh request samples from exactly ``weights``; the difference becomes evidence."""
         gap = await self.gap_now(weights, prompt)
         self.note(**{f"largest logprob difference from {weights.label}, {when}": gap})
         require(
@@ -349,7 +351,7 @@ class EndpointSubject:
         require(gap <= self.tolerance, words)
 
     async def require_state(self, state: EndpointState, when: str) -> None:
-        """Require that the endpoint states that it is in ``state``."""
+        """Require that the endpoint reports ``state``."""
         found = (await self.endpoint.weight_version()).state
         require(found is state, f"{when}, the state is {found}, not {state}")
 
@@ -370,15 +372,15 @@ class EndpointSubject:
             self.note(**{what.rstrip(","): f"{error} ({time.monotonic() - started:.2g} s)"})
             return
         except (InflightError, ValueError) as error:
-            fail(f"{what} raised {type(error).__name__} ({error}) where {names} is due")
-        fail(f"{what} was accepted (answer: {str(answer)[:200]}) where {names} is due")
+            fail(f"{what} raised {type(error).__name__} ({error}) where {names} is required")
+        fail(f"{what} was accepted (answer: {str(answer)[:200]}) where {names} is required")
 
     async def require_refused(self, call: Any, what: str) -> None:
         """Require that awaiting ``call`` raises `UpdateRefusedError`."""
         await self.require_raises(call, UpdateRefusedError, what)
 
     async def leave(self) -> None:
-        """Leave what the check started and entered."""
+        """End the calls that the check started, and exit the contexts that it entered."""
         tasks, self._tasks = self._tasks, []
         stack, self._per_check = self._per_check, contextlib.AsyncExitStack()
         await cancel_and_wait(*tasks)

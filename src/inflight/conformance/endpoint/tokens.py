@@ -1,4 +1,4 @@
-"""Level tokens: ids and logprobs, refusals, requests that run side by side, and callers that leave."""
+"""Level tokens: ids and logprobs, refusals, concurrent requests, and callers that disconnect."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from inflight.wire import EndpointState, GenerateRequest, GenerateResponse, chec
 
 LEVEL = "tokens"
 _GONE_S = 5.0
-"""From the moment a caller leaves until nothing of its request runs."""
+"""Seconds from the moment a caller disconnects until nothing of its request may run."""
 _MOST_COMPLETIONS = 1024
-_MOST_PLACES = 256
+_MAX_SLOTS = 256
 _LONG, _SHORT = 512, 4
-"""Tokens of the requests that fill the endpoint, and of the one asked for beside them."""
+"""Tokens of the requests that fill the endpoint, and of the additional one."""
 _ADMITTED_S = 0.2
-"""For sent requests to be in their places."""
+"""Time for sent requests to be admitted."""
 _TIMES_SLOWER = 5.0
 _FIRST_S = 20.0
-"""For the first time: an engine may compile while it is filled."""
+"""Time limit for the first attempt: an engine may compile while it is filled."""
 
 
 @check("E-10", "model", deadline_s=40)
 @look_at("whether ids pass through text, whether a first token is added, and which step a logprob is read from")
 async def ids_as_sent(subject: EndpointSubject) -> None:
-    """The token ids of a prompt are used unchanged: logprobs are those of the reference behind the same ids."""
+    """The token ids of a prompt are used unchanged: logprobs are those of the reference after the same ids."""
     # No text encodes to these prompts.
     weights = subject.reference.weights
     prompts = [subject.prompt(length, seed=length) for length in (1, 2, 3, 12, 40)]
@@ -42,15 +42,15 @@ async def ids_as_sent(subject: EndpointSubject) -> None:
     prompts.append((subject.prompt(1, seed=5)[0],) * 9)
     for prompt in prompts:
         gap = subject.gap(weights, *await subject.ask(prompt[: subject.capabilities.max_model_len - 8]))
-        subject.note(**{f"logprob difference behind {len(prompt)} ids from {prompt[0]}": gap})
+        subject.note(**{f"logprob difference after {len(prompt)} ids from {prompt[0]}": gap})
         require(
             gap <= subject.tolerance,
-            f"behind the {len(prompt)} ids {list(prompt[:8])}, logprobs differ by up to {gap:.3g} from the reference's "
+            f"after the {len(prompt)} ids {list(prompt[:8])}, logprobs differ by up to {gap:.3g} from the reference's "
             f"(tolerance {subject.tolerance:g})",
         )
 
 
-@check("E-11", look_at="how the answer is put together from what the engine reports")
+@check("E-11", look_at="how the answer is assembled from the engine's output")
 async def one_logprob_per_token(subject: EndpointSubject) -> None:
     """Every sampled token is listed with one finite logprob and covered by a version span, under the request's id."""
     request = subject.request(n=3, max_tokens=32)
@@ -61,10 +61,10 @@ async def one_logprob_per_token(subject: EndpointSubject) -> None:
     require(indexes == [0, 1, 2], f"completions of n=3 have the indexes {indexes}")
     for completion in response.completions:
         ids, logprobs = completion.token_ids, completion.logprobs
-        require(len(ids) == 32, f"{len(ids)} tokens came back for max_tokens=32 without an end of sequence")
+        require(len(ids) == 32, f"{len(ids)} tokens were returned for max_tokens=32 without an end of sequence")
         require(len(logprobs) == len(ids), f"{len(ids)} tokens came with {len(logprobs)} logprobs")
         outside = [i for i in ids if not 0 <= i < subject.capabilities.vocab_size]
-        require(not outside, f"token ids {outside[:4]} are outside of the vocabulary")
+        require(not outside, f"token ids {outside[:4]} are outside the vocabulary")
         wrong = [p for p in logprobs if not (math.isfinite(p) and p <= 0)]
         require(not wrong, f"{wrong[:4]} are not logarithms of probabilities")
         try:
@@ -78,11 +78,11 @@ async def one_logprob_per_token(subject: EndpointSubject) -> None:
 
 
 @check("E-22", deadline_s=60)
-@look_at("where requests are tested: before the engine truncates them or looks them up by id")
+@look_at("where requests are validated: before the engine truncates them or looks them up by id")
 async def refusals(subject: EndpointSubject) -> None:
     """A request that does not fit, or whose id is in use, is refused with InvalidRequestError and disturbs nothing."""
     longest, refusal = subject.capabilities.max_model_len, InvalidRequestError
-    ((running, answer),) = await subject.start_running(1, max_tokens=min(300, subject.room()))
+    ((running, answer),) = await subject.start_running(1, max_tokens=min(300, subject.remaining_tokens()))
     twice = subject.request(max_tokens=4).model_copy(update={"request_id": running.request_id})
     await subject.require_raises(subject.endpoint.generate(twice), refusal, "the id of a running request, used again,")
     for length, max_tokens in ((longest, 1), (longest + 100, 1), (longest + 100, None), (12, longest), (12, 10**6)):
@@ -92,23 +92,23 @@ async def refusals(subject: EndpointSubject) -> None:
     await subject.require_state(EndpointState.READY, "after the refusals")
     completion = (await answer).completions[0]
     num, num_asked = len(completion.token_ids), running.sampling.max_tokens
-    require(num == num_asked, f"the request that ran beside the refusals has {num} of {num_asked} tokens")
+    require(num == num_asked, f"the request that ran during the refusals has {num} of {num_asked} tokens")
     again = await subject.endpoint.generate(twice)
-    subject.note(beside=num, served_again=len(again.completions[0].token_ids))
+    subject.note(running=num, served_again=len(again.completions[0].token_ids))
     require(len(again.completions[0].token_ids) == 4, "an id whose request had ended was not served again")
 
 
 @check("E-25", deadline_s=60)
 @look_at("whether a cancelled call or a closed connection aborts the request inside the engine")
 async def a_caller_leaves(subject: EndpointSubject) -> None:
-    """A request ends when its caller leaves: nothing of it runs a few seconds later."""
-    # With so many long completions the request cannot have ended by itself.
+    """A request ends when its caller disconnects: nothing of it runs a few seconds later."""
+    # With so many long completions, the request cannot have ended on its own.
     wanted = min(_MOST_COMPLETIONS, 4 * subject.capabilities.max_concurrent_sequences)
     ((_, answer),) = await subject.start_running(1, n=wanted)
     answer.cancel()
     await _require_idle(subject, "generate")
     if subject.capabilities.streaming:
-        request = subject.request(stream=True, n=wanted, max_tokens=subject.room())
+        request = subject.request(stream=True, n=wanted, max_tokens=subject.remaining_tokens())
         reader = subject.begin(_read(subject, request))
         while (await subject.endpoint.weight_version()).num_running == 0:
             require(not reader.done(), "a stream of thousands of tokens ended at once")
@@ -120,7 +120,7 @@ async def a_caller_leaves(subject: EndpointSubject) -> None:
 @check("E-26", "model", deadline_s=60)
 @look_at("the attention mask and positions of a batch, and how answers find their requests")
 async def neighbours(subject: EndpointSubject) -> None:
-    """Requests that run at once do not disturb one another: each gets its own answer, as if it were alone."""
+    """Concurrent requests do not disturb one another: each gets its own answer, as if it were alone."""
     num_others = min(16, subject.capabilities.max_concurrent_sequences - 1)
     if num_others < 1:
         skip("one sequence runs at a time")
@@ -138,12 +138,12 @@ async def neighbours(subject: EndpointSubject) -> None:
         largest = max(largest, gap)
         require(gap <= subject.tolerance, f"of {len(answered)} requests at once, one has logprobs {gap:.3g} off")
     subject.note(**{f"largest logprob difference of {len(answered)} requests at once": largest})
-    require_repeated(subject, zip(alone, crowded, strict=True), "alone and beside others")
+    require_repeated(subject, zip(alone, crowded, strict=True), "alone and among others")
 
 
 async def _require_idle(subject: EndpointSubject, call: str) -> None:
     left = time.monotonic()
-    await until_running(subject, 0, _GONE_S, f"the request whose caller left {call} was still running")
+    await until_running(subject, 0, _GONE_S, f"the request whose caller cancelled {call} was still running")
     subject.note(**{f"seconds until idle, {call}": round(time.monotonic() - left, 3)})
 
 
@@ -159,28 +159,28 @@ async def _read(subject: EndpointSubject, request: GenerateRequest) -> None:
 
 @check("E-63", deadline_s=90)
 @look_at(
-    "whether a request that is cancelled ends in the engine, running or waiting, or only in the books, and what its "
-    "end gives back"
+    "whether a request that is cancelled ends in the engine, running or waiting, or only in the bookkeeping, and what "
+    "its end releases"
 )
-async def places_come_back(subject: EndpointSubject) -> None:
-    """As many sequences run at a time as are reported, even after the callers of more requests than that have left: a
-    request whose caller leaves gives its place back."""
-    num_places = subject.capabilities.max_concurrent_sequences
-    if num_places > _MOST_PLACES:
-        skip(f"{num_places} sequences run at a time, and the kit fills {_MOST_PLACES} places at most")
-    before_s = await fill_places(subject, "before any caller left", _FIRST_S)
+async def slots_are_released(subject: EndpointSubject) -> None:
+    """As many sequences run at a time as are reported, even after the callers of more requests than that have
+    disconnected: a request whose caller disconnects releases its slot."""
+    num_slots = subject.capabilities.max_concurrent_sequences
+    if num_slots > _MAX_SLOTS:
+        skip(f"{num_slots} sequences run at a time, and the kit fills at most {_MAX_SLOTS} slots")
+    before_s = await fill_slots(subject, "before any caller disconnected", _FIRST_S)
     limit_s = _GONE_S + _TIMES_SLOWER * before_s
     subject.note(**{"seconds until one more was answered, before": before_s, "limit": limit_s})
     num_left = 0
     for is_streamed in (False, *((True,) if subject.capabilities.streaming else ())):
-        num_left += await _leave(subject, 2 * num_places, is_streamed)
-        when = f"after the callers of {num_left} requests left"
-        after_s = await fill_places(subject, when, limit_s)
+        num_left += await _leave(subject, 2 * num_slots, is_streamed)
+        when = f"after the callers of {num_left} requests disconnected"
+        after_s = await fill_slots(subject, when, limit_s)
         subject.note(**{f"seconds until one more was answered, {when}": after_s})
 
 
-async def fill_places(subject: EndpointSubject, when: str, limit_s: float) -> float:
-    """Fill all places but one, ask for one more, and require that it is answered while all the others run.
+async def fill_slots(subject: EndpointSubject, when: str, limit_s: float) -> float:
+    """Fill all slots but one, and require that one more request is answered while all the others run.
 
     Return how long that took.
     """
@@ -189,7 +189,7 @@ async def fill_places(subject: EndpointSubject, when: str, limit_s: float) -> fl
         started = time.monotonic()
         others = [task for _, task in subject.start(num_others, num_tokens)]
         await asyncio.sleep(_ADMITTED_S)
-        what = f"{when}, one request beside {num_others} others"
+        what = f"{when}, one request next to {num_others} others"
         await within(limit_s, subject.generate(max_tokens=_SHORT), what)
         seconds = time.monotonic() - started
         num_ended = sum(task.done() for task in others)
@@ -203,9 +203,9 @@ async def fill_places(subject: EndpointSubject, when: str, limit_s: float) -> fl
 
 
 async def _leave(subject: EndpointSubject, num: int, is_streamed: bool) -> int:
-    """Start requests to the end of the context, some of which wait, and leave them; return their number."""
+    """Start requests to the end of the context, some of which wait, and cancel them; return their number."""
     requests = [
-        subject.request(subject.prompt(seed=i), max_tokens=subject.room(), seed=i, stream=is_streamed)
+        subject.request(subject.prompt(seed=i), max_tokens=subject.remaining_tokens(), seed=i, stream=is_streamed)
         for i in range(num)
     ]
     ask = partial(_read, subject) if is_streamed else subject.endpoint.generate

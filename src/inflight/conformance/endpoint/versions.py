@@ -23,16 +23,16 @@ _SHARPNESS = 4.0
 """Factor on the final norm of both colours, so that few tokens are likely under both."""
 _NUM_UPDATES = 4
 _NUM_TOKENS = 600
-"""Of each running request: enough for a few updates."""
+"""Tokens of each running request: enough for a few updates."""
 _DECISIVE = 5.0
 """From this difference of a token's logprobs under A and B, in nats, its colour is certain."""
-_LOOK_AT = "when the version of a token is noted: at its sampling, in the step that used the weights, not at admission"
+_LOOK_AT = "when the version of a token is recorded: in the step that sampled it with the weights, not at admission"
 
 
 async def publish_next(
     subject: EndpointSubject, published: dict[int, ReferenceWeights], policy: InFlightPolicy | None = None
 ) -> None:
-    """Publish A and B in turn, whose logits are each other's negatives, and add the version to ``published``."""
+    """Publish the next of A and B, whose logits are each other's negatives, and add the version to ``published``."""
     is_a = subject.publisher.version % 2 == 0
     colour = subject.reference.with_final_norm(_SHARPNESS if is_a else -_SHARPNESS, "A" if is_a else "B")
     await subject.publisher.publish(colour, in_flight=policy)
@@ -53,7 +53,9 @@ def check_spans(
     sign = {v: 1.0 if w.label == first.label else -1.0 for v, w in weights.items()}
     by_sign = {s: chosen(distribution(s * logits_TV, request.sampling), completion.token_ids) for s in (1.0, -1.0)}
     versions = [span.version for span in completion.version_spans for _ in range(span.start, span.end)]
-    require(set(versions) <= set(sign), f"spans name versions {sorted(set(versions))}, published were {sorted(sign)}")
+    require(
+        set(versions) <= set(sign), f"spans name versions {sorted(set(versions))}, but {sorted(sign)} were published"
+    )
     signs_T = torch.tensor([sign[version] for version in versions])
     claimed_T = torch.where(signs_T > 0, by_sign[1.0], by_sign[-1.0])
     other_T = torch.where(signs_T > 0, by_sign[-1.0], by_sign[1.0])
@@ -63,7 +65,7 @@ def check_spans(
     if bool((wrong_T | betrayed_T).any()):
         index = int((wrong_T | betrayed_T).nonzero()[0])
         fail(
-            f"token {index} of {len(versions)} is said to be of version {versions[index]}, which is "
+            f"token {index} of {len(versions)} is labelled version {versions[index]}, which is "
             f"{weights[versions[index]].label}: its logprob was {found_T[index]:.3f}, it is {claimed_T[index]:.3f} "
             f"under that version and {other_T[index]:.3f} under the other; spans {_short(completion.version_spans)}"
         )
@@ -72,8 +74,8 @@ def check_spans(
 
 @check("U-20", "updates spans keep", deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.KEEP)
 @check("U-21", "updates spans recompute", deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.RECOMPUTE)
-async def spans_while_requests_go_on(subject: EndpointSubject, policy: InFlightPolicy) -> None:
-    """Under {policy}, every token's span names the version whose weights it was sampled from, over any number of
+async def spans_while_requests_continue(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+    """Under {policy}, every token's span names the version whose weights it was sampled from, across any number of
     updates."""
     published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
@@ -89,7 +91,7 @@ async def spans_while_requests_go_on(subject: EndpointSubject, policy: InFlightP
 @check("U-22", "updates drain", deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.DRAIN)
 @check("U-23", "updates abort", deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.ABORT)
 async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightPolicy) -> None:
-    """Under {policy}, a completion has tokens of one version only, and names it."""
+    """Under {policy}, a completion has tokens of only one version, and names it."""
     published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
     for _ in range(_NUM_UPDATES):
@@ -103,7 +105,7 @@ async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightP
             require(len(named) < 2, f"a request that ran before a pause by {policy} has tokens of versions {named}")
             check_spans(subject, request, completion, published)
             in_flight += named in ([], [version - 1])
-        # Not all of them: an engine may first see a request that was sent to it when it is already paused.
+        # Not all of them: a request that was sent before a pause may reach the engine after it.
         require(in_flight > 0, f"no request that ran before version {version} was published names {version - 1}")
     await _check_all(subject, subject.start(4, 24), published)
 
@@ -123,7 +125,7 @@ async def streamed_versions(subject: EndpointSubject) -> None:
     reading = subject.begin(read())
     for _ in range(2):
         seen = len(chunks)
-        while len(chunks) < seen + 4 and not reading.done():  # noqa: ASYNC110 - it is the reader that ends
+        while len(chunks) < seen + 4 and not reading.done():  # noqa: ASYNC110 - the reader appends the chunks
             await asyncio.sleep(0.002)
         await publish_next(subject, published)
     await reading
@@ -156,5 +158,5 @@ async def _check_all(subject: EndpointSubject, running: Running, published: Mapp
         num_tokens, num_decisive = num_tokens + tokens, num_decisive + decisive
         seen |= {span.version for span in completion.version_spans}
     subject.note(**{"tokens": num_tokens, "tokens of one colour": num_decisive, "versions named": sorted(seen)})
-    require(num_decisive > num_tokens / 4, f"only {num_decisive} of {num_tokens} tokens tell their colour")
+    require(num_decisive > num_tokens / 4, f"only {num_decisive} of {num_tokens} tokens show their colour")
     return seen

@@ -16,9 +16,9 @@ T = TypeVar("T")
 SLACK_S = 4.0
 """How much later than its own deadline a call or a lease may end: slow machines, and time for the reason to arrive."""
 GRACE_S = 0.3
-"""For what left the endpoint before a call returned, and is still on its way."""
+"""Time for answers that left the endpoint before a call returned and are still in transit."""
 SERVED_S = 15.0
-"""For a few hundred tokens of a few requests, on any engine."""
+"""Time for a few hundred tokens of a few requests, on any engine."""
 
 
 async def within(seconds: float, call: Awaitable[T], what: str) -> T:
@@ -36,7 +36,7 @@ async def within(seconds: float, call: Awaitable[T], what: str) -> T:
 async def until(
     holds: Callable[[], object], seconds: float, what: str, tasks: Iterable[asyncio.Future[Any]] = ()
 ) -> None:
-    """Return once ``holds`` does. Fail the check if that takes longer; raise what one of the tasks raises meanwhile."""
+    """Return once ``holds()`` is true. Fail the check if that takes longer; raise what a task raises meanwhile."""
     deadline, watched = time.monotonic() + seconds, list(tasks)
     while not holds():
         for task in watched:

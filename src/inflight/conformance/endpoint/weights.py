@@ -1,4 +1,4 @@
-"""Level weights: what an update does to the distribution that tokens are sampled from."""
+"""Level weights: how an update changes the distribution that tokens are sampled from."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _REFUSE = "whether request_weight_update compares names, shapes and dtypes with 
 
 @check("U-01", "updates", look_at=_LOAD)
 async def identity_update(subject: EndpointSubject) -> None:
-    """An update with the weights that are already served leaves every logprob as it was."""
+    """An update with the weights that are already served leaves every logprob unchanged."""
     await subject.require_serves(subject.reference.weights, "before the update")
     await subject.publisher.publish(subject.reference.weights)
     await subject.require_serves(subject.reference.weights, "after the update")
 
 
-@check("U-02", "updates", look_at="whether the commit switches to the tensors that arrived, all of them and at once")
+@check("U-02", "updates", look_at="whether the commit switches to all the tensors that arrived, at once")
 async def doubled_final_norm(subject: EndpointSubject) -> None:
-    """A changed tensor changes the logprobs as arithmetic says: a doubled final norm doubles every logit."""
+    """A changed tensor changes the logprobs as arithmetic predicts: a doubled final norm doubles every logit."""
     doubled = subject.reference.with_final_norm(2.0, "A with its final norm doubled")
     await _require_would_show(subject, doubled)
     await subject.publisher.publish(doubled)
@@ -41,9 +41,9 @@ async def doubled_final_norm(subject: EndpointSubject) -> None:
 
 
 @check("U-03", "updates")
-@look_at("whether V is the vocabulary that the head computes, and padding rows are left out of it")
+@look_at("whether V is the vocabulary that the head computes, and whether padding rows are excluded from it")
 async def zeroed_final_norm(subject: EndpointSubject) -> None:
-    """With a final norm of zeros every token has the logprob -ln V."""
+    """With a final norm of zeros, every token has the logprob -ln V."""
     await subject.publisher.publish(subject.reference.with_final_norm(0.0, "A with its final norm zeroed"))
     completion = await subject.generate(max_tokens=32)
     vocab_size = subject.capabilities.vocab_size
@@ -55,21 +55,21 @@ async def zeroed_final_norm(subject: EndpointSubject) -> None:
 
 @check("U-04", "updates", look_at=_REFUSE)
 async def missing_tensor(subject: EndpointSubject) -> None:
-    """An update that lacks a tensor is refused when it is requested, and the old weights serve on."""
+    """An update that lacks a tensor is refused when it is requested, and the old weights stay in service."""
     await _require_refused(subject, "an update without the final norm", lambda norm: None)
 
 
 @check("U-05", "updates", look_at=_REFUSE)
 async def unknown_tensor(subject: EndpointSubject) -> None:
-    """An update with a tensor that the model does not have is refused when it is requested, and the old weights serve
-    on."""
+    """An update with a tensor that the model does not have is refused when it is requested, and the old weights stay
+    in service."""
     extra = TensorSpec(name="model.layers.999.made.up.weight", dtype="float32", shape=(2, 2))
     await _require_refused(subject, f"an update with {extra.name}", lambda norm: norm, extra)
 
 
 @check("U-06", "updates", look_at=_REFUSE)
 async def misshapen_tensor(subject: EndpointSubject) -> None:
-    """An update with a tensor of another shape is refused when it is requested, and the old weights serve on."""
+    """An update with a tensor of another shape is refused when it is requested, and the old weights stay in service."""
     await _require_refused(
         subject,
         "an update whose final norm is one element longer",
@@ -79,7 +79,7 @@ async def misshapen_tensor(subject: EndpointSubject) -> None:
 
 @check("U-07", "updates", look_at=_REFUSE)
 async def wrong_dtype(subject: EndpointSubject) -> None:
-    """An update with a tensor of another dtype is refused when it is requested, and the old weights serve on."""
+    """An update with a tensor of another dtype is refused when it is requested, and the old weights stay in service."""
     dtype = specs_of(subject.reference.weights)[0].dtype
     other = "bfloat16" if dtype != "bfloat16" else "float16"
     what = f"an update whose final norm is {other}, not {dtype}"
@@ -89,7 +89,7 @@ async def wrong_dtype(subject: EndpointSubject) -> None:
 async def _require_refused(
     subject: EndpointSubject, what: str, change: Callable[[TensorSpec], TensorSpec | None], *more: TensorSpec
 ) -> None:
-    """Require that an update is refused whose final norm is announced after ``change``, and ``more`` beside it."""
+    """Require that an update is refused that announces the final norm after ``change``, and also ``more``."""
     changed = [
         change(spec) if spec.name == subject.reference.final_norm else spec
         for spec in specs_of(subject.reference.weights)
@@ -102,20 +102,22 @@ async def _require_refused(
     await subject.require_serves(subject.reference.weights, f"after {what} was refused")
 
 
-@check("U-08", "updates", look_at=f"{_LOAD}; the head and the norms are the ones that are forgotten most often")
+@check("U-08", "updates", look_at=f"{_LOAD}; the head and the norms are forgotten most often")
 async def every_tensor(subject: EndpointSubject) -> None:
-    """Every tensor of an update lands: logprobs are those of transformers under the new weights."""
+    """Every tensor of an update is loaded: logprobs are those of transformers under the new weights."""
     other = subject.reference.perturbed("B, of which every tensor differs")
     await _require_would_show(subject, other)
-    for weights, when in ((other, "after the update"), (subject.reference.weights, "after the way back")):
+    for weights, when in ((other, "after the update"), (subject.reference.weights, "after the update back")):
         await subject.publisher.publish(weights)
         await subject.require_serves(weights, when)
 
 
 async def _require_would_show(subject: EndpointSubject, weights: ReferenceWeights) -> None:
-    """Require that what is served now differs from ``weights`` clearly."""
+    """Require that the served weights differ clearly from ``weights``."""
     gap = await subject.gap_now(weights)
-    require(gap > 2 * subject.tolerance, f"before the update, logprobs differ by {gap:.3g} only: nothing could be told")
+    require(
+        gap > 2 * subject.tolerance, f"before the update, logprobs differ by only {gap:.3g}: the check is inconclusive"
+    )
 
 
 @check("U-09", "updates", deadline_s=60)
@@ -133,7 +135,7 @@ async def tied_head(subject: EndpointSubject) -> None:
         reference.cast(capabilities.dtype)
         publisher = SteppedPublisher(endpoint, capabilities)
     names = [n for n, t in reference.weights.tensors.items() if t.dim() == 2 and t.shape[0] == reference.vocab_size]
-    require(len(names) == 1, f"of a tied model one tensor has a row per token, here {names}")
+    require(len(names) == 1, f"exactly one tensor of a tied model must have a row per token, but these do: {names}")
     turned = {**reference.weights.tensors, names[0]: reference.weights.tensors[names[0]].roll(1, 0)}
     other = ReferenceWeights("A with every row of its embedding moved by one", turned)
     await publisher.publish(other)
@@ -143,9 +145,11 @@ async def tied_head(subject: EndpointSubject) -> None:
     require(gap <= subject.tolerance, f"after an update of the embedding, logprobs differ by up to {gap:.3g}")
 
 
-@check("U-10", "updates", look_at="whether each bucket is staged beside the earlier ones, and what a commit forgets")
+@check(
+    "U-10", "updates", look_at="whether each bucket is staged in addition to the earlier ones, and what a commit clears"
+)
 async def several_buckets(subject: EndpointSubject) -> None:
-    """The same tensors in one bucket, in several, and in one bucket each give the same logprobs."""
+    """The same tensors in one bucket, in several buckets, and in one bucket each give the same logprobs."""
     other = subject.reference.perturbed("B")
     total = other.size_bytes
     for weights, bucket_bytes in ((other, total // 9), (subject.reference.weights, 1), (other, total)):
@@ -154,9 +158,11 @@ async def several_buckets(subject: EndpointSubject) -> None:
         await subject.require_serves(weights, f"after an update in {len(update.buckets)} buckets")
 
 
-@check("U-11", "updates", look_at="whether tensors are told by their name in the manifest or by their place in it")
+@check(
+    "U-11", "updates", look_at="whether tensors are identified by their name in the manifest or by their position in it"
+)
 async def any_order(subject: EndpointSubject) -> None:
-    """Tensors may come in any order that the manifest names."""
+    """Tensors may arrive in any order that the manifest specifies."""
     other = subject.reference.perturbed("B")
     backwards = ReferenceWeights("B", dict(reversed(list(other.tensors.items()))))
     await subject.publisher.publish(backwards, bucket_bytes=1 << 16)
@@ -165,7 +171,7 @@ async def any_order(subject: EndpointSubject) -> None:
 
 @check("U-12", "updates fresh", deadline_s=60, look_at=_LOAD)
 async def restart_from_disk(subject: EndpointSubject) -> None:
-    """After an update the endpoint gives the logprobs of one that was started from a checkpoint of these weights."""
+    """After an update, the endpoint gives the logprobs of one that was started from a checkpoint of these weights."""
     other = subject.reference.perturbed("B")
     await subject.publisher.publish(other)
     restarted = (await subject.fresh(subject.reference.save(other, subject.directory / "B"))).endpoint
@@ -180,7 +186,7 @@ async def restart_from_disk(subject: EndpointSubject) -> None:
 @check("U-13", "updates", deadline_s=90)
 @look_at("what a session leaves behind: staged tensors, timers, groups, half-renewed leases")
 async def soak(subject: EndpointSubject) -> None:
-    """Two hundred updates in a row, under load, each change what is sampled next."""
+    """Each of two hundred updates in a row, under load, changes what is sampled next."""
     reference, prompt = subject.reference, subject.prompt()
     factors = (2.0, 0.5, -1.0, 1.0)
     cycle = [reference.with_final_norm(factor, f"A times {factor:g}") for factor in factors]

@@ -24,13 +24,13 @@ from inflight.wire import Completion, GenerateRequest
 LEVEL = "tokens"
 _FALSE_ALARM = 1e-6
 _TEMPERATURES = (0.5, 2.0, 1.0, 0.5, 0.5)
-"""Of the requests: 0.5 shows penalties, and 2, the highest that OpenAI allows, shows the tail that filters cut off."""
+"""Temperatures of the requests: 0.5 shows penalties, and 2, OpenAI's maximum, shows the tail that filters cut off."""
 _COMPLETIONS, _TOKENS = 16, 32
 _PROMPT_LENGTH = 128
 _DRAW_S = 15.0
 """A slow endpoint may stop at fewer tokens after this long."""
 _DOUBT = 0.05
-"""Share of the requested distribution mixed into each default's, so that no single token rules a default out."""
+"""Share of the requested distribution mixed into each default's, so that no single token rules out a default."""
 
 _TOP_K = (10, 20, 30, 40, 50, 64, 100, 128, 200, 256, 500, 1000)
 _TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -48,7 +48,7 @@ _NUM_DEFAULTS = sum(map(len, (_TOP_K, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _O
 )
 async def nothing_unasked(subject: EndpointSubject) -> None:
     """Where a request asks for no filter, tokens are drawn from the whole distribution: no default of the engine and no
-    generation_config.json cuts its tail off, penalises a token or changes its temperature."""
+    generation_config.json cuts off its tail, penalises a token or changes its temperature."""
     gains: dict[str, float] = {}
     powers: dict[str, float] = {}
     allowed, num_tokens, started = 0.0, 0, time.monotonic()
@@ -60,7 +60,7 @@ async def nothing_unasked(subject: EndpointSubject) -> None:
         request = subject.request(subject.prompt(length, seed=20 + i), n=_COMPLETIONS, max_tokens=_TOKENS, **drawn)
         for completion in (await subject.endpoint.generate(request)).completions:
             num_tokens += len(completion.token_ids)
-            # Logits off by e move a ratio by about e squared per token; e is about a quarter of the tolerance.
+            # An error of e in the logits moves a ratio by about e squared per token; e is about tolerance / 4.
             allowed += len(completion.token_ids) * (subject.tolerance / 4 / temperature) ** 2
             for name, gain, power in _gains(subject, request, completion):
                 gains[name] = gains.get(name, 0.0) + gain
@@ -76,16 +76,16 @@ async def nothing_unasked(subject: EndpointSubject) -> None:
     )
     require(
         gains[name] <= largest,
-        f"{num_tokens} tokens that were asked for without any filter are drawn as if {name} were in force: they are "
-        f"likelier then by {gains[name]:.1f} nats, {largest:.1f} happen by chance in {_FALSE_ALARM:g} of all runs",
+        f"{num_tokens} tokens that were requested without any filter are drawn as if {name} were in force: they are "
+        f"likelier then by {gains[name]:.1f} nats; {largest:.1f} occur by chance in {_FALSE_ALARM:g} of all runs",
     )
 
 
 def _gains(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield each default, by how many nats these tokens are likelier under it, and by how many they would be on average
-    if it were in force."""
+    """Yield each default, how many nats likelier these tokens are under it, and how many they would be on average if it
+    were in force."""
     tokens, temperature = completion.token_ids, request.sampling.temperature
     prompt = request.prompt_token_ids
     logits_TV = subject.reference.logits(subject.reference.weights, prompt, tokens).double()
@@ -110,7 +110,7 @@ def _gains(
 
 
 def _filters(sorted_TV: torch.Tensor, mass_TV: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each filter that a sampler may have by default, and int64 [T]: how many tokens it keeps."""
+    """Yield each filter that a sampler may have by default, and int64 [T]: the number of tokens that it keeps."""
     num_tokens, vocab_size = sorted_TV.shape
     for top_k in _TOP_K:
         if top_k < vocab_size:

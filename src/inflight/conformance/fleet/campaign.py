@@ -1,4 +1,4 @@
-"""A campaign: many schedules, and the figures of their results."""
+"""A campaign: many schedules, and statistics of their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ScheduleResult:
     settings: str = ""
     problems: tuple[str, ...] = ()
     injected: tuple[tuple[str, str], ...] = ()
-    """Pairs of a step and a kind of fault that was injected there."""
+    """Pairs of a step and the kind of fault that was injected there."""
     outcomes: tuple[str, ...] = ()
     """For each publish ``returned`` or the name of its exception, followed by the outcome of each endpoint."""
     slowest_publish_s: float = 0.0
@@ -32,7 +32,7 @@ class ScheduleResult:
 
 
 def summary(results: Sequence[ScheduleResult], kinds: Collection[Kind], wall_s: float) -> dict[str, Any]:
-    """Return the figures of a campaign as JSON-compatible values. ``kinds`` as in `sites`."""
+    """Return the statistics of a campaign as JSON-compatible values. ``kinds`` is as in `sites`."""
     injected = Counter((one.transport, *where) for one in results for where in one.injected)
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     for one in results:
@@ -61,7 +61,7 @@ def summary(results: Sequence[ScheduleResult], kinds: Collection[Kind], wall_s: 
 def text_of(figures: dict[str, Any], again: str) -> str:
     """Return a readable summary: the failed schedules, and the counts.
 
-    ``again`` is the command that, with a seed appended, runs one of them again.
+    ``again`` is the command that runs one of them again when a seed is appended.
     """
     lines = []
     for row in figures["failed"]:

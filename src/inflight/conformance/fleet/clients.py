@@ -1,4 +1,4 @@
-"""Clients that keep a server busy while its weights change, and what must be true of every answer.
+"""Clients that keep a server busy while its weights change, and the requirements on every answer.
 
 No answer may be lost: a request ends with all of its tokens, or the schedule explains why not.
 """
@@ -28,7 +28,7 @@ class Exchange:
     response: GenerateResponse | None
     error: InflightError | None
     saw_break: bool
-    """Whether the server was down, died, came back or lost its connections during the request."""
+    """Whether the server was down, died, restarted or lost its connections during the request."""
 
 
 async def converse(
@@ -39,7 +39,7 @@ async def converse(
     is_over: threading.Event,
     conversations: list[Exchange],
 ) -> None:
-    """Send one request after another until ``is_over`` is set, and add each that has ended to ``conversations``."""
+    """Send one request after another until ``is_over`` is set, and append each that has ended to ``conversations``."""
     server = endpoint.server
     while not is_over.is_set():
         request = GenerateRequest(
@@ -59,7 +59,7 @@ async def converse(
 
 
 def problems_of(conversation: Exchange, palette: Palette, capabilities: Capabilities, *, may_abort: bool) -> list[str]:
-    """Return what is wrong with how a request ended. ``may_abort``: an update used the policy ``abort``."""
+    """Return the problems of how a request ended. ``may_abort``: an update used the policy ``abort``."""
     name, response, server = conversation.request.request_id, conversation.response, conversation.server
     if response is None:
         error = conversation.error
@@ -75,16 +75,16 @@ def problems_of(conversation: Exchange, palette: Palette, capabilities: Capabili
         wanted = conversation.request.sampling.max_tokens
         if completion.finish_reason == "abort":
             if not may_abort:
-                problems.append(f"{name} was aborted after {len(completion.token_ids)} tokens, for no reason")
+                problems.append(f"{name} was aborted after {len(completion.token_ids)} tokens without a reason")
         elif completion.finish_reason != "length" or len(completion.token_ids) != wanted:
             num = len(completion.token_ids)
-            problems.append(f"{name} ended with {num} of {wanted} tokens: {completion.finish_reason}")
+            problems.append(f"{name} ended with {num} of {wanted} tokens and finish reason {completion.finish_reason}")
         versions = [span.version for span in completion.version_spans for _ in range(span.start, span.end)]
         for i, (version, token, logprob) in enumerate(
             zip(versions, completion.token_ids, completion.logprobs, strict=True)
         ):
             is_bound = capabilities.version_binding == "spans"
             if not palette.is_sampled_from(version if is_bound else None, token, logprob):
-                problems.append(f"{name}: token {i} says version {version}, its logprob {logprob:.4f} says otherwise")
+                problems.append(f"{name}: token {i} is labelled version {version}, but has the logprob {logprob:.4f}")
                 break
     return problems

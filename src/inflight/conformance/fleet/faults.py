@@ -1,4 +1,4 @@
-"""How faults are injected into calls: an endpoint behind a network that loses, repeats and reorders them.
+"""Fault injection into calls: an endpoint behind a network that loses, repeats and reorders them.
 
 It implements the contract's Protocol, so the library cannot tell it from a real endpoint.
 """
@@ -40,7 +40,7 @@ from inflight.wire import (
 T = TypeVar("T")
 
 _LATE_S = 6.0
-"""How long the end of a schedule waits for late calls."""
+"""Seconds for which the end of a schedule waits for late calls."""
 
 
 class Faults:
@@ -60,18 +60,18 @@ class Faults:
         self.proxied = {f.endpoint for f in plan.faults if f.kind in (Kind.CUT, Kind.CORRUPT) and f.endpoint != SENDER}
         self.proxies: dict[tuple[int, int], TcpProxy] = {}
         self.aborted: set[TestedServer] = set()
-        """Servers that got an update with the policy ``abort``."""
+        """Servers that received an update with the policy ``abort``."""
         self.over: set[tuple[TestedServer, int, UpdateRef]] = set()
-        """Sessions that a process of a server has ended: their calls must have no further effect."""
+        """Sessions that a server process has ended: their calls must have no further effect."""
         self.incarnations: dict[tuple[TestedServer, int], int] = {}
-        """The highest incarnation that has joined each process of a server."""
+        """The highest incarnation that has joined each server process."""
         self._late_s = _LATE_S * testbed.scale
         self._lock = threading.Lock()
         self._pending = list(plan.faults)
         self._counts: Counter[tuple[int, UpdateStep, int]] = Counter()
         self._num_calls: Counter[TestedServer] = Counter()
         self._late: list[tuple[TestedServer, Call[Any], int]] = []
-        """Calls that arrive once their server has had that many."""
+        """Calls that arrive once their server has received the given number of calls."""
         self.arriving: list[Future[Any]] = []
         """Calls that `flush` waits for."""
 
@@ -99,13 +99,13 @@ class Faults:
             self._late.append((server, call, self._num_calls[server] + num_calls))
 
     def count(self, server: TestedServer) -> None:
-        """Count a call to ``server``, and let the late calls arrive that waited for it."""
+        """Count a call to ``server``, and deliver the late calls that waited for it."""
         with self._lock:
             self._num_calls[server] += 1
         self._let_arrive(lambda late, at: self._num_calls[late] >= at)
 
     def flush(self) -> None:
-        """Let every remaining late call arrive, and wait until all of them have ended."""
+        """Deliver every remaining late call, and wait until all of them have ended."""
         self._let_arrive(lambda *_: True)
         deadline = time.monotonic() + self._late_s
         for future in self.arriving:
@@ -118,16 +118,16 @@ class Faults:
             now = [late for late in self._late if is_due(late[0], late[2])]
             self._late = [late for late in self._late if late not in now]
         for server, call, _ in now:
-            self.arriving.append(self.loop.start(_ignored(server.deliver(call))))
+            self.arriving.append(self.loop.start(_ignore_errors(server.deliver(call))))
 
 
-async def _ignored(call: Awaitable[Any]) -> None:
+async def _ignore_errors(call: Awaitable[Any]) -> None:
     with contextlib.suppress(InflightError):
         await call
 
 
 class FaultyEndpoint(InferenceEndpoint):
-    """Server number ``index`` as one trainer or one client sees it, which makes no more calls once it ``is_dead``."""
+    """Server number ``index`` as one trainer or one client sees it, who makes no more calls once ``is_dead`` is set."""
 
     def __init__(self, server: TestedServer, index: int, faults: Faults, is_dead: threading.Event) -> None:
         self.server = server
@@ -140,18 +140,18 @@ class FaultyEndpoint(InferenceEndpoint):
         return self.server.name
 
     async def capabilities(self) -> Capabilities:
-        return await self._called(UpdateStep.CONNECT, lambda e: e.capabilities())
+        return await self._call(UpdateStep.CONNECT, lambda e: e.capabilities())
 
     async def init_process_group(self, spec: TransportSpec) -> None:
         if self._index in self._faults.proxied:
-            spec = await self._proxied(spec)
+            spec = await self._through_proxy(spec)
 
         async def join(endpoint: InferenceEndpoint) -> None:
             process = self._process
             await endpoint.init_process_group(spec)
             self._faults.incarnations[process] = max(spec.incarnation, self._faults.incarnations.get(process, 0))
 
-        await self._called(UpdateStep.JOIN, join)
+        await self._call(UpdateStep.JOIN, join)
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
         update = update.model_copy(update={"lease_s": min(update.lease_s, self._faults.lease_s)})
@@ -163,29 +163,29 @@ class FaultyEndpoint(InferenceEndpoint):
             incarnation = self._faults.incarnations.get(self._process, 0)
             await endpoint.request_weight_update(update)
             if was_over:
-                self._note(f"a late request opened session {update.session_id} again, which was over")
+                self._note(f"a late request reopened session {update.session_id}, which had ended")
             if update.incarnation < incarnation:
                 self._note(f"an update of incarnation {update.incarnation} was accepted after {incarnation} had joined")
 
-        await self._called(UpdateStep.REQUEST, request)
+        await self._call(UpdateStep.REQUEST, request)
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
-        await self._called(UpdateStep.RECEIVE, lambda e: e.receive_weights(bucket), bucket.bucket_index)
+        await self._call(UpdateStep.RECEIVE, lambda e: e.receive_weights(bucket), bucket.bucket_index)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        return await self._called(UpdateStep.COMMIT, self._ending(ref, lambda e: e.commit_weight_update(ref)))
+        return await self._call(UpdateStep.COMMIT, self._recording_end(ref, lambda e: e.commit_weight_update(ref)))
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        return await self._called(UpdateStep.ABORT, self._ending(ref, lambda e: e.abort_weight_update(ref)))
+        return await self._call(UpdateStep.ABORT, self._recording_end(ref, lambda e: e.abort_weight_update(ref)))
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        return await self._called(UpdateStep.GENERATE, lambda e: e.generate(request))
+        return await self._call(UpdateStep.GENERATE, lambda e: e.generate(request))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        return await self._called(UpdateStep.GENERATE, lambda e: e.chat_completion(request))
+        return await self._call(UpdateStep.GENERATE, lambda e: e.chat_completion(request))
 
     async def weight_version(self) -> WeightVersion:
-        return await self._called(UpdateStep.VERSION, lambda e: e.weight_version())
+        return await self._call(UpdateStep.VERSION, lambda e: e.weight_version())
 
     async def aclose(self) -> None:
         """Does nothing: the server outlives its callers."""
@@ -197,7 +197,7 @@ class FaultyEndpoint(InferenceEndpoint):
     def _note(self, problem: str) -> None:
         self._faults.problems.append(f"{self.name}: {problem}")
 
-    def _ending(self, ref: UpdateRef, call: Call[T]) -> Call[T]:
+    def _recording_end(self, ref: UpdateRef, call: Call[T]) -> Call[T]:
         """Return a call that then records the end of the session."""
 
         async def ending(endpoint: InferenceEndpoint) -> T:
@@ -208,12 +208,12 @@ class FaultyEndpoint(InferenceEndpoint):
 
         return ending
 
-    async def _called(self, step: UpdateStep, call: Call[T], bucket: int = 0) -> T:
+    async def _call(self, step: UpdateStep, call: Call[T], bucket: int = 0) -> T:
         if self._is_dead.is_set():
             raise UnreachableError("this trainer is dead", self.name)
         fault = self._faults.due(self._index, step, bucket)
         try:
-            answer = await (self._delivered(call) if fault is None else self._struck(fault, call))
+            answer = await (self._deliver(call) if fault is None else self._inject_into(fault, call))
         finally:
             if step is not UpdateStep.GENERATE:
                 self._faults.count(self.server)
@@ -221,7 +221,7 @@ class FaultyEndpoint(InferenceEndpoint):
             raise UnreachableError("this trainer is dead", self.name)
         return answer
 
-    async def _struck(self, fault: Fault, call: Call[T]) -> T:
+    async def _inject_into(self, fault: Fault, call: Call[T]) -> T:
         lost = UnreachableError(f"lost: {fault}", self.name)
         match fault.kind:
             case Kind.DELAY:
@@ -231,12 +231,12 @@ class FaultyEndpoint(InferenceEndpoint):
             case Kind.SILENCE:
                 await asyncio.get_running_loop().create_future()
             case Kind.LOSE_ANSWER:
-                await self._delivered(call)
+                await self._deliver(call)
                 raise lost
             case Kind.REPEAT:
-                again = start(_ignored(self._delivered(call)))
+                again = start(_ignore_errors(self._deliver(call)))
                 try:
-                    return await self._delivered(call)
+                    return await self._deliver(call)
                 finally:
                     await asyncio.wait([again], timeout=0.5)
                     await cancel_and_wait(again)
@@ -246,14 +246,14 @@ class FaultyEndpoint(InferenceEndpoint):
                 self._faults.postpone(self.server, call, fault.num_calls)
                 raise lost
             case Kind.KILL | Kind.RESTART | Kind.STOP | Kind.DISCONNECT:
-                hitting = self._faults.loop.start(self._hit(fault))
-                self._faults.arriving.append(hitting)
+                injecting = self._faults.loop.start(self._inject_into_server(fault))
+                self._faults.arriving.append(injecting)
                 try:
-                    return await self._delivered(call)
-                finally:  # a stopped server must continue even if its caller is gone
-                    await asyncio.shield(asyncio.wrap_future(hitting))
+                    return await self._deliver(call)
+                finally:  # a stopped server must be resumed even if its caller has been cancelled
+                    await asyncio.shield(asyncio.wrap_future(injecting))
             case Kind.TEAR:
-                await self._bridged(self.server.inject(fault.kind, fault.seconds))
+                await self._run_in_loop(self.server.inject(fault.kind, fault.seconds))
             case Kind.KILL_TRAINER:
                 self._is_dead.set()
                 raise lost
@@ -262,9 +262,9 @@ class FaultyEndpoint(InferenceEndpoint):
                 await asyncio.sleep(fault.seconds)
             case Kind.CUT | Kind.CORRUPT:
                 self._spoil_proxies(fault)
-        return await self._delivered(call)
+        return await self._deliver(call)
 
-    async def _hit(self, fault: Fault) -> None:
+    async def _inject_into_server(self, fault: Fault) -> None:
         if fault.kind is Kind.STOP:
             await self.server.inject(fault.kind, fault.seconds)
             return
@@ -274,10 +274,10 @@ class FaultyEndpoint(InferenceEndpoint):
         else:
             await self.server.kill(None if fault.kind is Kind.KILL else 0.1 + fault.seconds)
 
-    async def _delivered(self, call: Call[T]) -> T:
-        return await self._bridged(self.server.deliver(call))
+    async def _deliver(self, call: Call[T]) -> T:
+        return await self._run_in_loop(self.server.deliver(call))
 
-    async def _bridged(self, call: Coroutine[Any, Any, T]) -> T:
+    async def _run_in_loop(self, call: Coroutine[Any, Any, T]) -> T:
         """Make a call in the servers' loop; ``cancel_arrives`` indicates whether it is cancelled with its caller."""
         future = asyncio.wrap_future(self._faults.loop.start(call))
         if self._faults.cancel_arrives:
@@ -285,7 +285,7 @@ class FaultyEndpoint(InferenceEndpoint):
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(future)
 
-    async def _proxied(self, spec: TransportSpec) -> TransportSpec:
+    async def _through_proxy(self, spec: TransportSpec) -> TransportSpec:
         if isinstance(spec, ProcessGroupSpec):
             proxy = await self._proxy(spec.master_port)
             return spec.model_copy(update={"master_port": proxy.port})
@@ -298,7 +298,7 @@ class FaultyEndpoint(InferenceEndpoint):
         proxy = self._faults.proxies.get((self._index, port))
         if proxy is None:
             proxy = self._faults.proxies[self._index, port] = TcpProxy("127.0.0.1", port)
-            await self._bridged(proxy.start())
+            await self._run_in_loop(proxy.start())
         return proxy
 
     def _spoil_proxies(self, fault: Fault) -> None:

@@ -1,10 +1,10 @@
-"""What must be true of a schedule, whichever faults were injected.
+"""The requirements on a schedule, whichever faults were injected.
 
 - No hang: every publish ends within its deadline plus the time to clean up, and no pause outlives its lease.
-- No false success: a server reported to have applied a version serves it and reports it; a publish that returns has
-  reached its quorum; a trainer publishes nothing after a later incarnation has joined.
+- No false success: a server that is reported to have applied a version serves and reports it; a publish that returns
+  has reached its quorum; a trainer publishes nothing after a later incarnation has joined.
 - No torn weights: a server samples from the weights of one version, and a poisoned server refuses to generate.
-- True spans and no lost work: see `inflight.conformance.fleet.clients`.
+- Correct spans and no lost work: see `inflight.conformance.fleet.clients`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WATCH_S = 0.03
 
 
 class Seen(NamedTuple):
-    """A server's report and the weights it samples from. ``is_steady``: the report did not change meanwhile."""
+    """A server's report and the weights that it samples from. ``is_steady``: the report did not change meanwhile."""
 
     said: WeightVersion
     shade: Shade | None
@@ -40,23 +40,25 @@ def outcome(published: PublishRecord) -> str:
 
 
 def publishes(trainers: Sequence[FleetTrainer], servers: Sequence[TestedServer], scale: float) -> list[str]:
-    """Return what is wrong with the reports and durations of publishes."""
+    """Return the problems of the reports and durations of publishes."""
     problems = []
     all_lived = all(server.num_starts == 1 for server in servers)  # a restarted server has forgotten incarnations
     for trainer in trainers:
         for one in trainer.published:
             what, took_s = f"the publish of {one.shade}", one.ended - one.started
             if took_s > one.deadline_s + CLEAN_UP_S * scale:
-                problems.append(f"{what} took {took_s:.1f} s, its deadline was {one.deadline_s} s")
+                problems.append(f"{what} took {took_s:.1f} s, but its deadline was {one.deadline_s} s")
             if one.report is None:
                 continue
             names = tuple(e.endpoint for e in one.report.endpoints)
             num_applied = sum(e.outcome is EndpointOutcome.APPLIED for e in one.report.endpoints)
             num_needed = len(one.endpoints) if one.quorum is None else one.quorum
             if names != one.endpoints:
-                problems.append(f"{what} went to {one.endpoints}, its report is of {names}")
+                problems.append(f"{what} went to {one.endpoints}, but its report covers {names}")
             if one.succeeded != (num_applied >= num_needed):
-                problems.append(f"{what}: {num_applied} of {num_needed} applied it, success was {one.succeeded}")
+                problems.append(
+                    f"{what}: {num_applied} of {num_needed} endpoints applied it, but succeeded is {one.succeeded}"
+                )
             later = [other for t in trainers if t.incarnation > trainer.incarnation for other in t.published]
             if one.succeeded and all_lived and any(_is_everywhere(other, before=one.started) for other in later):
                 problems.append(f"{what} succeeded although a later trainer had published everywhere")
@@ -83,7 +85,7 @@ async def _seen(server: TestedServer) -> Seen | None:
 
 
 async def served(servers: Sequence[TestedServer], published: PublishRecord, *, is_alone: bool) -> list[str]:
-    """Return where a report differs from what servers serve. ``is_alone``: no other trainer is publishing."""
+    """Return how a report differs from what servers serve. ``is_alone``: no other trainer is publishing."""
     problems = []
     reports = {} if published.report is None else {e.endpoint: e for e in published.report.endpoints}
     for server in servers:
@@ -101,7 +103,7 @@ async def served(servers: Sequence[TestedServer], published: PublishRecord, *, i
             continue
         is_comparable = is_alone and server.num_starts == 1
         if shade is None or shade.version != said.version:
-            problems.append(f"{server.name} states that it serves version {said.version} but samples from {shade}")
+            problems.append(f"{server.name} reports version {said.version} but samples from {shade}")
         elif is_comparable and is_applied and shade != published.shade:
             problems.append(f"{server.name} is reported to serve {published.shade} but samples from {shade}")
         elif is_comparable and report is not None and report.serves not in (None, said.version):
@@ -110,19 +112,19 @@ async def served(servers: Sequence[TestedServer], published: PublishRecord, *, i
 
 
 async def _poisoned(server: TestedServer) -> list[str]:
-    """Return what is wrong with a server that reports torn weights."""
+    """Return the problems of a server that reports torn weights."""
     request = GenerateRequest(request_id="poisoned", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
     try:
         await server.deliver(lambda endpoint: endpoint.generate(request))
     except PoisonedError:
-        return [] if server.was_torn else [f"{server.name} is poisoned, but nothing has torn it"]
+        return [] if server.was_torn else [f"{server.name} is poisoned, but no fault has torn its weights"]
     except InflightError:  # it died meanwhile
         return []
     return [f"{server.name} is poisoned but generates"]
 
 
 async def together(servers: Sequence[TestedServer], shade: Shade) -> list[str]:
-    """Return which servers the last publish, into which no fault was injected, did not reach."""
+    """Return the servers that the last publish, without injected faults, did not reach."""
     problems = []
     for server in servers:
         if server.is_gone:
@@ -135,7 +137,7 @@ async def together(servers: Sequence[TestedServer], shade: Shade) -> list[str]:
 
 
 async def watch(server: TestedServer, longest_pause_s: Callable[[], float], note: Callable[[str], None]) -> None:
-    """Note each pause that outlives its lease, until cancelled."""
+    """Report each pause that outlives its lease, until cancelled."""
     since: float | None = None
     while True:
         await asyncio.sleep(_WATCH_S)

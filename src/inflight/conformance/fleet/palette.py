@@ -1,9 +1,9 @@
-"""Weights with a known effect: every version has its own distribution, whatever was sampled before.
+"""Weights with a known effect: each version has its own distribution, independent of what was sampled before.
 
-All rows of the embedding are equal and the layers add next to nothing, so the final norm sees the same vector at every
-position. It passes on the first element, and the logits are exactly the first column of the head. Every tensor differs
-between any two shades, so a mix of two is neither. All values are exact in bfloat16, and in float8 with a power of two
-as scale, so no encoding or dtype changes them.
+All rows of the embedding are equal and the layers add almost nothing, so the final norm receives the same vector at
+every position. It keeps the first element, and the logits are exactly the first column of the head. Every tensor
+differs between any two shades, so a mix of two is neither of them. All values are exact in bfloat16, and in float8 with
+a power of two as scale, so no encoding or dtype changes them.
 
 Shape suffixes: V vocabulary.
 """
@@ -24,7 +24,7 @@ _TINY = 2.0**-66
 _SMALL = ("o_proj.weight", "down_proj.weight", "model.norm.weight")
 _LOGPROB_TOLERANCE = 2e-4  # float32, one log-softmax over 258 logits of a few units
 _NUM_MARKS = 64
-"""Number of different marks, more than a schedule has shades."""
+"""Number of different marks; a schedule has fewer shades."""
 
 
 class Shade(NamedTuple):
@@ -50,7 +50,7 @@ def make_checkpoint(path: Path) -> dict[str, torch.Tensor]:
 
 
 class Palette:
-    """Shades of one model, drawn from ``seed``; the checkpoint is the same for all seeds.
+    """The shades of one model, drawn from ``seed``; the checkpoint is the same for all seeds.
 
     ``like`` gives the names, shapes and dtypes of the tensors. ``frozen`` tensors never differ.
     """
@@ -69,7 +69,7 @@ class Palette:
         return list(self._marks)
 
     def add(self, shade: Shade) -> None:
-        """Make a shade known. Tokens that no known shade explains come from torn weights."""
+        """Add a shade to the known ones. Tokens that no known shade explains come from torn weights."""
         if shade not in self._marks:
             number = len(self._marks) % _NUM_MARKS
             self._marks[shade] = (8 + number % 8) / 8 * 2.0 ** (number // 8 - 3)
@@ -85,7 +85,7 @@ class Palette:
         return any(self._agrees(shade, token, logprob) for shade in known)
 
     def shade_of(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> Shade | None:
-        """Return the newest shade that explains all of these tokens; None if there is none."""
+        """Return the newest shade that explains all of these tokens, or None if there is none."""
         for shade in reversed(self.shades):
             if all(self._agrees(shade, *pair) for pair in zip(token_ids, logprobs, strict=True)):
                 return shade

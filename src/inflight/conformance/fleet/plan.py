@@ -1,7 +1,7 @@
-"""Which faults are injected where: a plan is a pure function of its seed and can be printed.
+"""Fault plans: which faults are injected where. A plan is a pure function of its seed and can be printed.
 
-A site is a step of an update with a kind of fault that can happen there. Among consecutive seeds, four for each site,
-every site is the first fault of a plan.
+A site is a step of an update combined with a kind of fault that can happen there. Among four consecutive seeds per
+site, every site is the first fault of a plan.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Literal
 Transport = Literal["gloo", "shm", "file", "http"]
 TRANSPORTS: tuple[Transport, ...] = ("gloo", "shm", "file", "http")
 SENDER = -1
-"""Stands for the trainer's end of the data plane, instead of an endpoint's number."""
+"""Denotes the trainer's end of the data plane, in place of an endpoint's number."""
 NUM_BUCKETS = 3
-"""Faults are injected into one of the first this many buckets; every update has at least these."""
+"""Faults are injected into one of this many first buckets, which every update has."""
 
 
 class UpdateStep(StrEnum):
@@ -57,7 +57,7 @@ class Kind(StrEnum):
     KILL = "kill"
     """The endpoint dies during the call."""
     RESTART = "restart"
-    """The endpoint dies during the call, and comes back with its checkpoint."""
+    """The endpoint dies during the call, and restarts with its checkpoint."""
     STOP = "stop"
     """The endpoint's process is stopped for a while."""
     DISCONNECT = "disconnect"
@@ -93,15 +93,15 @@ _OVER_TCP: dict[Transport, dict[UpdateStep, tuple[Kind, ...]]] = {
     "gloo": {UpdateStep.JOIN: (Kind.CUT,)},
     "http": {UpdateStep.JOIN: (Kind.CUT,), UpdateStep.RECEIVE: (Kind.CUT, Kind.CORRUPT)},
 }
-"""Faults that a proxy between an endpoint and the trainer adds to the data plane."""
+"""Faults that a proxy between an endpoint and the trainer injects into the data plane."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault. It is injected when ``step`` of the endpoint is called for the ``occurrence``-th time, counted from 0.
 
-    ``bucket`` selects a bucket for `RECEIVE` and `SEND`. ``seconds`` is a duration, and ``num_calls`` how many later
-    calls of the endpoint come first, for the kinds that need them.
+    ``bucket`` selects a bucket for `RECEIVE` and `SEND`. ``seconds`` is a duration, and ``num_calls`` is the number of
+    later calls of the endpoint that arrive first, for the kinds that need them.
     """
 
     endpoint: int
@@ -134,7 +134,7 @@ class FaultPlan:
 
 
 def sites(transport: Transport, kinds: Collection[Kind] = INSIDE) -> list[tuple[UpdateStep, Kind]]:
-    """Return every step of a transport with every kind of fault that can happen there.
+    """Return every step of a transport, each with every kind of fault that can happen there.
 
     ``kinds`` are the kinds of `INSIDE` and `OUTSIDE` that can be injected into the servers.
     """

@@ -9,11 +9,11 @@ from inflight.base.tasks import TaskOwner, any_of
 
 _PIECE_BYTES = 1 << 16
 _LONG_ENOUGH_BYTES = 512
-"""Longer pieces carry more than the header of an answer; shorter ones are not changed."""
+"""Longer pieces carry more than the header of an answer; shorter pieces are not changed."""
 
 
 class TcpProxy:
-    """Forwards connections to `port` of 127.0.0.1 to ``target``. Belongs to the event loop that starts it."""
+    """Forwards connections from `port` of 127.0.0.1 to ``target``. It belongs to the event loop that starts it."""
 
     def __init__(self, host: str, port: int) -> None:
         self.target = (host, port)
@@ -23,9 +23,9 @@ class TcpProxy:
         self.cut_after_bytes: int | None = None
         """A connection is cut once all connections together have carried this much more, in either direction."""
         self.num_cuts = 0
-        """How many connections to cut that way."""
+        """Number of connections to cut that way."""
         self.num_corrupted = 0
-        """In how many pieces of answers to change the last byte."""
+        """Number of pieces of answers whose last byte is changed."""
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -51,7 +51,7 @@ class TcpProxy:
                 self._copy(reader, far_writer, is_answer=False), self._copy(far_reader, writer, is_answer=True)
             )
         except OSError:
-            pass  # the target is gone, so the connection ends
+            pass  # the target has ended, so the connection ends
         finally:
             for end in (writer, far_writer):
                 if end is not None:

@@ -24,9 +24,9 @@ from inflight.conformance.fleet.trainer import FleetTrainer, TrainerSettings
 from inflight.errors import ConfigError
 
 _END_S = 15.0
-"""How long clients may take to end their last request."""
+"""Seconds that clients may take to end their last request."""
 _FINAL_DEADLINE_S = 10.0
-_PAUSE_SLACK_S = 3.0  # of a machine that is busy with other schedules
+_PAUSE_SLACK_S = 3.0  # the machine may be busy with other schedules
 _JUDGE_S = 60.0
 
 
@@ -35,13 +35,13 @@ def transport_of(seed: int, testbed: Testbed) -> Transport:
     supported = [it for it in TRANSPORTS if it in testbed.capabilities.transports]
     if not supported:
         raise ConfigError(
-            f"the servers support none of the transports {', '.join(TRANSPORTS)} that a fleet is checked over"
+            f"the servers support none of the transports {', '.join(TRANSPORTS)} over which a fleet is checked"
         )
     return supported[seed % len(supported)]
 
 
 def run_schedule(seed: int, testbed: Testbed, transport: Transport | None = None) -> ScheduleResult:
-    """Run the schedule of a seed and judge it. ``transport`` None takes the seed's transport."""
+    """Return the judged result of a seed's schedule. If ``transport`` is None, the seed determines it."""
     schedule = _Schedule(seed, testbed, transport)
     with testbed.servers(schedule.palette, schedule.frozen) as servers:
         started = time.monotonic()
@@ -53,7 +53,7 @@ def run_schedule(seed: int, testbed: Testbed, transport: Transport | None = None
 
 
 def judged(seed: int, testbed: Testbed, transport: Transport | None = None) -> ScheduleResult:
-    """Return the result of a seed's schedule; one that raises has failed.
+    """Return the result of a seed's schedule; a schedule that raises has failed.
 
     Raises `ConfigError` if the servers do not start.
     """
@@ -67,7 +67,7 @@ def judged(seed: int, testbed: Testbed, transport: Transport | None = None) -> S
 
 
 class _Schedule:
-    """One schedule: what is drawn from its seed, and what came of it."""
+    """One schedule: the settings drawn from its seed, and its result."""
 
     def __init__(self, seed: int, testbed: Testbed, transport: Transport | None) -> None:
         self._random = random_ = random.Random(f"schedule {seed} {transport}")
@@ -88,9 +88,9 @@ class _Schedule:
         self._servers: Sequence[TestedServer] = ()
         self._trainers: list[FleetTrainer] = []
         self._conversations: list[list[Exchange]] = []
-        """Of each client."""
+        """Requests of each client."""
         self._is_over = threading.Event()
-        """Tells the clients to end."""
+        """Signals the clients to end."""
         self._tasks: list[Future[None]] = []
         self._problems: list[str] = []
 
@@ -151,7 +151,7 @@ class _Schedule:
         )
 
     def close(self) -> None:
-        """End everything but the servers."""
+        """End everything except the servers."""
         self._is_over.set()
         for trainer in self._trainers:
             trainer.close()
@@ -172,7 +172,7 @@ class _Schedule:
         return trainer
 
     def _train(self, trainer: FleetTrainer, num_versions: int, random_: random.Random, version: int) -> int:
-        """Connect, and publish some versions while the trainer lives and is not fenced; return the next version."""
+        """Connect, and publish versions while the trainer is alive and not fenced; return the next version."""
         if not trainer.connect():
             return version
         for _ in range(num_versions):
@@ -199,7 +199,7 @@ class _Schedule:
         self._problems += self._loop.run(served, _JUDGE_S * self._testbed.scale)
 
     def _bring_all_together(self) -> None:
-        """End the faults, and check that a clean publish brings every server that is not gone to one version."""
+        """End the faults, and check that a clean publish updates every remaining server to one version."""
         deadline_s = _FINAL_DEADLINE_S * self._testbed.scale
         self._faults.stop()
         self._longest_pause_s = 3 * deadline_s
@@ -216,7 +216,7 @@ class _Schedule:
                 return
         trainer.gather_all()
         version = 1 + max(shade.version for shade in self.palette.shades)
-        # The first publish may find that a server came back without its group; the second forms a new group.
+        # The first publish may find that a server restarted without its group; the second forms a new group.
         if not any(trainer.publish(version, deadline_s=deadline_s, quorum_is_all=True) for _ in range(2)):
             self._problems.append(f"no clean publish succeeds any more: {trainer.published[-1].error}")
         self._compare(trainer, is_alone=True)

@@ -20,7 +20,7 @@ from inflight.wire import TransportSpec, WeightUpdate
 
 
 class FaultySender(WeightSender):
-    """A sender that injects faults into its buckets. ``directory`` is where it stores them."""
+    """A sender that injects faults into its buckets. ``directory`` is where it stores buckets."""
 
     def __init__(self, inner: WeightSender, directory: Path, faults: Faults, is_dead: threading.Event) -> None:
         self._inner = inner
@@ -74,7 +74,7 @@ class FaultySender(WeightSender):
             self._inner.end(is_done=is_done)
 
     def abort(self) -> None:
-        """Abort, except that a dead trainer removes nothing it has stored."""
+        """Abort, except that a dead trainer removes nothing that it has stored."""
         if self._inner.is_collective or not self._is_dead.is_set():
             self._inner.abort()
 
@@ -87,7 +87,7 @@ class FaultySender(WeightSender):
         assert self._update is not None
         session = f"{self._update.version}-{self._update.session_id}"
         record = next(iter(self._directory.rglob(f"{session}.{index:05d}.json")), None)
-        if record is not None:  # shared memory: the record indicates where in the arena the bucket is
+        if record is not None:  # shared memory: the record specifies where in the arena the bucket is
             if fault.kind is Kind.CUT:
                 record.unlink()
                 return

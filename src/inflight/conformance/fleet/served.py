@@ -1,6 +1,6 @@
 """Servers that a command starts: real processes over HTTP, killed, stopped and cut off, judged only by the contract.
 
-They live on from schedule to schedule; only those that a fault killed are started again.
+They keep running from one schedule to the next; only those that a fault killed are started again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _START_S = 300.0
 _CONTROL_S = 10.0
 _GENERATE_S = 60.0
 _BASE_SCALE = 2.0
-"""Factor on deadlines that were chosen for servers in one process: several processes share the cores."""
+"""Factor on deadlines that were chosen for servers in one process, because several processes share the cores."""
 _NUM_PROBED = 8
 
 
 class ServedServer(TestedServer):
-    """A server behind its own proxy, whose port stays the same over all starts of the server."""
+    """A server behind its own proxy, whose port stays the same when the server restarts."""
 
     def __init__(self, name: str, testbed: ServedTestbed) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class ServedServer(TestedServer):
         return None if self._process is None else self._process[1].poll()
 
     async def start(self) -> None:
-        """Start a process, unless one is alive. Raises `ConfigError` if the command starts no server."""
+        """Start a process unless one is alive. Raises `ConfigError` if the command starts no server."""
         if self._status is not None:
             await self.kill(None)
         if self._process is not None:
@@ -119,7 +119,7 @@ class ServedServer(TestedServer):
         if back_after_s is not None:
             self._coming_back = start(self._come_back(back_after_s))
         if status is not None:
-            self._problems.append(f"its process ended by itself, with status {status}")
+            self._problems.append(f"its process ended unexpectedly with status {status}")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await stack.aclose()
@@ -142,7 +142,7 @@ class ServedServer(TestedServer):
         return True
 
     def problems(self) -> Sequence[str]:
-        died = [] if self._status is None else [f"its process ended by itself, with status {self._status}"]
+        died = [] if self._status is None else [f"its process ended unexpectedly with status {self._status}"]
         return [*self._problems, *died]
 
     async def aclose(self) -> None:
@@ -158,23 +158,25 @@ class ServedServer(TestedServer):
                 await self.start()
         except ConfigError as error:
             self.is_gone = True
-            self._problems.append(f"it did not come back: {error}")
+            self._problems.append(f"it did not restart: {error}")
 
 
 class ServedTestbed(Testbed):
     """Servers that ``command`` starts, with ``{model}``, ``{port}`` and ``{token_file}`` filled in.
 
-    A context manager that starts the servers when it is entered, and raises `ConfigError` if they do not come up.
-    ``tell`` gets lines of progress.
+    A context manager that starts the servers on entry, and raises `ConfigError` if they do not start.
+    ``report_progress`` receives lines of progress.
     """
 
-    def __init__(self, command: str, num_servers: int, deadline_scale: float, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, command: str, num_servers: int, deadline_scale: float, report_progress: Callable[[str], None]
+    ) -> None:
         self.command = command
         self.num_servers = num_servers
         self.scale = _BASE_SCALE * deadline_scale
         self.start_s = _START_S * deadline_scale
         self.kinds = OUTSIDE
-        self._tell = tell
+        self._report_progress = report_progress
         self.directory = Path(tempfile.mkdtemp(prefix="inflight-fleet-"))
         self.model = self.directory / "model"
         self.loop = Loop()
@@ -201,12 +203,12 @@ class ServedTestbed(Testbed):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def palette(self, seed: int, frozen: tuple[str, ...]) -> Palette:
-        """Return the one palette of all schedules: servers begin a schedule with the weights of the previous one."""
+        """Return the palette shared by all schedules: servers begin a schedule with the weights of the previous one."""
         return self.shades
 
     @contextlib.contextmanager
     def servers(self, palette: Palette, frozen: tuple[str, ...]) -> Iterator[Sequence[TestedServer]]:
-        if frozen:  # engines forget the values that an earlier schedule has sent, and refuse updates without them
+        if frozen:  # engines forget the values that an earlier schedule sent, and refuse updates without them
             for server in self._servers:
                 self.loop.run(server.kill(None))
         self._start_all()
@@ -216,7 +218,7 @@ class ServedTestbed(Testbed):
 
     def _start_all(self) -> None:
         if down := [server for server in self._servers if not server.is_up]:
-            self._tell(f"starting {' and '.join(server.name for server in down)}")
+            self._report_progress(f"starting {' and '.join(server.name for server in down)}")
         started = [self.loop.start(server.start()) for server in self._servers]
         for one in started:
             one.result(self.start_s + 30.0)

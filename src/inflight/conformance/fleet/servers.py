@@ -1,7 +1,7 @@
 """The servers of a schedule as faults and the judge see them, wherever they run.
 
-All servers of a process are called in one event loop, in its own thread. Callers are in other loops, as across a
-network: a call may outlive its caller.
+All servers of a process are called in one event loop, which has its own thread. Callers are in other loops, as across
+a network: a call may outlive its caller.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Call = Callable[[InferenceEndpoint], Awaitable[T]]
 
 _CLOSE_S = 15.0
-"""For servers that are being started to end."""
+"""Time for servers that are being started to end."""
 
 
 class Loop:
@@ -36,7 +36,7 @@ class Loop:
         self._thread.start()
 
     def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # at its end it cancels the calls that run
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # on exit it cancels the running calls
             runner.get_loop().run_forever()
 
     def start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
@@ -47,7 +47,7 @@ class Loop:
         return self.start(call).result(timeout_s)
 
     def close(self) -> None:
-        """Cancel the calls that run, wait briefly for them, and end the thread."""
+        """Cancel the running calls, wait briefly for them, and end the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
 
@@ -57,13 +57,13 @@ class TestedServer(Protocol):
 
     name: str
     num_starts: int
-    """Lives in this schedule, the present one included."""
+    """Process incarnations in this schedule, including the current one."""
     num_breaks: int
-    """How often pending calls broke off because it died, came back, or lost its connections."""
+    """Number of times that pending calls failed because it died, restarted, or lost its connections."""
 
     is_up: bool
     is_gone: bool
-    """Whether it is dead and will not come back in this schedule."""
+    """Whether it is dead and will not restart in this schedule."""
     was_torn: bool
     """Whether its weights may have been torn in this schedule, so that requests end with `PoisonedError`."""
 
@@ -81,11 +81,11 @@ class TestedServer(Protocol):
 
     @abstractmethod
     async def back(self) -> None:
-        """Wait until a server that is coming back is up."""
+        """Wait until a restarting server is up."""
 
     @abstractmethod
     async def shade(self) -> Shade | None:
-        """Return the shade it samples from, None for torn weights. Raises `UnreachableError` if it is down."""
+        """Return the shade that it samples from; None for torn weights. Raises `UnreachableError` if it is down."""
 
     @abstractmethod
     def may_have_held(self, shade: Shade) -> bool:
@@ -93,37 +93,37 @@ class TestedServer(Protocol):
 
     @abstractmethod
     def problems(self) -> Sequence[str]:
-        """Return violations seen on this server in this schedule."""
+        """Return the violations observed on this server in this schedule."""
 
 
 class Testbed(Protocol):
-    """Where schedules run: the servers, and what all of them support."""
+    """The environment of schedules: the servers, and what all of them support."""
 
     loop: Loop
     directory: Path
     """Directory for files of schedules."""
     capabilities: Capabilities
-    """Capabilities of the servers, which are alike."""
+    """Capabilities that all servers share."""
     kinds: Collection[Kind]
     """Kinds of faults that can be injected into its servers, in addition to those of calls and bytes."""
     num_servers: int
     scale: float
     """Factor on every deadline."""
     start_s: float
-    """Longest time in which a server comes back."""
+    """Longest time that a server takes to restart."""
 
     @abstractmethod
     def palette(self, seed: int, frozen: tuple[str, ...]) -> Palette:
-        """Return the palette of a seed's schedule. It knows all shades that the servers begin with."""
+        """Return the palette of a seed's schedule. It knows all shades with which the servers begin."""
 
     @abstractmethod
     def servers(self, palette: Palette, frozen: tuple[str, ...]) -> AbstractContextManager[Sequence[TestedServer]]:
-        """Bring up the servers of one schedule; their ``frozen`` tensors are the checkpoint's.
+        """Return a context that starts the servers of one schedule; their ``frozen`` tensors are the checkpoint's.
 
-        Enter and leave the context in another thread than the loop's.
+        Enter and exit the context in a thread other than the loop's.
         """
 
 
 async def version_of(server: TestedServer) -> WeightVersion:
-    """Return which version a server reports."""
+    """Return the version that a server reports."""
     return await server.deliver(lambda endpoint: endpoint.weight_version())

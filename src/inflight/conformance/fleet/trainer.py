@@ -1,4 +1,4 @@
-"""A trainer whose weights are shades of a palette, and which reacts to a failed publish like a real trainer."""
+"""A trainer whose weights are shades of a palette and that reacts to a failed publish as a real trainer does."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ T = TypeVar("T")
 
 _BUCKET_ELEMENTS = 10_000
 CLEAN_UP_S = 6.0
-"""How long a publish may take beyond its deadline."""
+"""Seconds that a publish may take beyond its deadline."""
 _CONNECT_S = 2.0
 _HANG_S = 20.0
-"""A publish that has not returned this long after its deadline hangs."""
+"""A publish that has not returned this many seconds after its deadline counts as hung."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """How a trainer publishes; drawn by seed."""
+    """How a trainer publishes; drawn from a seed."""
 
     run_id: str
     transport: Transport
@@ -120,7 +120,7 @@ class ShadeSource(PartialWeightSource):
 
 @dataclass(eq=False)
 class FleetTrainer:
-    """One incarnation of the run's trainer. With ``given_incarnation`` None it finds its own number."""
+    """One incarnation of the run's trainer. If ``given_incarnation`` is None, it determines its own number."""
 
     servers: Sequence[TestedServer]
     faults: Faults
@@ -171,7 +171,7 @@ class FleetTrainer:
             except FencedError:
                 self.is_fenced = True
             except InflightError:
-                time.sleep(0.05)  # a server may be coming back
+                time.sleep(0.05)  # a server may be restarting
             else:
                 self.publisher = publisher
                 self._left_out = set()
@@ -219,7 +219,7 @@ class FleetTrainer:
         return error is None
 
     def react(self) -> None:
-        """After a failed publish, leave out servers that were not reached, and ask those left out before."""
+        """After a failed publish, exclude servers that were not reached, and query those excluded before."""
         report = self.published[-1].report
         assert self.publisher is not None
         if self.random_.random() < 0.2:
@@ -232,7 +232,7 @@ class FleetTrainer:
             self._take_back(self._left_out, 0.3 * self.settings.scale)
 
     def gather_all(self) -> None:
-        """Leave out the servers that are gone, and take back those that live."""
+        """Exclude the servers that have ended, and include those that are alive."""
         assert self.publisher is not None
         gone = {server.name for server in self.servers if server.is_gone}
         self._take_back(self._left_out - gone, 5.0 * self.settings.scale)
@@ -251,7 +251,7 @@ class FleetTrainer:
         self._inner_sender.abort()
 
     def _guarded(self, call: Callable[[], T], what: str, deadline_s: float) -> T:
-        """Return the result of a call. If it hangs, note that and raise `InflightError`."""
+        """Return the result of a call. If it hangs, record that and raise `InflightError`."""
         try:
             return PendingCall(call, "inflight-fleet-trainer").result(deadline_s + _HANG_S * self.settings.scale)
         except Hung:

@@ -1,1 +1,1 @@
-"""``inflight check parity``: how far an engine's logprobs are from a trainer's with the same weights, and why."""
+"""``inflight check parity``: how much an engine's logprobs differ from a trainer's with the same weights, and why."""

@@ -1,4 +1,4 @@
-"""How far apart two sides' logprobs of the same tokens are.
+"""Statistics of the difference between two sides' logprobs of the same tokens.
 
 Shape suffixes: N targets.
 """
@@ -20,7 +20,7 @@ class Figures:
     k1: float
     """Estimate of KL(behaviour || trainer) per token, see `inflight.losses.metrics.ratio_metrics`."""
     k3: float
-    """Another estimate of it, which is never negative."""
+    """Another estimate of the same KL, which is never negative."""
     ess: float
     """Effective sample size of the importance ratios, as a share between 0 and 1."""
     largest: float

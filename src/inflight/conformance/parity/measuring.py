@@ -1,7 +1,7 @@
-"""What is measured of a pair: with the same weights, and with parts of the model switched off in what is published.
+"""Measurements of a pair: with the same weights, and with parts of the model switched off in the published weights.
 
-A decoder layer whose output projections are zero passes its input on. Weights with such layers show where a difference
-comes from, in any engine that takes updates.
+A decoder layer whose output projections are zero returns its input. Weights with such layers show where a difference
+originates, in any engine that accepts updates.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _ATTENTION, _MLP = "o_proj.weight", "down_proj.weight"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How far one side is from transformers' forward in float32, as mean absolute differences in nats."""
+    """How much one side differs from transformers' forward in float32, as mean absolute differences in nats."""
 
     from_reference: float
     from_rounded: Mapping[str, float]
-    """From the reference with its logits rounded, by dtype."""
+    """Difference from the reference with its logits rounded, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,44 +35,44 @@ class Bisection:
     """Figures with parts of the model switched off."""
 
     layers_off: Figures
-    """Only embedding, final norm and head are left."""
+    """Figures with only embedding, final norm and head left."""
     attention_off: Figures
     mlp_off: Figures
     depths: Mapping[int, Figures]
-    """With only the first layers left, by how many."""
+    """Figures with only the first layers left, by their number."""
     context_counts: bool
     """Whether tokens before the last one change what the engine samples although every layer is switched off."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairMeasurements:
-    """One pair in one dtype, before the weights change by an optimizer step: lag 0."""
+    """One pair in one dtype at lag 0, that is, before an optimizer step changes the weights."""
 
     dtype: str
-    """That the endpoint reports."""
+    """The dtype that the endpoint reports."""
     tolerance: float
     same_weights: Figures
-    """At temperature 1."""
+    """Figures at temperature 1."""
     other_temperature: Figures
-    """At `OTHER_TEMPERATURE`."""
+    """Figures at `OTHER_TEMPERATURE`."""
     unscaled: Figures
-    """The endpoint's logprobs of the latter, beside the trainer's at temperature 1."""
+    """Figures of the endpoint's logprobs at `OTHER_TEMPERATURE` and the trainer's at temperature 1."""
     together: Figures
-    """Of prompts that were asked for at once; the others were asked for one after another."""
+    """Figures of prompts that were requested concurrently; the others were requested one after another."""
     num_updates: int
     after_updates: Figures
-    """After that many updates with the same weights."""
+    """Figures after that many updates with the same weights."""
     engine: Side
     trainer: Side
     quarters: Sequence[float]
     """Mean differences of the quarters of the completions, from first to last."""
     bisection: Bisection | None = None
-    not_bisected: str = "it was not asked for"
-    """Why there is no bisection."""
+    not_bisected: str = "it was not requested"
+    """The reason why there is no bisection."""
 
     @property
     def grown(self) -> float:
-        """By how much the mean difference grew over the updates, in nats."""
+        """How much the mean difference grew over the updates, in nats."""
         return self.after_updates.mean - self.same_weights.mean
 
     @property
@@ -85,13 +85,13 @@ class PairMeasurements:
 async def measure(
     pair: Pair, num_updates: int, *, bisect: bool | None, report: Callable[[str], None]
 ) -> PairMeasurements:
-    """Return what was measured; ``bisect`` None: only if the two sides do not agree.
+    """Return the measurements; if ``bisect`` is None, bisect only if the two sides do not agree.
 
-    Afterwards the endpoint serves other weights than its checkpoint's. Raises what the endpoint and the worker raise.
+    Afterwards the endpoint serves weights other than its checkpoint's. Raises what the endpoint and the worker raise.
     """
     subject = pair.subject
     report("the same weights on both sides")
-    await pair.bring(subject.reference.weights)
+    await pair.set_weights(subject.reference.weights)
     one, other = await pair.sample(), await pair.sample(OTHER_TEMPERATURE)
     together = (await pair.sample_together()).figures
     unscaled = figures_of(pair.trainer_logprobs(at_temperature_one(other.batch)), other.behaviour_N)
@@ -136,7 +136,7 @@ async def _bisect(pair: Pair, tolerance: float, report: Callable[[str], None]) -
 
     async def figures(label: str, is_off: Callable[[str], bool]) -> Figures:
         report(label)
-        await pair.bring(_switched_off(weights, label.replace(" ", "-"), is_off))
+        await pair.set_weights(_switched_off(weights, label.replace(" ", "-"), is_off))
         return (await pair.sample()).figures
 
     attention_off = await figures("attention switched off", lambda name: name.endswith(_ATTENTION))
@@ -146,7 +146,7 @@ async def _bisect(pair: Pair, tolerance: float, report: Callable[[str], None]) -
     first, second = await pair.first_logprobs(ends)
     context_counts = first[0] != second[0] or abs(first[1] - second[1]) > tolerance
     depths: dict[int, Figures] = {}
-    low, high = 0, len(layers)  # the difference is absent with `low` layers, as far as is known, and there with `high`
+    low, high = 0, len(layers)  # the difference is assumed absent with `low` layers, and known to exist with `high`
     while high - low > 1 and layers_off.mean <= tolerance / 5:
         kept = (low + high) // 2
         is_off = partial(_is_in, set(layers[kept:]))

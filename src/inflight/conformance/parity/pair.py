@@ -25,10 +25,10 @@ from inflight.wire import Completion
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Completions of some prompts, and the trainer's logprobs of them."""
+    """Completions of some prompts, and the trainer's logprobs of their tokens."""
 
     completions: Sequence[tuple[tuple[int, ...], Completion]]
-    """Each with its prompt."""
+    """Completions, each with its prompt."""
     temperature: float
     batch: MicroBatch
     behaviour_N: torch.Tensor
@@ -45,9 +45,9 @@ class Pair:
     def __init__(
         self, subject: EndpointSubject, worker: str | None, options: Mapping[str, Any], prompts: int, tokens: int
     ) -> None:
-        """``worker`` names a kind, which makes one with ``model_path`` and the options for each set of weights.
+        """``worker`` names a worker kind, which makes a worker with ``model_path`` and the options for each weights.
 
-        ``prompts`` are asked for at a time, for ``tokens`` tokens each, or for half of the context if that is shorter.
+        ``prompts`` completions are requested at a time, of ``tokens`` tokens each, or of half the context if shorter.
         """
         self.subject = subject
         self._kind = worker
@@ -57,8 +57,8 @@ class Pair:
         self._weights = subject.reference.weights
         self._worker: TrainerWorker | None = None
 
-    async def bring(self, weights: ReferenceWeights) -> None:
-        """Give both sides these weights, which have the names of the checkpoint."""
+    async def set_weights(self, weights: ReferenceWeights) -> None:
+        """Set the weights of both sides; they have the checkpoint's tensor names."""
         self.close()
         self._weights, published = weights, weights
         if self._kind is not None:
@@ -71,16 +71,16 @@ class Pair:
         await self.subject.publisher.publish(published)
 
     async def publish_again(self) -> None:
-        """Publish the trainer's weights, as they are."""
+        """Publish the trainer's current weights again."""
         await self.subject.publisher.publish(self._weights if self._worker is None else gathered(self._worker))
 
     async def sample(self, temperature: float = 1.0) -> Sampled:
-        """Return completions of several prompts, asked for one after another."""
+        """Return completions of several prompts, requested one after another."""
         asked = [(prompt := self._prompt(seed), await self._ask(prompt, seed, temperature)) for seed in self._seeds]
         return self._compared(asked, temperature)
 
     async def sample_together(self) -> Sampled:
-        """Return completions of the same prompts from the same seeds at temperature 1, asked for all at once."""
+        """Return completions of the same prompts and seeds at temperature 1, requested concurrently."""
         prompts = [self._prompt(seed) for seed in self._seeds]
         calls = (self._ask(prompt, seed, 1.0) for seed, prompt in zip(self._seeds, prompts, strict=True))
         return self._compared(list(zip(prompts, await asyncio.gather(*calls), strict=True)), 1.0)
@@ -94,7 +94,7 @@ class Pair:
             return self._worker.forward(sampled)[sampled.loss_mask_T].double()
 
     def reference_logprobs(self, sampled: MicroBatch, rounded_to: torch.dtype | None = None) -> torch.Tensor:
-        """Return transformers' logprobs [N] in float32, of logits that are rounded if ``rounded_to`` reports it."""
+        """Return transformers' logprobs [N] in float32, of logits rounded to ``rounded_to`` if it is given."""
         logits_NV = self._reference_logits(sampled)
         return _logprobs(logits_NV if rounded_to is None else logits_NV.to(rounded_to).float(), sampled)
 
@@ -104,7 +104,7 @@ class Pair:
         return [(answer.token_ids[0], answer.logprobs[0]) for answer in answers]
 
     def close(self) -> None:
-        """End the worker."""
+        """Release the worker."""
         worker, self._worker = self._worker, None
         if worker is not None and hasattr(worker, "close"):
             worker.close()
@@ -139,7 +139,7 @@ def at_temperature_one(batch: MicroBatch) -> MicroBatch:
 
 
 def gathered(worker: TrainerWorker) -> ReferenceWeights:
-    """Return a worker's weights as they would be published; of one rank."""
+    """Return the weights that a worker of one rank would publish."""
     buckets = plan_buckets(worker.parameter_specs())
     tensors = {
         spec.name: tensor.cpu()

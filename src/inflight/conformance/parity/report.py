@@ -21,9 +21,9 @@ def row_of(engine: str, version: str, trainer: str, measured: PairMeasurements) 
 
 
 def text_of(engine: str, version: str, trainer: str, measured: PairMeasurements) -> str:
-    """Return what a person reads of one pair in one dtype."""
-    lines = [f"{engine} {version} in {measured.dtype} beside {trainer}, in nats:", *_table(measured), ""]
-    lines += [f"  {name}: {side.from_reference:.2g} from transformers in float32, in the mean"
+    """Return a readable report on one pair in one dtype."""
+    lines = [f"{engine} {version} in {measured.dtype} compared with {trainer}, in nats:", *_table(measured), ""]
+    lines += [f"  {name}: {side.from_reference:.2g} from transformers in float32, on average"
               for name, side in (("engine ", measured.engine), ("trainer", measured.trainer))]  # fmt: skip
     lines.append("")
     if measured.agrees:

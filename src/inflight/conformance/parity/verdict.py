@@ -1,4 +1,4 @@
-"""What figures of a pair say, and where a person should look first."""
+"""Conclusions from the figures of a pair, and where to look first."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from inflight.conformance.parity.measuring import PairMeasurements, Side
 
 _CLEARLY = 4.0
-"""How many times as large one difference must be for the other to count as absent."""
+"""Factor by which one difference must exceed the other for the other to count as absent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that the figures show."""
+    """One conclusion from the figures."""
 
     seen: str
     look_at: str
 
 
 def findings_of(measured: PairMeasurements) -> list[Finding]:
-    """Return what was found, the most telling first; none if the two sides agree."""
+    """Return the findings, the most significant first; none if the two sides agree."""
     return [] if measured.agrees else [*_of_temperature(measured), *_of_parts(measured), *_of_the_rest(measured)]
 
 
@@ -45,8 +45,8 @@ def _of_parts(measured: PairMeasurements) -> Iterator[Finding]:
         return
     if found.context_counts:
         yield Finding(
-            "with every layer switched off by the published weights, the engine still looks at earlier tokens",
-            "whether an update loads o_proj and down_proj of every layer: their names, and copies that the engine has",
+            "with every layer switched off by the published weights, the engine still depends on earlier tokens",
+            "whether an update loads o_proj and down_proj of every layer: names, and copies that the engine keeps",
         )
         return
     if found.layers_off.mean > small:
@@ -73,8 +73,8 @@ def _of_parts(measured: PairMeasurements) -> Iterator[Finding]:
     if clean and found.layers_off.mean <= small:
         first = min(shown) - 1 if shown else max(clean)
         yield Finding(
-            f"the first {max(clean)} layers by themselves agree",
-            f"layer {first}, counted from 0: whether its weights arrive, and what sets it apart from those before",
+            f"the first {max(clean)} layers on their own agree",
+            f"layer {first}, counted from 0: whether its weights arrive, and how it differs from the layers before it",
         )
 
 
@@ -84,14 +84,14 @@ def _of_the_rest(measured: PairMeasurements) -> Iterator[Finding]:
     if last > small and last > _CLEARLY * first:
         yield Finding(
             f"the difference grows along a completion: {first:.2g} in its first quarter, {last:.2g} in its last",
-            "positions: rotary table and its scaling, the attention window, and the keys and values that are kept",
+            "positions: rotary table and its scaling, the attention window, and cached keys and values",
         )
     far = [measured.engine.from_reference, measured.trainer.from_reference]
     if measured.dtype != "float32" and max(far) < _CLEARLY * min(far):
         yield Finding(
             f"engine and trainer are {far[0]:.2g} and {far[1]:.2g} from float32, and {measured.same_weights.mean:.2g} "
             "from each other: both round",
-            f"nothing, unless {measured.dtype} is not wanted: float32 on both sides removes it, and truncated ratios "
+            f"nothing, if {measured.dtype} is intended: float32 on both sides removes it, and truncated ratios "
             "bound its effect",
         )
     for name, side, other in (
@@ -108,18 +108,18 @@ def _of_the_rest(measured: PairMeasurements) -> Iterator[Finding]:
             yield Finding(
                 f"the {name}'s logprobs are those of logits rounded to {dtype}: {side.from_rounded[dtype]:.2g} from "
                 f"them, {side.from_reference:.2g} from unrounded ones",
-                f"the dtype of the {name}'s head; float32 costs little",
+                f"the dtype of the {name}'s head; float32 is cheap there",
             )
     if measured.together.mean > _CLEARLY * max(measured.same_weights.mean, small):
         yield Finding(
-            f"the difference is {measured.together.mean:.2g} for requests at the same time, and "
+            f"the difference is {measured.together.mean:.2g} for concurrent requests, and "
             f"{measured.same_weights.mean:.2g} for one after another",
             "what the engine computes for a batch: padding, kernels chosen by its size, a batch-invariant mode",
         )
     if measured.grown > small:
         yield Finding(
             f"{measured.num_updates} updates with the same weights made it larger by {measured.grown:.2g}",
-            "what an update applies to weights that are loaded already: scales, casts, merges, transposes",
+            "what an update applies to weights that are already loaded: scales, casts, merges, transposes",
         )
 
 

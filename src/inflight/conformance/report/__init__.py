@@ -1,1 +1,1 @@
-"""What a certificate looks like: in a terminal, as a file of JSON, JUnit XML or HTML, and as a badge."""
+"""Renderings of a certificate: in a terminal, as a JSON, JUnit XML or HTML file, and as a badge."""

@@ -1,4 +1,4 @@
-"""Certificates and reports in files, written whole or not at all, and read back."""
+"""Certificates and reports in files, written completely or not at all, and read back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def certificate_json(certificate: Certificate) -> str:
 def badge_json(certificate: Certificate) -> str:
     """Return the badge as JSON for https://shields.io/badges/endpoint-badge.
 
-    The badge of a run that left checks out is grey and reports it.
+    The badge of a run that left out checks is grey and reports their number.
     """
     message = f"protocol version {certificate.protocol_version}: {score(certificate)}"
     if certificate.left_out:
@@ -45,7 +45,7 @@ def _color(certificate: Certificate) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One form in which a certificate is written to a file."""
+    """One format in which a certificate is written to a file."""
 
     name: str
     """The command's option."""
@@ -54,7 +54,7 @@ class Report:
 
 
 REPORTS = (
-    Report("json", "the certificate as JSON, to keep and to compare", certificate_json),
+    Report("json", "the certificate as JSON, to keep and compare", certificate_json),
     Report("junit", "JUnit XML, for a build server", junit_xml),
     Report("html", "a self-contained HTML page", html_page),
     Report("badge", "JSON for a badge of shields.io/badges/endpoint-badge", badge_json),
@@ -62,14 +62,14 @@ REPORTS = (
 
 
 def write_reports(certificate: Certificate, files: Mapping[str, Path]) -> None:
-    """Write these reports, each as a whole or not at all. Raises `ConfigError`."""
+    """Write these reports, each completely or not at all. Raises `ConfigError`."""
     for report in REPORTS:
         if report.name in files:
             write_whole(files[report.name], report.render(certificate))
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file that nobody sees half written. Raises `ConfigError`, and what was there before is still whole."""
+    """Write a file atomically. If `ConfigError` is raised, the previous file is still complete."""
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -80,7 +80,7 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def read_certificate(file: Path) -> Certificate:
-    """Return the certificate in a file. Raises `ConfigError` that names the file and what is wrong with it."""
+    """Return the certificate in a file. Raises `ConfigError` that names the file and the problem."""
     try:
         return Certificate.model_validate_json(file.read_bytes())
     except OSError as error:

@@ -85,7 +85,7 @@ def _case(suite: ElementTree.Element, verdict: Verdict, classname: str) -> None:
 
 
 def _details(verdict: Verdict) -> str:
-    """Return what to know beyond the message."""
+    """Return the details that the message leaves out."""
     is_expected = verdict.outcome is CheckOutcome.EXPECTED_FAILURE
     lines = [verdict.message] if is_expected else []
     if verdict.outcome is CheckOutcome.UNEXPECTED_PASS:

@@ -1,4 +1,4 @@
-"""The certificate as one HTML page without other files, scripts or network. Everything in it is escaped."""
+"""The certificate as one HTML page without other files, scripts or network access. All content is escaped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inflight.conformance.verdicts import BAD_OUTCOMES, Certificate, CheckOutcom
 
 
 def html_page(certificate: Certificate) -> str:
-    """Return the certificate as a page on which checks that keep it from conforming are unfolded."""
+    """Return the certificate as a page on which the checks that prevent conformance are unfolded."""
     style = resources.files("inflight.conformance.report").joinpath("page.css").read_text(encoding="utf-8")
     sections = [_level(level, verdicts) for level, verdicts in by_level(certificate).items()]
     body = "\n".join([_header(certificate), *sections, _time(certificate), _circumstances(certificate)])
@@ -86,7 +86,7 @@ def _check(verdict: Verdict) -> str:
 
 
 def _details(verdict: Verdict) -> str:
-    """Return what unfolds under a check; empty if there is nothing."""
+    """Return the details that unfold under a check; empty if there are none."""
     terms = []
     if verdict.expected and verdict.message:
         terms.append(("seen", _escaped(verdict.message)))

@@ -1,4 +1,4 @@
-"""What all reports say about a certificate in the same words: the headline, the counts, where the time went."""
+"""The texts that all reports share: the headline, the counts, where the time went."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
 
 
 def title(certificate: Certificate) -> str:
-    """Return what was checked: name, version and kind."""
+    """Return the name, version and kind of what was checked."""
     name = f"{certificate.implementation} {certificate.implementation_version}".strip()
     return f"{name}, {certificate.kind}"
 
 
 def headline(certificate: Certificate) -> str:
-    """Return in one sentence whether it conforms, and to what."""
+    """Return in one sentence whether it conforms, and to which protocol version."""
     verb = "conforms" if certificate.conforms else "does not conform"
     if certificate.conforms and certificate.left_out:
         verb = "conforms, as far as it was checked,"
@@ -29,7 +29,7 @@ def score(certificate: Certificate) -> str:
 
 
 def caveats(certificate: Certificate) -> list[str]:
-    """Return what a reader of the headline must also know."""
+    """Return the caveats that a reader of the headline must know."""
     found = []
     if certificate.problem:
         found.append(f"The run ended early, {certificate.problem}")
@@ -48,9 +48,9 @@ def by_level(certificate: Certificate) -> dict[str, list[Verdict]]:
 
 
 def time_spent(certificate: Certificate) -> list[tuple[str, float]]:
-    """Return the seconds of every level, of starting and bringing back, and of everything else; they add up to all."""
+    """Return the seconds of each level, of starting and restoring, and of everything else. They add up to the total."""
     spent = [(level, total_seconds(verdicts)) for level, verdicts in by_level(certificate).items()]
-    spent.append(("starting and bringing back", certificate.start_seconds))
+    spent.append(("starting and restoring", certificate.start_seconds))
     rest = certificate.seconds - sum(seconds for _, seconds in spent)
     return [*spent, ("everything else", max(0.0, rest))]
 
@@ -61,7 +61,7 @@ def total_seconds(verdicts: Sequence[Verdict]) -> float:
 
 
 def slowest(certificate: Certificate, num_checks: int = 5) -> list[Verdict]:
-    """Return the checks that took longest, the longest first, without those that took no time."""
+    """Return the checks that took longest, the longest first, excluding those that took no time."""
     timed = [verdict for verdict in certificate.verdicts if verdict.seconds > 0]
     return sorted(timed, key=lambda verdict: verdict.seconds, reverse=True)[:num_checks]
 

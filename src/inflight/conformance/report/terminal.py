@@ -1,4 +1,4 @@
-"""What a terminal shows: a line per check as it ends, then what to look at, the counts and the time."""
+"""Terminal output: a line per check as it ends, then where to look, the counts and the time."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _OUTCOME_WIDTH = max(len(outcome) for outcome in CheckOutcome)
 _LONGEST_FACT = 300
 """Characters of one line of evidence; other reports show all of them."""
 _LINE_EVERY_S = 8.0
-"""Without a terminal, a line indicates which check is running after this long without a verdict."""
+"""Without a terminal, a line reports the running check after this many seconds without a verdict."""
 
 
 def open_console() -> Console:
-    """Return a console on standard output that takes text literally."""
+    """Return a console on standard output that prints text literally."""
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Verdict], None]]:
-    """Yield a function that prints each verdict as it comes.
+    """Yield a function that prints each verdict as it arrives.
 
     A terminal also shows which check is running; elsewhere a line reports it if a check takes long.
     """
@@ -56,7 +56,7 @@ def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Ve
         line.truncate(max(20, console.width - 4), overflow="ellipsis")
         return line
 
-    def tell() -> None:
+    def report_running() -> None:
         nonlocal last_line
         while not ended.wait(1.0):
             if time.monotonic() - last_line > _LINE_EVERY_S and num_done < len(checks):
@@ -66,7 +66,7 @@ def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Ve
     with contextlib.ExitStack() as stack:
         status = stack.enter_context(console.status(running())) if console.is_terminal else None
         if status is None:
-            threading.Thread(target=tell, name="inflight-check-progress", daemon=True).start()
+            threading.Thread(target=report_running, name="inflight-check-progress", daemon=True).start()
             stack.callback(ended.set)
 
         def on_verdict(verdict: Verdict) -> None:
@@ -94,7 +94,7 @@ def print_list(console: Console, checks: Sequence[Check]) -> None:
 
 
 def print_certificate(console: Console, certificate: Certificate) -> None:
-    """Print what to look at, the counts, where the time went, and whether it conforms."""
+    """Print where to look, the counts, where the time went, and whether the implementation conforms."""
     for verdict in certificate.verdicts:
         if verdict.outcome in BAD_OUTCOMES:
             _print_findings(console, verdict)
@@ -112,7 +112,7 @@ def print_certificate(console: Console, certificate: Certificate) -> None:
 
 
 def _line(verdict: Verdict, width: int | None) -> Text:
-    """Return id, outcome, seconds and requirement, and what was seen or why it was skipped; cut to the width."""
+    """Return id, outcome, seconds, requirement, and the message; cut to the width."""
     line = Text(f"  {printable(verdict.id)}  ")
     line.append(verdict.outcome.ljust(_OUTCOME_WIDTH), style=_STYLES[verdict.outcome])
     line.append(f" {duration(verdict.seconds):>8}  ", style="dim")

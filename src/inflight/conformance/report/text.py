@@ -1,4 +1,4 @@
-"""Makes text from an implementation safe to show: it may contain anything, even terminal commands."""
+"""Makes text from an implementation safe to display: it may contain anything, even terminal commands."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def fact_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def fact_text(value: Any) -> str:
-    """Return a string as it is, anything else as JSON."""
+    """Return a string unchanged, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

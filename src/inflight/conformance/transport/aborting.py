@@ -1,4 +1,4 @@
-"""Checks of abort: from another thread, at any time, and of what is left of the group."""
+"""Checks of abort: from another thread, at any time, and of what remains of the group."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from inflight.contracts import WeightReceiver, WeightSender
 
 LEVEL = "abort"
 _LONG_S = 8.0
-"""Timeout of calls that abort ends, much longer than abort may take."""
+"""Timeout of calls that abort ends; much longer than abort may take."""
 
 
-@check("T-29", look_at="join of the sender: what it waits in must be closed or left behind")
+@check("T-29", look_at="join of the sender: the operation that it waits for must be closed or abandoned")
 def abort_ends_a_pending_join_of_the_sender(t: TransportSubject) -> None:
     """abort of the sender ends its pending join from another thread with TransferError."""
     t.members([1], _LONG_S)
     _require_ended_by_abort(t, t.start(t.sender.join, "the sender's join"), t.sender)
 
 
-@check("T-30", look_at="join of the receiver: what it waits in must be closed or left behind")
+@check("T-30", look_at="join of the receiver: the operation that it waits for must be closed or abandoned")
 def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
     """abort of a receiver ends its pending join from another thread with TransferError."""
     (member,) = t.members([1], _LONG_S)
@@ -33,7 +33,7 @@ def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
     _require_ended_by_abort(t, t.start(receiver.join, "the receiver's join"), receiver)
 
 
-@check("T-31", look_at="receive: an operation that cannot be interrupted is left behind in a thread of its own")
+@check("T-31", look_at="receive: an operation that cannot be interrupted must be abandoned in its own thread")
 def abort_ends_a_pending_receive(t: TransportSubject) -> None:
     """abort of a receiver ends its pending receive from another thread with TransferError."""
     (receiver,) = t.form()
@@ -41,7 +41,7 @@ def abort_ends_a_pending_receive(t: TransportSubject) -> None:
     _require_ended_by_abort(t, receive, receiver)
 
 
-@check("T-32", look_at="send: an operation that cannot be interrupted is left behind in a thread of its own")
+@check("T-32", look_at="send: an operation that cannot be interrupted must be abandoned in its own thread")
 def abort_ends_a_pending_send(t: TransportSubject) -> None:
     """abort of the sender ends its pending send from another thread with TransferError."""
     t.form()
@@ -74,9 +74,9 @@ def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
     t.note(seconds_after_join_and_after_group=seconds)
 
 
-@check("T-34", look_at="abort of either end: before there is a group, and when there is none any more")
+@check("T-34", look_at="abort of either end: before a group is formed, and after it has ended")
 def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
-    """abort may come at any time and any number of times, and neither raises nor blocks."""
+    """abort may be called at any time and any number of times, and it neither raises nor blocks."""
     seconds = []
 
     def abort(end: WeightSender | WeightReceiver, when: str) -> None:
@@ -101,7 +101,7 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
 
 @check("T-35", "/proc", look_at="references to the store and the group that abort does not drop")
 def nothing_listens_after_abort(t: TransportSubject) -> None:
-    """Nothing of a group is left listening after both ends have aborted."""
+    """No socket of a group is left listening after both ends have aborted."""
     before = listening()
     t.members([1])
     t.sender.abort()
@@ -119,19 +119,19 @@ def nothing_listens_after_abort(t: TransportSubject) -> None:
     require(not left, f"it still listens on {', '.join(f'{address} port {port}' for address, port in sorted(left))}")
 
 
-@check("T-36", look_at="join of the receiver: connections that are refused and tried again")
-def a_join_of_a_group_given_up_ends(t: TransportSubject) -> None:
+@check("T-36", look_at="join of the receiver: connections that are refused and retried")
+def a_join_of_an_aborted_group_ends(t: TransportSubject) -> None:
     """A receiver that joins an aborted group gets TransferError within its timeout."""
     (member,) = t.members([1], 1.0)
     t.sender.abort()
-    joining = t.start(t.receiver(member).join, "the join of a group that was abandoned")
+    joining = t.start(t.receiver(member).join, "the join of an aborted group")
     error = failure_of(joining, 1.0 + SLACK_S)
     t.note(timeout_s=1.0, seconds=joining.ending(0.0).seconds, message=str(error))
 
 
 def _require_ended_by_abort(t: TransportSubject, call: PendingCall[Any], end: WeightSender | WeightReceiver) -> None:
     time.sleep(0.2)
-    require(not call.has_ended(), f"{call.what} ended before abort, with nothing to end it")
+    require(not call.has_ended(), f"{call.what} ended before abort was called, although it had nothing to end it")
     started = time.monotonic()
     t.start(end.abort, "abort").result(SLACK_S)
     error = failure_of(call, SLACK_S)

@@ -1,4 +1,4 @@
-"""Checks of what arrives: every byte, in order, and unchanged afterwards."""
+"""Checks that every byte arrives, in order, and stays unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _PATTERNS = {
 """Bits by wire dtype: quiet and signalling NaN with a payload, NaN of all ones, -0.0, the least subnormal, 0.1."""
 
 
-@check("T-08", look_at="any conversion or arithmetic between the tensor and the wire; move bytes, not numbers")
+@check("T-08", look_at="any conversion or arithmetic between the tensor and the wire: move bytes, not numbers")
 def every_wire_dtype_arrives_bit_for_bit(t: TransportSubject) -> None:
-    """Tensors of every wire dtype arrive bit for bit: NaN payloads, negative zero and subnormals too."""
+    """Tensors of every wire dtype arrive bit for bit, including NaN payloads, negative zero and subnormals."""
     tensors = [torch.tensor(bits, dtype=kind).view(dtype) for dtype, (kind, bits) in _PATTERNS.items()]
     _require_arrival(t, bucket_of(*tensors))
 
 
-@check("T-09", look_at="receive: shapes () and (0,) when the bucket is taken apart")
+@check("T-09", look_at="receive: shapes () and (0,) when the bucket is split")
 def scalars_and_empty_tensors_keep_their_shape(t: TransportSubject) -> None:
     """Scalars and tensors without elements arrive in their shapes."""
     shapes = [(), (0,), (3,), (2, 0, 4), (1, 1)]
     _require_arrival(t, bucket_of(*(torch.full(shape, 2.5) for shape in shapes)))
 
 
-@check("T-10", look_at="receive: views of a buffer must be aligned to their dtype, the bytes on the wire are not")
+@check("T-10", look_at="receive: views of a buffer must be aligned to their dtype, but the bytes on the wire are not")
 def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
     """Tensors arrive whatever their offset within the bucket."""
     tensors = []
@@ -48,7 +48,7 @@ def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
     _require_arrival(t, bucket_of(*tensors))
 
 
-@check("T-11", look_at="send: .contiguous() before bytes are taken")
+@check("T-11", look_at="send: call .contiguous() before reading the bytes")
 def strided_tensors_arrive_row_major(t: TransportSubject) -> None:
     """Tensors that are not contiguous arrive row-major."""
     source = torch.arange(24, dtype=torch.float32).reshape(4, 6)
@@ -69,9 +69,7 @@ def a_bucket_of_64_mb_arrives_whole(t: TransportSubject) -> None:
     require(wrong == 0, f"{wrong} of {tensor.nbytes} bytes arrived wrong")
 
 
-@check(
-    "T-13", look_at="send and receive: one stream, one order; buffers that are sent from while they are filled again"
-)
+@check("T-13", look_at="send and receive: one stream, one order; buffers that are refilled while they are being sent")
 def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
     """Buckets arrive in the order in which they were sent."""
     (receiver,) = t.form()
@@ -86,9 +84,9 @@ def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
     require(not strange, f"bucket {strange[0][0]} was sent and bucket {strange[0][1]:g} arrived" if strange else "")
 
 
-@check("T-14", "3-receivers", look_at="send: all ranks, not only the first")
+@check("T-14", "3-receivers", look_at="send: it must reach all ranks, not only the first")
 def every_receiver_gets_every_byte(t: TransportSubject) -> None:
-    """Every rank of the group gets every byte."""
+    """Every rank of the group receives every byte."""
     receivers = t.form(3)
     wrong = [0, 0, 0]
     for index in range(3):
@@ -99,7 +97,7 @@ def every_receiver_gets_every_byte(t: TransportSubject) -> None:
     require(not any(wrong), f"bytes that differ, per receiver: {wrong}")
 
 
-@check("T-15", look_at="send: return only when the bytes have left; receive: own memory")
+@check("T-15", look_at="send: return only when the bytes have left; receive: use its own memory")
 def a_sent_tensor_may_change(t: TransportSubject) -> None:
     """Once send has returned, its tensors may change without changing what is received."""
     (receiver,) = t.form()
@@ -122,7 +120,7 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
     require(not any(wrong.values()), f"bytes that followed the sender's tensor, by size of the bucket: {wrong}")
 
 
-@check("T-16", look_at="receive and begin: buffers that are used again while tensors in them are still referred to")
+@check("T-16", look_at="receive and begin: buffers that are reused while tensors still refer to them")
 def received_tensors_stay(t: TransportSubject) -> None:
     """Received tensors do not change when later buckets or later updates arrive."""
     (receiver,) = t.form()
@@ -137,9 +135,9 @@ def received_tensors_stay(t: TransportSubject) -> None:
     require(not any(wrong), f"bytes that later buckets changed, per bucket: {wrong}")
 
 
-@check("T-17", look_at="send: work in member on the trainer's tensors")
-def sending_leaves_the_tensors_as_they_are(t: TransportSubject) -> None:
-    """Sending leaves the sender's tensors as they were."""
+@check("T-17", look_at="send: in-place operations on the trainer's tensors")
+def sending_leaves_the_tensors_unchanged(t: TransportSubject) -> None:
+    """Sending leaves the sender's tensors unchanged."""
     (receiver,) = t.form()
     tensors = [torch.randn(1000), torch.randn(30, 20).t(), torch.randn(7).to(torch.bfloat16)]
     before = [bytes_of(tensor) for tensor in tensors]

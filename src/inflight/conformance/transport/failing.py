@@ -1,4 +1,4 @@
-"""Checks of what happens when the other end does not come, does not answer, stops or dies."""
+"""Checks of what happens when the other end does not join, does not answer, stops or dies."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _WORDS = {"join": ("join", "form", "reach", "connect", "rendezvous"), "receive":
 
 @check("T-18", look_at="join of the receiver: the timeout_s of its spec, in every step of it")
 def a_join_without_a_sender_ends(t: TransportSubject) -> None:
-    """A receiver whose sender does not join gets TransferError when its timeout is over, and not before."""
+    """A receiver whose sender does not join gets TransferError when its timeout expires, and not before."""
     (member,) = t.members([1], _TIMEOUT_S)
     _require_timely_failure(t, t.receiver(member).join, "the receiver's join, alone,")
 
 
 @check("T-19", look_at="join of the sender: the timeout_s given to specs")
 def a_join_without_receivers_ends(t: TransportSubject) -> None:
-    """A sender that waits for a rank that never joins gets TransferError when its timeout is over, as do the others."""
+    """A sender that waits for a missing rank gets TransferError when its timeout expires, as do the other ranks."""
     member, _ = t.members([1, 1], _TIMEOUT_S)
-    other = t.start(t.receiver(member).join, "the join of the receiver that came")
+    other = t.start(t.receiver(member).join, "the join of the receiver that joined")
     _require_timely_failure(t, t.sender.join, "the sender's join with a rank missing")
     failure_of(other, _TIMEOUT_S + SLACK_S)
 
 
 @check("T-20", look_at="receive: its timeout_s, not the group's")
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
-    """A receive of what is not sent raises TransferError when its own timeout is over."""
+    """A receive of a bucket that is not sent raises TransferError when its own timeout expires."""
     # The group has a longer timeout than the receive.
     (receiver,) = t.form()
     specs = bucket_of(torch.zeros(10)).specs
     _require_timely_failure(t, lambda: receiver.receive(specs, _TIMEOUT_S), "the receive of a bucket never sent")
 
 
-@check("T-21", look_at="timeouts that are rounded down to 0, which many transports take for none")
+@check("T-21", look_at="timeouts that are rounded down to 0, which many transports treat as no timeout")
 def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
-    """A timeout below a millisecond is a timeout."""
-    # A publish that has almost used up its deadline leaves that little.
+    """A timeout shorter than a millisecond is honoured as a timeout."""
+    # A publish that has almost used up its deadline leaves such a short timeout.
     (receiver,) = t.form()
     specs = bucket_of(torch.zeros(10)).specs
     call = t.start(lambda: receiver.receive(specs, 0.0004), "the receive with a timeout of 0.4 ms")
@@ -66,11 +66,11 @@ def a_killed_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
     _note_legal_ending(t, sending.ending(2.0 + SLACK_S))
 
 
-@check("T-23", deadline_s=30, look_at="send: its timeout_s while the socket takes no more bytes")
+@check("T-23", deadline_s=30, look_at="send: its timeout_s while the socket accepts no more bytes")
 def a_stopped_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
     """A send to a receiver that is stopped ends within its timeout."""
     peer, _ = t.form_with_peer()
-    peer.stop()  # its sockets stay open, and nobody reads
+    peer.stop()  # its sockets stay open, but nothing reads from them
     sending = t.start_send(bucket_of(torch.ones(_BIG, dtype=torch.float64)), _TIMEOUT_S)
     _note_legal_ending(t, sending.ending(_TIMEOUT_S + SLACK_S))
 
@@ -98,9 +98,9 @@ def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
     t.note(size_bytes=bucket.tensors[0].nbytes, seconds=receive.ending(0.0).seconds, message=str(error))
 
 
-@check("T-26", deadline_s=40, look_at="specs of the sender: what is left of the old group")
+@check("T-26", deadline_s=40, look_at="specs of the sender: what remains of the old group")
 def the_survivors_form_a_new_group(t: TransportSubject) -> None:
-    """After a receiver died, the same sender forms a new group with the survivors and bytes arrive."""
+    """After a receiver has died, the same sender forms a new group with the survivors and bytes arrive."""
     peer, (survivor,) = t.form_with_peer(others=1)
     peer.kill()
     bucket = bucket_of(torch.randn(1000))
@@ -137,12 +137,12 @@ def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
     refused("receive after abort", lambda: receiver.receive(bucket.specs, 0.5))
     refused("send after abort", lambda: t.sender.send(bucket, 0.5))
     t.note(messages=messages)
-    require(all(messages.values()), "the error of a call out of turn says nothing")
+    require(all(messages.values()), "the error of a call without a group has an empty message")
 
 
 @check("T-28", look_at="where lower errors are translated")
-def errors_name_what_was_being_done(t: TransportSubject) -> None:
-    """The message of a TransferError names what was being done, and of a send which bucket."""
+def errors_name_the_operation(t: TransportSubject) -> None:
+    """The message of a TransferError names the operation, and for a send also the bucket."""
     (member,) = t.members([1], 0.3)
     joining = failure_of(t.start(t.receiver(member).join, "the join"), 0.3 + SLACK_S)
     (receiver,) = t.form()
@@ -168,11 +168,11 @@ def _require_timely_failure(t: TransportSubject, call: Callable[[], Any], what: 
     error = failure_of(pending, _TIMEOUT_S + SLACK_S)
     seconds = pending.ending(0.0).seconds
     t.note(timeout_s=_TIMEOUT_S, seconds=seconds, message=str(error))
-    require(seconds > _TIMEOUT_S / 2, f"it abandoned after {seconds:.2f} of {_TIMEOUT_S} s")
+    require(seconds > _TIMEOUT_S / 2, f"it failed after {seconds:.2f} s, before its timeout of {_TIMEOUT_S} s")
 
 
 def _note_legal_ending(t: TransportSubject, ending: Ending[None]) -> None:
-    """A send may return, which says only that the bytes left, or raise `TransferError`."""
+    """Note how a send ended. It may return, which means only that the bytes left, or raise `TransferError`."""
     t.note(ending=ending.words, seconds=ending.seconds)
     legal = ending.error is None or isinstance(ending.error, TransferError)
     require(legal, f"a failed send must raise TransferError, but: {ending.words}")

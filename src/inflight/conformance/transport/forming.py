@@ -1,4 +1,4 @@
-"""Checks of opening and forming the group that weights travel in."""
+"""Checks of opening and forming the group over which weights travel."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LEVEL = "group"
     look_at="specs of the sender: rank i starts at 1 + sum(num_ranks[:i]), world_size is 1 + sum(num_ranks)",
 )
 def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
-    """specs gives each endpoint as many consecutive ranks as it takes, from 1 on, in one group with the sender as rank
-    0."""
+    """specs gives each endpoint as many consecutive ranks as it needs, starting from 1, in one group with the sender as
+    rank 0."""
     counts = [1, 2, 3]
     specs = t.group_specs(counts, 2.0)
     t.note(num_ranks=counts, ranks=[spec.rank for spec in specs], world_sizes=[spec.world_size for spec in specs])
@@ -47,7 +47,7 @@ def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
     require(first.group_name != second.group_name, words)
 
 
-@check("T-03", "/proc", look_at="what the store and the group's own sockets are bound to, on either end")
+@check("T-03", "/proc", look_at="the addresses to which the store and the group's own sockets are bound, on either end")
 def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
     """An open group listens on the address in its specs and on no wider one; loopback stays loopback."""
     before = listening()
@@ -59,7 +59,7 @@ def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
     wide = [address for address, _ in added if is_wildcard(address)]
     require(not wide, f"it listens on every address of the machine: {wide}")
     outside = [address for address, _ in added if not is_loopback(address)]
-    require(not outside, f"the group's address is loopback, and it listens on {outside}")
+    require(not outside, f"the group's address is loopback, but it listens on {outside}")
 
 
 @check("T-04", look_at="join of either end")
@@ -74,10 +74,10 @@ def sender_and_one_receiver_form_a_group(t: TransportSubject) -> None:
 
 
 @check("T-05", "3-receivers")
-@look_at("join of either end: does one rank wait for another before it states that it is there?")
+@look_at("join of either end: does one rank wait for another before it announces itself?")
 def three_receivers_join_in_any_order(t: TransportSubject) -> None:
-    """The ranks of several endpoints form the group in whatever order they come."""
-    # Each two ranks come first in turn; two of the receivers belong to one endpoint.
+    """The ranks of several endpoints form the group in whatever order they join."""
+    # Every pair of ranks joins first in turn; two of the receivers belong to one endpoint.
     slowest_s = 0.0
     for first, second in itertools.permutations(range(4), 2):
         receivers = [t.receiver(member) for member in t.members([1, 2])]
@@ -102,13 +102,13 @@ def a_join_waits_for_every_rank(t: TransportSubject) -> None:
     time.sleep(0.5)
     over = [join.what for join in early if join.has_ended()]
     t.note(ended_before_the_last_rank_came=over)
-    require(not over, f"ended although a rank was still to come: {', '.join(over)}")
+    require(not over, f"these joins ended although a rank was still missing: {', '.join(over)}")
     results([t.start(receivers[2].join, "the late receiver's join"), *early], FORM_S + SLACK_S)
 
 
 @check("T-07", look_at="calls of torch.distributed.init_process_group and destroy_process_group")
 def torchs_default_group_is_left_alone(t: TransportSubject) -> None:
-    """torch's default process group is neither made, used nor destroyed."""
+    """torch's default process group is neither created, used nor destroyed."""
     seen = {"before": _has_default_group()}
     (receiver,) = t.form()
     seen["formed"] = _has_default_group()
@@ -119,7 +119,7 @@ def torchs_default_group_is_left_alone(t: TransportSubject) -> None:
     seen["abandoned"] = _has_default_group()
     t.note(default_group_exists=seen)
     are_same = len(set(seen.values())) == 1
-    require(are_same, "torch's default process group came or went, and the trainer needs it for itself")
+    require(are_same, "torch's default process group was created or destroyed, but it belongs to the trainer")
 
 
 def _has_default_group() -> bool:

@@ -17,12 +17,12 @@ from inflight.weights.transports import named_transport
 from inflight.wire import TransportSpec
 
 ADDRESS = "127.0.0.1"
-"""Where senders are reached."""
+"""The address at which senders are reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """Where a receiver comes in: the spec of its endpoint, its rank there, and its rank in the whole group."""
+    """A receiver's position: the spec of its endpoint, its rank there, and its rank in the whole group."""
 
     spec: TransportSpec
     rank: int = 0
@@ -31,7 +31,7 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class TransportPair:
-    """A new sender, and how its receivers are made. ``max_receivers`` are as many as one group may have here."""
+    """A new sender, and how its receivers are made. ``max_receivers`` is the largest number in one group here."""
 
     transport: Transport
     sender: WeightSender
@@ -39,7 +39,7 @@ class TransportPair:
 
     @property
     def version(self) -> str:
-        """The version of the package that installs it, empty if it is not installed."""
+        """The version of the package that installs it; empty if it is not installed."""
         entry = find_entry_points(GROUP).get(self.transport.name)
         return entry.dist.version if entry is not None and entry.dist is not None else ""
 
@@ -59,7 +59,7 @@ def open_pair(target: TransportTarget) -> TransportPair:
         raise ConfigError(f"the sender of {target.factory} lacks methods of WeightSender: {type(sender).__name__}")
     if not sender.is_collective:
         raise ConfigError(
-            f"the {transport.name} transport stores what it sends, and the checks are of transports whose buckets are "
+            f"the {transport.name} transport stores what it sends, but the checks are for transports whose buckets are "
             "received while they are sent; `inflight check endpoint` publishes over the stores that a server supports"
         )
     num_devices = torch.cuda.device_count()

@@ -1,7 +1,7 @@
 """One end of a transport in its own process, which checks kill or stop: ``python -m`` with a `PeerSetup` on stdin.
 
-It joins, writes the line ``joined``, sends a bucket if told to, and waits. A sender first writes the spec for its
-receiver. The process ends with its parent.
+It joins, writes the line ``joined``, sends a bucket if its setup has one, and waits. A sender first writes the spec for
+its receiver. The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ START_S = 15.0
 
 
 class PeerSetup(WireModel):
-    """What the process is: a receiver if it has a spec, else a sender to one receiver."""
+    """The role of the process: a receiver if it has a spec, otherwise a sender to one receiver."""
 
     target: TransportTarget
     spec: TransportBody | None = None
     timeout_s: float = START_S
     bucket: TensorSpec | None = None
-    """The sender sends this one tensor, filled with ones, once it has joined."""
+    """The tensor, filled with ones, that the sender sends once it has joined."""
 
 
 class Peer:
@@ -56,7 +56,7 @@ class Peer:
         self._line("join")
 
     def kill(self) -> None:
-        """Kill it at once, stopped or not. Idempotent."""
+        """Kill the process at once, even if it is stopped. Idempotent."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -70,15 +70,15 @@ class Peer:
         """Return the next line, which the process writes after it has done ``what``."""
         assert self._process.stdout is not None
         reading = PendingCall(self._process.stdout.readline, "the other process")
-        line = reading.result(0.0) if (is_told := reading.has_ended(START_S)) else b""
+        line = reading.result(0.0) if (has_ended := reading.has_ended(START_S)) else b""
         if not line:
-            how = f"ended with status {self._process.wait()}" if is_told else f"did not within {START_S:g} s"
+            how = f"ended with status {self._process.wait()}" if has_ended else f"did not within {START_S:g} s"
             raise Hung(f"the other process had to {what} but {how}", "")
         return line
 
 
 def main() -> None:
-    """Be one end until the parent closes stdin."""
+    """Run one end until the parent closes stdin."""
     setup = PeerSetup.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pair = open_pair(setup.target)

@@ -11,7 +11,7 @@ from pathlib import Path
 _LISTEN = "0A"
 
 
-def can_tell() -> bool:
+def can_list_sockets() -> bool:
     """Return whether this system has such a /proc."""
     return Path("/proc/net/tcp").exists()
 
@@ -35,7 +35,7 @@ def listening() -> set[tuple[str, int]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address reaches this machine only."""
+    """Return whether an address is reachable only from this machine."""
     if address == "localhost":
         return True
     try:
@@ -55,7 +55,7 @@ def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _address(digits: str) -> str:
-    """Return the address in /proc's notation: words of four bytes in the machine's order."""
+    """Return the address from /proc's notation: words of four bytes in the machine's byte order."""
     words = bytes.fromhex(digits)
     if sys.byteorder == "little":
         words = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))

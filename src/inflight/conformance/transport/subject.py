@@ -1,4 +1,4 @@
-"""A transport as checks see it: a new pair for each check, calls beside one another, processes to kill."""
+"""A transport as checks see it: a new pair for each check, concurrent calls, processes to kill."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inflight.conformance.checks import fail
 from inflight.conformance.targets import TransportTarget
 from inflight.conformance.transport.pair import GroupMember, open_pair
 from inflight.conformance.transport.peer import Peer, PeerSetup
-from inflight.conformance.transport.sockets import can_tell
+from inflight.conformance.transport.sockets import can_list_sockets
 from inflight.contracts import WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
@@ -48,16 +48,16 @@ class TransportSubject:
     def missing(self, needs: tuple[str, ...]) -> str | None:
         """Return why a check with these needs cannot be run; None if it can.
 
-        They are ``N-receivers``, ``/proc``, and ``process-group``: ranks meet in a group of torch's.
+        The needs are ``N-receivers``, ``/proc``, and ``process-group``: ranks meet in a torch process group.
         """
         for need in needs:
-            if need == "/proc" and not can_tell():
-                return "this system does not tell in /proc what a process listens on"
+            if need == "/proc" and not can_list_sockets():
+                return "this system does not list in /proc the sockets of a process"
             if need == "process-group" and not issubclass(self._pair.transport.spec_type, ProcessGroupSpec):
-                return f"the ranks of {self._pair.transport.name} meet in a way of their own"
+                return f"the ranks of {self._pair.transport.name} do not meet in a torch process group"
             most = self._pair.max_receivers
             if need.endswith("-receivers") and most is not None and most < int(need.partition("-")[0]):
-                return f"{self._pair.transport.name} takes at most {most} receivers on this machine"
+                return f"{self._pair.transport.name} supports at most {most} receivers on this machine"
         return None
 
     def prepare(self) -> None:
@@ -76,7 +76,7 @@ class TransportSubject:
         ends: list[WeightSender | WeightReceiver] = [self._pair.sender, *self._receivers]
         self._peers, self._receivers = [], []
         for call in [self.start(end.abort, "abort after the check") for end in ends]:
-            call.has_ended(2.0)  # the checks of abort say what it does wrong
+            call.has_ended(2.0)  # the checks of abort report what is wrong with it
 
     @property
     def sender(self) -> WeightSender:
@@ -103,7 +103,7 @@ class TransportSubject:
         return PendingCall(call, what)
 
     def start_joins(self, receivers: Sequence[WeightReceiver]) -> list[PendingCall[None]]:
-        """Start the joins of these receivers and then the sender's, which is last in the list."""
+        """Start the joins of these receivers and then the sender's; return the calls, the sender's last."""
         joins = [self.start(r.join, f"the join of receiver {i + 1}") for i, r in enumerate(receivers)]
         return [*joins, self.start(self.sender.join, "the sender's join")]
 
@@ -114,7 +114,7 @@ class TransportSubject:
         return receivers
 
     def form_with_peer(self, others: int = 0) -> tuple[Peer, list[WeightReceiver]]:
-        """Form a group of a receiver in another process and ``others`` in this one; return them."""
+        """Form a group of a receiver in another process and ``others`` in this one; return all of them."""
         first, *rest = self.members([1] * (1 + others), 2 * FORM_S)
         peer = self._peer(PeerSetup(target=self._target, spec=TransportBody.model_validate(first.spec.model_dump())))
         receivers = [self.receiver(member) for member in rest]
@@ -137,7 +137,7 @@ class TransportSubject:
     def start_receives(
         self, receivers: Sequence[WeightReceiver], bucket: WeightBucket, timeout_s: float = FORM_S
     ) -> list[PendingCall[list[torch.Tensor]]]:
-        """Start receiving a bucket like this one on every receiver."""
+        """Start receiving a bucket with these specs on every receiver."""
         return [
             self.start(lambda r=r: r.receive(bucket.specs, timeout_s), f"receiver {i + 1}'s receive")  # type: ignore[misc]
             for i, r in enumerate(receivers)
@@ -147,7 +147,7 @@ class TransportSubject:
         return self.start(lambda: self.sender.send(bucket, timeout_s), f"the send of bucket {bucket.index}")
 
     def transfer(self, receivers: Sequence[WeightReceiver], bucket: WeightBucket) -> list[list[torch.Tensor]]:
-        """Send one bucket and return what each receiver got."""
+        """Send one bucket and return the tensors that each receiver received."""
         receives = self.start_receives(receivers, bucket)
         sending = self.start_send(bucket)
         results([*receives, sending], FORM_S + SLACK_S)
@@ -163,7 +163,7 @@ def failure_of(call: PendingCall[Any], within_s: float) -> TransferError:
 
 
 def bucket_of(*tensors: torch.Tensor, index: int = 0) -> WeightBucket:
-    """Return a bucket of these tensors, whose specs are read off them."""
+    """Return a bucket of these tensors, with specs derived from them."""
     specs = tuple(tensor_spec(f"tensor {i}", tensor, None) for i, tensor in enumerate(tensors))
     return WeightBucket(index, specs, tensors)
 

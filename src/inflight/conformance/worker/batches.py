@@ -1,4 +1,4 @@
-"""Micro-batches and losses for checks; seeded, so that every rank makes the same.
+"""Micro-batches and losses for checks; seeded, so that every rank makes the same ones.
 
 Shape suffixes: T packed tokens.
 """
@@ -45,7 +45,7 @@ def make_batch(
 
 
 def every_target(batch: MicroBatch) -> MicroBatch:
-    """Return the batch with every token that can be a target made one."""
+    """Return the batch with every possible target in its loss mask."""
     return replace(batch, loss_mask_T=batch.position_ids_T > 0)
 
 
@@ -68,13 +68,13 @@ def segment_rows(lengths: Sequence[int]) -> list[slice]:
 
 
 def loss_of(logprobs_T: torch.Tensor, batch: MicroBatch, scale: float = 1.0) -> torch.Tensor:
-    """Return a plain sum over the targets, each with its own weight."""
+    """Return the sum over the targets, each with its own weight."""
     weighted_T = logprobs_T * batch.advantages_T.to(logprobs_T.device)
     return -scale * weighted_T[batch.loss_mask_T.to(logprobs_T.device)].sum()
 
 
 def take_steps(worker: TrainerWorker, batches: Sequence[MicroBatch]) -> list[StepResult]:
-    """Take an optimizer step over each batch. All ranks call this, each with its own batches."""
+    """Take an optimizer step over each batch; return the results. All ranks call this, each with its own batches."""
     results = []
     for batch in batches:
         accumulate(worker, [batch])
@@ -83,6 +83,6 @@ def take_steps(worker: TrainerWorker, batches: Sequence[MicroBatch]) -> list[Ste
 
 
 def accumulate(worker: TrainerWorker, batches: Sequence[MicroBatch], scale: float = 1.0) -> None:
-    """Forward and backward over the micro-batches."""
+    """Accumulate the gradients of the micro-batches."""
     for batch in batches:
         worker.backward(loss_of(worker.forward(batch), batch, scale))

@@ -1,4 +1,4 @@
-"""Checks of `save` and `load`: what comes back, on how many ranks, and what a failure leaves."""
+"""Checks of `save` and `load`: what is restored, on how many ranks, and what a failure leaves behind."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LEVEL = "checkpoint"
 _LENGTHS = (9, 12, 5, 7)
 
 
-@check("W-35", look_at="weights are saved in the dtype they are trained in; the version is part of the checkpoint")
-def load_brings_back_weights_and_version(subject: WorkerSubject) -> None:
-    """load() brings back the weights, bit for bit, and the version that save() wrote."""
+@check("W-35", look_at="weights must be saved in the dtype they are trained in; the version is part of the checkpoint")
+def load_restores_weights_and_version(subject: WorkerSubject) -> None:
+    """load() restores the weights, bit for bit, and the version that save() wrote."""
     worker, path = subject.create(), subject.fresh_path("saved")
     _train(worker, subject, 0, 1)
     worker.save(path)
@@ -36,12 +36,12 @@ def load_brings_back_weights_and_version(subject: WorkerSubject) -> None:
         changed, version = differing(saved, gathered(other)), other.version
         subject.note(**{f"version ({name})": version, f"differing tensors ({name})": len(changed)})
         subject.require_on_all_ranks(version == 2, f"{name} is at version {version} after loading version 2")
-        subject.require_on_all_ranks(not changed, f"{name} has other weights than were saved: {changed[:5]}")
+        subject.require_on_all_ranks(not changed, f"{name} has weights that differ from the saved ones: {changed[:5]}")
 
 
 @check("W-36", look_at="the optimizer's moments and its count of steps, the schedule's position")
-def training_goes_on_after_a_load(subject: WorkerSubject) -> None:
-    """load() brings back optimizer and schedule: later steps are the same as without a save and a load in between."""
+def training_continues_after_a_load(subject: WorkerSubject) -> None:
+    """load() restores the optimizer and the schedule: later steps are the same as without a save and a load."""
     steady, path = subject.create(), subject.fresh_path("resumed")
     _train(steady, subject, 0, 1)
     steady.save(path)
@@ -56,24 +56,26 @@ def training_goes_on_after_a_load(subject: WorkerSubject) -> None:
     require(found.version == expected.version, words)
     require(rates["with"] == rates["without"], f"the learning rate with and without a resume in between: {rates}")
     if subject.rank == 0:
-        compare_changes(subject, start, expected_weights, weights, "two steps with and without a resume before them")
+        compare_changes(subject, start, expected_weights, weights, "two steps with and without a preceding resume")
 
 
-@check("W-37", look_at="config.json, names of tensors, one copy of tied ones; optimizer files not beside the weights")
+@check(
+    "W-37", look_at="config.json, names of tensors, one copy of tied ones; optimizer files must be in another directory"
+)
 def a_saved_directory_is_a_checkpoint(subject: WorkerSubject) -> None:
-    """A saved directory is a Hugging Face checkpoint: config.json and safetensors, under the same names."""
+    """A saved directory is a Hugging Face checkpoint: config.json and safetensors with the same tensor names."""
     for tied in (False, True):
         worker, path = subject.create(tied=tied), subject.fresh_path(f"exported-{tied}")
         _train(worker, subject, 0)
         worker.save(path)
         weights = gathered(worker)
-        subject.ranks.meet()
+        subject.ranks.wait_for_all()
         if subject.rank == 0:
             kind = "tied" if tied else "untied"
             files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
             lost = sorted(_stored(path).keys() ^ weights.keys())
             subject.note(**{f"files ({kind})": files})
-            require(not lost, f"{kind}: tensors of the directory and of gather_weights() are not the same: {lost[:5]}")
+            require(not lost, f"{kind}: the directory and gather_weights() have different tensors: {lost[:5]}")
             exported, batch = ReferenceModel(path), make_batch((20,), seed=180)
             found = exported.logprobs(batch)
             exported.put(weights)
@@ -81,27 +83,27 @@ def a_saved_directory_is_a_checkpoint(subject: WorkerSubject) -> None:
             subject.note(**{f"largest_difference ({kind})": apart})
             words = f"{kind}: its logprobs differ from those of the worker by {apart:.2e}"
             require(apart <= subject.tolerance.logprob, words)
-        subject.ranks.meet()
+        subject.ranks.wait_for_all()
 
 
 @check("W-38", deadline_s=30, after=lambda subject: _load_with_weights(subject, "all-ranks"))
 @look_at("state that is saved as a rank's shards; seeds, schedules and counters per rank")
 def save_on_all_ranks(subject: WorkerSubject) -> None:
-    """What many ranks saved, one rank resumes."""
+    """One rank resumes from a checkpoint that many ranks saved."""
     subject.skip_on_one_rank()
     _save_with_weights(subject, "all-ranks")
 
 
 @check("W-39", deadline_s=30, before=lambda subject: _save_with_weights(subject, "single-rank"))
-@look_at("each rank cuts its own shard from full tensors, with rows that do not share out evenly")
+@look_at("each rank slices its own shard from full tensors, with rows that do not divide evenly")
 def all_ranks_resume(subject: WorkerSubject) -> None:
-    """What one rank saved, many ranks resume."""
+    """Many ranks resume from a checkpoint that one rank saved."""
     subject.skip_on_one_rank()
     _load_with_weights(subject, "single-rank")
 
 
 @check("W-40", deadline_s=30)
-@look_at("weights or counters that are replaced before everything was read and found to fit")
+@look_at("weights or counters that are replaced before everything has been read and validated")
 def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
     """load() of a broken checkpoint raises CheckpointError and loads nothing."""
     worker, good = subject.create(), subject.fresh_path("good")
@@ -115,23 +117,23 @@ def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
         if subject.rank == 0:
             shutil.copytree(good, broken[-1])
             (broken[-1] / file).write_bytes((good / file).read_bytes()[: (good / file).stat().st_size // 2])
-        subject.ranks.meet()
+        subject.ranks.wait_for_all()
     for path in broken:
         error = error_of(partial(worker.load, path))
         changed, version = differing(before, gathered(worker)), worker.version
         subject.note(**{path.name: words_of(error)})
         refused = isinstance(error, CheckpointError)
-        subject.require_on_all_ranks(refused, f"{path.name}: load() gives {words_of(error)}, not CheckpointError")
+        subject.require_on_all_ranks(refused, f"{path.name}: load() raises {words_of(error)}, not CheckpointError")
         left = f"{path.name}: version {version} and changed tensors {changed[:5]} are left"
         subject.require_on_all_ranks(version == 2 and not changed, left)
-    require(len(broken) > 1, "save() wrote no file that could be cut off")
+    require(len(broken) > 1, "save() wrote no file that could be truncated")
 
 
 @check("W-41", deadline_s=30)
-@look_at("write beside the old directory, rename once everything is on disk, tell the other ranks of a failure")
+@look_at("write next to the old directory, rename once everything is on disk, notify the other ranks of a failure")
 def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None:
-    """A save() that fails raises CheckpointError on every rank, and what was at the path before is still whole."""
-    # The second save over the first fails because no file may grow as large as the largest one.
+    """A save() that fails raises CheckpointError on every rank, and the previous checkpoint at its path stays whole."""
+    # The second save over the first fails because a limit keeps files smaller than the largest one.
     worker, path = subject.create(), subject.fresh_path("kept")
     _train(worker, subject, 0)
     worker.save(path)
@@ -139,23 +141,23 @@ def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None
     _train(worker, subject, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     sizes = [(path / file).stat().st_size for file in _large_files(path)]
-    subject.ranks.meet()
+    subject.ranks.wait_for_all()
     if sizes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3 * max(sizes) // 4, limits[1]))
     try:
         error = error_of(partial(worker.save, path))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    subject.ranks.meet()
+    subject.ranks.wait_for_all()
     subject.note(error=words_of(error), limit_bytes=3 * max(sizes, default=0) // 4)
     again = subject.create()
     load_error = error_of(partial(again.load, path))
     subject.note(load_error=words_of(load_error), version=again.version)
     problem = ""
     if not isinstance(error, CheckpointError):
-        problem = f"a save that cannot be written gives {words_of(error)}, not CheckpointError"
+        problem = f"a save that cannot be written raises {words_of(error)}, not CheckpointError"
     elif load_error is not None:
-        problem = f"after a failed save the checkpoint before it does not load: {words_of(load_error)}"
+        problem = f"after a failed save, the previous checkpoint does not load: {words_of(load_error)}"
     elif again.version != 1:
         problem = f"after a failed save of version 2 over version 1, version {again.version} is loaded"
     subject.require_on_all_ranks(not problem, problem)
@@ -167,9 +169,9 @@ def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None
 
 
 @check("W-44")
-@look_at("zero_grad in load(), on the tensors that backward() fills; buffers of a reduction that is pending")
+@look_at("zero_grad in load(), on the tensors that backward() fills; buffers of a pending reduction")
 def load_drops_pending_gradients(subject: WorkerSubject) -> None:
-    """load() drops the gradients of every backward() before it."""
+    """load() drops the gradients of every preceding backward()."""
     worker, path, reference = subject.create(), subject.fresh_path("pending"), ReferenceModel(subject.model())
     worker.save(path)
     batches = [make_batch((18,), seed=300 + rank) for rank in range(subject.data_size)]
@@ -179,23 +181,23 @@ def load_drops_pending_gradients(subject: WorkerSubject) -> None:
     subject.note(**{"step after the load": words_of(error)})
     subject.require_on_all_ranks(
         isinstance(error, TrainerError),
-        f"a step after backward() and load() gives {words_of(error)}, not TrainerError: gradients are left",
+        f"a step after backward() and load() raises {words_of(error)}, not TrainerError: gradients are left",
     )
     accumulate(worker, [batches[subject.data_rank]], 2.0)
     worker.load(path)
     accumulate(worker, [batches[subject.data_rank]])
-    what = "the first step after a load, of which no backward before the load may be part"
+    what = "the first step after a load, to which no backward before the load may contribute"
     subject.compare_norm(worker, reference.gradient_norm(batches), what)
 
 
 def _train(worker: TrainerWorker, subject: WorkerSubject, *seeds: int) -> StepResult:
-    """Take a step per seed, with the segments divided among the ranks; return the last result."""
+    """Take one step per seed, with the segments divided among the ranks; return the last result."""
     mine = range(subject.data_rank, len(_LENGTHS), subject.data_size)
     return take_steps(worker, [part_of(make_batch(_LENGTHS, seed=200 + seed), mine) for seed in seeds])[-1]
 
 
 def _save_with_weights(subject: WorkerSubject, name: str) -> None:
-    """Leave a checkpoint after two steps, with its weights and those of two steps later."""
+    """Store a checkpoint after two steps, its weights, and the weights of two steps later."""
     worker, path = subject.create(), subject.fresh_path(name)
     facts = subject.fresh_path(f"{name}-facts")
     _train(worker, subject, 0, 1)
@@ -210,14 +212,14 @@ def _save_with_weights(subject: WorkerSubject, name: str) -> None:
 
 
 def _load_with_weights(subject: WorkerSubject, name: str) -> None:
-    """Fail unless what was saved comes back, and two more steps lead to the weights that were left with it."""
+    """Fail unless the saved state is restored, and two more steps lead to the weights that were stored with it."""
     worker, facts = subject.create(), subject.directory / f"{name}-facts"
     worker.load(subject.directory / name)
     version, loaded = worker.version, gathered(worker)
     _train(worker, subject, 2, 3)
     later = gathered(worker)
     subject.note(version=version)
-    require(version == 2, f"version 2 was saved and version {version} was loaded")
+    require(version == 2, f"version 2 was saved, but version {version} was loaded")
     if subject.rank == 0:
         saved = load_file(facts / "saved.safetensors")
         changed = differing(saved, loaded)
@@ -226,11 +228,11 @@ def _load_with_weights(subject: WorkerSubject, name: str) -> None:
 
 
 def _large_files(directory: Path) -> list[Path]:
-    """Return the files that hold tensors, judging by size: those of at least a tenth of the largest."""
+    """Return the files that hold tensors, judged by size: those of at least a tenth of the largest."""
     sizes = {file.relative_to(directory): file.stat().st_size for file in directory.rglob("*") if file.is_file()}
     return sorted(file for file, size in sizes.items() if size * 10 >= max(sizes.values()))
 
 
 def _stored(directory: Path) -> dict[str, object]:
-    """Return the tensors of the safetensors files beside config.json, which is where servers look."""
+    """Return the tensors of the safetensors files next to config.json, which is where servers look."""
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}

@@ -44,7 +44,7 @@ def each_token_has_its_own_temperature(subject: WorkerSubject) -> None:
     _compare(subject, batch, tied=False, found=found)
 
 
-@check("W-07", look_at="row t - 1 of the logits predicts token t; a shift by one, a missing causal mask")
+@check("W-07", look_at="row t - 1 of the logits predicts token t: a shift by one, a missing causal mask")
 def logprobs_are_target_aligned(subject: WorkerSubject) -> None:
     """Logprobs are target-aligned: index t holds log p(token t | earlier tokens of the same segment)."""
     k = 17
@@ -59,15 +59,15 @@ def logprobs_are_target_aligned(subject: WorkerSubject) -> None:
     require(
         before <= allowed,
         f"another token at index {k} changes logprobs before it, by up to {before:.2e}: they are shifted, or tokens "
-        "see what comes after them",
+        "attend to later tokens",
     )
     require(at > allowed, f"another token at index {k} does not change the logprob there")
 
 
 @check("W-08")
-@look_at("loss_mask_T: every index with a false mask, prompts and the first token of a segment among them")
+@look_at("loss_mask_T: every index with a false mask, including prompts and the first token of a segment")
 def no_target_gives_zero(subject: WorkerSubject) -> None:
-    """A logprob is exactly 0.0 where there is no target."""
+    """A logprob is exactly 0.0 at every index that is not a target."""
     batch = make_batch((20, 1, 9), seed=5)
     logprobs_T = subject.create().forward(batch).detach()
     others_T = logprobs_T[~batch.loss_mask_T]
@@ -76,7 +76,7 @@ def no_target_gives_zero(subject: WorkerSubject) -> None:
     require(bool((logprobs_T[batch.loss_mask_T] < 0).all()), "there are targets without a logprob below 0")
 
 
-@check("W-09", look_at="the cast after the head, a batch dimension that was left, and .to(batch.token_ids_T.device)")
+@check("W-09", look_at="the cast after the head, a leftover batch dimension, and .to(batch.token_ids_T.device)")
 def logprobs_are_float32(subject: WorkerSubject) -> None:
     """Logprobs are float32 (float64 of float64 models), one per packed token, on the batch's device."""
     batch = make_batch((12, 5), seed=6)
@@ -91,11 +91,11 @@ def logprobs_are_float32(subject: WorkerSubject) -> None:
 
 @check("W-10", look_at="no_grad, inference_mode or detach around the forward")
 def logprobs_are_differentiable(subject: WorkerSubject) -> None:
-    """Logprobs are differentiable: backward() of a loss of them gives a gradient."""
+    """Logprobs are differentiable: backward() of a loss computed from them gives a gradient."""
     worker, batch = subject.create(), make_batch((15,), seed=7)
     logprobs_T = worker.forward(batch)
     subject.note(requires_grad=logprobs_T.requires_grad)
-    require(logprobs_T.requires_grad, "nothing can be differentiated through the logprobs")
+    require(logprobs_T.requires_grad, "the logprobs do not require gradients")
     worker.backward(loss_of(logprobs_T, batch))
     norm = worker.step().gradient_norm
     subject.note(gradient_norm=norm)
@@ -103,7 +103,7 @@ def logprobs_are_differentiable(subject: WorkerSubject) -> None:
 
 
 def _compare(subject: WorkerSubject, batch: MicroBatch, *, tied: bool, found: torch.Tensor | None = None) -> None:
-    """Fail unless the targets' logprobs are those of transformers; note what they resemble."""
+    """Fail unless the targets' logprobs are those of transformers; note what they resemble instead."""
     expected = ReferenceModel(subject.model(tied=tied)).logprobs(every_target(batch)).detach()
     if found is None:
         found = subject.create(tied=tied).forward(batch).detach().double()

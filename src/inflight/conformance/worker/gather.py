@@ -1,4 +1,4 @@
-"""Checks of `gather_weights`: what is yielded, when, and where."""
+"""Checks of `gather_weights`: what is yielded, when, and on which rank."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from inflight.wire import TensorSpec
 
 LEVEL = "gather"
 _NUM_STEPS = 5
-_NAMES = "names and number of tensors: a head left out, a tied head sent twice or sent as it was at the start"
+_NAMES = "names and number of tensors: a head left out, a tied head sent twice or with its initial values"
 
 
 @check("W-26", deadline_s=15)
-@look_at("one WeightBucket per bucket asked for, with its index and its specs; the cast to the wire dtype")
+@look_at("one WeightBucket per requested bucket, with its index and its specs; the cast to the wire dtype")
 def gathered_weights_follow_the_specs(subject: WorkerSubject) -> None:
     """gather_weights() yields full tensors bucket by bucket, in the order and form of parameter_specs()."""
     worker = subject.create()
@@ -31,7 +31,7 @@ def gathered_weights_follow_the_specs(subject: WorkerSubject) -> None:
     found = list(worker.gather_weights(plan))
     subject.note(num_buckets=len(found), num_tensors=sum(len(bucket.tensors) for bucket in found))
     indexes = [bucket.index for bucket in found]
-    require(indexes == list(range(len(plan))), f"{len(plan)} buckets were asked for, these came: {indexes}")
+    require(indexes == list(range(len(plan))), f"{len(plan)} buckets were requested, but these were yielded: {indexes}")
     yielded = [spec for bucket in found for spec in bucket.specs]
     difference = _difference(yielded, specs)
     require(not difference, f"the specs of the buckets are not those of parameter_specs(): {difference}")
@@ -40,39 +40,39 @@ def gathered_weights_follow_the_specs(subject: WorkerSubject) -> None:
         require(len(tensors) == len(specs), f"rank 0 got {len(tensors)} tensors for {len(specs)} specs")
         got = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors]
         wrong = [
-            f"{spec.name} came as {dtype} {shape}, not {spec.dtype} {spec.shape}"
+            f"{spec.name} was yielded as {dtype} {shape}, not {spec.dtype} {spec.shape}"
             for spec, (dtype, shape) in zip(specs, got, strict=True)
             if (spec.dtype, spec.shape) != (dtype, shape)
         ]
-        require(not wrong, f"{len(wrong)} tensors are not as their specs say: {wrong[:3]}")
+        require(not wrong, f"{len(wrong)} tensors differ from their specs: {wrong[:3]}")
 
 
 @check("W-27", "ranks", look_at="full_tensor() gives the whole tensor to every rank: drop it on all but rank 0")
 def only_rank_0_holds_tensors(subject: WorkerSubject) -> None:
-    """Rank 0 holds the gathered tensors, the others none."""
+    """Rank 0 holds the gathered tensors; the other ranks hold none."""
     worker = subject.create()
     buckets = list(worker.gather_weights(plan_buckets(worker.parameter_specs(), 4096)))
     num_tensors = subject.ranks.exchange(sum(len(bucket.tensors) for bucket in buckets))
     subject.note(num_tensors_by_rank=num_tensors)
-    require(num_tensors[0] > 0, "rank 0 holds none")
+    require(num_tensors[0] > 0, "rank 0 holds no tensors")
     require(not any(num_tensors[1:]), f"ranks hold {num_tensors} tensors")
 
 
 @check("W-28", look_at=_NAMES)
 def gathered_weights_are_the_model(subject: WorkerSubject) -> None:
-    """The gathered weights are a checkpoint that computes what forward() computes."""
+    """The gathered weights form a checkpoint that computes what forward() computes."""
     _compare_with_forward(subject, tied=False)
 
 
 @check("W-29", look_at=_NAMES)
 def tied_weights_travel_once(subject: WorkerSubject) -> None:
-    """Tied weights are gathered once, under the checkpoint's name, with their present values."""
+    """Tied weights are gathered once, under the checkpoint's name, with their current values."""
     _compare_with_forward(subject, tied=True)
 
 
-@check("W-30", look_at="a staging buffer that tensors of one bucket share, offsets within a bucket")
+@check("W-30", look_at="a staging buffer shared by tensors of one bucket, offsets within a bucket")
 def bucket_plans_change_nothing(subject: WorkerSubject) -> None:
-    """Any plan of buckets gives the same bytes."""
+    """Every bucket plan gives the same bytes."""
     worker = subject.create()
     take_steps(worker, [make_batch((14, 8), seed=120 + subject.data_rank)])
     plans = {"one tensor": 1, "4 KiB": 4096, "20 KiB": 20480, "everything": 1 << 30}
@@ -80,13 +80,13 @@ def bucket_plans_change_nothing(subject: WorkerSubject) -> None:
     for name, weights in found.items():
         others = differing(found["one tensor"], weights)
         subject.note(**{f"differing tensors ({name})": len(others)})
-        require(not others, f"buckets of {name} give other bytes than one tensor per bucket: {others[:5]}")
+        require(not others, f"buckets of {name} give different bytes than one tensor per bucket: {others[:5]}")
 
 
 @check("W-31")
 @look_at("staging memory: two buckets are alive at once, the one that is sent and the one that is gathered")
 def yielded_tensors_stay_valid(subject: WorkerSubject) -> None:
-    """A yielded tensor is valid until the bucket after the next one is asked for."""
+    """A yielded tensor is valid until the bucket after the next one is requested."""
     worker = subject.create()
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
     changed, num_tensors = 0, 0
@@ -96,10 +96,10 @@ def yielded_tensors_stay_valid(subject: WorkerSubject) -> None:
         num_tensors += len(before)
     changed += sum(not same_bits(tensor, copy) for tensor, copy in before)
     subject.note(num_tensors=num_tensors, num_changed=changed)
-    require(not changed, f"{changed} of {num_tensors} tensors had changed when the bucket behind theirs was yielded")
+    require(not changed, f"{changed} of {num_tensors} tensors had changed when the bucket after theirs was yielded")
 
 
-@check("W-32", look_at="a mesh of one rank, where gathering copies nothing; unsharded parameters such as norms")
+@check("W-32", look_at="a mesh of one rank, on which gathering copies nothing; unsharded parameters such as norms")
 def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
     """Gathered tensors share no memory with the parameters: a step does not change what was yielded."""
     worker = subject.create()
@@ -112,7 +112,7 @@ def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
 
 
 @check("W-33")
-@look_at("a copy kept from an earlier gather; parameters that were left whole by a forward before the step")
+@look_at("a copy kept from an earlier gather; parameters that a forward before the step left unsharded")
 def every_gather_is_fresh(subject: WorkerSubject) -> None:
     """gather_weights() after a step yields the weights of that step."""
     _compare_with_forward(subject, tied=False, gather_first=True)
@@ -121,7 +121,7 @@ def every_gather_is_fresh(subject: WorkerSubject) -> None:
 def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: bool = False) -> None:
     """Fail unless transformers, with the weights gathered after some steps, computes what the worker computes.
 
-    The logprobs must be equal, and must have moved alike: after small steps, old weights still give equal logprobs.
+    The logprobs must be equal and must have moved equally: after small steps, old weights still give equal logprobs.
     """
     worker, batch = subject.create(tied=tied), every_target(make_batch((25,), seed=110))
     if gather_first:
@@ -149,8 +149,8 @@ def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: b
     )
     require(
         apart <= allowed,
-        f"{_NUM_STEPS} steps moved forward()'s logprobs by {moved:.2e}; the gathered weights move them otherwise, "
-        f"{apart:.2e} apart: some of them are old",
+        f"{_NUM_STEPS} steps moved forward()'s logprobs by {moved:.2e}; the gathered weights move them differently, "
+        f"by {apart:.2e}: some of the weights are old",
     )
 
 

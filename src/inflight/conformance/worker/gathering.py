@@ -26,13 +26,13 @@ def gathered(worker: TrainerWorker, bucket_bytes: int = 1) -> dict[str, torch.Te
 
 
 def differing(one: Weights, other: Weights) -> list[str]:
-    """Return the names of tensors that are not the same, bit for bit."""
+    """Return the names of tensors that are not bitwise equal."""
     names = [*one, *(name for name in other if name not in one)]
     return [n for n in names if n not in one or n not in other or not same_bits(one[n], other[n])]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same bytes in the same shape and dtype."""
+    """Return whether two tensors have the same bytes, shape and dtype."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
@@ -44,9 +44,9 @@ def distance(one: Weights, other: Weights) -> float:
 
 
 def compare_changes(subject: WorkerSubject, start: Weights, expected: Weights, found: Weights, what: str) -> None:
-    """Fail unless ``found`` is close to ``expected``, relative to how far that is from ``start``.
+    """Fail unless ``found`` is close to ``expected``, relative to the distance of ``expected`` from ``start``.
 
-    Skip if the steps moved the weights so little that rounding hides what they did.
+    Skip the check if the steps moved the weights so little that rounding hides the change.
     """
     moved, apart = distance(expected, start), distance(found, expected)
     size = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in start.values()))
@@ -56,4 +56,4 @@ def compare_changes(subject: WorkerSubject, start: Weights, expected: Weights, f
     if not moved > 8 * tolerance.rounding * size:
         skip(f"the steps move weights by {moved:.1e} of {size:.1e}, near rounding; give a larger learning rate")
     if not apart <= allowed:
-        fail(f"{what}: weights lie {apart:.2e} apart after a way of {moved:.2e}")
+        fail(f"{what}: the weights differ by {apart:.2e} after moving by {moved:.2e}")

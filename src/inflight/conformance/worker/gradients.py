@@ -1,4 +1,4 @@
-"""Checks of `backward`: sums over micro-batches and ranks, as the gradient norm that a step reports shows them."""
+"""Checks of `backward`: sums over micro-batches and ranks, judged by the gradient norm that a step reports."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from inflight.contracts.trainer import data_ranks_of
 
 LEVEL = "gradient"
 LENGTHS = (9, 4, 17, 1, 6, 23)
-_AVERAGES = "an average where a sum belongs, a weight per rank or micro-batch, gradients scaled twice"
+_AVERAGES = "an average instead of a sum, a weight per rank or micro-batch, gradients scaled twice"
 
 
 @check("W-15")
 @look_at("gradient_norm of StepResult: before clipping, over all parameters and ranks; scaling in backward()")
 def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
-    """The gradient of a loss is that of autograd, and its norm is reported as it was before clipping."""
+    """The gradient of a loss is that of autograd, and the reported norm is the one before clipping."""
     # Norms below and above the usual thresholds of clipping.
     reference = ReferenceModel(subject.model())
     batches = [make_batch((17,), seed=30 + rank) for rank in range(subject.data_size)]
@@ -34,7 +34,7 @@ def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
         subject.compare_norm(worker, reference.gradient_norm(batches, scale), f"{name} loss")
 
 
-@check("W-16", look_at="a head that is computed from a copy or a detached weight; two parameters where there is one")
+@check("W-16", look_at="a head that is computed from a copy or a detached weight; two parameters in place of one")
 def gradient_of_a_tied_model(subject: WorkerSubject) -> None:
     """The gradient of a tied embedding is the sum over both of its uses."""
     batches = [make_batch((17,), seed=40 + rank) for rank in range(subject.data_size)]
@@ -63,7 +63,7 @@ def micro_batches_are_summed(subject: WorkerSubject) -> None:
 
 
 @check("W-18", "ranks")
-@look_at("the reduction of DDP and FSDP averages unless told otherwise (set_gradient_divide_factor); " + _AVERAGES)
+@look_at("the reduction of DDP and FSDP averages by default (set_gradient_divide_factor); " + _AVERAGES)
 def ranks_are_summed(subject: WorkerSubject) -> None:
     """Gradients are summed over ranks, never averaged."""
     batch = make_batch((11, 6), seed=60)
@@ -75,9 +75,9 @@ def ranks_are_summed(subject: WorkerSubject) -> None:
 
 
 @check("W-19", "ranks")
-@look_at("denominators of a rank: numbers of tokens, micro-batches or busy ranks; " + _AVERAGES)
+@look_at("denominators per rank: numbers of tokens, micro-batches or busy ranks; " + _AVERAGES)
 def shares_may_be_unequal(subject: WorkerSubject) -> None:
-    """Ranks may have unequal shares, or nothing: the gradient is the same."""
+    """Ranks may have unequal shares, or none: the gradient is the same."""
     whole, empty = make_batch(LENGTHS, seed=70), make_batch((), seed=70)
     expected = ReferenceModel(subject.model()).gradient_norm([whole])
     last = subject.data_size - 1
@@ -94,7 +94,7 @@ def shares_may_be_unequal(subject: WorkerSubject) -> None:
 
 
 @check("W-45", "ranks")
-@look_at("data_parallel_rank and data_parallel_size; a loss that ranks compute alike must reach each gradient once")
+@look_at("data_parallel_rank and data_parallel_size; a loss that several ranks compute must reach each gradient once")
 def shared_batches_count_once(subject: WorkerSubject) -> None:
     """Ranks that compute a micro-batch together return the same logprobs, and its gradient counts once."""
     worker = subject.create()
@@ -106,7 +106,7 @@ def shared_batches_count_once(subject: WorkerSubject) -> None:
     each = subject.world_size // share.size
     require(
         all(size == share.size for _, size in everyone) and sorted(shares) == sorted([*range(share.size)] * each),
-        f"the shares of the ranks, and their number, are {everyone}: each must be computed by equally many ranks",
+        f"the ranks report these shares and numbers of shares: {everyone}; equally many ranks must compute each share",
     )
     logprobs_T = worker.forward(batches[share.rank])
     found = subject.ranks.exchange(logprobs_T.detach().tolist())
@@ -124,7 +124,7 @@ def shared_batches_count_once(subject: WorkerSubject) -> None:
 
 
 def train_on_one_rank(subject: WorkerSubject) -> None:
-    """Leave one rank's weights before and after two steps."""
+    """Store one rank's weights before and after two steps."""
     worker = subject.create()
     start = gathered(worker)
     _two_steps(worker, subject)
@@ -137,7 +137,7 @@ def train_on_one_rank(subject: WorkerSubject) -> None:
 @check("W-20", deadline_s=30, before=train_on_one_rank)
 @look_at("clipping by a rank's own norm, optimizer state that starts differently, unreduced gradients")
 def ranks_change_nothing(subject: WorkerSubject) -> None:
-    """The number of ranks changes nothing: weights after two steps are those of one rank."""
+    """The number of ranks changes nothing: the weights after two steps are those of one rank."""
     subject.skip_on_one_rank()
     worker = subject.create()
     _two_steps(worker, subject)
@@ -150,11 +150,11 @@ def ranks_change_nothing(subject: WorkerSubject) -> None:
 
 @check("W-42", deadline_s=30)
 @look_at(
-    "DDP reduces once for each forward and leaves out the later backwards, silently: reduce in step(); state "
-    "that one forward leaves for its backward, and the next one replaces"
+    "DDP reduces once for each forward and silently leaves out the later backwards: reduce in step(); state "
+    "that one forward stores for its backward and the next forward replaces"
 )
 def forwards_may_come_first(subject: WorkerSubject) -> None:
-    """Several forwards may come before their backwards, in any order: the gradient is the same."""
+    """Several forwards may precede their backwards, in any order: the gradient is the same."""
     batches = [
         [make_batch((11, 6), seed=90 + rank), make_batch((3, 14), seed=95 + rank)] for rank in range(subject.data_size)
     ]

@@ -21,12 +21,12 @@ from inflight.wire import LoraSpec
 
 LEVEL = "lora"
 SETTINGS = LoraSettings(rank=3, alpha=12.0, targets=("q_proj", "v_proj", "o_proj"))
-"""A rank that ranks cannot share evenly; every kind of model of the kit has these layers."""
+"""LoRA settings with a rank that does not divide evenly; every kind of model of the kit has these layers."""
 ADAPTER = Path("adapter") / "adapter_model.safetensors"
 _LENGTHS = (9, 14, 5)
 
 
-@check("W-47", look_at="the scale alpha / rank, whether dropout is off, and that both halves get their gradients")
+@check("W-47", look_at="the scale alpha / rank, whether dropout is off, and whether both halves get their gradients")
 def the_gradient_is_that_of_the_halves(subject: WorkerSubject) -> None:
     """Where a worker trains a LoRA, logprobs are those of the merged weights, and the gradient is that of A and B."""
     worker, reference = _noticeable_worker(subject), ReferenceModel(subject.model())
@@ -44,25 +44,25 @@ def the_gradient_is_that_of_the_halves(subject: WorkerSubject) -> None:
         accumulate(worker, [mine])
         subject.compare_norm(worker, reference.lora_gradient_norm(batches), f"of A and B, {what}")
     later = gathered(worker)
-    # A is so much larger than B that the norm says nothing of its gradient.
+    # A is so much larger than B that the norm does not show its gradient.
     same = [name for name in later if torch.equal(later[name].double(), lora[name])]
-    words = f"once B is not zero, a step leaves {len(same)} tensors as they are: {same[:3]}"
+    words = f"once B is not zero, a step leaves {len(same)} tensors unchanged: {same[:3]}"
     subject.require_on_all_ranks(not same, words)
 
 
 @check("W-48")
-@look_at("requires_grad of everything but the LoRA, weight decay, and that the weights under the LoRA are not merged")
+@look_at("requires_grad of all other tensors, weight decay, and whether the weights under the LoRA are merged")
 def a_step_changes_the_lora_alone(subject: WorkerSubject) -> None:
-    """A step of a worker that trains a LoRA leaves the weights under it as they were."""
+    """A step of a worker that trains a LoRA leaves the weights under it unchanged."""
     worker, path = _noticeable_worker(subject), subject.fresh_path("lora-base")
     take_steps(worker, [make_batch(_LENGTHS, seed=480 + 10 * n + subject.data_rank) for n in range(2)])
     worker.save(path)
     spec, lora = _spec(worker), gathered(worker)
-    subject.ranks.meet()
+    subject.ranks.wait_for_all()
     if subject.rank == 0:
         start, saved = (_weights(directory) for directory in (subject.model(), path))
         lost = sorted(start.keys() ^ saved.keys())
-        require(not lost, f"tensors of the model and of what was saved are not the same: {lost[:5]}")
+        require(not lost, f"the model and the saved checkpoint have different tensors: {lost[:5]}")
         changed = {name for name in start if not torch.equal(start[name].float(), saved[name].float())}
         others = sorted(changed - _changed(lora))
         require(not others, f"{len(others)} weights that have no LoRA have changed: {others[:5]}")
@@ -74,13 +74,13 @@ def a_step_changes_the_lora_alone(subject: WorkerSubject) -> None:
         subject.note(num_changed=len(changed), largest_difference=apart)
         allowed = 8 * subject.tolerance.rounding * max(float(tensor.abs().max()) for tensor in start.values())
         require(apart <= allowed, f"saved weights differ by up to {apart:.2e} from those of the model plus the LoRA")
-    subject.ranks.meet()
+    subject.ranks.wait_for_all()
 
 
-@check("W-49", look_at="the names that PEFT saves, pairs of A and B, and that nothing else is listed or gathered")
+@check("W-49", look_at="the names that PEFT saves, pairs of A and B, and whether anything else is listed or gathered")
 def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
-    """A worker that trains a LoRA gathers A and B of the layers that it was told, and nothing else; a new one has a B
-    of zeros, and changes nothing."""
+    """A worker that trains a LoRA gathers A and B of the configured layers, and nothing else; a new LoRA has a B of
+    zeros and changes nothing."""
     worker = _lora_worker(subject)
     spec, specs = _spec(worker), {tensor.name: tuple(tensor.shape) for tensor in worker.parameter_specs()}
     require((spec.rank, spec.scale) == (SETTINGS.rank, SETTINGS.spec.scale), f"lora_spec() is {spec}")
@@ -94,11 +94,11 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
     subject.note(num_tensors=len(specs))
     lost, more = sorted(wanted.keys() - specs.keys()), sorted(specs.keys() - wanted.keys())
     require(not lost, f"{len(lost)} tensors of the LoRA are not listed: {lost[:3]}")
-    require(not more, f"{len(more)} tensors are listed that are none of the LoRA: {more[:3]}")
+    require(not more, f"{len(more)} listed tensors do not belong to the LoRA: {more[:3]}")
     require(specs == wanted, f"shapes are {specs}, not {wanted}")
     found = gathered(worker)
     if subject.rank == 0:
-        require(found.keys() == specs.keys(), f"other tensors are gathered than listed: {sorted(found)[:3]}")
+        require(found.keys() == specs.keys(), f"the gathered tensors are not the listed ones: {sorted(found)[:3]}")
         filled = [name for name, tensor in found.items() if "lora_B" in name and bool(tensor.any())]
         require(not filled, f"B of a new LoRA is not zero: {filled[:3]}")
         empty = [name for name, tensor in found.items() if "lora_A" in name and not bool(tensor.any())]
@@ -106,10 +106,10 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
 
 
 @check("W-50", deadline_s=30)
-@look_at("A, B and their moments are saved and read; `adapter/` has them under the names that PEFT gives them")
+@look_at("whether A, B and their moments are saved and read; `adapter/` must contain them under PEFT's names")
 def a_lora_resumes(subject: WorkerSubject) -> None:
-    """What a worker that trains a LoRA saved, it resumes: the LoRA bit for bit, and later steps as without a save. The
-    LoRA lies beside the checkpoint as PEFT's files."""
+    """A worker that trains a LoRA resumes from its checkpoint: the LoRA is restored bit for bit, and later steps are as
+    without a save. The LoRA is stored next to the checkpoint as PEFT's files."""
     steady, path = _lora_worker(subject), subject.fresh_path("lora-resumed")
     batches = [make_batch(_LENGTHS, seed=500 + 10 * n + subject.data_rank) for n in range(4)]
     take_steps(steady, batches[:2])
@@ -118,30 +118,30 @@ def a_lora_resumes(subject: WorkerSubject) -> None:
     resumed.load(path)
     changed = differing(saved, gathered(resumed))
     subject.note(version=resumed.version, num_differing=len(changed))
-    words = f"version {resumed.version} was loaded, not 2, with other tensors: {changed[:5]}"
+    words = f"version {resumed.version} was loaded, not 2, or these tensors differ: {changed[:5]}"
     subject.require_on_all_ranks(resumed.version == 2 and not changed, words)
     if subject.rank == 0:
         files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
         require((path / ADAPTER).is_file(), f"there is no {ADAPTER} among {files}")
         names = load_file(path / ADAPTER).keys()
-        require(names == saved.keys(), f"{ADAPTER} has other tensors than were gathered: {sorted(names)[:3]}")
+        require(names == saved.keys(), f"{ADAPTER} does not contain the gathered tensors: {sorted(names)[:3]}")
         config = (path / ADAPTER).with_name("adapter_config.json")
         require(config.is_file(), f"there is no {config.name} among {files}")
     take_steps(steady, batches[2:])
     take_steps(resumed, batches[2:])
     expected, found = gathered(steady), gathered(resumed)
     if subject.rank == 0:
-        compare_changes(subject, saved, expected, found, "two steps with and without a resume before them")
+        compare_changes(subject, saved, expected, found, "two steps with and without a preceding resume")
 
 
 def _lora_worker(subject: WorkerSubject) -> TrainerWorker:
-    """Return a new worker with the option ``lora``; skip the check if there is none."""
+    """Return a new worker with the option ``lora``; skip the check if it cannot be made."""
     try:
         worker = subject.create(lora=SETTINGS.model_dump())
     except (ConfigError, UnsupportedError) as error:
         skip(f"it trains no LoRA: {error}")
     if not isinstance(worker, LoraSource):
-        skip("it trains no LoRA: with the option lora it is no LoraSource")
+        skip("it trains no LoRA: with the option lora, it is not a LoraSource")
     return worker
 
 

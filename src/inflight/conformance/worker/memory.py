@@ -1,4 +1,4 @@
-"""The check that gathering a large model takes the memory of a few buckets, measured by the Linux kernel."""
+"""The check that gathering a large model needs memory for only a few buckets, measured by the Linux kernel."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from inflight.weights.encode.buckets import plan_buckets
 LEVEL = "gather"
 _MIB = 1024 * 1024
 _SLACK_BYTES = 16 * _MIB
-"""For what the allocator and communication hold beside tensors."""
+"""Allowance for memory of the allocator and of communication, in addition to tensors."""
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 @check("W-34", deadline_s=60)
 @look_at("a full state dict before the first bucket; a list of buckets; tensors that the generator still holds")
 def gathering_takes_a_few_buckets(subject: WorkerSubject) -> None:
-    """Gathering takes memory for a few buckets, not for the model."""
+    """Gathering needs memory for a few buckets, not for the whole model."""
     if not _CLEAR_REFS.exists():
-        skip("the peak of memory is read from Linux's /proc/self, which is not here")
+        skip("the peak of memory is read from Linux's /proc/self, which does not exist here")
     worker = subject.create(model=subject.large_model("large", hidden_size=512, num_layers=10))
     with torch.no_grad():
-        worker.forward(make_batch((3,), seed=170))  # load now what is loaded at first use
+        worker.forward(make_batch((3,), seed=170))  # load everything that is loaded at first use
     plan = plan_buckets(worker.parameter_specs(), 1)
     model_bytes, largest = sum(b.size_bytes for b in plan), max(b.size_bytes for b in plan)
     gc.collect()
@@ -56,5 +56,5 @@ def gathering_takes_a_few_buckets(subject: WorkerSubject) -> None:
 def _bytes_of(field: str) -> int:
     found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
     if found is None:
-        skip(f"{_STATUS} does not say {field}")
+        skip(f"{_STATUS} does not contain {field}")
     return int(found[1]) * 1024

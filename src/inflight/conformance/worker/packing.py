@@ -26,7 +26,7 @@ LENGTHS = (9, 4, 17, 1, 26)
 @check("W-11")
 @look_at("position ids that start at 0 in each segment, the mask between segments, per-token temperatures")
 def packed_equals_separate(subject: WorkerSubject) -> None:
-    """A segment's logprobs are the same packed with others and alone."""
+    """A segment's logprobs are the same whether it is packed with others or alone."""
     worker, batch = subject.create(), make_batch(LENGTHS, seed=11, temperature=None)
     with torch.no_grad():
         together_T = worker.forward(batch)
@@ -36,7 +36,7 @@ def packed_equals_separate(subject: WorkerSubject) -> None:
     subject.note(largest_difference_by_segment=differences, allowed=subject.tolerance.logprob)
     require(
         max(differences) <= subject.tolerance.logprob,
-        f"a segment's logprobs differ by up to {max(differences):.2e} nats when others are packed beside it",
+        f"a segment's logprobs differ by up to {max(differences):.2e} nats when others are packed with it",
     )
 
 
@@ -55,7 +55,7 @@ def segments_do_not_see_each_other(subject: WorkerSubject) -> None:
         max(changes[0], changes[2]) <= subject.tolerance.logprob,
         f"other tokens in segment 1 change logprobs of segment 0 by {changes[0]:.2e} and of 2 by {changes[2]:.2e}",
     )
-    require(changes[1] > subject.tolerance.logprob, "other tokens in segment 1 change nothing there")
+    require(changes[1] > subject.tolerance.logprob, "other tokens in segment 1 do not change its own logprobs")
 
 
 @check("W-13", look_at="the backward of the attention: the mask or cu_seqlens that its forward used")
@@ -68,13 +68,13 @@ def no_gradient_crosses_segments(subject: WorkerSubject) -> None:
     accumulate(alone, [part_of(batch, [1])])
     found, expected = packed.step().gradient_norm, alone.step().gradient_norm
     subject.note(gradient_norm_packed=found, gradient_norm_alone=expected)
-    words = f"the gradient norm of a segment is {found:.6g} behind another segment and {expected:.6g} without it"
+    words = f"the gradient norm of a segment is {found:.6g} after another segment and {expected:.6g} without it"
     require(abs(found - expected) <= subject.tolerance.gradient * expected, words)
 
 
 @check("W-14", look_at="an early return that leaves other ranks in a collective, or a constant that backward() refuses")
 def batches_without_targets_take_part(subject: WorkerSubject) -> None:
-    """A rank takes part with a micro-batch without tokens or targets: zeros, and a gradient of zero."""
+    """A rank can take part with a micro-batch without tokens or targets: it gives zeros and a gradient of zero."""
     batches = [make_batch((17,), seed=20 + rank) for rank in range(subject.data_size)]
     empties = [make_batch((), seed=14), make_batch((6, 1), seed=14, targets=False)]
     mine = [batches[subject.data_rank]]
@@ -88,12 +88,12 @@ def batches_without_targets_take_part(subject: WorkerSubject) -> None:
         worker.backward(loss_of(logprobs_T, batch))
     subject.require_on_all_ranks(not problems, "; ".join(problems))
     subject.compare_norm(
-        worker, ReferenceModel(subject.model()).gradient_norm(batches), "beside batches without targets"
+        worker, ReferenceModel(subject.model()).gradient_norm(batches), "together with batches without targets"
     )
 
 
 def _problems_of_nothing(logprobs_T: torch.Tensor, batch: MicroBatch) -> list[str]:
-    """Return what is wrong with the logprobs of a batch without targets."""
+    """Return the problems of the logprobs of a batch without targets."""
     shape, kind = tuple(logprobs_T.shape), f"a batch of {batch.num_tokens} tokens without targets"
     problems = [f"{kind} gives the shape {shape}"] if shape != (batch.num_tokens,) else []
     if bool((logprobs_T != 0).any()):
@@ -106,16 +106,16 @@ def _problems_of_nothing(logprobs_T: torch.Tensor, batch: MicroBatch) -> list[st
 @check("W-46")
 @look_at(
     "image_rows_M: which features fill which packed tokens, and whether gradients reach the vision tower; a rank "
-    "without images takes part in the collectives of its vision tower"
+    "without images must take part in the collectives of its vision tower"
 )
 def segments_with_images(subject: WorkerSubject) -> None:
     """Where a worker supports images, segments with images have the logprobs and gradients that transformers computes
-    from each of them alone, packed beside segments with other images and with none."""
+    from each of them alone, even if they are packed with segments that have other images or none."""
     model = subject.seeing_model()
     try:
         worker = subject.create(model=model)
     except (UnsupportedError, ConfigError) as error:
-        skip(f"it takes no model with images: {error}")
+        skip(f"it accepts no model with images: {error}")
     if not (isinstance(worker, ImageWorker) and worker.takes_images):
         skip("images are not supported")
     batch, reference = _batch_with_images(model), ReferenceModel(model)
@@ -125,7 +125,7 @@ def segments_with_images(subject: WorkerSubject) -> None:
     difference = float((found_T.detach().double() - expected_T).abs().max())
     subject.note(largest_difference=difference, allowed=subject.tolerance.logprob)
     subject.require_on_all_ranks(
-        difference <= subject.tolerance.logprob, f"logprobs behind images differ by up to {difference:.2e} nats"
+        difference <= subject.tolerance.logprob, f"logprobs after images differ by up to {difference:.2e} nats"
     )
     mine = batch if subject.rank == 0 else replace(make_batch((7,), seed=3, targets=False), group_ids_S=None)
     accumulate(worker, [mine])
@@ -133,7 +133,7 @@ def segments_with_images(subject: WorkerSubject) -> None:
 
 
 def _batch_with_images(model: Path) -> MicroBatch:
-    """Return text beside a segment with an image, one with two, and one with the tokens of the first and another."""
+    """Return segments with no image, one image, two images, and the tokens of the second but another image."""
     from PIL import Image  # needed for this check only
 
     images = load_image_processor(model)

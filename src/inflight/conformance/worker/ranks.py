@@ -1,4 +1,4 @@
-"""How the ranks of a check exchange small values, beside the worker's own communication.
+"""Exchange of small values between the ranks of a check, independent of the worker's own communication.
 
 A rank that fails reports it, and the others stop waiting for it.
 """
@@ -15,7 +15,7 @@ _POLL_S = 0.01
 
 
 class Ranks:
-    """One rank's part of a conversation between ``num_ranks``, with a new chapter for every check.
+    """One rank's end of the exchange between ``num_ranks`` ranks, with separate keys for every check.
 
     ``store`` is a ``torch.distributed.Store``.
     """
@@ -24,17 +24,17 @@ class Ranks:
         self.rank = rank
         self.num_ranks = num_ranks
         self._store = store
-        self._chapter = 0
+        self._num_checks = 0
         self._num_exchanges = 0
 
-    def turn_the_page(self) -> None:
-        self._chapter += 1
+    def begin_check(self) -> None:
+        self._num_checks += 1
         self._num_exchanges = 0
 
     def exchange(self, value: Any, timeout_s: float = 300.0) -> list[Any]:
-        """Return every rank's value, by rank, once all have come. Values are JSON.
+        """Return every rank's value, by rank, once all have arrived. Values are JSON.
 
-        Skips the check if another rank has abandoned, and raises ``TimeoutError`` after ``timeout_s``.
+        Skips the check if another rank has abandoned it, and raises ``TimeoutError`` after ``timeout_s``.
         """
         self._num_exchanges += 1
         subject = f"{self._num_exchanges}"
@@ -42,34 +42,34 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         for rank in self._all:
             while not self._has_posted(subject, rank):
-                if (reason := self.given_up()) is not None:
+                if (reason := self.abandoned_by_other()) is not None:
                     skip(f"another rank ended first: {reason}")
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {rank} did not arrive")
                 time.sleep(_POLL_S)
         return [self._read(subject, rank) for rank in self._all]
 
-    def meet(self) -> None:
-        """Return once every rank has come here."""
+    def wait_for_all(self) -> None:
+        """Return once every rank has called this method."""
         self.exchange(None)
 
-    def give_up(self, reason: str) -> None:
-        """Tell the others that this rank's part of the check has ended early."""
+    def abandon(self, reason: str) -> None:
+        """Notify the other ranks that this rank's part of the check has ended early."""
         self.post("end", reason)
 
-    def given_up(self) -> str | None:
-        """Return which other rank has given the check up, and why; None if none has."""
+    def abandoned_by_other(self) -> str | None:
+        """Return which other rank has abandoned the check, and why; None if none has."""
         for rank in self._all:
             if rank != self.rank and self._has_posted("end", rank):
                 return f"rank {rank}: {self._read('end', rank)}"
         return None
 
     def post(self, subject: str, value: Any) -> None:
-        """Leave a value that the others can read with `read_post`, even after a failure."""
+        """Post a value that the other ranks can read with `read_post`, even after a failure."""
         self._store.set(self._key(subject, self.rank), json.dumps(value))
 
     def read_post(self, subject: str, rank: int, timeout_s: float) -> Any:
-        """Return what a rank has posted in this chapter; None if nothing came in time."""
+        """Return what a rank has posted during this check; None if nothing arrived in time."""
         deadline = time.monotonic() + timeout_s
         while not self._has_posted(subject, rank):
             if time.monotonic() > deadline:
@@ -88,4 +88,4 @@ class Ranks:
         return json.loads(self._store.get(self._key(subject, rank)))
 
     def _key(self, subject: str, rank: int) -> str:
-        return f"{self._chapter}/{subject}/{rank}"
+        return f"{self._num_checks}/{subject}/{rank}"

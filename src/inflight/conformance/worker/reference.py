@@ -1,4 +1,4 @@
-"""What a worker's numbers should be: transformers' forward, one segment at a time, and autograd, in float64.
+"""Reference numbers for a worker: transformers' forward, one segment at a time, and autograd, in float64.
 
 Shape suffixes: T packed tokens, V vocabulary.
 """
@@ -34,10 +34,10 @@ class ReferenceModel:
         self._model: Any = load_causal_lm(path, attention="sdpa", dtype="float64").eval()
         self._lora: tuple[Mapping[str, torch.Tensor], float] = {}, 0.0
         self._base: dict[str, torch.Tensor] = {}
-        """Of the weights that a LoRA has changed."""
+        """Original values of the weights that a LoRA has changed."""
 
     def adapt(self, lora: Mapping[str, torch.Tensor], spec: LoraSpec) -> None:
-        """Merge a LoRA in place of the one before."""
+        """Merge a LoRA in place of the previous one."""
         self._lora = {name: tensor.double() for name, tensor in lora.items()}, spec.scale
         with torch.no_grad():
             for name, a, b in self._pairs():
@@ -69,7 +69,7 @@ class ReferenceModel:
             shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
         lost, more = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
         require(not lost, f"{len(lost)} tensors of the checkpoint are missing: {lost[:5]}")
-        require(not more, f"{len(more)} tensors are not of the checkpoint (tied ones travel once): {more[:5]}")
+        require(not more, f"{len(more)} tensors do not belong to the checkpoint (tied ones travel once): {more[:5]}")
         for name, wanted in shapes.items():
             found = tuple(weights[name].shape)
             require(found == wanted, f"{name} has shape {found}, in the checkpoint {wanted}")
@@ -93,7 +93,7 @@ class ReferenceModel:
 
     @contextlib.contextmanager
     def _replaying(self, batch: MicroBatch, rows: slice) -> Iterator[None]:
-        """Compute with the recorded experts of a segment within, if the batch has any."""
+        """Use the recorded experts of a segment during the block, if the batch has any."""
         if batch.routed_experts_TLK is None:
             yield
             return
@@ -109,7 +109,7 @@ class ReferenceModel:
         return math.sqrt(sum(float(g.square().sum()) for g in self._gradients(batches, scale)))
 
     def largest_gradient(self, batches: Sequence[MicroBatch]) -> float:
-        """Return the largest element of that gradient, without its sign."""
+        """Return the largest absolute value in that gradient."""
         return max(float(g.abs().max()) for g in self._gradients(batches, 1.0))
 
     def _gradients(self, batches: Sequence[MicroBatch], scale: float) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ class ReferenceModel:
 
 
 def _with_experts(experts_TK: torch.Tensor, router: Any, _: Any, routed: tuple[torch.Tensor, ...]) -> Any:
-    """Return what a router of Qwen3-MoE gives, with these experts wherever they are not -1."""
+    """Return the output of a Qwen3-MoE router, with these experts wherever they are not -1."""
     logits_TE, _, own_TK = routed
     chosen_TK = torch.where(experts_TK == FREE_EXPERT, own_TK, experts_TK)
     shares_TK = torch.softmax(logits_TE, dim=-1, dtype=torch.float32).gather(1, chosen_TK)

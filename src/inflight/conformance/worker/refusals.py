@@ -12,13 +12,13 @@ def error_of(call: Callable[[], object]) -> Exception | None:
     """Return the error that a call raises; None if it returns."""
     try:
         call()
-    except Exception as error:  # the check states what it should have been
+    except Exception as error:  # the check states which error is required
         return error
     return None
 
 
 def words_of(error: Exception | None) -> str:
-    """Return an error in one line, with its place if it is not an error of inflight."""
+    """Return an error as one line, with its location if it is not an error of inflight."""
     if error is None:
         return "no error"
     where = None if isinstance(error, InflightError) else own_frame(error)

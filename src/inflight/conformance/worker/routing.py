@@ -1,4 +1,4 @@
-"""Checks of replayed experts, on a mixture of experts whatever model the kit was started with.
+"""Checks of replayed experts, on a mixture of experts, whichever model the kit was started with.
 
 Shape suffixes: T packed tokens, L layers, K experts of a token in a layer.
 """
@@ -19,13 +19,13 @@ from inflight.types import FREE_EXPERT, MicroBatch
 
 LEVEL = "packing"
 _LAYERS, _EXPERTS, _CHOSEN = 2, 4, 2
-"""Of the kit's mixture of experts."""
+"""Sizes of the kit's mixture of experts."""
 
 
 @check("W-60")
 @look_at(
-    "which token a row of routed_experts_TLK is of (token t as an input), whether the weights are the router's own "
-    "shares of the recorded experts, differentiable, and whether tokens with -1 are routed freely"
+    "which token a row of routed_experts_TLK belongs to (token t as an input), whether the weights are the router's "
+    "own shares of the recorded experts, differentiable, and whether tokens with -1 are routed freely"
 )
 def replayed_experts(subject: WorkerSubject) -> None:
     """Where a worker replays routing, logprobs and gradients are those of transformers with the recorded experts in
@@ -34,7 +34,7 @@ def replayed_experts(subject: WorkerSubject) -> None:
     try:
         worker = subject.create(model=model)
     except (UnsupportedError, ConfigError) as error:
-        skip(f"it takes no mixture of experts: {error}")
+        skip(f"it accepts no mixture of experts: {error}")
     if not (isinstance(worker, ReplayingWorker) and worker.replays_routing):
         skip("replays_routing is not supported")
     batch, reference = _batch(), ReferenceModel(model)
@@ -58,8 +58,8 @@ def replayed_experts(subject: WorkerSubject) -> None:
 
 
 @check("W-61")
-@look_at("whether routed_experts_TLK is read by a worker that cannot replay it")
-def undeclared_experts_are_refused(subject: WorkerSubject) -> None:
+@look_at("whether a worker that cannot replay routed_experts_TLK checks for it")
+def unsupported_experts_are_refused(subject: WorkerSubject) -> None:
     """A worker that does not replay routing refuses a micro-batch with recorded experts with UnsupportedError."""
     worker = subject.create()
     if isinstance(worker, ReplayingWorker) and worker.replays_routing:

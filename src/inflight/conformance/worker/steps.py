@@ -23,7 +23,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @check("W-21", look_at="the version after the step, not before it; a norm over one rank's shards")
 def step_reports_what_it_did(subject: WorkerSubject) -> None:
-    """step() increases version by one; all ranks report the same version, gradient norm and learning rate."""
+    """step() increases the version by one; all ranks report the same version, gradient norm and learning rate."""
     worker = subject.create()
     for version in (1, 2):
         (result,) = take_steps(worker, [_batch(subject, version)])
@@ -31,7 +31,7 @@ def step_reports_what_it_did(subject: WorkerSubject) -> None:
         subject.note(**{f"version_norm_rate_version_{version}": everyone})
         subject.require_on_all_ranks(
             result.version == worker.version == version,
-            f"step {version} reports version {result.version}, but the worker says {worker.version}",
+            f"step {version} reports version {result.version}, but the worker's version is {worker.version}",
         )
         is_usable = math.isfinite(result.learning_rate) and result.learning_rate >= 0
         subject.require_on_all_ranks(is_usable, f"the learning rate is {result.learning_rate}")
@@ -43,7 +43,9 @@ def step_changes_the_weights(subject: WorkerSubject) -> None:
     """step() updates the parameters."""
     worker = subject.create()
     before = gathered(worker)
-    batches = [_batch(subject, seed) for seed in range(3)]  # a warm-up may begin with a learning rate of zero
+    batches = [
+        _batch(subject, seed) for seed in range(3)
+    ]  # a schedule's warm-up may begin with a learning rate of zero
     rates = [result.learning_rate for result in take_steps(worker, batches)]
     after = gathered(worker)
     if subject.rank != 0:
@@ -53,7 +55,7 @@ def step_changes_the_weights(subject: WorkerSubject) -> None:
     subject.note(num_changed=len(changed), num_tensors=len(before), moved=moved, learning_rates=rates)
     too_small = max(rates) < (1e-3 if subject.tolerance.dtype == "bfloat16" else 1e-7)
     if not changed and too_small:
-        skip(f"learning rates of {rates} change no weight beyond rounding; give a larger one as an option")
+        skip(f"learning rates of {rates} change no weight by more than rounding; set a larger one with an option")
     require(changed, f"three steps with learning rates of {rates} change no weight")
     require(all(bool(t.isfinite().all()) for t in after.values()), "weights are not finite after three good steps")
 
@@ -73,11 +75,11 @@ def step_clears_the_gradients(subject: WorkerSubject) -> None:
         subject.note(first_norm=first.gradient_norm, second_norm=found, expected_second_norm=expected)
         require(
             abs(found - expected) <= subject.tolerance.gradient * expected,
-            f"the gradient norm of the second step is {found:.6g}, not {expected:.6g}: something of the first is left",
+            f"the gradient norm of the second step is {found:.6g}, not {expected:.6g}: gradients of the first are left",
         )
 
 
-@check("W-24", look_at="a step before any backward(): optimizers take it silently")
+@check("W-24", look_at="a step before any backward(): optimizers accept it silently")
 def step_without_gradient_is_refused(subject: WorkerSubject) -> None:
     """step() without a gradient raises TrainerError and changes nothing."""
     worker = subject.create()
@@ -86,13 +88,13 @@ def step_without_gradient_is_refused(subject: WorkerSubject) -> None:
     after, version = gathered(worker), worker.version
     subject.note(error=words_of(error), version=version)
     (result,) = take_steps(worker, [_batch(subject, 1)])
-    require(isinstance(error, TrainerError), f"a step without a gradient gives {words_of(error)}, not TrainerError")
+    require(isinstance(error, TrainerError), f"a step without a gradient raises {words_of(error)}, not TrainerError")
     _require_unchanged(subject, before, after, version)
     require(result.version == 1, f"the step after the refused one leads to version {result.version}")
 
 
 @check("W-25")
-@look_at("test the norm over all ranks before clipping; clear gradients, leave moments and version untouched")
+@look_at("test the norm over all ranks before clipping; clear gradients, leave moments and version unchanged")
 def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
     """step() raises NonFiniteError on every rank if the gradient norm is not finite, and changes nothing."""
     worker, steady = subject.create(), subject.create()
@@ -105,7 +107,7 @@ def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
     everyone = subject.ranks.exchange([words_of(error), version])
     subject.note(error_and_version_by_rank=everyone)
     refused = isinstance(error, NonFiniteError)
-    subject.require_on_all_ranks(refused, f"a gradient of NaN gives {words_of(error)}, not NonFiniteError")
+    subject.require_on_all_ranks(refused, f"a gradient of NaN raises {words_of(error)}, not NonFiniteError")
     _require_unchanged(subject, before, after, version)
     _compare_good_steps(subject, worker, steady, before)
 
@@ -113,7 +115,7 @@ def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
 @check("W-43", deadline_s=30)
 @look_at("isfinite, not isnan; a clipping factor of max_norm / inf makes a step of zeros that counts")
 def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
-    """A gradient with an infinite element, or whose norm overflows, is refused as one with NaN is.
+    """A gradient with an infinite element, or whose norm overflows, is refused in the same way as one with NaN.
 
     A worker that computes in a wider type may report the norm and take the step.
     """
@@ -123,7 +125,7 @@ def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
     huge = _LARGEST / 8 / reference.largest_gradient([batches[last]])
     norm_of_last = reference.gradient_norm([batches[last]])
     before = gathered(worker)
-    # First finite gradients whose squares overflow in float32, then some that add up to infinity.
+    # First, finite gradients whose squares overflow in float32; then gradients whose sum is infinite.
     for what, num_backwards in (("norm", 1), ("element", 16)):
         for _ in range(num_backwards):
             logprobs_T = worker.forward(batch)
@@ -142,7 +144,8 @@ def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
         subject.note(**{f"{what} overflows, refused and seen by rank": everyone})
         subject.require_on_all_ranks(
             is_refused or abs(found - expected) <= subject.tolerance.gradient * expected,
-            f"where the gradient's {what} overflows, step() gives {seen}, not NonFiniteError; it is {expected:.6g}",
+            f"where the gradient's {what} overflows, step() results in {seen}, not NonFiniteError; the true value is "
+            f"{expected:.6g}",
         )
         require(all(said[0] == is_refused for said in everyone), f"only some ranks refuse the step: {everyone}")
         if not is_refused:
@@ -154,7 +157,7 @@ def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
 def _require_unchanged(
     subject: WorkerSubject, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], version: int
 ) -> None:
-    """Fail unless a step that was refused left weights and version as they were. All ranks call this."""
+    """Fail unless a refused step left weights and version unchanged. All ranks call this."""
     changed = differing(before, after)
     words = f"the refused step leaves version {version} and {len(changed)} changed tensors"
     subject.require_on_all_ranks(version == 0 and not changed, words)

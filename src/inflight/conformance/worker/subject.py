@@ -1,4 +1,4 @@
-"""One rank of a worker under check: makes workers, lets ranks talk to each other, and keeps measurements.
+"""One rank of a worker under check: makes workers, lets ranks exchange values, and keeps measurements.
 
 The target's kind makes every worker from ``model_path`` and the options of the command line.
 """
@@ -34,13 +34,13 @@ from inflight.contracts.trainer import DataRanks, data_ranks_of
 VOCAB_SIZE = 259
 """Odd, so that ranks cannot have equal numbers of rows."""
 _GROUP_TIMEOUT = timedelta(seconds=300)
-"""Longer than any check may take: deadlines of checks indicate which rank hangs."""
+"""Longer than any check may take: the deadlines of checks show which rank hangs."""
 _MODEL_TIMEOUT_S = 60.0
 _ONE_RANK = "it needs several ranks, and there is only one"
 
 
 class WorkerSubject:
-    """See `inflight.conformance.judge.Subject`. Every rank makes the same calls in the same order."""
+    """A worker as `inflight.conformance.judge.Subject`. Every rank makes the same calls in the same order."""
 
     def __init__(self, target: WorkerTarget, directory: Path, ranks: Ranks) -> None:
         self.target = target
@@ -57,22 +57,25 @@ class WorkerSubject:
         """Join the ranks of a session through files in ``directory``. Raises what making a worker raises."""
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         store = dist.FileStore(str(directory / f"store-{session}"), num_ranks)  # type: ignore[attr-defined]
-        talk = dist.FileStore(str(directory / f"talk-{session}"), num_ranks)  # type: ignore[attr-defined]
-        return cls.join(target, directory, store=store, talk=talk, rank=rank, num_ranks=num_ranks)
+        exchange_store = dist.FileStore(str(directory / f"exchange-{session}"), num_ranks)  # type: ignore[attr-defined]
+        return cls.join(target, directory, store=store, exchange_store=exchange_store, rank=rank, num_ranks=num_ranks)
 
     @classmethod
     def join(
-        cls, target: WorkerTarget, directory: Path, *, store: Any, talk: Any, rank: int, num_ranks: int
+        cls, target: WorkerTarget, directory: Path, *, store: Any, exchange_store: Any, rank: int, num_ranks: int
     ) -> WorkerSubject:
-        """Form torch's default group over ``store``, talk over ``talk``. Raises what making a worker raises."""
+        """Form torch's default group over ``store``; values are exchanged over ``exchange_store``.
+
+        Raises what making a worker raises.
+        """
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_GROUP_TIMEOUT)
-        subject = cls(target, directory, Ranks(talk, rank, num_ranks))
+        subject = cls(target, directory, Ranks(exchange_store, rank, num_ranks))
         subject._thread.call(subject._begin, _GROUP_TIMEOUT.total_seconds(), lambda: None)
         return subject
 
     def _begin(self) -> None:
-        torch.set_num_threads(1)  # of this thread: sums have one order, and ranks leave each other's cores alone
+        torch.set_num_threads(1)  # of this thread: sums have a fixed order, and ranks do not compete for cores
         worker = self.create()
         self._share = data_ranks_of(worker)
         self.facts = {
@@ -110,21 +113,21 @@ class WorkerSubject:
         return _ONE_RANK if "ranks" in needs and self.world_size == 1 else None
 
     def prepare(self) -> None:
-        """Forget the workers of the check before."""
-        self.ranks.turn_the_page()
+        """Drop the workers of the previous check."""
+        self.ranks.begin_check()
         gc.collect()
 
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
-        """Call a check's function; a rank that fails reports it to those that wait for it."""
+        """Call a check's function; if it fails, notify the ranks that wait for this one."""
         try:
-            self._thread.call(lambda: function(self), deadline_s, self.ranks.given_up)
+            self._thread.call(lambda: function(self), deadline_s, self.ranks.abandoned_by_other)
         except CheckSkipped as reason:
-            self.ranks.give_up(f"skipped: {reason}")
+            self.ranks.abandon(f"skipped: {reason}")
             raise
         except Hung:
             raise
         except Exception as error:
-            self.ranks.give_up(f"{type(error).__name__}: {error}")
+            self.ranks.abandon(f"{type(error).__name__}: {error}")
             raise
 
     def close(self) -> None:
@@ -143,7 +146,7 @@ class WorkerSubject:
         return self.large_model("tied" if tied else "untied", hidden_size=32, num_layers=2, tied=tied)
 
     def large_model(self, name: str, *, hidden_size: int, num_layers: int, tied: bool = False) -> Path:
-        """Return a checkpoint of the kit of this size, which rank 0 makes once, while the others wait."""
+        """Return a checkpoint of the kit of this size, which rank 0 makes once while the other ranks wait."""
         size: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": VOCAB_SIZE}
         family: Family = "qwen3_moe" if self.target.experts else "qwen3"
         return self._made_once(
@@ -151,7 +154,7 @@ class WorkerSubject:
         )
 
     def seeing_model(self) -> Path:
-        """Return the kit's checkpoint of a model that takes images, which rank 0 makes once."""
+        """Return the kit's checkpoint of a model that accepts images, which rank 0 makes once."""
         return self._made_once("seeing", make_seeing_model)
 
     def mixture(self) -> Path:
@@ -194,16 +197,16 @@ class WorkerSubject:
             skip(_ONE_RANK)
 
     def fresh_path(self, name: str) -> Path:
-        """Return a path where nothing is, the same on every rank. All ranks call this."""
+        """Return an unused path, the same on every rank. All ranks call this."""
         path = self.directory / name
         if self.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
-        self.ranks.meet()
+        self.ranks.wait_for_all()
         return path
 
 
 def _version_of(kind: type) -> str:
-    """Return the version of the package that defines a class, as the package says or as it was installed."""
+    """Return the version of the package that defines a class, as the package reports it or as it was installed."""
     package = kind.__module__.partition(".")[0]
     if said := getattr(sys.modules[package], "__version__", None):
         return str(said)

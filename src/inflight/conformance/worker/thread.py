@@ -1,4 +1,4 @@
-"""A thread that runs checks, so that the process can say where a check waits when it does not come back."""
+"""A thread that runs checks, so that the process can report where a check waits if it does not return."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.conformance.judge import Hung
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-"""For a rank that is still at work after another one ended early."""
+"""Time for a rank that is still running after another one ended early."""
 
 
 class CheckThread:
@@ -25,22 +25,22 @@ class CheckThread:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="checks", daemon=True).start()
 
-    def call(self, function: Callable[[], Any], deadline_s: float, given_up: Callable[[], str | None]) -> Any:
+    def call(self, function: Callable[[], Any], deadline_s: float, abandoned: Callable[[], str | None]) -> Any:
         """Return what the function returns. Raises what it raises, and `Hung` if it does not end in time.
 
-        Once ``given_up`` returns a reason, waiting is pointless and the function gets only a few more seconds. After
-        `Hung` the function still runs, and nothing else may be called.
+        Once ``abandoned`` returns a reason, waiting is pointless and the function gets only a few more seconds. After
+        `Hung`, the function still runs, and nothing else may be called.
         """
         future: Future[Any] = Future()
         self._calls.put((future, function))
-        deadline, reason = time.monotonic() + deadline_s, f"no end after {deadline_s:g} s"
-        is_given_up = False
+        deadline, reason = time.monotonic() + deadline_s, f"it did not end within {deadline_s:g} s"
+        is_abandoned = False
         while not wait([future], _POLL_S).done:
-            if not is_given_up and (why := given_up()) is not None:
-                is_given_up = True
+            if not is_abandoned and (why := abandoned()) is not None:
+                is_abandoned = True
                 if time.monotonic() + _GRACE_S < deadline:
                     deadline = time.monotonic() + _GRACE_S
-                    reason = f"no end {_GRACE_S:g} s after another rank had ended early ({why})"
+                    reason = f"it did not end within {_GRACE_S:g} s after another rank had ended early ({why})"
             if time.monotonic() > deadline:
                 raise Hung(reason, stacks_of_other_threads())
         return future.result()

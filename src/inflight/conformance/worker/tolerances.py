@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Differences that count as equal. The kit's models have two layers, and logits of several units."""
+    """Differences that count as equal. The kit's models have two layers and logits of several units."""
 
     dtype: str
     logprob: float
     """Largest difference of one logprob, in nats."""
     gradient: float
-    """Of a gradient norm, relative."""
+    """Relative difference of a gradient norm."""
     change: float
-    """Of how weights change over steps, in the 2-norm, relative to the change: Adam divides by small numbers."""
+    """Difference in the change of weights over steps, relative to its 2-norm: Adam divides by small numbers."""
     rounding: float
-    """Of one stored weight, relative: half a unit in the last place."""
+    """Relative difference of one stored weight: half a unit in the last place."""
 
 
 _TOLERANCES = (
-    # Logprobs and norms differ by about 1e-5 on CPUs; GPUs add up in another order, and transposed products round once
+    # Logprobs and norms differ by about 1e-5 on CPUs; GPUs sum in another order, and transposed products round once
     # more. A shift, a lost temperature or an average is off by more than 0.1.
     Tolerance("float32", logprob=1e-3, gradient=1e-3, change=5e-3, rounding=2.0**-24),
     # Norms and rotary angles inside the models are float32 in most implementations.

@@ -1,6 +1,6 @@
-"""Runs the checks in processes that torchrun started: ranks go in step, and rank 0 collects the verdicts.
+"""Runs the checks in processes that torchrun started: ranks run in lockstep, and rank 0 collects the verdicts.
 
-Nothing can be killed and started again here: a check that hangs is the last, and every rank ends soon after it.
+No process can be killed and restarted here: a check that hangs is the last, and every rank ends soon after it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from inflight.errors import ConfigError
 
 _JOIN_TIMEOUT = timedelta(seconds=60)
 _COLLECT_S = 10.0
-"""For a verdict to arrive after the deadline of its check."""
+"""Time for a verdict to arrive after the deadline of its check."""
 _END_S = 10.0
-"""For rank 0 to show what it has after a check that hung."""
+"""Time for rank 0 to report its results after a check that hung."""
 
 
 class TorchrunKit:
@@ -46,7 +46,7 @@ class TorchrunKit:
     def __init__(self, target: WorkerTarget, *, deadline_scale: float = 1.0) -> None:
         self.target = target
         self.is_over = False
-        """Whether a check hung. Then rank 0 has ten seconds left, and the other ranks end with status 1."""
+        """Whether a check hung. If so, rank 0 has ten seconds left, and the other ranks end with status 1."""
         self._deadline_scale = deadline_scale
         self._subject = _join(target)
 
@@ -56,7 +56,7 @@ class TorchrunKit:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self.is_over:
             self._subject.prepare()
-            self._subject.ranks.meet()
+            self._subject.ranks.wait_for_all()
             if self._subject.rank == 0:
                 shutil.rmtree(self._subject.directory, ignore_errors=True)
             self._subject.close()
@@ -88,7 +88,7 @@ def _join(target: WorkerTarget) -> WorkerSubject:
         target.model_copy(update={"num_ranks": num_ranks}),
         directory,
         store=dist.PrefixStore("inflight-check/group", store),  # type: ignore[attr-defined]
-        talk=dist.PrefixStore("inflight-check/talk", store),  # type: ignore[attr-defined]
+        exchange_store=dist.PrefixStore("inflight-check/exchange", store),  # type: ignore[attr-defined]
         rank=rank,
         num_ranks=num_ranks,
     )
@@ -96,7 +96,7 @@ def _join(target: WorkerTarget) -> WorkerSubject:
 
 def _verdict_of_all(subject: WorkerSubject, check: Check) -> Verdict:
     if check.before is not None or check.after is not None:
-        reason = "it needs a group of one rank, too, which the kit makes when it starts the ranks itself"
+        reason = "it also needs a group of one rank, which the kit makes when it starts the ranks itself"
         return verdict_of(check, CheckOutcome.SKIPPED, message=reason)
     mine = judge(subject, check).verdict
     subject.ranks.post(check.id, mine.model_dump(mode="json"))
@@ -104,16 +104,18 @@ def _verdict_of_all(subject: WorkerSubject, check: Check) -> Verdict:
     verdicts = []
     for rank in range(subject.world_size):
         found = subject.ranks.read_post(check.id, rank, max(0.0, deadline - time.monotonic()))
-        silent = verdict_of(check, CheckOutcome.HUNG, message="it gave no verdict", stacks="none: it does not answer")
+        silent = verdict_of(
+            check, CheckOutcome.HUNG, message="it returned no verdict", stacks="none: it does not answer"
+        )
         verdicts.append(silent if found is None else Verdict.model_validate(found))
     return merged(verdicts)
 
 
 def _end_soon(subject: WorkerSubject) -> None:
-    """Return on rank 0, which ends in ten seconds at the latest; end the other ranks then."""
+    """Return on rank 0, which ends within ten seconds; end the other ranks then."""
     if subject.rank == 0:
         shutil.rmtree(subject.directory, ignore_errors=True)
-        # What hangs may hold up the end of the interpreter; this does not need it.
+        # A hung call may block the interpreter's shutdown; this does not depend on it.
         faulthandler.dump_traceback_later(_END_S, exit=True, file=Path(os.devnull).open("w"))  # noqa: SIM115
         return
     time.sleep(_END_S)
