@@ -1,6 +1,6 @@
 """The servers of a run: those that it starts, those that it attaches to, and those that a file lists.
 
-Starts, watches and restarts the run's own servers, and indicates which servers the next publish is for.
+This module starts, watches and restarts the run's own servers, and selects the servers of the next publish.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from inflight.wire import Capabilities
 _LOOK_AGAIN_S = 0.5
 """How often the list of servers is read."""
 _ASK_S = 2.0
-"""How long a newly listed server may take to answer, and the first pause before it is asked again."""
+"""How long a newly listed server may take to answer, and the first pause before the next attempt."""
 _MAX_PAUSE_S = 30.0
 _MAX_FAILURES = 3
-"""A server that ends this many times in a row without holding a version is not started again."""
+"""A server that ends this many times in a row without holding a version is not restarted."""
 _RESTART_PAUSE_S = 1.0
-"""First pause before a server is started again."""
+"""First pause before a server is restarted."""
 REAP_S = 0.5
 """How long a server's process may take to end after its connections have broken."""
 
@@ -53,7 +53,7 @@ class _Line:
 
 @dataclass(eq=False)
 class Servers:
-    """The fleet of one run. ``actor`` learns of every endpoint, and ``note`` shows messages to the user."""
+    """The fleet of one run. Every endpoint is added to ``actor``, and ``note`` shows messages to the user."""
 
     config: RunConfig
     token: str
@@ -61,14 +61,14 @@ class Servers:
     actor: Actor
     journal: Journal
     note: Callable[[str], None]
-    places: Sequence[GpuPlacement]
+    placements: Sequence[GpuPlacement]
     """Name and GPUs of each server that the run starts."""
     launcher: Launcher
     is_training: Callable[[], bool]
-    """Whether the ranks train; otherwise they wait for samples."""
+    """Whether the ranks are training; otherwise they wait for samples."""
     own: list[ServerProcess] = field(default_factory=list)
     extra: list[ServerProcess] = field(default_factory=list)
-    """Servers that were started because training waited, with ``servers.scaling``; they joined by themselves."""
+    """Servers that ``servers.scaling`` has started because training waited, and that have joined."""
     scaling: Scaling | None = None
     run_id: str | None = None
     """Known once `start` is called."""
@@ -78,14 +78,14 @@ class Servers:
     """Lines of the list, by endpoint name."""
     departed: list[InferenceEndpoint] = field(default_factory=list)
     """Endpoints that are no longer listed; their connections are closed at the end."""
-    has_somebody_come: bool = False
-    """Whether a server has come, or come back, since the last publish."""
-    num_given_up: int = 0
-    """Own servers that will not be started again."""
-    desk: JoinServer | None = None
-    """Where servers join by themselves, with ``servers.attach.join``."""
+    has_new_servers: bool = False
+    """Whether a server has joined or been restarted since the last publish."""
+    num_abandoned: int = 0
+    """The number of own servers that will not be restarted."""
+    join_server: JoinServer | None = None
+    """The HTTP server at which other servers join, with ``servers.attach.join``."""
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
-    """Cleared while trainers have the memory that a server would need to start."""
+    """Cleared while the trainers hold the memory that a server needs to start."""
 
     def __post_init__(self) -> None:
         self._note_once = functools.cache(self.note)
@@ -98,14 +98,14 @@ class Servers:
     async def start(self, directory: RunDirectory) -> None:
         """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part.
 
-        Own servers that run already stay unchanged; those of them that have ended are started again later.
+        Own servers that are already running are kept. Those that have ended are restarted later.
         """
         servers = self.config.servers
         self.run_id = directory.run_id
         running = [server for server in self.own if server.process.ended is None]
         if not servers.attach.urls and not running and not self.launcher.port:
             await finish_all(*(server.stop() for server in self.own))
-            self.own = await start_servers(self.config, directory, self.token, self.places, self.launcher)
+            self.own = await start_servers(self.config, directory, self.token, self.placements, self.launcher)
         limits = {server.url: server.spec.options.num_slots for server in running or self.own}
         limits |= dict.fromkeys(servers.attach.urls, servers.slots_of_attached)
         self.taking_part = {self._connect(url): url for url in limits}
@@ -113,8 +113,8 @@ class Servers:
         for (endpoint, url), can in zip(self.taking_part.items(), capabilities, strict=True):
             self.actor.add(endpoint, limits[url], can)
         if servers.attach.join is not None:
-            self.desk = JoinServer(servers.attach.join, self.token, directory.run_id)
-            at = await self.desk.open()
+            self.join_server = JoinServer(servers.attach.join, self.token, directory.run_id)
+            at = await self.join_server.open()
             self.note(f"servers may join at {at}")
             if servers.scaling is not None:
                 member = servers.scaling.server
@@ -132,7 +132,7 @@ class Servers:
     def watching(self) -> list[Coroutine[Any, Any, None]]:
         """Return calls that keep the run's own servers running and follow the list, until cancelled.
 
-        One of them raises `EndpointError` once all own servers are abandoned and no list can bring others.
+        One of them raises `EndpointError` once all own servers are abandoned and no others can join.
         """
         following = [self._follow()] if self.config.servers.attach.others_may_come else []
         scaling = [] if self.scaling is None else [self.scaling.run()]
@@ -140,21 +140,21 @@ class Servers:
 
     def members(self) -> Members:
         """Return the servers that the next publish is for."""
-        members = Members(urls=tuple(self.taking_part.values()), ask_all=self.has_somebody_come)
-        self.has_somebody_come = False
+        members = Members(urls=tuple(self.taking_part.values()), ask_all=self.has_new_servers)
+        self.has_new_servers = False
         return members
 
     def served(self, names: Collection[str]) -> None:
         for server in self.own:
             server.has_served |= server.url in names
 
-    async def tell_dead(self) -> None:
+    async def report_ended_servers(self) -> None:
         """Report how the run's own servers ended, after waiting briefly: connections break before a process ends."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REAP_S):
                 await run_together(*(server.process.wait() for server in self.own))
         for server in self.own:
-            if server.process.ended is not None and not server.end_is_told:
+            if server.process.ended is not None and not server.is_end_reported:
                 self.note(server.how_it_ended())
 
     async def stop(self) -> None:
@@ -165,8 +165,8 @@ class Servers:
 
     async def disconnect(self) -> None:
         """Close the connections to all servers; those that the run started keep running."""
-        if self.desk is not None:
-            await self.desk.close()
+        if self.join_server is not None:
+            await self.join_server.close()
         endpoints = (*self.taking_part, *self.departed)
         await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)
 
@@ -186,12 +186,12 @@ class Servers:
             if run_id not in (None, self.run_id):
                 raise ConfigError(
                     f"{endpoint.name} serves weights of run {run_id!r}, but the LoRA of train.lora is for those that "
-                    "it was started from: start the server again"
+                    "it was started from: restart the server"
                 )
         return can
 
     async def _keep_running(self, server: ServerProcess) -> None:
-        """Start a server again whenever its process ends, until it ends repeatedly without having held a version."""
+        """Restart a server whenever its process ends, until it ends repeatedly without having held a version."""
         backoff, num_failures = Backoff(_RESTART_PAUSE_S, _MAX_PAUSE_S), 0
         while True:
             await server.process.wait()
@@ -202,7 +202,7 @@ class Servers:
             server.has_served = False
             how = server.how_it_ended()
             self.note(how)
-            server.end_is_told = True
+            server.is_end_reported = True
             self.actor.lose(server.url, how)
             if num_failures >= _MAX_FAILURES:
                 break
@@ -213,17 +213,17 @@ class Servers:
                 await server.restart(self.config.run.start_timeout_s, same_port=num_failures == 1)
                 await self._moved(before, server)
                 self.note(f"{server.name} was restarted and takes part after the next update")
-                server.end_is_told = False
-                self.has_somebody_come = True
+                server.is_end_reported = False
+                self.has_new_servers = True
         self.note(
             f"{server.name} will not be restarted: it ended {_MAX_FAILURES} times in a row before it held a version"
         )
-        self.num_given_up += 1
-        if self.num_given_up == len(self.own) and not self.config.servers.attach.others_may_come:
+        self.num_abandoned += 1
+        if self.num_abandoned == len(self.own) and not self.config.servers.attach.others_may_come:
             raise nobody_left(self.actor)
 
     async def _moved(self, before: str, server: ServerProcess) -> None:
-        """Let a server that was started again take part where it is now, and nowhere else. Raises `ConfigError`."""
+        """Let a restarted server take part at its new address instead of the old one. Raises `ConfigError`."""
         if server.url in self.taking_part.values():
             return
         endpoint = self._connect(server.url)
@@ -236,7 +236,7 @@ class Servers:
     # ----------------------------------------------------------------------------------------- servers of the list
 
     async def _wait_for_the_first(self) -> None:
-        """Let the listed servers take part; wait for one of them if there are no others."""
+        """Let the listed servers take part, and wait for one of them if no server takes part yet."""
         timeout_s = self.config.run.start_timeout_s
         deadline = time.monotonic() + timeout_s
         await self._look()
@@ -251,7 +251,7 @@ class Servers:
 
     @property
     def _where(self) -> str:
-        """Where servers that may come are listed."""
+        """The settings from which other servers may join, for messages."""
         attach = self.config.servers.attach
         settings = {"urls_file": attach.urls_file, "join": attach.join}
         return " or ".join(f"servers.attach.{key} {str(it)!r}" for key, it in settings.items() if it is not None)
@@ -263,8 +263,8 @@ class Servers:
             listed, problems = read_server_list(self.config.servers.attach.urls_file)
             for problem in problems:
                 self._note_once(problem)
-        if listed is not None and self.desk is not None:
-            listed |= self.desk.listed()
+        if listed is not None and self.join_server is not None:
+            listed |= self.join_server.listed()
         return listed
 
     async def _follow(self) -> None:
@@ -274,16 +274,16 @@ class Servers:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _look(self) -> list[str]:
-        """Retire servers that are no longer listed and ask new ones; return the names of those that have joined.
+        """Retire servers that are no longer listed, contact new ones, and return the names of those that have joined.
 
-        A server that does not answer or cannot take part is asked again later. An unreadable file changes nothing.
+        A server that does not answer or cannot take part is tried again later. An unreadable file changes nothing.
         """
         listed = self._listed()
         if listed is None:
             return []
         for name in self.lines.keys() - listed.keys():
             if self.lines.pop(name).takes_part:
-                hands_on = self.desk is not None and self.desk.hands_on(name)
+                hands_on = self.join_server is not None and self.join_server.hands_on(name)
                 how = "hands on what it has sampled and leaves" if hands_on else "leaves once its groups have ended"
                 self.note(f"{name} is no longer listed: it {how}")
                 self.actor.retire(name, functools.partial(self._left, name), hands_on=hands_on)
@@ -307,7 +307,7 @@ class Servers:
             self._note_once(f"a server of {self._where} cannot take part yet: {why}")
             line.backoff.next(time.monotonic())
             return None
-        line.takes_part = self.has_somebody_come = True
+        line.takes_part = self.has_new_servers = True
         self.taking_part[endpoint] = line.url
         self.actor.add(endpoint, min(can.max_concurrent_sequences, self.config.servers.slots_of_joining), can)
         return endpoint.name
