@@ -1,4 +1,4 @@
-"""What the further arguments of an engine's command line, and its device, say."""
+"""Numbers in the additional arguments of an engine's command line, and whether its device is a GPU."""
 
 from __future__ import annotations
 

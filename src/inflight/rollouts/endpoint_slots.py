@@ -35,7 +35,7 @@ class EndpointSlots:
 
     @property
     def num_free(self) -> int:
-        """Completions that a scheduler may issue here now."""
+        """Completions that a scheduler may issue here now; slots of withdrawn requests count as free."""
         if not self.takes_work:
             return 0
         num_withdrawn = sum(len(self.requests[request_id].numbers) for request_id in self.withdrawn)
@@ -44,7 +44,11 @@ class EndpointSlots:
 
 @dataclass(slots=True)
 class EndpointPool:
-    """All endpoints by name. A completion holds its slot until the end of its request is reported."""
+    """All endpoints by name.
+
+    A completion holds its slot until the end of its request is reported, but a scheduler may issue another one in its
+    place as soon as the request is withdrawn; that one may wait in the engine.
+    """
 
     outbox: Outbox
     slots: dict[str, EndpointSlots] = field(default_factory=dict)
@@ -69,7 +73,7 @@ class EndpointPool:
         self._note(self.slots[name], now)
 
     def serve(self, names: Collection[str], version: int, now: float) -> None:
-        """Give work to these endpoints, which ``version`` was published to, and to no others."""
+        """Give work to these endpoints, and to no others. ``version`` was published to them; 0 if it is not known."""
         for slots in self.slots.values():
             if slots.name not in names:
                 self.lose(slots.name, f"it could not be brought to version {version}", now)

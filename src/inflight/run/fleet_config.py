@@ -16,7 +16,7 @@ _OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "com
 
 
 class FleetMember(Section):
-    """``count`` servers of one kind."""
+    """What ``count`` servers of one kind are started with."""
 
     engine: str = EMBEDDED
     """``embedded``, or another entry point in the group ``inflight.engines``."""
@@ -29,6 +29,10 @@ class FleetMember(Section):
     """The indices of the GPUs of all these servers, server by server: ``count`` times as many as one server uses. None:
     any free GPUs."""
     max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
+    """Completions that a server decodes at a time, and that the run sends it at a time.
+
+    In ``servers`` it also applies to servers that are attached to or join, and to tables of a fleet that do not set it.
+    """
     compile: bool = False
     """Compile the decode step and, on a GPU, capture CUDA graphs. The engine must support this option."""
     place: str | None = None

@@ -1,6 +1,7 @@
 """The run: one controller that samples, composes, trains, publishes, records and saves, step by step.
 
-    task -> actor -> finished groups -> advantages -> staleness -> packing -> workers -> step -> publish -> servers
+    task -> dispatcher -> actor -> servers -> finished groups -> composer -> advantages -> token masks -> packing
+         -> ranks: optimizer step -> publish -> servers
 
 The actor and the trainer run concurrently: this process samples and scores while the ranks train and publish in their
 own processes. ``mode = "conventional"`` runs the same parts in turn.
@@ -77,13 +78,13 @@ async def _run_until_over(prepared: Prepared, machine: Machine, directory: RunDi
 
 async def _pipeline(run: _Run) -> None:
     """Keep sampling, and train on each batch as soon as it is composed."""
-    run.sampling.compose(run.journal.version)
+    run.sampling.begin_batch(run.journal.version)
     while not run.is_over():
         batch = await run.interrupt.unless(run.sampling.batch())
-        run.sampling.compose(batch.version + 1)  # from groups that finish while the ranks train
+        run.sampling.begin_batch(batch.version + 1)  # from groups that finish while the ranks train
         trained = await _train(run, batch, publish=run.servers.members())
-        _note(run, batch, trained)
-        await _keep(run, batch, trained)
+        _settle_step(run, batch, trained)
+        await _save_step(run, batch, trained)
 
 
 async def _conventional(run: _Run) -> None:
@@ -95,8 +96,8 @@ async def _conventional(run: _Run) -> None:
         for i, groups in enumerate(steps, 1):
             batch = run.sampling.batch_of(groups, run.journal.version)
             trained = await _train_last(run, batch) if i == len(steps) else await _train(run, batch, publish=None)
-            _note(run, batch, trained)
-            await _keep(run, batch, trained)
+            _settle_step(run, batch, trained)
+            await _save_step(run, batch, trained)
             if run.is_over():
                 break
 
@@ -107,8 +108,8 @@ async def _train_last(run: _Run, batch: StepBatch) -> list[Trained]:
         return await _train(run, batch, publish=run.servers.members())
     first, *others = await _train(run, batch, publish=None)
     await run.memory.to_servers()
-    again = await run.trainers.publish(run.servers.members())
-    return [first.model_copy(update={"published": again.published}), *others]
+    done = await run.trainers.publish(run.servers.members())
+    return [first.model_copy(update={"published": done.published}), *others]
 
 
 async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> list[Trained]:
@@ -128,14 +129,14 @@ async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> lis
     return await run.trainers.train(frames)
 
 
-async def _keep(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
+async def _save_step(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
     """Record a step if the run keeps a record, and save a checkpoint if one is due."""
     if run.recording is not None:
         await run.recording.step(batch, run.trainers.by_share(trained))
     await run.saving.save_if_due(run.journal.version)
 
 
-def _note(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
+def _settle_step(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
     """Settle the groups of a step, give work to the servers that have its version, and record the step."""
     run.sampling.settle(batch)
     items = [group.item_index for group in batch.groups]
@@ -283,7 +284,7 @@ class _Run:
             self.notes.note_what_runs(),
             self.trainers.watch(),
             self.delivery.watch(),
-            self.sampling.history.send(self.servers.taking_part.keys()),
+            self.sampling.draft_source.send(self.servers.taking_part.keys()),
             *self.servers.watching(),
         ):
             with contextlib.suppress(Interrupted):  # earlier steps are kept

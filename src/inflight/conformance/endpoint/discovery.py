@@ -128,7 +128,7 @@ async def undeclared_transports(subject: EndpointSubject) -> None:
 @check("E-09", "updates", look_at="whether request_weight_update looks at every field of an update, and ignores none")
 async def undeclared_updates(subject: EndpointSubject) -> None:
     """An update that is staged, encoded or not of all tensors is refused before anything is paused where that is not
-    capabilities."""
+    supported."""
     capabilities, publisher = subject.capabilities, subject.publisher
     other = subject.reference.perturbed("B")
     rest = ReferenceWeights("all but the first", dict(list(other.tensors.items())[1:]))

@@ -29,7 +29,7 @@ def a_join_without_a_sender_ends(t: TransportSubject) -> None:
 
 @check("T-19", look_at="join of the sender: the timeout_s given to specs")
 def a_join_without_receivers_ends(t: TransportSubject) -> None:
-    """A sender that waits for a rank without effect gets TransferError when its timeout is over, as do the rest."""
+    """A sender that waits for a rank that never joins gets TransferError when its timeout is over, as do the others."""
     member, _ = t.members([1, 1], _TIMEOUT_S)
     other = t.start(t.receiver(member).join, "the join of the receiver that came")
     _require_timely_failure(t, t.sender.join, "the sender's join with a rank missing")

@@ -8,12 +8,12 @@ from typing import Any
 from inflight.base.extensions import make
 from inflight.contracts import Scheduler
 from inflight.rollouts.history import HistoryStore
-from inflight.rollouts.schedulers.dispatch import SkewAware
 from inflight.rollouts.schedulers.histopipe import HistoPipe
 from inflight.rollouts.schedulers.least_loaded import LeastLoaded
 from inflight.rollouts.schedulers.probing import ProbeFirst
 from inflight.rollouts.schedulers.racing import OverProvision, TailRounds
 from inflight.rollouts.schedulers.shortest_first import ShortestFirst
+from inflight.rollouts.schedulers.skew_aware import SkewAware
 
 SCHEDULERS = {
     "least_loaded": LeastLoaded,

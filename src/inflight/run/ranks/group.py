@@ -26,7 +26,7 @@ from inflight.run.ranks.messages import (
     FinishSave,
     Members,
     Message,
-    PublishAgain,
+    PublishPresent,
     RankAnswer,
     Ready,
     Save,
@@ -126,11 +126,11 @@ class TrainerGroup:
         return [answers[self.data_ranks.index(share)] for share in range(self.num_shares)]
 
     async def publish(self, members: Members) -> Done:
-        """Publish the present version again, once the ranks are free; return rank 0's answer.
+        """Publish the present version, for the first time or again, once the ranks are free; return rank 0's answer.
 
         It retries every server that was left out, without waiting for the backoff of the server.
         """
-        request = PublishAgain(members=members.model_copy(update={"ask_all": True}))
+        request = PublishPresent(members=members.model_copy(update={"ask_all": True}))
         return (await self._ask_alike(request, self.limits.step_s))[0]
 
     async def save(self, path: Path) -> list[Done]:

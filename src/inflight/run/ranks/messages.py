@@ -83,8 +83,8 @@ class Train(Message):
     """Whether the answer includes the trainer logprobs."""
 
 
-class PublishAgain(Message):
-    """Publish the current version again. Answered by `Done`."""
+class PublishPresent(Message):
+    """Publish the current version, for the first time or again. Answered by `Done`."""
 
     type: Literal["publish"] = "publish"
     members: Members
@@ -103,7 +103,7 @@ class FinishSave(Message):
     type: Literal["finish_save"] = "finish_save"
 
 
-Request = Annotated[Start | Train | PublishAgain | Save | FinishSave, Field(discriminator="type")]
+Request = Annotated[Start | Train | PublishPresent | Save | FinishSave, Field(discriminator="type")]
 
 
 # ---------------------------------------------------------------------------------------------------------------

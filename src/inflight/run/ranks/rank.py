@@ -38,7 +38,7 @@ from inflight.run.ranks.messages import (
     FinishSave,
     Here,
     Members,
-    PublishAgain,
+    PublishPresent,
     PublishResult,
     RankAnswer,
     Ready,
@@ -153,7 +153,7 @@ class TrainerRank:
                 data_rank = data_ranks_of(self._worker).rank
                 published = None if request.members is None else self._publish(request.members)
                 return Ready(version=version, published=published, data_rank=data_rank)
-            case PublishAgain():
+            case PublishPresent():
                 return Done(version=version, published=self._publish(request.members))
             case Train():
                 return self._train(request, micro_batches_of(request.segment_lengths, tensors))

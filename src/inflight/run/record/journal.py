@@ -69,6 +69,8 @@ def open_journal(
 class Journal:
     """Writes the events of a run and ``summary.json``. ``listeners`` are called with each event that was written.
 
+    Its ``version`` is the run's only record of the last trained version: the loop, checkpoints and publishes read it.
+
     In a resumed run the counters continue from ``state``, as they were at ``version``; rows of later steps, which the
     earlier process lost, are removed. A full disk raises `CheckpointError`.
     """

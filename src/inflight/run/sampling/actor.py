@@ -124,7 +124,10 @@ class Actor:
     # --------------------------------------------------------------------------------------------------- endpoints
 
     def add(self, endpoint: InferenceEndpoint, limit: int, capabilities: Capabilities | None = None) -> None:
-        """Add an endpoint that runs up to ``limit`` sequences at a time; it gets work once `serve` names it."""
+        """Add an endpoint; it gets work once `serve` names it.
+
+        It gets as many completions at a time as ``limit`` and its capabilities allow, and always room for one request.
+        """
         if capabilities is not None:
             limit = min(limit, capabilities.max_concurrent_sequences)
         capacity = max(limit, self.work.size if self.work.is_one_request else 1)
@@ -133,7 +136,10 @@ class Actor:
         self.dispatcher.endpoints.add(endpoint.name, capacity, keeps_partials=keeps, now=self.clock())
 
     def serve(self, names: Collection[str], version: int) -> None:
-        """Give work to these endpoints, which ``version`` was published to, and to no others."""
+        """Give work to these endpoints, and to no others.
+
+        ``version`` was published to them; 0 if servers load stored versions by themselves, which the run does not know.
+        """
         for name in self._endpoints.keys() & {*names}:
             self._endpoints[name].version = version
         self.dispatcher.endpoints.serve(names, version, self.clock())

@@ -37,7 +37,8 @@ from inflight.wire import Completion
 class Sampling:
     """Makes batches of what the dispatcher composes, and records what happens to groups.
 
-    `compose` names the version of the next batch, which is then made as soon as enough tokens are ready.
+    `begin_batch` states from which version the next step starts; `batch` returns its batch once the dispatcher has
+    composed it.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class Sampling:
         )
         self.actor = Actor(work, self.dispatcher, seed=config.run.seed, on_outcome=self._record_outcome)
         self.warnings = SamplingWarnings(note, ledger.num_dropped)
-        self.history = FinishedGroups()
+        self.draft_source = FinishedGroups()
+        """Finished groups, which are sent to the servers that draft from them."""
         self.num_rewritten = 0
         """Conversations that continued from another rendering of their past, as another rollout."""
         self.is_training = False
@@ -135,13 +137,13 @@ class Sampling:
             f"{self.num_running} groups are running{self.warnings.drops()}"
         )
 
-    def compose(self, version: int) -> None:
+    def begin_batch(self, version: int) -> None:
         """Begin the batch of the step that starts from ``version``, and drop groups that are too old for it."""
         self._batch = None
         self._begin(version)
 
     async def batch(self) -> StepBatch:
-        """Return the batch that `compose` began. Raises `TrainerError` if it is not ready in time."""
+        """Return the batch that `begin_batch` began. Raises `TrainerError` if it is not ready in time."""
         await self._until_composed()
         assert self._batch is not None
         self.is_training = True
@@ -230,7 +232,7 @@ class Sampling:
             lengths=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
         )
         self._journal.group_finished(group)
-        self.history.finished(group)
+        self.draft_source.finished(group)
         self.num_rewritten += finished.num_rewritten
         if finished.is_waiting:
             self.warnings.group_kept()

@@ -30,7 +30,7 @@ class MemoryTurns:
     timeout_s: float
 
     async def to_trainers(self) -> None:
-        """Return once every server has released its memory or is left out. No server restarts until `to_servers`."""
+        """Return once every server has released its memory or is left out. No server is started until `to_servers`."""
         self.servers.may_start.clear()
         await self._ask_all("memory_released", "release", _release, list(self.servers.taking_part))
 

@@ -1,4 +1,4 @@
-"""The servers of a run: those that it starts, those that it attaches to, and those that a file lists.
+"""The servers of a run: those that it starts, attaches to or reads from a file, and those that join by themselves.
 
 This module starts, watches and restarts the run's own servers, and selects the servers of the next publish.
 """
@@ -139,12 +139,16 @@ class Servers:
         return [*map(self._keep_running, self.own), *following, *scaling]
 
     def members(self) -> Members:
-        """Return the servers that the next publish is for."""
+        """Return the servers that the next publish is for; call it once for each publish.
+
+        If a server has joined or been restarted since the last call, that publish asks every server that was left out.
+        """
         members = Members(urls=tuple(self.taking_part.values()), ask_all=self.has_new_servers)
         self.has_new_servers = False
         return members
 
     def served(self, names: Collection[str]) -> None:
+        """Note which of the run's own servers have held a version since their processes began."""
         for server in self.own:
             server.has_served |= server.url in names
 
@@ -309,7 +313,7 @@ class Servers:
             return None
         line.takes_part = self.has_new_servers = True
         self.taking_part[endpoint] = line.url
-        self.actor.add(endpoint, min(can.max_concurrent_sequences, self.config.servers.slots_of_joining), can)
+        self.actor.add(endpoint, self.config.servers.slots_of_joining, can)
         return endpoint.name
 
     def _left(self, name: str) -> None:

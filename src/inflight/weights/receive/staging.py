@@ -32,7 +32,7 @@ class KeptWeights:
 
 
 class Staging:
-    """One update as it arrives. ``kept`` is its possible base, and changes while the update is open."""
+    """One update as it arrives. ``kept`` is left from an earlier update: a possible base, and memory to use again."""
 
     def __init__(self, update: WeightUpdate, kept: KeptWeights | None) -> None:
         self.update = update

@@ -99,7 +99,9 @@ class OpenUpdate:
 
 
 class UpdateSession:
-    """Weights of one endpoint over its life. ``expected`` is what its model can load, None if that is not known here.
+    """State of one endpoint's weights over its life, through any number of named sessions.
+
+    ``expected`` is what its model can load, None if that is not known here.
 
     A method that refuses raises and changes nothing.
     """

@@ -1,4 +1,4 @@
-"""Gathering: what rank 0 announces of a worker's weights, and what all ranks gather, to publish or to store them."""
+"""Gathering: the message that announces a worker's weights, and what all ranks gather, to publish or to store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREPARATION_SHARE = 0.9
 """Share of the deadline for endpoints to prepare: a longer drain would leave no time to send anything."""
 
 
-def announce_update(
+def weight_update_of(
     worker: WeightSource,
     *,
     run_id: str,

@@ -74,7 +74,7 @@ class Publish:
         """Why the publish has ended for all."""
         self._fenced: FencedError | None = None
         self._gate = _Gate()
-        self._travelling = Clock()
+        self._travelling = Stopwatch()
         self._num_sent_bytes = 0
         self._pause: tuple[float, float] | None = None
         """When the first endpoint was asked to pause, and when the last one resumed."""
@@ -320,7 +320,7 @@ class _Gate:
     num_meetings: int = 0
 
 
-class Clock:
+class Stopwatch:
     """Adds up the time during which it is entered at least once."""
 
     def __init__(self) -> None:

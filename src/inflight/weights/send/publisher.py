@@ -27,8 +27,8 @@ from inflight.types import PublishReport, WeightBucket
 from inflight.weights.encode.bucket_bytes import Rounding
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from inflight.weights.send.endpoint_update import query_endpoint
-from inflight.weights.send.gathering import announce_update, gather_rest, require_announced
-from inflight.weights.send.publish import CLOSED, Clock, Publish
+from inflight.weights.send.gathering import gather_rest, require_announced, weight_update_of
+from inflight.weights.send.publish import CLOSED, Publish, Stopwatch
 from inflight.weights.send.weight_group import WeightGroup
 from inflight.weights.transports import make_sender
 from inflight.wire import Capabilities, InFlightPolicy, Needs, TransportName, WeightUpdate
@@ -185,7 +185,7 @@ class WeightPublisher:
         The deadline begins when the first bucket is gathered. Whatever the worker or an interrupt raises ends the
         publish on all endpoints before it is raised here. `publish_weights` is the call for a worker.
         """
-        gathering = Clock()
+        gathering = Stopwatch()
         with gathering:
             bucket = next(gathered, None)
         publish = Publish(
@@ -274,7 +274,7 @@ def publish_weights(
             raise ConfigError(f"quorum must be at least 1, not {quorum}")
         if in_flight not in list(InFlightPolicy):
             raise ConfigError(f"in_flight must be one of {', '.join(InFlightPolicy)}, not {in_flight!r}")
-        update = announce_update(
+        update = weight_update_of(
             source,
             run_id=publisher.run_id,
             incarnation=publisher.incarnation,

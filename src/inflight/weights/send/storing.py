@@ -15,7 +15,7 @@ from inflight.errors import ConfigError, DeadlineError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import Rounding, encode_bucket
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from inflight.weights.send.gathering import announce_update, gather_rest, require_announced
+from inflight.weights.send.gathering import gather_rest, require_announced, weight_update_of
 from inflight.weights.transports.files import FileReceiver
 from inflight.wire import DirectorySpec, TransportSpec, UpdateRef, WeightUpdate
 
@@ -63,7 +63,7 @@ def store_weights(
             raise ConfigError(
                 "store_weights needs a sender that stores weights: make_sender('file') or make_sender('http')"
             )
-        update = announce_update(
+        update = weight_update_of(
             worker,
             run_id=run_id,
             incarnation=incarnation,

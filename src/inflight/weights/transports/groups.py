@@ -33,8 +33,8 @@ from inflight.wire import ProcessGroupSpec
 dist: Any = torch.distributed  # its stubs leave out Gloo's options and the stores
 JOINING = "joining the weight group"
 GRACE_S = 0.5
-"""How much longer a call may take than its timeout. torch's store may retry for twice the timeout, and is cut off; else
-its own error says more."""
+"""How much longer than its timeout a call may take, so that its own error arrives, which says more than a time-out. A
+store of torch may retry for twice its timeout; it is abandoned after this."""
 _SHORTEST_POLL_S = 0.0001
 _LONGEST_POLL_S = 0.001
 _LATER_S = 5.0
