@@ -1,4 +1,4 @@
-"""Two commits beside each other, in turns on one machine: the quickstart, and the embedded engine against ``generate``.
+"""Compares two commits, in turns on one machine: the quickstart, and the embedded engine against ``generate``.
 
     python benchmarks/beside.py REVISION
 

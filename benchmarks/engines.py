@@ -1,4 +1,4 @@
-"""The real engines: one publish beside tensor by tensor, and the quickstart on each.
+"""The real engines: one publish compared with tensor by tensor, and the quickstart on each.
 
     python benchmarks/engines.py publish     # spans of a publish, and the same bytes one tensor at a time
     python benchmarks/engines.py learning    # the quickstart on the embedded engine, on each real one, on a mixed fleet
@@ -48,7 +48,7 @@ FLEETS = ("embedded", *ENGINES, "+".join(("embedded", *ENGINES)))
 
 
 class Tensors:
-    """A `WeightSource` of plain tensors, whose values are what they are: only their movement is measured."""
+    """A `WeightSource` of plain tensors with arbitrary values: only their movement is measured."""
 
     rank, world_size = 0, 1
 

@@ -1,4 +1,4 @@
-"""The quickstart with a fleet that nobody disturbs, and with servers that join, are killed and come back.
+"""The quickstart with an undisturbed fleet, and with servers that join, are killed and come back.
 
 ``python -m benchmarks.fleet`` writes ``benchmarks/results/fleet.json`` and ``docs/images/fleet.png``.
 """
@@ -115,7 +115,7 @@ def _disturb(
     process: subprocess.Popen[bytes],
     told: list[list[Any]],
 ) -> None:
-    """Do to the fleet what the benchmark says; ``told`` gets (step, server, what)."""
+    """Kill and start servers at fixed steps; ``told`` gets (step, server, what)."""
 
     def after(num_steps: int, index: int, what: str) -> None:
         _wait(lambda: len(_rows(run)) >= num_steps or process.poll() is not None, f"step {num_steps}", _LIMIT_S)

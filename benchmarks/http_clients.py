@@ -1,4 +1,4 @@
-"""HTTP clients beside each other: calls per second, and processor time per call of the calling process.
+"""Compares HTTP clients: calls per second, and processor time per call of the calling process.
 
     python benchmarks/http_clients.py [--rounds 5] [--seconds 5] [--in-flight 1 256 10000] [--before WORKTREE]
 

@@ -17,7 +17,7 @@ DEADLINE_S = 1800.0
 
 
 def main() -> None:
-    """Run the layouts, or those of some numbers of ranks, and keep the differences beside those of the others."""
+    """Run the layouts, or those of some numbers of ranks, and keep the differences with those of the others."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=sorted({layout.ranks for layout in LAYOUTS.values()}))
     ranks = parser.parse_args().ranks

@@ -1,4 +1,4 @@
-"""Losses: time and memory of the log-probability head beside others, and the quickstart with five presets.
+"""Losses: time and memory of the log-probability head and of others, and the quickstart with five presets.
 
     python benchmarks/losses.py head      # forward and backward of logprobs from hidden states, on the CPU in float32
     python benchmarks/losses.py learning  # the quickstart with five presets

@@ -127,7 +127,7 @@ SCALE_ENDPOINTS, SCALE_TRAINING_GPUS, SCALE_COMPLETIONS = 80, 360, 1_000_000
 
 
 def scale(num_completions: int) -> dict[str, Any]:
-    """Simulate 80 endpoints of 8 GPUs beside 360 training GPUs, in CPU seconds."""
+    """Simulate 80 endpoints of 8 GPUs and 360 training GPUs, in CPU seconds."""
     prompts = PromptsSection(median_tokens=1500, max_tokens=16384, prompt_tokens=200)
     groups_per_step, history = 256, HistoryStore()
     setup = Setup(

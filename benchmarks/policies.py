@@ -1,4 +1,4 @@
-"""The quickstart under every policy, each by one setting, on the same seed: reward over samples beside the default.
+"""The quickstart under every policy, each by one setting, on the same seed: reward over samples, with the default's.
 
 Run: ``python benchmarks/policies.py``, half an hour on two idle cores; ``--only NAME`` runs one and keeps the others.
 Rewards are over samples, since other work on the machine changes times and not rewards.

@@ -1,11 +1,11 @@
-"""What the recording proxy costs: agents behind it beside the same agents on the engine's own route.
+"""What the recording proxy costs: agents that use it, compared with the same agents on the engine's own route.
 
     python benchmarks/proxy.py            # streamed tokens, and memory
-    python benchmarks/proxy.py embedded      # beside the embedded engine's own route
-    python benchmarks/proxy.py vllm       # beside vLLM's own route, after `make engines`
+    python benchmarks/proxy.py embedded   # compared with the embedded engine's own route
+    python benchmarks/proxy.py vllm       # compared with vLLM's own route, after `make engines`
 
 ``at_once``: agents in one process play episodes of three turns, all at once, first against the engine's own chat
-completions, which is what they would do without us, then through ``inflight proxy`` on the same engine, in turns. Every
+completions, as they would without inflight, then through ``inflight proxy`` on the same engine, in turns. Every
 process is its own, so CPU time is distinguished; seconds are those of the agents, for each sampled token. A streamed
 token is timed from the moment at which the sampler gives it, every 5 ms, until the agent has read it. Memory is the
 resident set after calls in a row, ten to an episode, with a sampler that answers at once. Writes
@@ -196,7 +196,7 @@ async def streamed(template: ChatTemplate) -> dict[str, float]:
 
 
 async def in_a_row(template: ChatTemplate, num_calls: int) -> dict[str, float]:
-    """Return how much memory many calls leave behind, and what one costs."""
+    """Return how much memory remains in use after many calls, and what one call costs."""
 
     async def generate(request: GenerateRequest) -> Completion:
         return completion_of((97,) * NUM_TOKENS)

@@ -1,7 +1,7 @@
 """What ``run.record`` costs: the quickstart with it and without, in turns, and what recording itself takes.
 
-Speed is counted from the end of the first step to the end of the last. Beside it stands the processor time of making
-and writing the records of a run again, which does not depend on what else runs on the machine.
+Speed is counted from the end of the first step to the end of the last. It also measures the processor time of making
+and writing the records of a run again, which does not depend on other work on the machine.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def modes_table(result: dict[str, Any]) -> str:
 
 
 def proxy_table(records: Sequence[dict[str, Any]]) -> str:
-    """Return what the proxy costs beside each engine's own route."""
+    """Return what the proxy costs compared with each engine's own route."""
     lines = [
         "| `proxy.py` | episodes, tokens of a turn | proxy: CPU ms per call | of the engine's CPU | more seconds |",
         "|---|---|---|---|---|",

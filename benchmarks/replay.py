@@ -1,4 +1,4 @@
-"""Gathers what replays of one recorded run came to: the reports of ``inflight replay --json``, and of ``--engine``.
+"""Gathers the results of replays of one recorded run: the reports of ``inflight replay --json``, and of ``--engine``.
 
 inflight train ... --run.record true
 inflight replay RUN_DIR --trainer torchtitan --json torchtitan.json
@@ -26,7 +26,7 @@ from results import write_results
 
 
 def of_report(report: dict[str, Any]) -> dict[str, Any]:
-    """Return one replay: what is said of its steps is only of the first and the last, and of the largest difference."""
+    """Return one replay, with figures of its first step, its last step, and the largest difference."""
     steps = report.pop("steps")
     return {
         **report,

@@ -1,4 +1,4 @@
-"""Where benchmarks keep their results: JSON with the machine and the versions beside the figures."""
+"""Where benchmarks keep their results: JSON with the figures, the machine and the versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedulers in simulated time: what each paper claims, and what the same object does here beside the plain one.
+"""Schedulers in simulated time: what each paper claims, and what the same object gains here over the plain one.
 
     python benchmarks/rollouts.py
 

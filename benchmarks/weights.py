@@ -1,10 +1,10 @@
 """How weights move: ``python -m benchmarks.weights [table|small|tokens|repeat|engines] ...``, all of them by default.
 
-table     the spans of each transport beside the machine's own limit, two sizes (what ``inflight bench weights`` prints)
+table     the spans of each transport and the machine's own limit, two sizes (what ``inflight bench weights`` prints)
 small     1,000 small tensors as one bucket, and broadcast one by one
 tokens    tokens that a server samples over an interval with one update, and without
 repeat    1,000 updates in a row: memory, file handles and shared memory before and after
-engines   real vLLM and SGLang: our publish beside the engines' own ways of taking new weights
+engines   real vLLM and SGLang: our publish compared with the engines' own ways to load new weights
 
 Every ratio is taken within one run on the same bytes. Results are added to results/weights.json.
 """
@@ -86,7 +86,7 @@ def _with_packing(num_tensors: int, size_bytes: int) -> list[float]:
     seconds = []
     for _ in range(4):
         started = time.perf_counter()
-        checksum(pack(packer.packed(WeightBucket(0, specs, tensors)).tensors))
+        checksum(pack(packer.pack_bucket(WeightBucket(0, specs, tensors)).tensors))
         seconds.append(time.perf_counter() - started)
     broadcast = limits.broadcast_s([num_tensors * size_bytes], 3)
     return [a + b for a, b in zip(seconds[1:], broadcast, strict=True)]

@@ -198,7 +198,7 @@ class Ours:
 
 
 def speed(path: Path) -> dict[str, Any]:
-    """Take turns, step by step, so that whatever the machine does besides is shared."""
+    """Take turns, step by step, so that other work on the machine affects all of them."""
     num_segments, num_steps = json.loads((path / "speed.json").read_text())
     from inflight_fsdp.torchtitan import create_worker as create_titan
 

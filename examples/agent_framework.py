@@ -1,4 +1,4 @@
-"""An agent of a framework, as its documentation shows it, that is trained through the recording proxy.
+"""An agent of a framework, as in the framework's documentation, that is trained through the recording proxy.
 
     pip install openai-agents
 

@@ -15,7 +15,7 @@ sampling = SamplingParams(max_tokens=400, ignore_eos=True)
 with WeightPublisher.connect(["http://127.0.0.1:8000"], run_id="hello", token="secret") as publisher:
     (endpoint,) = publisher.endpoints
     request = GenerateRequest(request_id="a", prompt_token_ids=tuple(b"Once"), sampling=sampling)
-    answer = publisher.start(endpoint.generate, request)  # samples on while weights change
+    answer = publisher.start(endpoint.generate, request)  # keeps sampling while weights change
     for version in (1, 2, 3):
         torch._foreach_mul_(list(model.parameters()), 1.01)  # your optimizer's step
         publish_weights(ModuleWeights(model, version=version), publisher)

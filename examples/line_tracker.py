@@ -1,4 +1,4 @@
-"""A tracker of one's own: a line in a file for each step.
+"""A tracker of your own: it writes a line to a file for each step.
 
     inflight train examples/quickstart.toml --run.trackers line_tracker:LineTracker
 

@@ -1,4 +1,4 @@
-"""A loss put together from pieces, on two micro-batches of one step; and the head in one pass and in two."""
+"""A loss made of pieces, on two micro-batches of one step, and the head in one pass and in two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the run in examples/pictures.toml shows: a picture with squares, which are counted or whose colour is named."""
+"""The environment of examples/pictures.toml: a picture with squares, to be counted or whose colour is to be named."""
 
 from __future__ import annotations
 

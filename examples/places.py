@@ -1,4 +1,4 @@
-"""What the runs in examples/textarena.toml and examples/trl_environment.toml show and play."""
+"""Boards, hints and a game for the runs in examples/textarena.toml and examples/trl_environment.toml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment of three turns, whose answer cannot be had without its tool, and what a model for it imitates first.
+"""An environment of three turns whose answer requires a tool call, and demonstrations for its model's warm start.
 
     inflight tiny-model models/vault --task tool_task:vault_turns --style answer
     inflight train examples/tool_task.toml
@@ -34,7 +34,7 @@ def call(at):
 
 
 class Vault(Environment):
-    """The prompt names a place; the tool says there which other place has the code; the code is the answer."""
+    """The prompt names a place; there the tool returns which other place has the code; the code is the answer."""
 
     name = "vault"
 
@@ -88,6 +88,6 @@ def vault_turns(seed):
 
 
 def vault_item(index):
-    """Return what the program in tool_agent.py is given of an item, with seed 0."""
+    """Return what the program in tool_agent.py receives of an item, with seed 0."""
     item = Vault(0).item(index)
     return {"prompt": item.prompt, "places": dict(item.metadata), "answer": item.answer}

@@ -54,7 +54,7 @@ def rollouts_from(endpoint: InferenceEndpoint, portal: BlockingPortal) -> Callab
 
 
 class PublishEveryStep(TrainerCallback):
-    """Brings the server to the trainer's weights after each optimizer step."""
+    """Updates the server to the trainer's weights after each optimizer step."""
 
     def __init__(self, weights: ModuleWeights, publisher: WeightPublisher) -> None:
         self.weights, self.publisher = weights, publisher

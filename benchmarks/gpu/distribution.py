@@ -1,7 +1,7 @@
 """Makes the working tree known to Python as an installed package, and states what it needs that is missing.
 
 Workers, engines and transports are found by their entry points, which a directory on the path alone does not have. So a
-directory beside it holds what an installer would have written. Nothing is installed. Loads no torch.
+neighbouring directory holds what an installer would have written. Nothing is installed. Loads no torch.
 """
 
 from __future__ import annotations

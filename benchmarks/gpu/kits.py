@@ -68,7 +68,7 @@ def _verdicts(
 def _run(
     target: EndpointTarget | WorkerTarget, checks: Sequence[Check], settings: Settings
 ) -> tuple[list[Verdict], Mapping[str, Any]]:
-    """Run checks while there is time for them; return their verdicts, and what the subject says of itself."""
+    """Run checks while there is time for them; return their verdicts, and what the subject reports of itself."""
     verdicts: list[Verdict] = []
     scale = 1 if settings.on_gpu else _CPU_SCALE
     with Kit(target, start_deadline_s=_START_S, deadline_scale=scale) as kit:

@@ -1,4 +1,4 @@
-"""One publish of 1, 8 and 16 GB by each transport, beside the bare operation that limits it on this machine.
+"""One publish of 1, 8 and 16 GB by each transport, and the bare operation that limits it on this machine.
 
 The trainer is this process, the server another one: on the same GPU, or on the second GPU for NCCL, which refuses two
 ranks on one. ``share_of_limit`` is the time of the bare operation over the time of the publish, from the call to the
@@ -62,7 +62,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def _limits(size_bytes: int, settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return the bare operation behind each transport, with its seconds for ``size_bytes``, or why there is none."""
+    """Return the bare operation of each transport, with its seconds for ``size_bytes``, or why there is none."""
     num_rounds = 1 if settings.quick else 3
     found: dict[str, dict[str, Any]] = {}
 

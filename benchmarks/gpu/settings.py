@@ -1,4 +1,4 @@
-"""What every section is told, and which sections there are. Loads no torch."""
+"""The settings of every section, and which sections there are. Loads no torch."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def page(record: dict[str, Any] | None) -> str:
     if rows["device"] != "cuda" or rows["quick"]:
         raise ValueError("benchmarks/results/gpu.json holds no figures of a GPU in full size: remove it, or make gpu")
     parts = [
-        "What `make gpu` measured, each target beside what it is compared with:",
+        "What `make gpu` measured, each target with what it is compared with:",
         targets_table(rows["targets"]),
         _conditions(record),
     ]

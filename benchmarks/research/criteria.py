@@ -117,7 +117,7 @@ class Trained:
 
     @torch.no_grad()
     def token(self, groups: Sequence[InFlight]) -> None:
-        """Sample the next token of every completion, behind the state that it has."""
+        """Sample the next token of every completion, from its present state."""
         last = torch.cat(
             [g.tokens[-1] if g.tokens else torch.full((GROUP_SIZE,), g.item % NUM_PROMPTS) for g in groups]
         )
@@ -242,7 +242,7 @@ def summary(trained: Trained) -> dict[str, Any]:
 
 
 def modes() -> dict[str, list[dict[str, Any]]]:
-    """PipelineRL's comparison: effective sample size and reward of in-flight updates beside conventional phases."""
+    """PipelineRL's comparison: effective sample size and reward of in-flight updates and of conventional phases."""
     preset = PRESETS["pipelinerl_paper"]
     found: dict[str, list[dict[str, Any]]] = {"in flight": [], "conventional G=1": [], "conventional G=8": []}
     for seed in SEEDS:

@@ -1,4 +1,4 @@
-"""The table of a kept campaign: what was struck, and what held."""
+"""The table of a kept campaign: which faults were injected, and what held."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ORDER = ("controller", "server", "rank", "disk", "store", "reward")
 
 
 def campaign_table() -> str:
-    """Return one row for each kind of strike, with the runs in which each rule held."""
+    """Return one row for each kind of fault, with the runs in which each rule held."""
     record = kept("campaign")
     rules, runs = record["rows"]["rules"], record["rows"]["runs"]
     played = [run for run in runs if run["skipped"] is None]

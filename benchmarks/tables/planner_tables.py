@@ -50,7 +50,7 @@ def planner_scale_table() -> str:
 
 
 def papers_table() -> str:
-    """Return each paper's number beside ours."""
+    """Return each paper's number and ours."""
     rows = kept("papers")["rows"]
     lines = ["| paper | what | its number | here |", "|---|---|---|---|"]
     for row in rows["pipelinerl"]:

@@ -1,4 +1,4 @@
-"""Tables of docs: what certificates and benchmark results say of the real engines and of the trainers."""
+"""Tables of docs from certificates and benchmark results of the real engines and of the trainers."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def publish_table() -> str:
 
 
 def learning_table() -> str:
-    """Return how the quickstart continued each fleet."""
+    """Return how the quickstart went on each fleet."""
     lines = [
         "| servers | mean reward, first ten steps | last ten | lag mean, max | mean ESS | seconds |",
         "|---|---|---|---|---|---|",
@@ -304,7 +304,7 @@ def head_table() -> str:
 
 
 def head_tile_table() -> str:
-    """Return the memory of other heads beside inflight's with the same tiles."""
+    """Return the memory of other heads and of inflight's with the same tiles."""
     shapes: Any = kept_rows("head", "losses")
     lines = [
         "| head | targets x hidden x vocabulary | its memory | inflight's at its tile | share |",

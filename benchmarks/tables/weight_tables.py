@@ -8,7 +8,7 @@ from benchmarks.tables.kept import kept, kept_rows, milliseconds
 
 
 def weights_spans_table() -> str:
-    """Return the spans of each transport, beside the machine's own limit."""
+    """Return the spans of each transport, and the machine's own limit."""
     lines = [
         "| transport | weights | sent | gather | wire | pause | load | first token | total | GB/s | limit | share |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -193,7 +193,7 @@ def fleets_checked_table() -> str:
 
 
 def fleet_table() -> str:
-    """Return how the quickstart continued a fleet that nobody disturbed, and on one whose servers came and went."""
+    """Return how the quickstart went on an undisturbed fleet, and on one whose servers came and went."""
     lines = [
         "| fleet | mean reward, first ten steps | last ten | steps | groups trained | begun again | lost | seconds |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""How ranks agree that something failed, so that none of them waits for a rank that has abandoned."""
+"""How ranks agree that something failed, so that none of them waits for a rank that has stopped."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MESSAGE_BYTES = 2048
 def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
     """Return the failure of the lowest rank that has one, the same on every rank; collective over a group of all ranks.
 
-    Messages of other ranks say which rank they come from. The group must be able to communicate from ``device``; None
-    is the default group.
+    Messages of other ranks name the rank that they come from. The group must be able to communicate from ``device``;
+    None is the default group.
     """
     if dist.get_world_size() == 1:
         return failure

@@ -105,7 +105,7 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
     Raises `CheckpointError` on every rank, with nothing loaded, if a file or a tensor is missing or does not fit.
     """
     path = path.absolute()
-    source = _retired(path) if _retired(path).exists() and not path.exists() else path
+    source = _previous_path(path) if _previous_path(path).exists() and not path.exists() else path
     failure: str | None = None
     counters: dict[str, int] = {}
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -144,7 +144,7 @@ def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
 
 def _put_in_place(fresh: Path, path: Path) -> None:
     """Rename ``fresh`` to ``path``. If the process dies between the renames, `load_checkpoint` finds the old one."""
-    retired = _retired(path)
+    retired = _previous_path(path)
     for directory in sorted({file.parent for file in fresh.rglob("*") if file.is_file()}):
         _sync_directory(directory)
     if path.exists():
@@ -161,7 +161,7 @@ def _put_in_place(fresh: Path, path: Path) -> None:
 
 
 def _reserve(file: Path, tensors: Sequence[ShardedTensor]) -> None:
-    """Write the header of a safetensors file, and make room for its tensors."""
+    """Write the header of a safetensors file, and extend the file to the size of its tensors."""
     header, offsets = _header(tensors)
     with file.open("wb") as out:
         out.write(header)
@@ -205,7 +205,7 @@ def _write_at(descriptor: int, content: memoryview, position: int) -> None:
 def _own_pieces(
     part: ShardedTensor, device: torch.device, group: dist.ProcessGroup | None
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Return what this rank writes of a parameter: the stored name, the first byte there, and what is contiguous.
+    """Return the pieces of a parameter that this rank writes: stored name, first byte there, and contiguous elements.
 
     Collective if the parameter is stored as several tensors, which rank 0 then writes.
     """
@@ -296,7 +296,7 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _retired(path: Path) -> Path:
+def _previous_path(path: Path) -> Path:
     """Return where the previous checkpoint is while the new one takes its place."""
     return path.with_name(f".{path.name}.old")
 

@@ -22,7 +22,7 @@ _BITS = {"bfloat16": 16, "float32": 32, "float64": 64}
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """What ranks compute: neighbours share a tensor, then a row, then the data, and at last the layers of a model."""
+    """The division of work among ranks: neighbours share a tensor, then a row, then the data, and last the layers."""
 
     num_ranks: int
     tensor: int = 1
@@ -50,13 +50,13 @@ class WorkerConfig(OptimizerSettings):
     model_path: Path
     """A Hugging Face checkpoint on local disk: config.json and safetensors."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of forward and backward, and of what is published. The head computes in float32 at least."""
+    """Dtype of forward, backward and published weights. The head computes at least in float32."""
     master_dtype: Literal["float32", "bfloat16"] | None = None
     """Of parameters, summed gradients and optimizer states; None: float32, or float64 if ``dtype`` is. If it is wider
     than ``dtype``, parameters are cast when a layer is gathered. bfloat16 takes half the memory, but rounds away most
     updates of a small learning rate: the worker warns, and measures how many."""
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
-    """In which ranks sum their gradients; None: as they are stored. bfloat16 sends half the bytes, and rounds each
+    """Dtype in which ranks sum their gradients; None: the stored dtype. bfloat16 sends half the bytes, and rounds each
     rank's part and each sum. What is summed over micro-batches stays in the stored dtype."""
     activation_checkpointing: bool = False
     """Keep only each layer's input, and compute the layer again in the backward: less memory, a third more compute."""
@@ -123,9 +123,9 @@ class WorkerConfig(OptimizerSettings):
 
     def rank_layout(self, num_ranks: int) -> RankLayout:
         """Return what each rank computes. Raises `ConfigError` if the ranks cannot be divided as configured."""
-        return self._divided(RankLayout(num_ranks, context=self.context_parallel), num_ranks)
+        return self._checked_layout(RankLayout(num_ranks, context=self.context_parallel), num_ranks)
 
-    def _divided(self, layout: RankLayout, num_sharing: int) -> RankLayout:
+    def _checked_layout(self, layout: RankLayout, num_sharing: int) -> RankLayout:
         """Return the layout if it fits; ``num_sharing`` ranks hold the shards of the copies of a parameter."""
         sizes = {
             "tensor_parallel": layout.tensor,

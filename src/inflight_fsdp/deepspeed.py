@@ -36,7 +36,7 @@ class DeepSpeedConfig(WorkerConfig):
     LABEL: ClassVar[str] = "DeepSpeed"
 
     zero_stage: Literal[1, 2, 3] = 3
-    """What ranks share: float32 weights and moments, from 2 on gradients too, in 3 also what layers compute with."""
+    """What is sharded over ranks: float32 weights and moments; from 2 on gradients; in 3 also the computing weights."""
     zero_options: dict[str, Any] = Field(default_factory=dict)
     """More of DeepSpeed's ``zero_optimization``, such as ``stage3_param_persistence_threshold``."""
 
@@ -78,7 +78,7 @@ class DeepSpeedWorker(ShardedWorker):
     """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
 
     def __init__(self, config: DeepSpeedConfig, device: torch.device, *, owns_group: bool) -> None:
-        deepspeed = on_every_rank(lambda: _imported(device), device)
+        deepspeed = on_every_rank(lambda: _import_deepspeed(device), device)
         policy = on_every_rank(lambda: empty_policy(config, device), device)
         stored = stored_tensors(config.model_path)
         layouts = layouts_of(policy.causal_lm, stored)
@@ -123,12 +123,12 @@ class DeepSpeedWorker(ShardedWorker):
         self._has_gradients = False
         self._boundary.update = super()._update
         self._engine.step()
-        outcome = self._boundary.left()
+        outcome = self._boundary.take_result()
         if isinstance(outcome, StepResult):
             return outcome
         if outcome is None:
             self._compute_with_masters()  # DeepSpeed left out its last collectives
-        raise outcome or self._refused(float("inf"))
+        raise outcome or self._non_finite_error(float("inf"))
 
     def load(self, path: Path) -> None:
         super().load(path)
@@ -155,7 +155,7 @@ class DeepSpeedWorker(ShardedWorker):
 
 
 class _Boundary(torch.optim.Optimizer):
-    """What DeepSpeed takes for the optimizer: its step comes where gradients are reduced, in float32, on their ranks.
+    """The optimizer in DeepSpeed's view: its step is called once gradients are reduced, in float32, on their ranks.
 
     DeepSpeed must finish its own step, so errors are kept for later.
     """
@@ -176,8 +176,8 @@ class _Boundary(torch.optim.Optimizer):
         except Exception as error:
             self._outcome = error
 
-    def left(self) -> StepResult | Exception | None:
-        """Return what the update came to, None if DeepSpeed did not come here, and expect none any more."""
+    def take_result(self) -> StepResult | Exception | None:
+        """Return the outcome of the update, None if DeepSpeed did not call `step`, and forget it."""
         outcome, self._outcome, self.update = self._outcome, None, None
         return outcome
 
@@ -219,7 +219,7 @@ def _range_of(parameter: Any, zero: Any) -> tuple[slice, _ZeroPart] | None:
     return (slice(first, first + size), _ZeroPart(flat, slice(start, start + size))) if size else None
 
 
-def _imported(device: torch.device) -> Any:
+def _import_deepspeed(device: torch.device) -> Any:
     """Return DeepSpeed, made ready for the ranks of torch's default group. Raises `ConfigError` if it is missing."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")  # in a group of one
@@ -231,8 +231,8 @@ def _imported(device: torch.device) -> Any:
         raise ConfigError(f"the DeepSpeed worker needs deepspeed ({error}): see docs/trainers.md") from error
     if (kind := get_accelerator().device_name()) != device.type:
         raise ConfigError(f"DeepSpeed was imported for {kind}: set DS_ACCELERATOR={device.type} for this device")
-    # On a CPU it starts by compiling an all-reduce for inference, which training has no use for. The lock of such a
-    # build that is killed stays, and every later start waits for it forever.
+    # On a CPU it starts by compiling an all-reduce for inference, which training has no use for. A killed build
+    # leaves its lock behind, and every later start waits for it forever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", message=".torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor). is")
     if groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:  # of a default group that has ended

@@ -85,7 +85,7 @@ class ShardedTensor:
     layout: Layout
 
 
-def experts_apart(name: str, tensor: torch.Tensor, parts: Sequence[str]) -> Layout:
+def layout_by_expert(name: str, tensor: torch.Tensor, parts: Sequence[str]) -> Layout:
     """Return the layout of a parameter [experts, ...] that is stored expert by expert.
 
     ``name`` is that of the parameter, as ``model.layers.0.mlp.experts.gate_up_proj``; its second dimension is cut into

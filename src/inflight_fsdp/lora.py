@@ -1,6 +1,6 @@
-"""A LoRA in a model of transformers: which layers it changes, its two matrices beside each, and how PEFT stores it.
+"""A LoRA in a model of transformers: which layers it changes, its two matrices for each layer, and how PEFT stores it.
 
-``<layer>.lora_A.weight`` [r, in] and ``<layer>.lora_B.weight`` [out, r] are parameters beside ``<layer>.weight`` [out,
+``<layer>.lora_A.weight`` [r, in] and ``<layer>.lora_B.weight`` [out, r] are parameters next to ``<layer>.weight`` [out,
 in], which keeps its name and is frozen; PEFT's files hold them under ``base_model.model.``.
 """
 
@@ -40,7 +40,7 @@ def lora_layout(name: str, parameter: torch.Tensor) -> Layout:
 
 
 def add_lora(causal_lm: Any, layers: Iterable[nn.Module], settings: LoraSettings, dtype: torch.dtype) -> None:
-    """Put a LoRA without values beside the target layers, and freeze everything else.
+    """Add an uninitialised LoRA to the target layers, and freeze all other parameters.
 
     ``layers`` are the decoder layers, of which only linear layers can be targets. Raises `ConfigError` for targets that
     match none, `UnsupportedError` for models that take images.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from inflight.contracts import MergingLoraSource, PartialWeightSource
 from inflight.types import StepResult
 from inflight.weights.encode.lora_tensors import PARTS
-from inflight.weights.receive.base_weights import BaseWeights, merged
+from inflight.weights.receive.base_weights import BaseWeights, merge_lora
 from inflight.weights.send.merged_lora import MergedLora
 from inflight.wire import LoraSpec
 from inflight_fsdp.checkpoint import TrainerState
@@ -26,8 +26,8 @@ from inflight_fsdp.worker import FsdpWorker
 class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
     """One trainer rank. Its weights, as it publishes them, are those of the LoRA.
 
-    Checkpoints hold the LoRA as PEFT stores it in ``adapter/``, from where `load` reads it. Beside config.json are the
-    weights with the LoRA merged, for whoever loads the directory as a model.
+    Checkpoints hold the LoRA as PEFT stores it in ``adapter/``, from where `load` reads it. Next to config.json are the
+    weights with the LoRA merged, so that the directory can be loaded as a model.
     """
 
     def __init__(self, config: WorkerConfig, device: torch.device, *, owns_group: bool) -> None:
@@ -80,11 +80,11 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
 
     def _saved_state(self) -> TrainerState:
         """Collective: every rank merges its own rows."""
-        weights = [self._merged(name) for name in self._parameters.layouts if not is_lora(name)]
+        weights = [self._merge_part(name) for name in self._parameters.layouts if not is_lora(name)]
         return replace(super()._saved_state(), weights=weights)
 
     @torch.no_grad()
-    def _merged(self, name: str) -> ShardedTensor:
+    def _merge_part(self, name: str) -> ShardedTensor:
         part = self._parameters.sharded(name)
         layer = name.removesuffix(".weight")
         if layer not in self._changed:
@@ -95,5 +95,5 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
             whole_a[box] = a.local.to(self._device)
         if self.world_size > 1:
             dist.all_reduce(whole_a)
-        # Rows are dealt out alike: this rank's rows of B belong to its rows of the weight.
-        return replace(part, local=merged(part.local, whole_a, b.local, self._lora.spec).cpu())
+        # Rows are distributed in the same way: this rank's rows of B belong to its rows of the weight.
+        return replace(part, local=merge_lora(part.local, whole_a, b.local, self._lora.spec).cpu())

@@ -119,6 +119,6 @@ def activation_bytes(model: ModelShape, dtype: str, num_tokens: int, *, checkpoi
 
 
 def head_bytes(model: ModelShape, dtype: str, num_tokens: int) -> int:
-    """Return the most that the head holds beside its weight, if every token is a target."""
+    """Return the most bytes that the head needs in addition to its weight, if every token is a target."""
     tiles = 2 * 4 * min(_TILE_TOKENS, num_tokens) * _TILE_VOCAB + 2 * 4 * _TILE_VOCAB * model.hidden_size
     return tiles + num_tokens * (4 + DTYPE_SIZES[dtype]) * model.hidden_size

@@ -27,7 +27,7 @@ from inflight.model.vision import blank_image, embedded, image_features
 from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.float8 import multiply_in_float8
-from inflight_fsdp.layout import Layout, ShardedTensor, Sharding, experts_apart
+from inflight_fsdp.layout import Layout, ShardedTensor, Sharding, layout_by_expert
 from inflight_fsdp.lora import add_lora, initialise, is_lora, lora_layout
 from inflight_fsdp.rows import Row
 from inflight_fsdp.sharded import sum_gradients_over_ranks
@@ -137,7 +137,7 @@ def _layout(name: str, parameter: torch.Tensor, causal_lm: Any, held: Collection
     if is_renamed or stored == {name: tuple(parameter.shape)}:
         return Layout(stored)
     if parts := EXPERT_PARTS.get(".".join(name.split(".")[-2:])):
-        layout = experts_apart(name, parameter, parts)
+        layout = layout_by_expert(name, parameter, parts)
         if layout.shapes == stored:
             return layout
     raise UnsupportedError(

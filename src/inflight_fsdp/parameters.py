@@ -44,7 +44,7 @@ class ShardedParameters:
         """Held of parameters that are on other ranks."""
         self._parameter_of = {stored: name for name, layout in layouts.items() for stored in layout.shapes}
         self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
-        """The parameter that was gathered last, if it is stored as several tensors, and those not asked for yet."""
+        """The parameter that was gathered last, if it is stored as several tensors, and those not requested yet."""
 
     @property
     def published(self) -> Mapping[str, Layout]:

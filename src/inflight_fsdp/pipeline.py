@@ -28,7 +28,7 @@ class Pipeline:
         self.stage, self.num_stages = group.rank(), group.size()
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self._sent: list[tuple[Any, torch.Tensor]] = []
-        """What is being sent, and its memory."""
+        """Sends under way, and their memory."""
 
     @property
     def is_first(self) -> bool:

@@ -28,7 +28,7 @@ def lost_share(
     gradients: Sequence[torch.Tensor],
     device: torch.device,
 ) -> float | None:
-    """Return the share of elements with a gradient that a step left as they were; None without any; collective.
+    """Return the share of elements with a gradient that a step left unchanged; None without any; collective.
 
     Over the default group, which communicates from ``device``; each shard must be passed by one rank only.
     """

@@ -59,7 +59,7 @@ class PackedImages:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a policy computes at once; at least one token."""
+    """The tokens that a policy computes at once; at least one token."""
 
     token_ids_R: torch.Tensor
     position_ids_R: torch.Tensor
@@ -152,7 +152,7 @@ def head_exchange(ranks: RankLayout, device: torch.device) -> HeadExchange | Non
     return HeadExchange(mesh.get_group("context"))
 
 
-def summed_for_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def sum_over_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum of what the ranks of a group hold, in which each has the same gradient, that of one of them.
 
     For a loss that all of them compute alike from the result: what it depends on must be counted once.

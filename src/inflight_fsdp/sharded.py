@@ -32,7 +32,7 @@ from inflight.errors import (
     TrainerError,
     UnsupportedError,
 )
-from inflight.model.attention import segment_kernel_in_words
+from inflight.model.attention import describe_segment_kernel
 from inflight.model.checkpoints import max_model_len_of
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
@@ -45,7 +45,7 @@ from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_ra
 from inflight_fsdp.parameters import ShardedParameters
 from inflight_fsdp.parts import ParameterPart
 from inflight_fsdp.rounding import LostUpdates, lost_share, spread_sample
-from inflight_fsdp.rows import PackedImages, Row, head_exchange, rows_of, summed_for_all
+from inflight_fsdp.rows import PackedImages, Row, head_exchange, rows_of, sum_over_group
 
 _SAVE_S = 1800.0
 """Longest wait for a save of a small model."""
@@ -109,7 +109,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         self._saves = BackgroundSaves(with_transfer_s(_SAVE_S, size_bytes))
         self._lost_updates = LostUpdates(warns=self.rank == 0) if config.stored_dtype == "bfloat16" else None
         if self.rank == 0:
-            kernel = segment_kernel_in_words(hf_config, getattr(torch, config.dtype), device)
+            kernel = describe_segment_kernel(hf_config, getattr(torch, config.dtype), device)
             _LOG.info("trainer's attention in %s on %s: %s", config.dtype, device, kernel)
 
     @property
@@ -165,7 +165,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         # Without tokens the result must still depend on the parameters, hence one place more.
         logprobs_T = logprobs_N.new_zeros(batch.num_tokens + 1).index_copy(0, places_N, logprobs_N)
         if self._exchange is not None:
-            logprobs_T = summed_for_all(logprobs_T, self._exchange.group)
+            logprobs_T = sum_over_group(logprobs_T, self._exchange.group)
         return logprobs_T[: batch.num_tokens].to(batch.token_ids_T.device)
 
     def _compute(self, rows: Sequence[Row]) -> torch.Tensor:
@@ -219,7 +219,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         norm = global_norm(owned, self._device)
         self._clear_gradients()
         if not math.isfinite(norm):
-            raise self._refused(norm)
+            raise self._non_finite_error(norm)
         clip(gradients, norm, self._config.max_gradient_norm)
         learning_rate = learning_rate_at(self._version, self._config)
         self._forget_whole_parameters()
@@ -233,7 +233,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         watch.note(lost)
         return StepResult(self._version, norm, learning_rate, rounded_away=lost)
 
-    def _refused(self, norm: float) -> NonFiniteError:
+    def _non_finite_error(self, norm: float) -> NonFiniteError:
         return NonFiniteError(
             f"the gradient norm of the step from version {self._version} is {norm}; weights and optimizer are "
             "unchanged, and the gradients were discarded"

@@ -106,7 +106,7 @@ class TorchTitanWorker(ShardedWorker):
             layouts=layouts,
             optimizer=_optimizer(decoder, parameters, config),
             hf_config=hf_config,
-            summed_over=_tied_over_stages(config) if hf_config.tie_word_embeddings else {},
+            summed_over=_tied_embedding_groups(config) if hf_config.tie_word_embeddings else {},
         )
         self._pipeline: Pipeline | None = None
         if config.pipeline_parallel > 1:
@@ -129,7 +129,7 @@ def _padding_row(hf_config: Any, tensor_mesh: DeviceMesh | None) -> int | None:
     return row % each if row // each == tensor_mesh.get_local_rank() else None
 
 
-def _tied_over_stages(config: TorchTitanConfig) -> dict[str, dist.ProcessGroup]:
+def _tied_embedding_groups(config: TorchTitanConfig) -> dict[str, dist.ProcessGroup]:
     """Return the group of the first and the last stage, which both have the tied embedding; collective."""
     num_ranks, num_stages = dist.get_world_size(), config.pipeline_parallel
     if num_stages == 1:

@@ -50,7 +50,7 @@ class TorchTitanConfig(WorkerConfig):
     def rank_layout(self, num_ranks: int) -> RankLayout:
         layout = RankLayout(num_ranks, self.tensor_parallel, self.context_parallel, self.pipeline_parallel)
         num_sharing = num_ranks // (self.tensor_parallel * self.pipeline_parallel)
-        self._divided(layout, num_sharing)
+        self._checked_layout(layout, num_sharing)
         size = self.shard_size or num_sharing
         if size % self.expert_parallel:
             raise ConfigError(

@@ -38,14 +38,14 @@ HEAD, EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family of TorchTitan's registry, and what of it is translated."""
+    """One family of TorchTitan's registry, and the settings of it that are translated."""
 
     model: Any
     block: Any
     adapter: Callable[[Any, None], Any]
     parallelize: Callable[..., Any]
     shard: Callable[..., None]
-    """Says in a model's configuration how its tensors are shared."""
+    """Sets in a model's configuration how its tensors are shared."""
     rope: Any
     rope_types: tuple[str, ...]
     has_qk_norm: bool

@@ -1,4 +1,4 @@
-"""What of TorchTitan's models is ours, and a model as a function from rows to logprobs.
+"""Replacements for modules of TorchTitan's models, and a model as a function from rows to logprobs.
 
 TorchTitan's attentions have no backward on a CPU; its head returns logits; it always computes experts in bfloat16, and
 their router under an autocast that a CPU does not have.
@@ -21,8 +21,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.module import Module
 
-from inflight.model.attention import SegmentPlan, outside_of_graphs, segment_attention
-from inflight_fsdp.rows import HeadTargets, Row, summed_for_all
+from inflight.model.attention import SegmentPlan, exclude_from_graphs, segment_attention
+from inflight_fsdp.rows import HeadTargets, Row, sum_over_group
 
 
 class TitanPolicy(nn.Module):
@@ -85,7 +85,7 @@ class LogprobHead(Linear):  # type: ignore[misc]
         group = self.weight.device_mesh.get_group()
         mine = torch.arange(len(targets.rows_N), device=weight_VD.device)[group.rank() :: group.size()]
         logprobs_N = targets.some(mine).logprobs(hidden_1LD, weight_VD, None)
-        return summed_for_all(logprobs_N.new_zeros(len(targets.rows_N)).index_copy(0, mine, logprobs_N), group)
+        return sum_over_group(logprobs_N.new_zeros(len(targets.rows_N)).index_copy(0, mine, logprobs_N), group)
 
 
 class SegmentAttention(Module):  # type: ignore[misc]
@@ -99,7 +99,7 @@ class SegmentAttention(Module):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self._attend = segment_attention if config.in_graphs else outside_of_graphs(segment_attention)
+        self._attend = segment_attention if config.in_graphs else exclude_from_graphs(segment_attention)
 
     def forward(
         self,

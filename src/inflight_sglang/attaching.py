@@ -1,4 +1,4 @@
-"""What a running SGLang server can do, as the server itself says, and why it cannot be attached to."""
+"""The capabilities that a running SGLang server reports, and the reasons for which it cannot be attached to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inflight_sglang.requests import RequestLimits
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What is known of a server. ``specs`` is what its model can load, None if its ``directory`` is unreadable here."""
+    """The properties of a server. ``specs`` are the tensors that it loads, None if ``directory`` is unreadable here."""
 
     capabilities: Capabilities
     limits: RequestLimits
@@ -32,7 +32,7 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
 
     ``updates`` None chooses staged updates where possible, but not for servers on CUDA, whose own groups take NCCL.
     """
-    paths = await routes.offered()
+    paths = await routes.fetch_paths()
     if problem := flags.missing_routes(paths):
         raise _refusal(routes, {}, problem)
     info = await routes.get("/server_info")  # its start settings: /v1/models and /model_info name the last files loaded
@@ -50,7 +50,7 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
     if specs is None and why_not is None:  # loading other shapes ends SGLang: it goes back by reading the same files
         why_not = f"its checkpoint {str(directory)!r} cannot be read here; pass model_dir"
     if updates == "staged" and why_not is not None:
-        raise ConfigError(f"{routes.url}: updates cannot be staged beside this SGLang server: {why_not}")
+        raise ConfigError(f"{routes.url}: updates cannot be staged for this SGLang server: {why_not}")
     try:
         on_cuda = info["device"] == "cuda"
         staged = why_not is None and (updates == "staged" or (updates is None and not on_cuda))

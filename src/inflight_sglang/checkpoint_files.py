@@ -1,4 +1,4 @@
-"""Updates that are staged in this process and handed to SGLang as a checkpoint directory, which it loads by itself.
+"""Updates that are staged in this process and handed to SGLang as a checkpoint directory, which SGLang itself loads.
 
 The files lie in this host's memory if they fit there, in a directory that only this user can enter. They are written as
 buckets arrive, and exist as long as their update is open: once it is loaded, SGLang needs none of them. A LoRA is
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointFiles:
-    """The buckets of one update as safetensors files. `remove` also removes what a late writer writes after it."""
+    """The buckets of one update as safetensors files. `remove` also removes files that are written afterwards."""
 
     def __init__(self, update: WeightUpdate) -> None:
         self._update = update
@@ -43,7 +43,7 @@ class CheckpointFiles:
 
     @property
     def probe(self) -> Path:
-        """An empty directory: a server that finds it finds the checkpoint too."""
+        """An empty directory: a server that sees it sees the checkpoint too."""
         return self._made().path / "probe"
 
     @property
@@ -178,10 +178,10 @@ class CheckpointSink(BucketSink):
                 f"storing bucket {bucket.index} for the engine failed: not done after {transfer.timeout_s:g} s"
             ) from error
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         assert self._loaded is not None  # something began
-        self._loaded.committed(self._staged.take())
-        self._staged.committed()
+        self._loaded.note_committed(self._staged.take())
+        self._staged.note_committed()
         self._drop()
 
     def _drop(self) -> None:

@@ -11,7 +11,7 @@ from inflight.base.requirements import require
 from inflight.contracts import AbortingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.requests import SentRequest
-from inflight.engines.routes import EngineRoutes, words_of
+from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.engines.version_labels import ServedVersion
 from inflight.errors import InvalidRequestError, TransferError, UpdateRefusedError
 from inflight.weights.receive.adapter import BucketSink
@@ -34,7 +34,7 @@ from inflight_sglang.attaching import Attached, attach
 from inflight_sglang.checkpoint_files import CheckpointSink
 from inflight_sglang.flags import Updates
 from inflight_sglang.native import NativeSink
-from inflight_sglang.requests import body_of, check_request, items_of, labelled, misaligned, response_of
+from inflight_sglang.requests import body_of, check_request, items_of, misaligned, response_of, version_labels_of
 from inflight_sglang.updates import SglangUpdates
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
     correctly. ``api_key`` is the server's own. ``model_dir`` is the checkpoint as this process sees it, if that differs
     from the server's path: manifests are checked against it before anything is sent, and the vocabulary is read there.
 
-    ``updates`` indicates where weights are received. ``staged`` updates arrive in this process, are compared, and the
+    ``updates`` selects where weights are received. ``staged`` updates arrive in this process, are compared, and the
     commit loads them from files that both sides see. ``native`` updates are received by the engine itself as they come,
     which poisons it if they stop half way. None means staged for a server on this host's CPU with one rank, and native
     otherwise. With staged updates SGLang's own ``/model_info`` and ``/v1/models`` name the files last loaded, which no
@@ -95,7 +95,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
             sink = NativeSink(self._routes, engine, self._background, can.num_ranks)
         self._updates = UpdateReceiver(engine, sink, attached.specs, can)
         self._memory = MemoryRelease(engine, self._updates.session)
-        await self._found()
+        await self._refresh_label()
         return can
 
     def _make_loaded(self) -> LoadedWeights:
@@ -118,7 +118,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         if reason := misaligned(update):
             raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
         if receiver.session.update is None:
-            await self._found()
+            await self._refresh_label()
             if self._was_replaced:
                 raise TransferError("the engine was restarted and belongs to no weight group; form the group again")
         await receiver.request(update)
@@ -131,7 +131,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         await self.capabilities()
         session = self._updates.session
         num_running, (status, _), _ = await asyncio.gather(
-            self._engine.num_running(), self._routes.ask("GET", "/ready"), self._found()
+            self._engine.num_running(), self._routes.ask("GET", "/ready"), self._refresh_label()
         )
         # A paused server reports what ran before; with torn weights every request was ended.
         answer = self._updates.weight_version(
@@ -142,7 +142,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         return answer.model_copy(update={"state": EndpointState.PAUSED}) if is_paused else answer
 
     def _is_torn(self, served: ServedVersion) -> bool:
-        return self._engine.found(served)
+        return self._engine.adopt_label(served)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -157,19 +157,19 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
             answer = await self._routes.request("/generate", body, self._generate_timeout_s)
             return items_of(answer, len(asked))
 
-        return response_of(request, await self._gate.sample(request, self._label, send, labelled), limits)
+        return response_of(request, await self._gate.sample(request, self._label, send, version_labels_of), limits)
 
     async def _end(self, names: Sequence[str]) -> None:
         await self._engine.end_requests(names)
 
-    async def _rendered(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
+    async def _render(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
         body = request.model_dump(include={"model", "messages"})
         status, answer = await self._routes.ask("POST", "/v1/tokenize", body)
         if status != 200:
-            raise InvalidRequestError(f"SGLang refused the messages: {words_of(answer)}")
+            raise InvalidRequestError(f"SGLang refused the messages: {error_text_of(answer)}")
         return list(answer["tokens"]), ()
 
-    async def _decoded(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+    async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         """SGLang does not decode empty sequences."""
         asked = [list(ids) for ids in token_ids if ids]
         if not asked:

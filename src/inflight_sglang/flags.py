@@ -1,4 +1,4 @@
-"""How an SGLang server must be started for inflight to attach, and whether a running server was."""
+"""How an SGLang server must be started for inflight to attach, and checks of a running server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NEEDED_ROUTES = (
 )
 """Every route of SGLang that the endpoint calls."""
 Updates = Literal["staged", "native"]
-"""Weights are staged beside the server and loaded from files, or received by the engine itself in a group."""
+"""Weights are staged by this process and loaded from files, or received by the engine itself in a group."""
 _CHAT_ROUTES = ("/v1/tokenize", "/v1/detokenize")
 
 
@@ -106,7 +106,7 @@ _SETTINGS: tuple[tuple[str, Callable[[Any], bool], str, tuple[str, ...]], ...] =
     (
         "tokenizer_worker_num",
         _is_above_one,
-        "a pause reaches only one of several tokenizer processes, and the others continue",
+        "a pause reaches only one of several tokenizer processes, and the others keep running",
         ("--tokenizer-worker-num", "1"),
     ),
     (
@@ -162,7 +162,7 @@ _UNSTAGED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def why_not_staged(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return why updates cannot be staged beside a server, None if they can. ``config`` as for `dtype_of`."""
+    """Return why updates cannot be staged for a server; None if they can. ``config`` as for `dtype_of`."""
     if not _is_loopback(urlsplit(url).hostname or ""):
         return "its address is not this host's loopback, and the server has to see this process's files"
     if "quantization_config" in config:

@@ -26,7 +26,7 @@ _CPU_ARGUMENTS = (
     "--sleep-on-idle",  # otherwise it keeps a core busy
 )
 _CPU_SEQUENCES = 64
-"""How many run at a time on a CPU, unless the options report it or the cache holds fewer at full length."""
+"""How many run at a time on a CPU, unless the options specify it or the cache holds fewer at full length."""
 _CPU_CACHE_BYTES = 2 << 30
 """Most bytes of keys and values on a CPU, unless the options imply more."""
 
@@ -36,14 +36,14 @@ _NO_DRAFTS = (
 )
 
 _MEMORY_SHARE = 0.95
-"""Taken to be what SGLang fills by itself: it computes ``--mem-fraction-static`` so that the rest holds activations and
-CUDA graphs."""
+"""Assumed share that SGLang fills on its own: it computes ``--mem-fraction-static`` so that the rest holds activations
+and CUDA graphs."""
 _BESIDE_STATIC = 0.1
-"""Taken to be the share that activations and CUDA graphs need beside ``--mem-fraction-static``."""
+"""Assumed share that activations and CUDA graphs need in addition to ``--mem-fraction-static``."""
 
 
 class SglangKind(EngineKind):
-    """SGLang's own server. It has no `liveness_path`: it ends by itself a few seconds after a part of it has died."""
+    """SGLang's own server. It has no `liveness_path`: it ends on its own a few seconds after a part of it has died."""
 
     name = "sglang"
     health_path = "/ready"  # ``/health`` takes a second, and samples a token
@@ -123,7 +123,7 @@ def _updates_of(query: str) -> Updates | None:
 def _cpu_sizes(options: EngineOptions, context: int | None) -> tuple[int, int]:
     """Return how many sequences run at a time, and the tokens of a cache that holds all of them at full length.
 
-    SGLang starts a request only if its cache has room for the longest answer, so a smaller cache would run fewer
+    SGLang starts a request only if its cache can hold the longest answer, so a smaller cache would run fewer
     sequences than the server supports. Where the options leave a size open, `_CPU_CACHE_BYTES` bounds the cache.
     """
     config = config_of(options.model)

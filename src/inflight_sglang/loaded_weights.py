@@ -1,4 +1,4 @@
-"""The weights that one SGLang server is known to have loaded: its checkpoint, and updates through this process.
+"""The weights that one SGLang server has loaded, as far as this process knows: its checkpoint, and updates from here.
 
 LoRAs are merged into them here. If another process has made the server load weights, those are not known, and LoRAs are
 refused until all weights are sent again.
@@ -63,8 +63,8 @@ class LoadedWeights:
             self._load = load
         return load.tensors if update.manifest.lora is not None else load.tensors[len(arrived) :]
 
-    def committed(self, arrived: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Note that the update begun last is loaded."""
+    def note_committed(self, arrived: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Note that the update that was begun last is loaded."""
         update, load = self._update, self._load
         assert update is not None  # `begin` came first
         if self._base is None and not update.manifest.frozen:
@@ -72,6 +72,6 @@ class LoadedWeights:
         if self._base is not None:
             self._known = update.ref
             if update.manifest.lora is None:
-                self._base.loaded(arrived, keep=update.keep)
+                self._base.note_loaded(arrived, keep=update.keep)
             if load is not None:
-                self._adapted.loaded(load)
+                self._adapted.note_loaded(load)

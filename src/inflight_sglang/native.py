@@ -1,9 +1,9 @@
 """Updates that SGLang itself receives, in a group that it joins, and loads bucket by bucket as they arrive.
 
 An update that ends after its first bucket leaves torn weights. SGLang's session is therefore opened only for the first
-bucket: a client that finds it open knows that bytes may have been loaded. The engine cannot be called back from a
-broadcast, so it enters one only when the sender is there. If the sender stops half way, the call is left behind in the
-engine, and its outcome is examined when it ends.
+bucket: a client that finds it open knows that bytes may have been loaded. A broadcast in the engine cannot be
+cancelled, so the engine enters one only when the sender is ready. If the sender stops half way, the call remains
+pending in the engine, and its outcome is examined when it ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from inflight.base.tasks import TaskOwner
 from inflight.base.threads import run_abandonable
-from inflight.engines.routes import EngineRoutes, words_of
+from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.errors import DeadlineError, ProtocolError, TransferError
 from inflight.weights.receive.adapter import BucketSink
 from inflight.wire import (
@@ -37,7 +37,7 @@ _NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed
 
 
 class NativeSink(BucketSink):
-    """Buckets arrive in SGLang's own group of ``num_ranks`` ranks; ``engine`` is told what they load."""
+    """Buckets arrive in SGLang's own group of ``num_ranks`` ranks; ``engine`` is notified of what they load."""
 
     def __init__(self, routes: EngineRoutes, engine: SglangUpdates, background: TaskOwner, num_ranks: int) -> None:
         self._routes = routes
@@ -65,7 +65,7 @@ class NativeSink(BucketSink):
         """Clears what a dead publisher left behind first."""
         from inflight.weights.transports.groups import AnnouncedRanks
 
-        assert isinstance(spec, ProcessGroupSpec)  # the only declared transport
+        assert isinstance(spec, ProcessGroupSpec)  # the only supported transport
         if spec.group_name in self._former:
             raise TransferError(f"the weight group {spec.group_name!r} was joined before; open a new one")
         deadline = time.monotonic() + spec.timeout_s
@@ -93,9 +93,9 @@ class NativeSink(BucketSink):
             self._stale.add(spec.group_name)
 
     def leave(self) -> None:
-        """The engine is told in the background; a broadcast that it is in continues."""
+        """The engine is notified in the background; a broadcast that it has entered continues."""
         if self._ranks is not None:
-            self._ranks.give_up()
+            self._ranks.abandon()
             self._ranks = None
         if self._left is not None and not self._left.done():
             self._left.set_result(None)
@@ -107,11 +107,11 @@ class NativeSink(BucketSink):
     def begin(self, update: WeightUpdate) -> None:
         self._engine.has_loaded = False
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         """Nothing is kept."""
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """Asks SGLang once the bucket is being sent. That call is not called back."""
+        """Asks SGLang once the bucket is being sent. That call cannot be cancelled."""
         if self._group is None or self._ranks is None:
             raise TransferError("no weight group is formed")
         timeout_s = transfer.timeout_s
@@ -146,7 +146,7 @@ class NativeSink(BucketSink):
         except BaseException:
             self._engine.has_loaded = True
             raise
-        words = words_of(answer)
+        words = error_text_of(answer)
         if status == 200 or not words.startswith(_NOTHING_LOADED):
             self._engine.has_loaded = True
         if status != 200:

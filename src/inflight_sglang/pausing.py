@@ -1,4 +1,4 @@
-"""Stopping an SGLang server's sampling, continuing, ending requests, and the label of its weights."""
+"""Pausing and resuming an SGLang server's sampling, ending requests, and labelling its weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from inflight.base.tasks import finish_all
-from inflight.engines.detached_calls import quietly
+from inflight.engines.detached_calls import ignore_engine_errors
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import InflightError, UpdateRefusedError
 from inflight.wire import InFlightPolicy
@@ -21,7 +21,7 @@ _FLUSHES = 20
 
 
 async def stop(routes: EngineRoutes, policy: InFlightPolicy, num_sent: Callable[[], int]) -> float:
-    """Return once nothing is being sampled, as the policy says; the result is since when (`time.monotonic`).
+    """Stop sampling as the policy specifies; return the time at which it stopped (`time.monotonic`).
 
     ``num_sent`` counts this client's unanswered requests. After a failure sampling may be paused.
     """
@@ -57,12 +57,12 @@ async def _stop_when_idle(routes: EngineRoutes, num_sent: Callable[[], int], *, 
             paused_since = time.monotonic()
             if await _flush(routes):
                 return paused_since
-            await go_on(routes)  # another client's request interleaved
+            await resume_sampling(routes)  # another client's request interleaved
         await asyncio.sleep(_POLL_S)
 
 
 async def abort(routes: EngineRoutes, rids: Sequence[str]) -> None:
-    """Ask for an end of the requests with these ids, with what they have. Ids that are not running are ignored."""
+    """End the requests with these ids, which return the tokens that they have. Ids that are not running are ignored."""
     slots = asyncio.Semaphore(_CALLS_AT_ONCE)
 
     async def end(rid: str) -> None:
@@ -72,7 +72,7 @@ async def abort(routes: EngineRoutes, rids: Sequence[str]) -> None:
     await finish_all(*map(end, rids))
 
 
-async def go_on(routes: EngineRoutes) -> None:
+async def resume_sampling(routes: EngineRoutes) -> None:
     """Sample again."""
     await routes.post("/continue_generation", {"torch_empty_cache": False})
 
@@ -90,7 +90,7 @@ async def poison(routes: EngineRoutes, label: str) -> None:
     with contextlib.suppress(InflightError):
         await _pause(routes, "retract")
         await routes.post("/abort_request", {"abort_all": True})
-    await quietly(set_label(routes, label))
+    await ignore_engine_errors(set_label(routes, label))
 
 
 async def _pause(routes: EngineRoutes, mode: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from inflight.engines.requests import SentRequest, check_fit, reading, unsampled
+from inflight.engines.requests import SentRequest, check_fit, protocol_errors, unsampled_completion
 from inflight.engines.version_labels import spans_of
 from inflight.errors import NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import DTYPE_SIZES, Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
@@ -22,7 +22,7 @@ _REASONS = ("stop", "length", "abort")
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The settings of a server that decide how it is asked."""
+    """The settings of a server that determine its requests."""
 
     vocab_size: int
     max_model_len: int
@@ -36,7 +36,7 @@ class RequestLimits:
 
 
 def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
-    """Raise `InvalidRequestError` or `UnsupportedError` if the request cannot be served as the contract says."""
+    """Raise `InvalidRequestError` or `UnsupportedError` if the request cannot be served as the contract requires."""
     check_fit(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
     sampling = request.sampling
     if sampling.seed is not None and not limits.has_seeds:
@@ -124,7 +124,7 @@ def items_of(answer: Any, num: int) -> list[Any]:
     return answer
 
 
-def labelled(item: Mapping[str, Any]) -> Any:
+def version_labels_of(item: Mapping[str, Any]) -> Any:
     """Return the labels of a completion's tokens."""
     return item["meta_info"].get("weight_versions")
 
@@ -134,9 +134,9 @@ def response_of(request: GenerateRequest, items: Sequence[Any], limits: RequestL
 
     Raises `NonFiniteError` for broken weights, `ProtocolError` if the answers cannot be read.
     """
-    with reading("/generate"):
+    with protocol_errors("/generate"):
         completions = tuple(
-            unsampled(i) if item is None else _completion(i, item, request.sampling, limits)
+            unsampled_completion(i) if item is None else _completion(i, item, request.sampling, limits)
             for i, item in enumerate(items)
         )
     return GenerateResponse(request_id=request.request_id, completions=completions)
@@ -172,7 +172,7 @@ def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, l
 
 
 def _up_to_stop(token_ids: Sequence[int], sampling: SamplingParams, reason: str) -> tuple[int, str]:
-    """Return where a completion ends, and why. Told to ignore the end of sequence, SGLang ignores stop tokens too."""
+    """Return where a completion ends, and why. If it ignores the end of sequence, SGLang ignores stop tokens too."""
     ends = [i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids]
     return (ends[0] + 1, "stop") if ends else (len(token_ids), reason)
 

@@ -1,8 +1,8 @@
 """Weight updates over SGLang's routes: the pause, the load and the commit of one server.
 
 The commit loads staged weights from files, and SGLang's session is open for the pause only. Weights that SGLang
-receives by itself are loaded as they arrive: see `inflight_sglang.native`. Should this process die meanwhile, the open
-session tells other clients that the weights may be torn.
+itself receives are loaded as they arrive: see `inflight_sglang.native`. If this process dies meanwhile, the open
+session shows other clients that the weights may be torn.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from inflight.base.tasks import TaskOwner
 from inflight.base.transfer_time import MOVE_S
-from inflight.engines.detached_calls import quietly
+from inflight.engines.detached_calls import ignore_engine_errors
 from inflight.engines.requests import RequestGate
-from inflight.engines.routes import EngineRoutes, words_of
+from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.engines.timings import LastUpdate
 from inflight.engines.version_labels import ServedVersion, label_of, parse_label, released_label, restored_label
 from inflight.errors import BusyError, ProtocolError, TransferError, UpdateRefusedError
@@ -73,7 +73,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         """
         self._has_seen_files = False
         try:
-            async with asyncio.timeout(spec.timeout_s), self._alone():
+            async with asyncio.timeout(spec.timeout_s), self._exclusive_access():
                 if also is not None:
                     await also()
                 await self._clear()
@@ -85,7 +85,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
 
     async def run_alone(self, call: Callable[[], Awaitable[None]]) -> None:
         """Run a call once no other call is left behind in the engine."""
-        async with self._alone():
+        async with self._exclusive_access():
             await call()
 
     @property
@@ -94,12 +94,12 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         return self._loading is not None and not self._loading.done()
 
     def begin_load(self, call: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        """Begin a call that makes the engine load a bucket. The call ends by itself; nothing else begins until then."""
+        """Begin a call that makes the engine load a bucket. It ends on its own; nothing else begins until then."""
         self._loading = self._background.start(call)
         return self._loading
 
     async def open_session(self) -> None:
-        """Open SGLang's session, before it receives the first bucket by itself."""
+        """Open SGLang's session, before SGLang itself receives the first bucket."""
         if not self._session_is_open:
             try:
                 await self._routes.post("/begin_weight_update", {"selector": "target"})
@@ -114,14 +114,14 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         if not self.is_torn:
             self._gate.is_open.clear()
         try:
-            async with self._alone():
+            async with self._exclusive_access():
                 try:
                     self._is_draining = update.in_flight is InFlightPolicy.DRAIN
                     self._paused_since = await pausing.stop(self._routes, update.in_flight, lambda: self._gate.num_sent)
                     if self.files is not None:
                         await self._begin_session()
                         if not self._has_seen_files:
-                            await self._show(self.files())
+                            await self._check_files_are_visible(self.files())
                 except BaseException:
                     await asyncio.shield(self._resume_after_failure())
                     raise
@@ -134,12 +134,12 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
 
     async def apply(self, update: WeightUpdate) -> None:
         """The label changes while nothing is sampled, so that spans change with the weights."""
-        async with self._alone():
+        async with self._exclusive_access():
             started = time.monotonic()
             if self.files is not None:
                 files = self.files()
                 self.has_loaded = True
-                # The engine labels its weights by itself: tokens sampled from then on carry the label.
+                # The engine itself labels its weights: tokens sampled from then on carry the label.
                 body = _body_of_files(files.checkpoint) | {"weight_version": label_of(update.ref)}
                 await self._routes.post("/update_weights_from_disk", body, STUCK_S)
             await self._routes.post("/end_weight_update", {})
@@ -147,7 +147,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             loaded = time.monotonic()
             if self.files is None:
                 await pausing.set_label(self._routes, label_of(update.ref))
-            await pausing.go_on(self._routes)
+            await pausing.resume_sampling(self._routes)
             timings = UpdateTimings(load_s=loaded - started, paused_s=time.monotonic() - self._paused_since)
             self.last.timings = timings
             if self._gate.has_requests:
@@ -157,14 +157,14 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
 
     async def resume(self) -> None:
         try:
-            async with self._alone():
+            async with self._exclusive_access():
                 await self._end_session()
-                await self._go_on()
+                await self._resume_sampling()
         finally:
             self._gate.is_open.set()
 
     async def fail_requests(self) -> None:
-        """The engine stays paused; its label tells every other client that its weights are torn.
+        """The engine stays paused; its label shows every other client that its weights are torn.
 
         While the engine still waits for a bucket this continues in the background: if nothing was loaded in the end,
         the weights are whole after all, and the engine samples again.
@@ -186,7 +186,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         if self._is_draining:
             await pausing.abort(self._routes, rids)
         elif self._gate.is_open.is_set():
-            async with self._alone():
+            async with self._exclusive_access():
                 status, _ = await self._routes.ask("GET", "/ready")
                 if self._gate.is_open.is_set() and status == 200:
                     await pausing.abort(self._routes, rids)
@@ -197,29 +197,29 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         The label changes last: a resume without a release ends SGLang too.
         """
         self._gate.refuse_if_busy()
-        async with self._alone():
+        async with self._exclusive_access():
             try:
                 async with asyncio.timeout(IDLE_S):
                     await pausing.stop(self._routes, InFlightPolicy.DRAIN, lambda: self._gate.num_sent)
             except TimeoutError as error:
-                await pausing.go_on(self._routes)
+                await pausing.resume_sampling(self._routes)
                 raise BusyError(f"requests of other clients still ran after {IDLE_S:g} s") from error
             await self._routes.post("/release_memory_occupation", {}, MOVE_S)
             await pausing.set_label(self._routes, released_label(await self._served_label()))
 
     async def take_memory(self) -> None:
-        async with self._alone():
+        async with self._exclusive_access():
             await self._routes.post("/resume_memory_occupation", {}, MOVE_S)
             await pausing.set_label(self._routes, restored_label(await self._served_label()))
-            await pausing.go_on(self._routes)
+            await pausing.resume_sampling(self._routes)
 
     async def num_running(self) -> int:
         """Includes the requests of other clients."""
         loads = await self._routes.get("/v1/loads")
         return sum(int(load["num_running_reqs"]) for load in loads["loads"])
 
-    def found(self, served: ServedVersion) -> bool:
-        """Adopt what the server's label says; return whether its weights are torn."""
+    def adopt_label(self, served: ServedVersion) -> bool:
+        """Adopt the state in the server's label; return whether its weights are torn."""
         if self._settling is None or self._settling.done():
             self.is_torn = served.torn
         return self.is_torn or served.torn
@@ -236,16 +236,16 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             raise UpdateRefusedError(f"the engine does not accept weights now: {error.message}") from error
 
     async def _resume_after_failure(self) -> None:
-        await quietly(self._end_session())
-        await self._go_on()
+        await ignore_engine_errors(self._end_session())
+        await self._resume_sampling()
 
-    async def _show(self, files: CheckpointFiles) -> None:
+    async def _check_files_are_visible(self, files: CheckpointFiles) -> None:
         """Make sure that the server sees this process's files. The probed directory is empty, so nothing is loaded."""
         status, answer = await self._routes.ask("POST", "/update_weights_from_disk", _body_of_files(files.probe))
-        if status == 200 or not words_of(answer).startswith(_NO_FILES):
+        if status == 200 or not error_text_of(answer).startswith(_NO_FILES):
             raise UpdateRefusedError(
                 "the server does not see the files of this process, though its address is this host's: attach with "
-                f"?updates=native. It says: {words_of(answer)}"
+                f"?updates=native. Its answer: {error_text_of(answer)}"
             )
         self._has_seen_files = True
 
@@ -254,9 +254,9 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         body = {"input_ids": [0], "rid": name, "extra_key": name}
         await self._routes.post("/generate", body | {"sampling_params": {"max_new_tokens": 1, "ignore_eos": True}})
 
-    async def _go_on(self) -> None:
+    async def _resume_sampling(self) -> None:
         if not self.is_torn:
-            await pausing.go_on(self._routes)
+            await pausing.resume_sampling(self._routes)
 
     async def _end_session(self) -> None:
         if self._session_is_open:
@@ -269,12 +269,12 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             await asyncio.wait([self._loading])
         async with self._lock:
             if may_be_whole and not self.has_loaded:
-                await quietly(self._end_session())
+                await ignore_engine_errors(self._end_session())
                 self.is_torn = self._was_torn
-                await quietly(self._go_on())
+                await ignore_engine_errors(self._resume_sampling())
                 return
             assert self._update is not None
-            await quietly(self._end_session())
+            await ignore_engine_errors(self._end_session())
             await pausing.poison(self._routes, label_of(self._update, torn=True))
 
     async def _clear(self) -> None:
@@ -287,7 +287,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         if served.released:
             return
         status, _ = await self._routes.ask("GET", "/ready")
-        if status == 200:  # not paused: do not look for a session, which would wait until nothing runs
+        if status == 200:  # not paused: do not query the session, which would wait until nothing runs
             return
         was_ours, self._session_is_open = self._session_is_open, False
         status, _ = await self._routes.ask("POST", "/end_weight_update", {})
@@ -295,23 +295,23 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             self.is_torn = True
             ref = UpdateRef(run_id=served.run_id or "checkpoint", version=served.version)
             await pausing.poison(self._routes, label_of(ref, torn=True))
-        await self._go_on()
+        await self._resume_sampling()
 
     async def _served_label(self) -> str:
         return str((await self._routes.get("/model_info"))["weight_version"])
 
     @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
+    async def _exclusive_access(self) -> AsyncIterator[None]:
         """Hold the lock, with no call left behind in the engine."""
         while True:
-            while unsettled := self._unsettled():
+            while unsettled := self._pending_calls():
                 await asyncio.wait(unsettled)
             async with self._lock:
-                if not self._unsettled():
+                if not self._pending_calls():
                     yield
                     return
 
-    def _unsettled(self) -> list[asyncio.Future[None]]:
+    def _pending_calls(self) -> list[asyncio.Future[None]]:
         return [task for task in (self._loading, self._settling) if task is not None and not task.done()]
 
 

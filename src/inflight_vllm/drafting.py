@@ -1,8 +1,8 @@
 """The drafts of one vLLM worker: a proposer that vLLM's ``--speculative-config`` names, of method ``custom_class``.
 
 vLLM makes it in the worker and asks it for drafts after every step. The completions that it drafts from arrive through
-``collective_rpc``, as everything else that the endpoint tells the engine's half: it works over any distance, and no
-worker reads a file that another process writes. They live in the worker's memory, so a new process starts without any.
+``collective_rpc``, like all other calls of the endpoint on the engine's half: it works over any distance, and no worker
+reads a file that another process writes. They are kept in the worker's memory, so a new process starts without any.
 Never imports vLLM.
 """
 
@@ -28,11 +28,11 @@ class _Row:
 
     drafter: Drafter
     max_tokens: int
-    """The prompt's included."""
+    """Including those of the prompt."""
     num_tokens: int
-    """Tokens that the drafter knows, the prompt's included."""
+    """Tokens that the drafter knows, including those of the prompt."""
     draft: list[int] = field(default_factory=list)
-    """Proposed behind these tokens."""
+    """Proposed after these tokens."""
 
 
 class HistoryProposer:
@@ -52,7 +52,7 @@ class HistoryProposer:
         return self._source.num_prompts
 
     def load_model(self, *_: object) -> None:
-        """There is no drafting model."""
+        """Does nothing, since there is no drafting model."""
 
     def record(self, history: DraftHistory, runner: Any) -> None:
         """Replace the recorded completions of these prompts. ``runner`` is the worker's, which knows its requests."""
@@ -83,7 +83,7 @@ class HistoryProposer:
     def _propose(self, request_id: str, token_ids: Any, num_prompt_tokens: int, num_tokens: int) -> list[int]:
         row = self._rows.get(request_id)
         if row is None:
-            row = self._rows[request_id] = self._begun(request_id, token_ids[:num_prompt_tokens].tolist())
+            row = self._rows[request_id] = self._start_row(request_id, token_ids[:num_prompt_tokens].tolist())
         sampled = token_ids[row.num_tokens : num_tokens].tolist()
         if row.draft:
             row.drafter.verified(len(row.draft), _num_equal(row.draft, sampled))
@@ -93,7 +93,7 @@ class HistoryProposer:
         row.draft = row.drafter.draft(min(self._longest, row.max_tokens - num_tokens - 1))
         return row.draft.copy()
 
-    def _begun(self, request_id: str, prompt: list[int]) -> _Row:
+    def _start_row(self, request_id: str, prompt: list[int]) -> _Row:
         params = self._runner.requests[request_id].sampling_params
         start = len(prompt) - (params.extra_args or {}).get(CONTINUED, 0)
         max_tokens = min(self._max_model_len, len(prompt) + params.max_tokens)

@@ -12,7 +12,7 @@ from inflight.base.tasks import run_together
 from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.requests import SentRequest
-from inflight.engines.routes import EngineRoutes, words_of
+from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.errors import ConfigError, InvalidRequestError, ProtocolError, UnauthorizedError, UnsupportedError
 from inflight.model.checkpoint_specs import checkpoint_of
 from inflight.rollouts.drafts import divided
@@ -41,15 +41,15 @@ from inflight_vllm.requests import (
     check_request,
     choices_of,
     ids_of,
-    labelled,
-    rendered,
+    parse_rendered_prompt,
     response_of,
+    version_labels_of,
 )
 from inflight_vllm.updates import PLUGIN_PROTOCOL, VllmUpdates, status_of
 
 _CLOSE_S = 30.0
 _PART_TOKENS = 1 << 15
-"""Tokens of history in one call. A worker samples nothing while it takes them up."""
+"""Tokens of history in one call. A worker samples nothing while it records them."""
 
 
 class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint):
@@ -72,7 +72,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         generate_timeout_s: float = 600.0,
     ) -> None:
         url = url.rstrip("/")
-        # vLLM closes a connection after answering status 500 on it, without saying so.
+        # vLLM closes a connection after answering status 500 on it, without announcing it.
         routes = EngineRoutes(
             url, api_key=api_key, control_timeout_s=control_timeout_s, liveness_path="/health", keeps_alive=False
         )
@@ -86,7 +86,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
     # ------------------------------------------------------------------------------------------------- attaching
 
     async def _attach(self) -> Capabilities:
-        paths = await self._routes.offered()
+        paths = await self._routes.fetch_paths()
         if problem := flags.missing_routes(paths):
             if flags.is_without_dev_mode(paths):
                 raise await self._refusal(problem)
@@ -118,7 +118,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
             if status.get("protocol") != PLUGIN_PROTOCOL:
                 raise ConfigError(
                     f"{self.name}: the server's plug-in speaks protocol {status.get('protocol')}, "
-                    f"but this client speaks {PLUGIN_PROTOCOL}: install the same release of inflight beside vLLM"
+                    f"but this client speaks {PLUGIN_PROTOCOL}: install the same release of inflight next to vLLM"
                 )
         self._speculates = flags.speculates(settings)
         vocab_size, specs = checkpoint_of(self.name, self._model_dir or Path(root), dtype)
@@ -153,7 +153,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         )
         self._updates = UpdateReceiver(self._engine, self._engine, specs, can)
         self._memory = MemoryRelease(self._engine, self._updates.session)
-        await self._found()
+        await self._refresh_label()
         return can
 
     async def _scale_out_problem(self, model: str) -> str | None:
@@ -179,7 +179,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         """Raises `TransferError` if the server was replaced."""
         receiver = await self.receiver()
         if receiver.session.update is None:
-            await self._found()
+            await self._refresh_label()
         await receiver.request(update)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
@@ -196,7 +196,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         session = self._updates.session
         state = session.state
         if session.update is None:
-            answer, _ = await asyncio.gather(self._routes.get("/is_paused"), self._found())
+            answer, _ = await asyncio.gather(self._routes.get("/is_paused"), self._refresh_label())
             state = session.state
             if answer.get("is_paused") and state is EndpointState.READY and session.update is None:
                 state = EndpointState.PAUSED
@@ -235,7 +235,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         async def label() -> str:
             return await self._label(self._generate_timeout_s)  # the engine answers once it has loaded its weights
 
-        return response_of(request, await self._gate.sample(request, label, send, labelled))
+        return response_of(request, await self._gate.sample(request, label, send, version_labels_of))
 
     async def _probe(self) -> None:
         request = GenerateRequest(
@@ -252,14 +252,14 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         # vLLM has answered them; the engine takes calls in turn, so that after this one it samples them no more.
         await self._routes.get("/weight_info")
 
-    async def _rendered(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
+    async def _render(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
         body = request.model_dump(include={"model", "messages"}) | {"mm_payload": "none"}
         status, answer = await self._requests.ask("POST", "/v1/chat/completions/render", body)
         if status != 200:
-            raise InvalidRequestError(f"vLLM refused the messages: {words_of(answer)}")
-        return rendered(answer, [url for message in request.messages for url in message.image_urls])
+            raise InvalidRequestError(f"vLLM refused the messages: {error_text_of(answer)}")
+        return parse_rendered_prompt(answer, [url for message in request.messages for url in message.image_urls])
 
-    async def _decoded(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+    async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         async def text(ids: Sequence[int]) -> str:
             body = {"tokens": list(ids), "skip_special_tokens": skip_special_tokens}
             return str((await self._routes.post("/detokenize", body))["prompt"])

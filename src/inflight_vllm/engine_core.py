@@ -1,6 +1,6 @@
 """The commit of an update in vLLM's engine core, which alone can pause, label and resume. Only vLLM loads this module.
 
-vLLM's routes do each of these by itself. With a client's round trip between each two of them, and the 20 ms that
+vLLM's routes do each of these separately. With a client's round trip between each two of them, and the 20 ms that
 ``/pause`` sleeps, a model that loads in 5 ms is paused for 100. Here they follow each other in the thread that samples,
 in one call of ``collective_rpc``, the one route of vLLM that takes any method.
 """
@@ -44,13 +44,13 @@ def commit(core: Any, *, label: str, pauses: bool, resumes: bool) -> Answer | Fu
     started = time.monotonic()
     paused = core.pause_scheduler("keep", False) if pauses else None
     if paused is None:
-        return _switched(core, label, started, resumes=resumes)
+        return _switch_weights(core, label, started, resumes=resumes)
     answer: Future[Answer] = Future()
 
     def switch(paused: Future[None]) -> None:
         try:
             paused.result()
-            answer.set_result(_switched(core, label, time.monotonic(), resumes=resumes))
+            answer.set_result(_switch_weights(core, label, time.monotonic(), resumes=resumes))
         except Exception as error:  # vLLM sends it to the client
             answer.set_exception(error)
 
@@ -58,7 +58,7 @@ def commit(core: Any, *, label: str, pauses: bool, resumes: bool) -> Answer | Fu
     return answer
 
 
-def _switched(core: Any, label: str, stopped: float, *, resumes: bool) -> Answer:
+def _switch_weights(core: Any, label: str, stopped: float, *, resumes: bool) -> Answer:
     started = time.monotonic()
     core.model_executor.collective_rpc("finish_weight_update")
     loaded = time.monotonic()

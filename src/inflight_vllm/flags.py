@@ -15,7 +15,7 @@ BACKEND = "inflight"
 RELEASE_ARGUMENTS = ("--enable-sleep-mode",)
 """Without these a server cannot release its memory. vLLM refuses them on a CPU."""
 PROPOSER = "inflight_vllm.drafting.HistoryProposer"
-"""What vLLM imports in each worker to draft from recorded completions."""
+"""The class that vLLM imports in each worker to draft from recorded completions."""
 MODULE = "vllm.entrypoints.openai.api_server"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 """Mounts the routes for pausing, resuming and updating; vLLM has no finer switch for them."""
@@ -70,7 +70,7 @@ def drafts_from_history(config: Mapping[str, Any]) -> bool:
 
 
 def counts_drafts(config: Mapping[str, Any]) -> bool:
-    """Return whether a server with these settings says of each request how many drafts were verified for it."""
+    """Return whether a server with these settings reports for each request how many drafts were verified."""
     level = (config.get("observability_config") or {}).get("per_request_spec_decode_metrics", "none")
     return speculates(config) and level != "none"
 

@@ -54,9 +54,9 @@ def ready_layers(
     for layer in traced.repeatable(tensors, lambda it: _is_copied(it, device) or _is_packed(it, device)):
         loaded |= layer.sources
         if _is_packed(layer, device):
-            layers += _packed(model, layer, tensors, device)
+            layers += _pack_layers(model, layer, tensors, device)
         else:
-            copies = [(write.parameter, write.to, write.written(tensors, device)) for write in layer.writes]
+            copies = [(write.parameter, write.to, write.value_from(tensors, device)) for write in layer.writes]
             layers.append(ReadyLayer(layer.module, copies))
     return layers, loaded
 
@@ -86,7 +86,7 @@ def _is_packed(layer: TracedLayer, device: torch.device) -> bool:
     return device.type == "cpu" and type(getattr(layer.module, "quant_method", None)) in _UNQUANTIZED
 
 
-def _packed(
+def _pack_layers(
     model: Any, layer: TracedLayer, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> Iterator[ReadyLayer]:
     """Yield a layer with its next weights packed, and the heads that are tied to it."""
@@ -96,7 +96,7 @@ def _packed(
         weights = torch.empty(seen.shape, dtype=seen.dtype, device=device)
         for write in layer.writes:
             if write.parameter == name:
-                write.to.of(weights).copy_(write.written(tensors, device))
+                write.to.of(weights).copy_(write.value_from(tensors, device))
         next_one._parameters[name] = torch.nn.Parameter(weights, requires_grad=False)
     module.quant_method.process_weights_after_loading(next_one)
     copies = [

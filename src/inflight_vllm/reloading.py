@@ -1,6 +1,6 @@
 """Loading tensors into a model that vLLM serves. Only vLLM loads this module.
 
-Layers whose load is known to be copies are prepared before sampling is paused; the rest takes vLLM's layerwise reload.
+Layers whose load is known to be copies are prepared before sampling is paused; the others use vLLM's layerwise reload.
 
 This module handles four facts of vLLM 0.32. A partly loaded layer becomes whatever its memory held, so its other
 tensors must be loaded too. A failed reload leaves half-loaded layers behind, which would corrupt the next reload. On a
@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from inflight.errors import UnsupportedError
-from inflight.weights.encode.transit import finish
+from inflight.weights.encode.transit import synchronise_stream
 from inflight_vllm.ready_layers import ReadyLayer, ready_layers, tied_heads
 from inflight_vllm.traced_loads import TracedLoad, trace
 
@@ -33,7 +33,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PreparedLoad:
-    """What is left to do while sampling is paused."""
+    """The part of a load that remains to be done while sampling is paused."""
 
     layers: Sequence[ReadyLayer]
     rest: Named
@@ -54,7 +54,7 @@ class ReloadedModel:
 
     @torch.no_grad()
     def prepare(self, tensors: Named) -> PreparedLoad:
-        """Do of a load what needs no pause. May be called in any thread, between forwards or during one."""
+        """Do the part of a load that needs no pause. May be called in any thread, between forwards or during one."""
         given = dict(tensors)
         if self._traced is None or self.is_dirty:
             return PreparedLoad([], tensors)
@@ -74,14 +74,14 @@ class ReloadedModel:
             layer.take()
         if prepared.rest:
             initialize_layerwise_reload(self._model)
-            with self._experts_packed_anew():
+            with self._repack_experts():
                 self._model.load_weights((name, tensor.to(self._device)) for name, tensor in prepared.rest)
                 self._finish()
             self._pack_tied_head()
         else:
             for attention in self._attention:  # as a reload ends: some derive weights from other layers
                 attention.process_weights_after_loading(self._model_config.dtype)
-        finish(self._device)
+        synchronise_stream(self._device)
         self.is_dirty = False
 
     @torch.no_grad()
@@ -96,13 +96,13 @@ class ReloadedModel:
     def companions(self, names: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
         """Return the other tensors of the layers that take those named: they must be loaded together.
 
-        ``shapes`` as for `find_layers`. Raises `UnsupportedError` if the model loads a tensor in a way that does not
-        indicate which layer takes it.
+        ``shapes`` as for `find_layers`. Raises `UnsupportedError` if it cannot be determined which layer
+        takes a tensor.
         """
         traced = self.find_layers(shapes)
         if traced.problem is not None:
             raise UnsupportedError(
-                f"inflight cannot indicate which checkpoint tensors make {traced.problem}: "
+                f"inflight cannot determine which checkpoint tensors make {traced.problem}: "
                 "this model takes complete updates only"
             )
         given = wanted = set(names)
@@ -129,10 +129,11 @@ class ReloadedModel:
         finalize_layerwise_reload(self._model, self._model_config)
 
     @contextlib.contextmanager
-    def _experts_packed_anew(self) -> Iterator[None]:
+    def _repack_experts(self) -> Iterator[None]:
         """Make vLLM pack the experts that are loaded within.
 
-        On a CPU it packs them when it makes a layer's kernel, and copies later weights into the pack as they are.
+        On a CPU vLLM packs them when it makes a layer's kernel, and copies later weights into the pack without packing
+        them.
         """
         methods: set[Any] = {getattr(module, "quant_method", None) for module in self._model.modules()}
         kernels: dict[Any, Any] = {it: it.moe_kernel for it in methods if getattr(it, "moe_kernel", None) is not None}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.base.requirements import require
-from inflight.engines.requests import SentRequest, check_fit, reading, unsampled
+from inflight.engines.requests import SentRequest, check_fit, protocol_errors, unsampled_completion
 from inflight.engines.version_labels import spans_of
 from inflight.errors import InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.wire import (
@@ -25,9 +25,9 @@ from inflight_vllm.drafting import CONTINUED
 
 GENERATE = "/inference/v1/generate"
 _PREFIX = "generate-tokens-"
-"""What vLLM puts before the ids of requests that come by this route."""
+"""The prefix that vLLM adds to the ids of requests over this route."""
 _FLOOR = -9999.0
-"""What vLLM answers instead of a logprob that is NaN or minus infinity."""
+"""The value that vLLM returns instead of a logprob that is NaN or minus infinity."""
 
 
 def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bool = False) -> None:
@@ -125,7 +125,7 @@ def check_placed(request: GenerateRequest, answers: Sequence[Any]) -> None:
     """Raise `InvalidRequestError` unless vLLM has put each image where the request specifies."""
     if not request.images:
         return
-    with reading(GENERATE):
+    with protocol_errors(GENERATE):
         found = {(tuple(it["prompt_token_ids"]), _places(it["mm_placeholders"])) for it in answers}
     wanted = tuple((image.start, image.num_tokens) for image in request.images)
     for token_ids, places in found - {(request.prompt_token_ids, wanted)}:
@@ -136,9 +136,9 @@ def check_placed(request: GenerateRequest, answers: Sequence[Any]) -> None:
         )
 
 
-def rendered(answer: Mapping[str, Any], urls: Sequence[str]) -> tuple[list[int], list[PromptImage]]:
+def parse_rendered_prompt(answer: Mapping[str, Any], urls: Sequence[str]) -> tuple[list[int], list[PromptImage]]:
     """Return the tokens that vLLM rendered messages to, and the places of the images with these URLs."""
-    with reading("/v1/chat/completions/render"):
+    with protocol_errors("/v1/chat/completions/render"):
         places = _places(answer["features"]["mm_placeholders"]) if urls else ()
         images = [
             PromptImage(url=url, start=start, num_tokens=num) for url, (start, num) in zip(urls, places, strict=True)
@@ -164,7 +164,7 @@ def _first_seed(seed: int) -> int:
 
 def choices_of(answers: Sequence[Any]) -> list[Any]:
     """Return vLLM's answer to `bodies_of` for each completion. Raises `ProtocolError` if it cannot be read."""
-    with reading(GENERATE):
+    with protocol_errors(GENERATE):
         return [
             choice | {"metrics": answer.get("metrics") if len(answer["choices"]) == 1 else None}
             for answer in answers
@@ -172,7 +172,7 @@ def choices_of(answers: Sequence[Any]) -> list[Any]:
         ]
 
 
-def labelled(choice: Mapping[str, Any]) -> Any:
+def version_labels_of(choice: Mapping[str, Any]) -> Any:
     """Return the labels of a completion's tokens."""
     return choice["weight_versions"]
 
@@ -182,9 +182,10 @@ def response_of(request: GenerateRequest, choices: Sequence[Any]) -> GenerateRes
 
     Raises `NonFiniteError` for broken weights, `ProtocolError` if the answers cannot be read.
     """
-    with reading(GENERATE):
+    with protocol_errors(GENERATE):
         completions = tuple(
-            unsampled(index) if choice is None else _completion(choice, index) for index, choice in enumerate(choices)
+            unsampled_completion(index) if choice is None else _completion(choice, index)
+            for index, choice in enumerate(choices)
         )
     return GenerateResponse(request_id=request.request_id, completions=completions)
 

@@ -1,4 +1,4 @@
-"""What a model's weight loaders write, found by one load without memory. Only vLLM loads this module.
+"""The writes of a model's weight loaders, found by one load without memory. Only vLLM loads this module.
 
 vLLM finds its way through a model's loaders again for each load, which takes it about a millisecond for each tensor. So
 the writes of the loaders are recorded once, on meta tensors. A layer whose loaders only copy parts of checkpoint
@@ -44,8 +44,8 @@ class Write:
     read: StridedRegion | None = None
     value: float = 0.0
 
-    def written(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return what is written, of the tensors that arrived."""
+    def value_from(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Return the written value, taken from the tensors that arrived."""
         if self.source is None or self.read is None:
             return torch.full((), self.value, device=device)
         return self.read.of(tensors[self.source].contiguous())
@@ -109,7 +109,7 @@ class TracedLoad:
     computed: Collection[str]
     """Tensors from which the loaders compute something."""
     problem: str | None
-    """A parameter whose loader does not tell what it takes, None if there is none."""
+    """A parameter for which it is unknown which tensors its loader takes; None if there is none."""
 
     def repeatable(
         self, tensors: Mapping[str, torch.Tensor], suits: Callable[[TracedLayer], bool]

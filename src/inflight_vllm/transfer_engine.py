@@ -2,9 +2,9 @@
 
     join -> start_weight_update -> update_weights: begin, then once for each bucket -> finish_weight_update
 
-A bucket is received in a thread and staged where its transport brings it: in host memory, or on the worker's GPU, where
-a stream of its own keeps it from waiting for the model. So the worker keeps answering, a receive can be ended, and
-only ``finish_weight_update`` touches the model: any failure before it leaves the old weights serving.
+A bucket is received in a thread and staged where its transport delivers it: in host memory, or on the worker's GPU,
+where a stream of its own keeps it from waiting for the model. So the worker keeps answering, a receive can be ended,
+and only ``finish_weight_update`` touches the model: any failure before it leaves the old weights serving.
 ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, since vLLM's own calls cannot return it.
 
 That thread also prepares the load. It completes a partial update with the tensors that vLLM keeps in the same layers,
@@ -29,7 +29,7 @@ from inflight.base.transport_registry import receivable, spec_type
 from inflight.contracts import WeightReceiver
 from inflight.errors import UpdateRefusedError
 from inflight.weights.encode.lora_tensors import changed_names, lora_difference
-from inflight.weights.encode.transit import beside
+from inflight.weights.encode.transit import finished_on_weight_stream
 from inflight.weights.receive.base_weights import AdaptedLoad, AdaptedWeights, BaseWeights, Named
 from inflight.weights.receive.staging import KeptWeights, Staging
 from inflight.weights.transports import make_receiver
@@ -160,9 +160,9 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
             raise RuntimeError(f"only {self._num_staged} of {len(update.buckets)} buckets have arrived")
         adapted, load = prepared
         self._reloaded.load(load)
-        self._adapted.loaded(adapted)
+        self._adapted.note_loaded(adapted)
         if update.manifest.lora is None:
-            self._base.loaded(staging.tensors(), keep=update.keep)
+            self._base.note_loaded(staging.tensors(), keep=update.keep)
         self._kept, self._staging = staging.keep(), None
         self._forget()
 
@@ -220,8 +220,9 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._update, self._staging = update, Staging(update, self._kept)
 
     def _completion(self, manifest: Manifest) -> list[str]:
-        """Return what must be loaded in addition to what an update changes. Raises `UpdateRefusedError` if that is
-        lost.
+        """Return the tensors that must be loaded in addition to those that an update changes.
+
+        Raises `UpdateRefusedError` if they are no longer known.
         """
         if manifest.lora is None and not manifest.frozen:
             return []
@@ -240,7 +241,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
             raise RuntimeError("a bucket is being received already; wait for it, or drop it")
         receiver, staging, update = self._receiver, self._staging, self._update
         if receiver is None or staging is None or update is None or transfer.ref != update.ref:
-            raise RuntimeError("this update has not begun here: the engine was restarted, or gave the update up")
+            raise RuntimeError("this update has not begun here: the engine was restarted, or abandoned the update")
         bucket = update.buckets[transfer.bucket_index]
         tensors = update.manifest.tensors[bucket.start : bucket.stop]
         completing = self._completing
@@ -259,7 +260,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self, manifest: Manifest, arrived: Named, completing: Sequence[str]
     ) -> tuple[AdaptedLoad, PreparedLoad]:
         """Do everything that can be done before the pause."""
-        with beside(self.device):
+        with finished_on_weight_stream(self.device):
             adapted = self._adapted.prepare(manifest, arrived, self._base.tensor)
             companions = [(name, self._base.tensor(name)) for name in completing]
             return adapted, self._reloaded.prepare(self._on_device([*adapted.tensors, *companions]))

@@ -14,7 +14,7 @@ from typing import Any
 
 from inflight.base.tasks import TaskOwner
 from inflight.base.transfer_time import MOVE_S
-from inflight.engines.detached_calls import quietly
+from inflight.engines.detached_calls import ignore_engine_errors
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
@@ -94,7 +94,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
 
     @property
     def kept(self) -> UpdateRef | None:
-        """As the engine said when its group was formed; no other group has come since."""
+        """As the engine reported when its group was formed; no other group has been formed since."""
         return self._kept
 
     async def join(self, spec: TransportSpec) -> None:
@@ -105,22 +105,22 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             await self._clear()
             await self._routes.post("/init_weight_transfer_engine", {"init_info": {"spec": spec.model_dump()}})
             try:
-                await self._done("joining the weight group", spec.timeout_s, wait_s=0.0, joining=spec)
+                await self._wait_until_done("joining the weight group", spec.timeout_s, wait_s=0.0, joining=spec)
             except BaseException:
-                await asyncio.shield(quietly(self._routes.post("/shutdown_weight_transfer_engine")))
+                await asyncio.shield(ignore_engine_errors(self._routes.post("/shutdown_weight_transfer_engine")))
                 raise
             self._kept = _kept_of(await status_of(self._routes))  # other clients may have made it keep other weights
             self._group = spec.group
 
     def leave(self) -> None:
-        """The engine is told in the background, and a pending join tells it when it ends."""
+        """The engine is notified in the background; a pending join notifies it when the join ends."""
         self._joining = None
         if self._group is not None:
             name, self._group = self._group, None
             self._background.start(self._leave(name))
 
     def begin(self, update: WeightUpdate) -> None:
-        """The engine is told when sampling is paused, or with the first bucket."""
+        """The engine is notified when sampling is paused, or with the first bucket."""
         self._update = update
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
@@ -139,15 +139,15 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
                 raise TransferError(f"bucket {bucket.index} was refused by the engine: {error.message}") from error
         # A waiting status call would keep the worker from sampling.
         wait_s = 0.0 if update.staged else _WAIT_S
-        await self._done(f"receiving bucket {bucket.index}", transfer.timeout_s, wait_s=wait_s)
+        await self._wait_until_done(f"receiving bucket {bucket.index}", transfer.timeout_s, wait_s=wait_s)
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         self._kept = self._update.ref if self._update is not None and self._update.keep else None
 
     # ----------------------------------------------------------------------------------------------- the engine
 
     async def pause(self, update: WeightUpdate) -> None:
-        """Leaves the pause to `apply` where the engine's half can pause by itself."""
+        """Leaves the pause to `apply` where the engine's half can pause on its own."""
         self._gate.is_open.clear()
         if self._pauses_in_commit(update):
             return
@@ -179,10 +179,10 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             self._gate.is_open.set()
 
     def _pauses_in_commit(self, update: WeightUpdate) -> bool:
-        """Return whether the commit pauses by itself.
+        """Return whether the commit itself pauses sampling.
 
         For other policies than ``keep``, vLLM's route also clears caches of its server and waits for requests. Replicas
-        resume together, and would wait without effect for one that has failed to load.
+        resume together, and would wait for a replica that has failed to load.
         """
         return update.staged and update.in_flight is InFlightPolicy.KEEP and not self.has_replicas
 
@@ -205,10 +205,10 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
                 if not self._is_torn:
                     await self._resume()
         finally:
-            self._gate.is_open.set()  # waiting requests learn by themselves that the server is gone
+            self._gate.is_open.set()  # waiting requests themselves notice that the server is unreachable
 
     async def fail_requests(self) -> None:
-        """The engine stays paused; its label tells every other client that its weights are torn."""
+        """The engine stays paused; its label shows every other client that its weights are torn."""
         await asyncio.shield(self._background.start(self._fail_requests()))
 
     async def _fail_requests(self) -> None:
@@ -281,9 +281,11 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         if self._joining is not joining:
             raise TransferError("joining the weight group was abandoned: the client has left it, or is joining another")
 
-    async def _done(self, what: str, timeout_s: float, *, wait_s: float, joining: TransportSpec | None = None) -> None:
-        """Return when the engine's half has done what it was asked. Raises `TransferError`, also for a lost group."""
-        deadline = time.monotonic() + timeout_s + 1.0  # the engine's own error says more
+    async def _wait_until_done(
+        self, what: str, timeout_s: float, *, wait_s: float, joining: TransportSpec | None = None
+    ) -> None:
+        """Return when the engine's half has finished its work. Raises `TransferError`, also for a lost group."""
+        deadline = time.monotonic() + timeout_s + 1.0  # the engine's own error is more specific
         while True:
             statuses = await status_of(self._routes, wait_s)
             failed = [status["problem"] for status in statuses if status["phase"] in ("failed", "idle")]
@@ -304,7 +306,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         Torn weights stay paused, and so does an engine whose memory is released.
         """
         await self._end_session(force=True)
-        await quietly(self._routes.post("/shutdown_weight_transfer_engine"))
+        await ignore_engine_errors(self._routes.post("/shutdown_weight_transfer_engine"))
         served = parse_label(await self._served_label())
         self._is_torn = served.torn
         if not (served.torn or served.released):
@@ -317,15 +319,15 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         self._session_is_open = False
         # Refused if no session is open, which is fine.
         source = "drop" if self._group is None else "forget"
-        await quietly(self._routes.post("/update_weights", {"update_info": {"source": source}}))
-        await quietly(self._routes.post("/finish_weight_update", {}))
+        await ignore_engine_errors(self._routes.post("/update_weights", {"update_info": {"source": source}}))
+        await ignore_engine_errors(self._routes.post("/finish_weight_update", {}))
 
     async def _leave(self, name: str) -> None:
         async with self._lock:
             if self._joining is not None:
                 return  # joining the next group leaves the one before
             if self._session_is_open:
-                await quietly(self._routes.post("/update_weights", {"update_info": {"source": "drop"}}))
+                await ignore_engine_errors(self._routes.post("/update_weights", {"update_info": {"source": "drop"}}))
                 return
             with contextlib.suppress(InflightError):
                 if all(status.get("group") == name for status in await status_of(self._routes)):

@@ -23,7 +23,7 @@ _MODULE = "vllm.v1.sample.rejection_sampler"
 
 
 def repair_verification(device: torch.device) -> None:
-    """Make vLLM verify drafts on ``device`` as it should. Raises `RuntimeError` if it still does not."""
+    """Make vLLM verify drafts on ``device`` correctly. Raises `RuntimeError` if it still does not."""
     for is_right, repair in (
         (_expands, _repair_expansion),
         (_rejects_padding, _repair_padding),
@@ -32,7 +32,7 @@ def repair_verification(device: torch.device) -> None:
         if not is_right(device):
             repair()
             if not is_right(device):
-                raise RuntimeError(f"this vLLM verifies drafts wrongly ({is_right.__name__}), and inflight has no cure")
+                raise RuntimeError(f"inflight cannot repair how this vLLM verifies drafts ({is_right.__name__})")
 
 
 # --------------------------------------------------------------------------------------------------------- expansion
@@ -106,7 +106,7 @@ def _repair_padding() -> None:
     def recovering(*arguments: Any) -> None:
         recovered_T, ends_B, drafted_T, draft_TV, target_TV, noise_BV, *others = arguments
         recover(recovered_T, ends_B, drafted_T.clamp(min=0), draft_TV, target_TV, noise_BV, *others)
-        if bool((padded_T := drafted_T < 0).any()):  # nothing is left out of the distribution behind them
+        if bool((padded_T := drafted_T < 0).any()):  # nothing is left out of the distribution after them
             noise_TV = noise_BV.repeat_interleave(_num_drafted(ends_B), dim=0)
             recovered_T[padded_T] = (target_TV * noise_TV)[padded_T].argmax(dim=-1).to(recovered_T.dtype)
 

@@ -636,7 +636,7 @@ class MergedAtEachStep(FsdpLoraWorker):
         with torch.no_grad():
             for layer in self._changed:
                 name = f"{layer}.weight"
-                parameters_of(self)[name].to_local().copy_(self._merged(name).local)
+                parameters_of(self)[name].to_local().copy_(self._merge_part(name).local)
         return result
 
 

@@ -9,11 +9,11 @@ from torch.overrides import TorchFunctionMode
 
 from inflight.model.attention import (
     SegmentPlan,
+    describe_kernel,
+    describe_segment_kernel,
     heads_of,
-    kernel_in_words,
     repeats_heads,
     segment_attention,
-    segment_kernel_in_words,
 )
 from tests.devices.gpu_on_paper import CUDA, assert_values, on_cuda, paper_gpu
 from tests.worker.test_attention import random_qkv
@@ -81,8 +81,8 @@ def test_the_kernel_is_said_in_words_as_torch_chooses_it():
     query, key = torch.empty(1, 4, 64, 16), torch.empty(1, 2, 64, 16)
     for mask in (None, torch.ones(64, 64, dtype=torch.bool)):
         with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
-            assert "math kernel" in kernel_in_words(query, key, key, mask, is_causal=False)
-    assert kernel_in_words(query, query, query, is_causal=True) == "torch's flash kernel"
+            assert "math kernel" in describe_kernel(query, key, key, mask, is_causal=False)
+    assert describe_kernel(query, query, query, is_causal=True) == "torch's flash kernel"
 
 
 class Config:
@@ -103,4 +103,4 @@ def test_heads_are_read_from_every_form_of_configuration():
 
 
 def test_the_trainer_s_words_say_whether_heads_are_repeated():
-    assert "repeated" not in segment_kernel_in_words(Config(), torch.float32, torch.device("cpu"))
+    assert "repeated" not in describe_segment_kernel(Config(), torch.float32, torch.device("cpu"))

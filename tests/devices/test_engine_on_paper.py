@@ -10,7 +10,7 @@ import torch
 
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.sampler import sample
-from inflight.engines.embedded.slot_attention import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention
+from inflight.engines.embedded.slot_attention import ATTENTION_NAME, describe_decode_kernel, register_slot_attention
 from inflight.model.checkpoints import load_causal_lm
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 from tests.devices.gpu_on_paper import CUDA, move_parameters, on_cuda, paper_gpu
@@ -116,6 +116,6 @@ def test_drawing_reads_tokens_and_logprobs_in_one_transfer_whatever_the_filters(
 
 def test_the_server_s_words_name_a_kernel_of_torch(path):
     config = model_of(path).config
-    assert "kernel" in decode_kernel_in_words(config, torch.float32, torch.device("cpu"))
+    assert "kernel" in describe_decode_kernel(config, torch.float32, torch.device("cpu"))
     with paper_gpu():
-        assert "kernel" in decode_kernel_in_words(config, torch.bfloat16, CUDA)
+        assert "kernel" in describe_decode_kernel(config, torch.bfloat16, CUDA)

@@ -67,7 +67,7 @@ def test_buckets_are_packed_in_memory_of_the_device():
     with paper_gpu():
         packer = Packer()
         for _ in range(3):
-            packed = packer.packed(WeightBucket(0, tuple(SPECS), tuple(on_cuda(tensor) for tensor in tensors())))
+            packed = packer.pack_bucket(WeightBucket(0, tuple(SPECS), tuple(on_cuda(tensor) for tensor in tensors())))
             for found, given in zip(packed.tensors, tensors(), strict=True):
                 assert_values(found, given)
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from inflight.base.extensions import imported
+from inflight.base.extensions import import_object
 from inflight.dialects.dynamo import DYNAMO
 from inflight.errors import ConfigError, PoisonedError, PublishError, UnsupportedError
 from inflight.types import EndpointOutcome
@@ -119,4 +119,4 @@ def test_a_worker_that_fails_to_load_poisons_the_deployment_and_no_worker_is_res
 
 def test_the_adapter_is_installed_under_its_name() -> None:
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["inflight.engines"]
-    assert imported(found["dynamo"]) is DYNAMO
+    assert import_object(found["dynamo"]) is DYNAMO

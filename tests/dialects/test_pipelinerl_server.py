@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from inflight.base.extensions import imported
+from inflight.base.extensions import import_object
 from inflight.contracts import InferenceEndpoint
 from inflight.dialects.pipelinerl.endpoint import PIPELINERL, PipelineRlEndpoint
 from inflight.errors import ConfigError, PoisonedError, PublishError, UnsupportedError
@@ -157,4 +157,4 @@ def test_a_url_says_what_the_server_does_not_and_nothing_else() -> None:
 
 def test_the_adapter_is_installed_under_its_name() -> None:
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["inflight.engines"]
-    assert imported(found["pipelinerl"]) is PIPELINERL
+    assert import_object(found["pipelinerl"]) is PIPELINERL

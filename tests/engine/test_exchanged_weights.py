@@ -13,7 +13,7 @@ import torch
 
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.parameters import exchange, made_ready
+from inflight.engines.embedded.parameters import exchange, prepare_tensors
 from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.errors import PublishError
 from inflight.model.checkpoints import load_causal_lm
@@ -33,7 +33,7 @@ def parameters(**tensors: torch.Tensor) -> dict[str, torch.nn.Parameter]:
 def test_a_tensor_that_fits_becomes_the_parameters_memory() -> None:
     owned = parameters(weight=torch.zeros(8, 16))
     arrived = torch.randn(8, 16)
-    exchange(owned, made_ready(owned, [("weight", arrived)]))
+    exchange(owned, prepare_tensors(owned, [("weight", arrived)]))
     assert owned["weight"].data_ptr() == arrived.data_ptr()
     assert owned["weight"].requires_grad and isinstance(owned["weight"], torch.nn.Parameter)
 
@@ -49,7 +49,7 @@ def test_a_tensor_that_fits_becomes_the_parameters_memory() -> None:
 )
 def test_a_tensor_that_does_not_fit_is_copied_beside_the_model(arrived: torch.Tensor) -> None:
     owned = parameters(weight=torch.zeros(8, 16))
-    ready = made_ready(owned, [("weight", arrived)])
+    ready = prepare_tensors(owned, [("weight", arrived)])
     assert not owned["weight"].any(), "nothing has changed yet"
     exchange(owned, ready)
     assert owned["weight"].data_ptr() != arrived.data_ptr() and owned["weight"].is_contiguous()
@@ -60,7 +60,7 @@ def test_a_tensor_that_does_not_fit_is_copied_beside_the_model(arrived: torch.Te
 def test_a_tensor_of_another_shape_is_refused_before_anything_changes() -> None:
     owned = parameters(weight=torch.zeros(8, 16))
     with pytest.raises(ValueError, match=r"weight has the shape \(8, 16\), not \(16, 8\)"):
-        made_ready(owned, [("weight", torch.ones(16, 8))])
+        prepare_tensors(owned, [("weight", torch.ones(16, 8))])
 
 
 def test_memory_is_used_again_only_once_nothing_refers_to_it() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from inflight.engines.embedded.stored_parameters import StoredTensors
+from inflight.engines.embedded.parameters import StoredTensors
 from tests.engine.reference import (
     assert_close,
     forward_logprobs,
@@ -35,7 +35,7 @@ def test_experts_that_an_update_leaves_out_stay(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     sent = torch.full((32, 32), 7.0)
     before = {part: view.clone() for part, view in stored.views(parameters).items()}
-    ((owner, whole),) = stored.joined([(name, sent)], parameters.__getitem__)
+    ((owner, whole),) = stored.assemble([(name, sent)], parameters.__getitem__)
     after = stored.views(parameters | {owner: whole})
     assert owner == "model.layers.1.mlp.experts.gate_up_proj"
     assert torch.equal(after.pop(name), sent)

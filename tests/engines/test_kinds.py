@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.base.extensions import installed
+from inflight.base.extensions import find_entry_points
 from inflight.contracts import EngineOptions
 from inflight.engines.launch import start_engine
 from inflight.errors import ConfigError
@@ -18,7 +18,7 @@ from inflight.wire import Capabilities
 @pytest.mark.parametrize("name", ["dynamo", "embedded", "pipelinerl", "sglang", "vllm"])
 def test_a_kind_has_the_name_under_which_it_is_installed(name: str) -> None:
     assert load_engine_kind(name).name == name
-    assert name in installed("engines")
+    assert name in find_entry_points("engines")
 
 
 def test_the_embedded_engine_loads_what_its_options_say(model_dir: Path) -> None:

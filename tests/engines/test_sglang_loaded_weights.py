@@ -45,7 +45,7 @@ class Server:
         self.loaded.begin(update)
         arrived = list(tensors.items())
         more = self.loaded.prepare(update, arrived)
-        self.loaded.committed(arrived)
+        self.loaded.note_committed(arrived)
         self.served = update.ref
         return {name for name, _ in more}
 

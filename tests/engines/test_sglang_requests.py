@@ -21,9 +21,9 @@ from inflight_sglang.requests import (
     body_of,
     check_request,
     items_of,
-    labelled,
     misaligned,
     response_of,
+    version_labels_of,
 )
 
 LIMITS = RequestLimits(vocab_size=100, max_model_len=50, largest_kept_set=4096, has_seeds=False)
@@ -193,8 +193,8 @@ def test_an_answer_that_is_none_is_a_protocol_error(answer: Any) -> None:
 
 def test_an_answer_that_was_ended_in_the_queue_has_no_labels() -> None:
     aborted = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Abort in queue"}}}
-    assert labelled(aborted) is None
-    assert labelled(item([5], weight_versions=[{"version": "3@run", "start": 0, "end": 1}])) == [
+    assert version_labels_of(aborted) is None
+    assert version_labels_of(item([5], weight_versions=[{"version": "3@run", "start": 0, "end": 1}])) == [
         {"version": "3@run", "start": 0, "end": 1}
     ]
 

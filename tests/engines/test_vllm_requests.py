@@ -15,7 +15,7 @@ from inflight.engines.requests import SentRequest
 from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import Capabilities, GenerateRequest, InFlightPolicy, SamplingParams, VersionSpan
 from inflight_vllm import KIND, flags
-from inflight_vllm.requests import bodies_of, check_request, choices_of, ids_of, labelled, response_of
+from inflight_vllm.requests import bodies_of, check_request, choices_of, ids_of, response_of, version_labels_of
 
 CAN = Capabilities(
     engine="vllm",
@@ -160,7 +160,7 @@ def test_completions_that_are_asked_for_again_have_keys_of_their_own_and_the_see
     salts = {body["cache_salt"] for body in (*together, one, other)}
     assert len(salts) == 3
     assert not any(set(salt) & {"@", "/"} for salt in salts)
-    assert labelled(choice([1])) == [{"version": "3@run", "start": 0, "end": 1}]
+    assert version_labels_of(choice([1])) == [{"version": "3@run", "start": 0, "end": 1}]
 
 
 def test_a_server_is_started_as_it_must_be_and_on_a_cpu_without_a_process_that_spins() -> None:

@@ -126,7 +126,7 @@ def test_a_damaged_file_is_not_loaded_and_requests_go_on(engine: RealEngine, tmp
     before = sampled(engine)
     sender = Damaging(tmp_path)
     with publishing(engine, sender, "damaged") as publisher:
-        with pytest.raises(PublishError, match="was damaged on its way") as caught:
+        with pytest.raises(PublishError, match="was damaged in transit") as caught:
             publish(publisher, muted(engine.tensors), 1)
         assert [e.outcome for e in caught.value.report.endpoints] == [EndpointOutcome.ABORTED]
         assert sampled(engine) == pytest.approx(before, abs=1e-5)

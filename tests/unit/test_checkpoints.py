@@ -126,6 +126,6 @@ def test_no_weights_are_read(tmp_path: Path) -> None:
 
 def test_gpt2_is_told_what_it_lacks_and_which_models_do_not(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=258)).save_pretrained(tmp_path / "gpt2")
-    says = r"holds a GPT2LMHeadModel, .* its attention is not told where sequences end.*Qwen3ForCausalLM"
+    says = r"holds a GPT2LMHeadModel, .* its attention ignores where sequences end.*Qwen3ForCausalLM"
     with pytest.raises(UnsupportedError, match=says):
         check_weights(tmp_path / "gpt2")

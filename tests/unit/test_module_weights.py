@@ -116,7 +116,7 @@ def test_gathering_needs_two_buckets_of_memory_where_weights_are_cast_and_none_w
 def test_a_bucket_is_not_copied_again_before_it_is_sent() -> None:
     weights = ModuleWeights(nn.Linear(4, 4), wire_dtype="bfloat16")
     (bucket,) = weights.gather_weights(plan_buckets(weights.parameter_specs()))
-    assert Packer().packed(bucket) is bucket
+    assert Packer().pack_bucket(bucket) is bucket
 
 
 def test_weights_that_change_between_publishes_are_the_present_ones() -> None:

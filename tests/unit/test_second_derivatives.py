@@ -12,9 +12,9 @@ import torch
 from inflight.errors import UnsupportedError
 from inflight.losses import KeptTokens, chunked_logprobs, chunked_logprobs_and_entropy, one_pass
 from inflight.model.attention import SegmentPlan, _to_packed, _to_padded
-from inflight.model.head_exchange import _exchanged
+from inflight.model.head_exchange import _exchange_parts
 from inflight_fsdp.pipeline import _FromLast, _Receive, _Send
-from inflight_fsdp.rows import summed_for_all
+from inflight_fsdp.rows import sum_over_group
 
 BETWEEN_STAGES = (_Send, _Receive, _FromLast)
 SOURCES = Path(__file__).parents[2] / "src"
@@ -141,7 +141,7 @@ def one_rank() -> Iterator[torch.distributed.ProcessGroup]:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("function", [summed_for_all, _exchanged], ids=["summed_for_all", "exchanged"])
+@pytest.mark.parametrize("function", [sum_over_group, _exchange_parts], ids=["sum_over_group", "exchanged"])
 def test_second_derivatives_through_what_ranks_share_are_those_of_plain_torch(
     function: Callable[[torch.Tensor, torch.distributed.ProcessGroup], torch.Tensor],
     reduction: str,

@@ -153,8 +153,8 @@ def test_buckets_that_cover_the_manifest_are_taken() -> None:
         ([(1, 1, 3, 48), (0, 0, 1, 24)], "without gap"),
         ([(0, 0, 1, 24), (2, 1, 3, 48)], "without gap"),
         ([(0, 0, 1, 24), (1, 1, 1, 0), (2, 1, 3, 48)], "without gap"),
-        ([(0, 0, 3, 71)], "bucket 0 says 71 bytes; its tensors have 72"),
-        ([(0, 0, 1, 24), (1, 1, 3, 72)], "bucket 1 says 72 bytes; its tensors have 48"),
+        ([(0, 0, 3, 71)], "bucket 0 announces 71 bytes, but its tensors have 72"),
+        ([(0, 0, 1, 24), (1, 1, 3, 72)], "bucket 1 announces 72 bytes, but its tensors have 48"),
     ],
     ids=str,
 )

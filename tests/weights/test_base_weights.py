@@ -20,13 +20,13 @@ def test_tensors_are_the_checkpoints_until_an_update_brings_others_and_lost_unle
     assert dict(base.shapes()) == dict.fromkeys("abc", (3, 2))
     base.require("abc")
     assert all(torch.equal(base.tensor(name), stored[name].bfloat16()) for name in "abc")
-    base.loaded([("a", torch.zeros(3, 2))], keep=False)
-    base.loaded([("b", torch.ones(3, 2))], keep=True)
+    base.note_loaded([("a", torch.zeros(3, 2))], keep=False)
+    base.note_loaded([("b", torch.ones(3, 2))], keep=True)
     base.require("bc")
     assert torch.equal(base.tensor("b"), torch.ones(3, 2))
     with pytest.raises(UpdateRefusedError, match=r"keep_base=True: .* 1 tensors .*\['a'\]"):
         base.require("abc")
-    base.loaded([("a", torch.zeros(3, 2)), ("b", torch.zeros(3, 2))], keep=True)
+    base.note_loaded([("a", torch.zeros(3, 2)), ("b", torch.zeros(3, 2))], keep=True)
     base.require("abc")
 
 

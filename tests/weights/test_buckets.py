@@ -77,7 +77,7 @@ def test_prepacking_changes_no_byte_and_keeps_the_bucket_before_whole(
     packer, before = Packer(), None
     for index, specs in enumerate([first, second, third]):
         tensors = tensors_of(specs, index)
-        bucket = packer.packed(WeightBucket(index, tuple(specs), tuple(tensors)))
+        bucket = packer.pack_bucket(WeightBucket(index, tuple(specs), tuple(tensors)))
         assert torch.equal(pack(bucket.tensors), pack(tensors))
         assert all(torch.equal(a, b) for a, b in zip(bucket.tensors, tensors, strict=True))
         if before is not None:
@@ -88,7 +88,7 @@ def test_prepacking_changes_no_byte_and_keeps_the_bucket_before_whole(
 def test_a_prepacked_bucket_is_sent_without_another_copy() -> None:
     specs = [TensorSpec(name=n, dtype="float32", shape=(3, 4)) for n in "abc"]
     tensors = [torch.randn(4, 3).t() for _ in specs]
-    bucket = Packer().packed(WeightBucket(0, tuple(specs), tuple(tensors)))
+    bucket = Packer().pack_bucket(WeightBucket(0, tuple(specs), tuple(tensors)))
     assert pack(bucket.tensors).data_ptr() == bucket.tensors[0].data_ptr()
 
 

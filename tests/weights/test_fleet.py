@@ -114,7 +114,7 @@ def test_a_stopped_server_costs_a_publish_two_seconds_and_comes_back_by_itself(
     assert publish(fleet, worker, deadline_s=NEVER_S) == {steady.url: EndpointOutcome.APPLIED}
     assert time.monotonic() - began < SOON_S
     assert fleet.states == {steady.url: MemberState.HEALTHY, slow.url: MemberState.SUSPECT}
-    assert fleet.notes == (f"{slow.url} did not say within 2 s which version it serves: left out of this publish",)
+    assert fleet.notes == (f"{slow.url} did not report within 2 s which version it serves: left out of this publish",)
     slow.go_on()
     assert publish(fleet, worker) == {steady.url: EndpointOutcome.APPLIED, slow.url: EndpointOutcome.APPLIED}
     assert fleet.healthy == (steady.url, slow.url)

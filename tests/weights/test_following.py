@@ -95,7 +95,7 @@ def test_a_damaged_version_is_told_and_left_for_the_next_one(
     content[-1] ^= 1
     bucket.write_bytes(content)
     server = start_server(model_dir, "--follow", str(tmp_path), "--follow-run", RUN_ID)
-    wait_until(lambda: "trying again" in server.log(), server.log)
+    wait_until(lambda: "retrying" in server.log(), server.log)
     assert weight_version(server).version == 0
     stored(worker, sender, 2)
     wait_until(lambda: weight_version(server).version == 2, server.log)
@@ -256,7 +256,7 @@ def test_a_reader_that_is_slower_than_many_publishes_gets_on_and_the_disk_stays_
     versions = [ref.version for ref in reader.served]
     assert len(versions) == 3 and versions == sorted(set(versions)), notes
     assert worker.version > 2 * versions[0] + 6  # it was slower than several publishes
-    assert not [note for note in notes if "trying again" in note]
+    assert not [note for note in notes if "retrying" in note]
     assert most <= 2 + 1 + 1  # the newest, the one that is read, and the one that was stored meanwhile
 
 

@@ -225,7 +225,7 @@ def test_in_the_senders_own_process_the_lock_ends_with_the_views_and_not_with_th
     own = torch.arange(100, dtype=torch.uint8)
     handle = MemoryHandle(size_bytes=100, memory="b3du")
     device_memory._of_this_process[handle.memory, handle.offset] = own
-    flat = CudaMemory.mapped(CudaMemory.__new__(CudaMemory), handle, "GPU")
+    flat = CudaMemory.map_memory(CudaMemory.__new__(CudaMemory), handle, "GPU")
     assert flat.data_ptr() == own.data_ptr()
     with open(tmp_path / "arena", "w") as file, open(tmp_path / "arena") as again:
         fcntl.flock(file, fcntl.LOCK_SH)
@@ -244,7 +244,7 @@ def test_in_the_senders_own_process_the_lock_ends_with_the_views_and_not_with_th
 def test_what_the_device_still_reads_is_not_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of the calls: a GPU would read on after Python has let go."""
     calls = []
-    monkeypatch.setattr(arenas_module, "finish_all", lambda device: calls.append((device.type, is_locked())))
+    monkeypatch.setattr(arenas_module, "synchronise_device", lambda device: calls.append((device.type, is_locked())))
     with open(tmp_path / "arena", "w") as file, open(tmp_path / "arena") as again:
 
         def is_locked() -> bool:

@@ -22,7 +22,7 @@ from inflight.model.checkpoints import load_causal_lm
 from inflight.types import EndpointOutcome, PublishReport
 from inflight.weights.encode.buckets import manifest_difference, plan_buckets
 from inflight.weights.encode.lora_tensors import changed_names, lora_difference
-from inflight.weights.receive.base_weights import AdaptedWeights, merged
+from inflight.weights.receive.base_weights import AdaptedWeights, merge_lora
 from inflight.weights.receive.states import UpdateSession
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
@@ -352,7 +352,7 @@ def test_merging_rounds_once(dtype: str, tolerance: float) -> None:
     random = torch.Generator().manual_seed(0)
     base = torch.randn(7, 5, generator=random, dtype=torch.float64).to(getattr(torch, dtype))
     a, b = torch.randn(4, 5, generator=random), torch.randn(7, 4, generator=random)
-    found = merged(base, a, b, SPEC)
+    found = merge_lora(base, a, b, SPEC)
     expected = base.double() + 0.5 * torch.tensor(
         [[math.fsum(float(b[o, r]) * float(a[r, i]) for r in range(4)) for i in range(5)] for o in range(7)],
         dtype=torch.float64,
@@ -372,7 +372,7 @@ def test_a_prepared_update_changes_nothing_until_it_is_loaded() -> None:
 
     first = prepare(["m"])
     assert list(state.names) == []
-    state.loaded(first)
+    state.note_loaded(first)
     assert [name for name, _ in prepare(["n"]).tensors] == ["n.weight", "m.weight"]
     assert list(state.names) == ["m.weight"]
 
@@ -380,14 +380,14 @@ def test_a_prepared_update_changes_nothing_until_it_is_loaded() -> None:
 def test_what_a_lora_tore_is_named_by_the_weights_that_it_changes() -> None:
     model = [spec_of(name, torch.ones(3, 3)) for name in ("m.weight", "n.weight")]
     session = UpdateSession(model)
-    session.joined()
-    session.group_formed("run")
+    session.note_joined()
+    session.note_group_formed("run")
     lora = lora_of({"m.weight": torch.ones(3, 3)}, ["m"], 4, 0)
     manifest = Manifest(tensors=tuple(spec_of(n, t) for n, t in lora.items()), lora=SPEC)
     update = announcement_of(PlainWorker(lora), "run", manifest=manifest)
     session.request(update)
     session.begin_bucket(BucketTransfer(run_id="run", version=1, bucket_index=0, timeout_s=1))
-    session.bucket_received()
+    session.note_bucket_received()
     session.begin_apply(update.ref)
     session.abort()
 

@@ -107,7 +107,7 @@ def test_what_goes_wrong_in_an_operation_is_raised() -> None:
             raise dist.DistBackendError("NCCL error: remote process exited")
 
     with pytest.raises(RuntimeError, match="remote process exited"):
-        PolledGroup(Broken()).broadcasting(torch.zeros(1), 1.0)()
+        PolledGroup(Broken()).make_broadcast(torch.zeros(1), 1.0)()
 
 
 class SlowToAbort:
@@ -244,7 +244,7 @@ def test_a_publish_compares_buckets_on_their_device_and_a_damaged_one_ends_it(
             assert report is not None and report.applied_everywhere
         assert len(announced) > 4 and all(found is not None and found.startswith("sums64:") for found in announced)
         is_damaged = True
-        with pytest.raises(PublishError, match="damaged on its way: its checksum is sums64:"):
+        with pytest.raises(PublishError, match="damaged in transit: its checksum is sums64:"):
             publish_weights(PlainWorker(local.tensors, 100), publisher, bucket_bytes=30_000, deadline_s=10)
 
 

@@ -188,7 +188,7 @@ def test_a_damaged_bucket_ends_the_session_though_the_next_one_travels_already(
     tensors = checkpoint(large_model_dir)
     sender = Damager()
     with WeightPublisher([HttpEndpoint(server.url, token=TOKEN)], sender, run_id="damaged") as publisher:
-        with pytest.raises(PublishError, match="damaged on its way") as caught:
+        with pytest.raises(PublishError, match="damaged in transit") as caught:
             publish_weights(PlainWorker(tensors), publisher, bucket_bytes=BUCKET_BYTES, deadline_s=60)
         assert [e.outcome for e in caught.value.report.endpoints] == [EndpointOutcome.ABORTED]
         assert_serves(server, 1)  # what the test before left

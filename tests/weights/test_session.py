@@ -43,7 +43,7 @@ class Endpoint(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.session = UpdateSession(SPECS)
-        self.session.joined()
+        self.session.note_joined()
         self.model_weights: tuple[str | None, int] | None = (None, 0)  # None: torn
         self.owner: str | None = None
         self.open: WeightUpdate | None = None
@@ -68,13 +68,13 @@ class Endpoint(RuleBasedStateMachine):
     @rule(run=RUNS)
     @precondition(lambda self: self.open is None)
     def form_group(self, run: str) -> None:
-        self.session.group_formed(run)
+        self.session.note_group_formed(run)
         self.owner = run
 
     @rule()
     @precondition(lambda self: self.open is None)
     def lose_group(self) -> None:
-        self.session.group_lost()
+        self.session.note_group_lost()
         self.owner = None
 
     @rule(run=RUNS, version=VERSIONS, fits=st.booleans(), right=MOSTLY)
@@ -105,8 +105,8 @@ class Endpoint(RuleBasedStateMachine):
 
     @rule()
     @precondition(lambda self: self.receiving)
-    def bucket_received(self) -> None:
-        self.session.bucket_received()
+    def note_bucket_received(self) -> None:
+        self.session.note_bucket_received()
         self.receiving, self.arrived = False, self.arrived + 1
 
     @rule(run=RUNS, version=VERSIONS, right=MOSTLY)
@@ -125,7 +125,7 @@ class Endpoint(RuleBasedStateMachine):
     @precondition(lambda self: self.applying)
     def committed(self) -> None:
         assert self.open is not None
-        self.session.committed()
+        self.session.note_committed()
         self.model_weights = (self.open.run_id, self.open.version)
         self.open, self.applying = None, False
 
@@ -166,7 +166,7 @@ test_any_sequence_of_calls_leaves_the_state_that_is_true = Endpoint.TestCase
 
 def test_a_joining_endpoint_refuses_updates() -> None:
     session = UpdateSession(SPECS)
-    session.group_formed("run-a")
+    session.note_group_formed("run-a")
     with pytest.raises(UpdateRefusedError, match="joining"):
         session.request(update_to(1))
     assert session.state is EndpointState.JOINING
@@ -178,20 +178,20 @@ def receive_all(session: UpdateSession, update: WeightUpdate) -> None:
         session.begin_bucket(
             BucketTransfer(run_id=update.run_id, version=update.version, bucket_index=index, timeout_s=1)
         )
-        session.bucket_received()
+        session.note_bucket_received()
 
 
 def test_the_version_served_may_be_published_again_but_no_older_one() -> None:
     session = UpdateSession(SPECS)
-    session.joined()
-    session.group_formed("run-a")
+    session.note_joined()
+    session.note_group_formed("run-a")
     for version in (2, 2):
         receive_all(session, update_to(version))
         session.begin_apply(update_to(version).ref)
-        session.committed()
+        session.note_committed()
     with pytest.raises(UpdateRefusedError, match="version 2 of this run is served already"):
         session.request(update_to(1))
-    session.group_formed("run-b")
+    session.note_group_formed("run-b")
     with pytest.raises(UpdateRefusedError, match="does not own"):
         session.request(update_to(3))
     session.request(update_to(0, "run-b"))
@@ -199,8 +199,8 @@ def test_the_version_served_may_be_published_again_but_no_older_one() -> None:
 
 def test_a_poisoned_endpoint_stays_so_through_an_aborted_update_and_is_healed_by_a_complete_one() -> None:
     session = UpdateSession(SPECS)
-    session.joined()
-    session.group_formed("run-a")
+    session.note_joined()
+    session.note_group_formed("run-a")
     receive_all(session, update_to(1))
     session.begin_apply(update_to(1).ref)
     session.abort()
@@ -210,21 +210,21 @@ def test_a_poisoned_endpoint_stays_so_through_an_aborted_update_and_is_healed_by
     assert session.state is EndpointState.POISONED
     receive_all(session, update_to(2))
     session.begin_apply(update_to(2).ref)
-    session.committed()
+    session.note_committed()
     assert (session.state, session.version) == (EndpointState.READY, 2)
     session.refuse_to_sample()
 
 
 def test_weights_that_another_client_made_whole_and_tore_again_are_torn_in_unknown_places() -> None:
     session = UpdateSession(SPECS)
-    session.joined()
-    session.group_formed("run-a")
+    session.note_joined()
+    session.note_group_formed("run-a")
     partial = partial_update_to(1)
     receive_all(session, partial)
     session.begin_apply(partial.ref)
     session.abort()
-    session.found(2, "run-b", torn=False)
-    session.found(2, "run-b", torn=True)
+    session.adopt_report(2, "run-b", torn=False)
+    session.adopt_report(2, "run-b", torn=True)
     with pytest.raises(UpdateRefusedError, match="weights are torn"):
         session.request(partial_update_to(3))
     session.request(update_to(3))
@@ -232,11 +232,11 @@ def test_weights_that_another_client_made_whole_and_tore_again_are_torn_in_unkno
 
 def test_an_old_trainer_is_refused_even_after_another_run_had_the_group() -> None:
     session = UpdateSession(SPECS)
-    session.joined()
+    session.note_joined()
     session.fence("a", 5)
-    session.group_formed("a")
+    session.note_group_formed("a")
     session.fence("b", 1)
-    session.group_formed("b")
+    session.note_group_formed("b")
     with pytest.raises(FencedError, match="incarnation 4, but incarnation 5 has taken over"):
         session.fence("a", 4)
     assert (session.owner, session.incarnation) == ("b", 1)

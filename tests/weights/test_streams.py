@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from inflight.weights.encode import transit
-from inflight.weights.encode.transit import beside, finish, finish_all, queued_beside, recorded
+from inflight.weights.encode.transit import (
+    finished_on_weight_stream,
+    on_weight_stream,
+    record_event,
+    synchronise_device,
+    synchronise_stream,
+)
 
 GPU = torch.device("cuda", 0)
 
@@ -63,8 +69,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 
 def test_the_host_waits_for_our_stream_which_waits_for_the_event_and_never_for_theirs(recorder: Recorder) -> None:
-    packed = recorded(GPU)
-    with beside(GPU, after=packed):
+    packed = record_event(GPU)
+    with finished_on_weight_stream(GPU, after=packed):
         recorder.calls.append("receive")
     assert recorder.calls == [
         "event on theirs",
@@ -77,19 +83,19 @@ def test_the_host_waits_for_our_stream_which_waits_for_the_event_and_never_for_t
 
 
 def test_what_is_only_queued_is_not_waited_for(recorder: Recorder) -> None:
-    with queued_beside(GPU):
+    with on_weight_stream(GPU):
         recorder.calls.append("receive")
     assert recorder.calls == ["receive"]
 
 
 def test_after_an_error_nothing_is_waited_for(recorder: Recorder) -> None:
-    with pytest.raises(RuntimeError), beside(GPU):
+    with pytest.raises(RuntimeError), finished_on_weight_stream(GPU):
         raise RuntimeError("the group was abandoned")
     assert recorder.calls == []
 
 
 def test_a_load_is_finished_on_the_stream_of_whoever_loads(recorder: Recorder) -> None:
-    finish(GPU)
+    synchronise_stream(GPU)
     assert recorder.calls == ["event on theirs", "the host waits for theirs"]
 
 
@@ -97,15 +103,15 @@ def test_everything_that_is_queued_is_waited_for_on_all_streams(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: recorder.calls.append(f"the host waits for {device}"))
-    finish_all(torch.device("cpu"))
-    finish_all(GPU)
+    synchronise_device(torch.device("cpu"))
+    synchronise_device(GPU)
     assert recorder.calls == ["the host waits for cuda:0"]
 
 
 def test_on_the_cpu_nothing_is_done(recorder: Recorder) -> None:
     cpu = torch.device("cpu")
-    assert recorded(cpu) is None
-    finish(cpu)
-    with beside(cpu), queued_beside(cpu):
+    assert record_event(cpu) is None
+    synchronise_stream(cpu)
+    with finished_on_weight_stream(cpu), on_weight_stream(cpu):
         pass
     assert recorder.calls == []

@@ -42,11 +42,11 @@ def transfer(index: int) -> BucketTransfer:
 
 def receive(session: UpdateSession) -> None:
     begin(session)
-    session.bucket_received()
+    session.note_bucket_received()
 
 
 CALLS: dict[str, Callable[[UpdateSession], object]] = {
-    "join": lambda session: session.joined(),
+    "join": lambda session: session.note_joined(),
     "request": lambda session: request(session, staged=False),
     "stage": lambda session: request(session, staged=True),
     "request another": lambda session: request(session, staged=False, ref=ANOTHER),
@@ -55,17 +55,17 @@ CALLS: dict[str, Callable[[UpdateSession], object]] = {
     "receive": receive,
     "pause": lambda session: session.pause(REF),
     "apply": lambda session: session.begin_apply(REF),
-    "commit": lambda session: session.committed(),
+    "commit": lambda session: session.note_committed(),
     "abort": lambda session: session.abort(),
     "abort torn": lambda session: session.abort(torn=True),
-    "find": lambda session: session.found(7, "other", torn=False),
-    "find torn": lambda session: session.found(7, "other", torn=True),
-    "find another": lambda session: session.found(3, "another", torn=False),
-    "find another torn": lambda session: session.found(3, "another", torn=True),
-    "find released": lambda session: session.found(7, "other", torn=False, released=True),
-    "find another released": lambda session: session.found(3, "another", torn=False, released=True),
-    "release": lambda session: (session.begin_release(), session.released()),
-    "restore": lambda session: session.restored(),
+    "find": lambda session: session.adopt_report(7, "other", torn=False),
+    "find torn": lambda session: session.adopt_report(7, "other", torn=True),
+    "find another": lambda session: session.adopt_report(3, "another", torn=False),
+    "find another torn": lambda session: session.adopt_report(3, "another", torn=True),
+    "find released": lambda session: session.adopt_report(7, "other", torn=False, released=True),
+    "find another released": lambda session: session.adopt_report(3, "another", torn=False, released=True),
+    "release": lambda session: (session.begin_release(), session.note_released()),
+    "restore": lambda session: session.note_restored(),
 }
 WHOLE_OR_TORN = ("join", "join, find torn")
 UPDATES = {
@@ -98,9 +98,9 @@ EVENTS = {
     UpdateEvent.COMMITTED: "commit",
     UpdateEvent.ENDED: "abort",
     UpdateEvent.TORN: "abort torn",
-    UpdateEvent.FOUND: "find another",
-    UpdateEvent.FOUND_TORN: "find another torn",
-    UpdateEvent.FOUND_RELEASED: "find another released",
+    UpdateEvent.REPORTED_WHOLE: "find another",
+    UpdateEvent.REPORTED_TORN: "find another torn",
+    UpdateEvent.REPORTED_RELEASED: "find another released",
     UpdateEvent.RELEASE: "release",
     UpdateEvent.RESTORED: "restore",
 }
@@ -117,7 +117,7 @@ ASKED = (
 
 def session_by(way: str) -> UpdateSession:
     session = UpdateSession(SPECS)
-    session.group_formed("run")
+    session.note_group_formed("run")
     for step in filter(None, way.split(", ")):
         CALLS[step](session)
     return session

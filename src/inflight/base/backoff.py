@@ -1,4 +1,4 @@
-"""When to try again after a failure: soon at first, then after twice as long each time. It owns no clock."""
+"""When to retry after a failure: soon at first, then after twice as long each time. The caller supplies the clock."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def check_reference(text: str) -> None:
         raise ConfigError(f"{text!r} is neither a URL nor module:function, such as mypackage.endpoint:connect")
 
 
-def imported(text: str) -> Any:
+def import_object(text: str) -> Any:
     """Return what ``module:attribute`` names. Raises `ConfigError`."""
     check_reference(text)
     try:
@@ -30,19 +30,19 @@ def imported(text: str) -> Any:
 
 def resolve(text: str) -> Any:
     """Return the callable that ``module:attribute`` names. Raises `ConfigError`."""
-    found = imported(text)
+    found = import_object(text)
     if not callable(found):
         raise ConfigError(f"{text!r} is a {type(found).__name__}, not a function")
     return found
 
 
-def installed(group: str) -> Mapping[str, EntryPoint]:
+def find_entry_points(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points ``inflight.GROUP`` by name. Raises `ConfigError` if two packages install one name."""
-    return _installed(group, tuple(sys.path))
+    return _find_entry_points(group, tuple(sys.path))
 
 
 @functools.cache  # the files of every installed package are read
-def _installed(group: str, _path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+def _find_entry_points(group: str, _path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=f"inflight.{group}"):
         other = found.setdefault(entry.name, entry)
@@ -53,7 +53,7 @@ def _installed(group: str, _path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
 
 def load_installed(kind: str, group: str, name: str, also_known: tuple[str, ...] = ()) -> Any:
     """Return the object that an entry point names. Raises `ConfigError`, which lists the known names of this kind."""
-    found = installed(group)
+    found = find_entry_points(group)
     if name not in found:
         raise ConfigError(f"unknown {kind} {name!r}; known: {', '.join([*also_known, *sorted(found)]) or 'none'}")
     try:

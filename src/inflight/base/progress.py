@@ -34,7 +34,7 @@ class ProgressLines:
         self._say(", ".join(parts))
 
 
-def say_what_is_logged(say: Callable[[str], None]) -> None:
+def report_log_records(say: Callable[[str], None]) -> None:
     """Pass on what the loggers below ``inflight`` report, from level INFO, for as long as this process lives."""
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]

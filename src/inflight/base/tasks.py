@@ -21,7 +21,7 @@ T = TypeVar("T")
 async def running(*calls: Awaitable[object]) -> AsyncIterator[None]:
     """Run calls while the body runs. The first exception ends all of them and is raised once they have ended.
 
-    What fails while they end is a note of that exception, as `first_of` specifies.
+    Failures that occur while they end become notes of that exception, as in `first_of`.
     """
     failures: Sequence[Exception] = ()
     of_body: Exception | None = None
@@ -63,7 +63,7 @@ async def finish_all(*calls: Coroutine[Any, Any, T]) -> list[T]:
         raise first_of(failures)
     results: list[T] = []
     for end in ends:
-        if isinstance(end, BaseException):  # somebody has cancelled this call alone
+        if isinstance(end, BaseException):  # this call alone was cancelled
             raise end
         results.append(end)
     return results
@@ -85,7 +85,7 @@ async def result_unless(
 ) -> T:
     """Return what ``call`` returns, or raise ``error()`` if it is not done ``grace_s`` seconds after ``end`` is.
 
-    What is left of either is cancelled, and has ended when this returns or raises. A failure of ``end`` is raised.
+    Whichever is still running is cancelled, and has ended when this returns or raises. A failure of ``end`` is raised.
     """
     calling, ending = start(call), start(end)
     try:
@@ -162,7 +162,7 @@ def start(call: Awaitable[T]) -> asyncio.Task[T]:
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks and return once they have ended, also if the caller is cancelled meanwhile.
 
-    Their results and exceptions are for whoever holds them.
+    Their results and exceptions remain in the tasks.
     """
     for task in tasks:
         task.cancel()
@@ -190,7 +190,7 @@ async def _awaited(call: Awaitable[T]) -> T:
 
 @contextlib.contextmanager
 def also_failing(first: BaseException) -> Iterator[None]:
-    """Make whatever fails in the body a note of an earlier failure, which the caller raises."""
+    """Add failures of the body as notes to an earlier failure, which the caller raises."""
     try:
         yield
     except Exception as other:  # reported with the first

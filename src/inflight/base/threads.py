@@ -1,4 +1,4 @@
-"""Blocking calls that can be abandoned: each runs in a daemon thread, which continues when nobody waits for it."""
+"""Blocking calls that can be abandoned: each runs in a daemon thread, which keeps running when nobody waits for it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ async def run_abandonable(call: Callable[[], T], name: str) -> T:
     If the awaiting task is cancelled, the thread keeps running on its own and its result is dropped: the call must end
     on its own (every collective carries a timeout), and a process may end without waiting for it.
     """
-    return await asyncio.wrap_future(started(call, name))
+    return await asyncio.wrap_future(start_in_thread(call, name))
 
 
-def run_unless(given_up: Future[str], call: Callable[[], T], name: str, timeout_s: float | None = None) -> T:
-    """Return what ``call`` returns or raise what it raises, unless ``given_up`` or the timeout comes first.
+def run_unless_abandoned(abandoned: Future[str], call: Callable[[], T], name: str, timeout_s: float | None = None) -> T:
+    """Return what ``call`` returns or raise what it raises, unless ``abandoned`` is set or the timeout expires first.
 
     In that case raises `TransferError`; the call keeps running on its own and its result is dropped.
     """
-    return result_unless(given_up, started(call, name), name, timeout_s)
+    return result_unless_abandoned(abandoned, start_in_thread(call, name), name, timeout_s)
 
 
-def started(call: Callable[[], T], name: str) -> Future[T]:
+def start_in_thread(call: Callable[[], T], name: str) -> Future[T]:
     """Start ``call`` in a thread of its own, and return its future."""
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
@@ -38,12 +38,14 @@ def started(call: Callable[[], T], name: str) -> Future[T]:
     return result
 
 
-def result_unless(given_up: Future[str], result: Future[T], name: str, timeout_s: float | None = None) -> T:
-    """Return the result of what was `started`, or raise as `run_unless` does."""
-    waited_for: list[Future[Any]] = [result, given_up]
+def result_unless_abandoned(abandoned: Future[str], result: Future[T], name: str, timeout_s: float | None = None) -> T:
+    """Return the result of a call that `start_in_thread` started, or raise as `run_unless_abandoned` does."""
+    waited_for: list[Future[Any]] = [result, abandoned]
     wait(waited_for, timeout_s, return_when=FIRST_COMPLETED)
     if not result.done():
-        raise TransferError(given_up.result() if given_up.done() else f"{name} failed: not done after {timeout_s:g} s")
+        raise TransferError(
+            abandoned.result() if abandoned.done() else f"{name} failed: not done after {timeout_s:g} s"
+        )
     try:
         return result.result()
     finally:

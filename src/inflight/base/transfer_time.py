@@ -1,4 +1,4 @@
-"""How long moving a model's bytes may take where nobody says otherwise: to servers, or to files."""
+"""Default time limits for moving a model's bytes to servers or to files."""
 
 from __future__ import annotations
 

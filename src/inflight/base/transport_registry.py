@@ -1,11 +1,11 @@
 """How installed transports are found by name.
 
-Every transport, ours included, is an entry point of the group ``inflight.transports``. This module knows none of them.
+Every transport, ours included, is an entry point of the group ``inflight.transports``. This module names none of them.
 """
 
 from __future__ import annotations
 
-from inflight.base.extensions import installed, load_installed
+from inflight.base.extensions import find_entry_points, load_installed
 from inflight.contracts import Transport
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.wire import Capabilities, Needs, TransportSpec
@@ -15,7 +15,7 @@ GROUP = "transports"
 
 def installed_transports() -> list[Transport]:
     """Return the installed transports, by name. Raises `ConfigError` as `find_transport` does."""
-    return [find_transport(name) for name in sorted(installed(GROUP))]
+    return [find_transport(name) for name in sorted(find_entry_points(GROUP))]
 
 
 def receivable(*, on_gpu: bool) -> tuple[str, ...]:
@@ -29,11 +29,11 @@ def receivable(*, on_gpu: bool) -> tuple[str, ...]:
 def refusal(capabilities: Capabilities, name: str) -> str | None:
     """Return why an endpoint does not take a transport, in words that follow "does not support"; None if it does."""
     lack = capabilities.missing(Needs(transport=name)).get("transport")
-    if lack is None or name not in (found := installed(GROUP)) or not find_transport(name).needs_gpu:
+    if lack is None or name not in (found := find_entry_points(GROUP)) or not find_transport(name).needs_gpu:
         return lack
     if any(other in found and find_transport(other).needs_gpu for other in capabilities.transports):
         return lack
-    return f"{lack}. {name} brings weights to a GPU, and this server's weights are on the CPU or arrive there"
+    return f"{lack}. {name} delivers weights to a GPU, but this server's weights are on the CPU or arrive there"
 
 
 def find_transport(name: str) -> Transport:
@@ -50,7 +50,7 @@ def spec_type(name: str) -> type[TransportSpec]:
     The name chooses among installed transports; nothing else is imported. Raises `UnsupportedError` with the known
     names.
     """
-    found = installed(GROUP)
+    found = find_entry_points(GROUP)
     if name not in found:
         raise UnsupportedError(f"the {name} transport is not installed here; installed: {', '.join(sorted(found))}")
     return find_transport(name).spec_type

@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in a short text: where, why, and the offending value."""
+"""Validation errors of pydantic as a short text: where, why, and the offending value."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _subject(problem: ErrorDetails, kind: type[BaseModel] | None) -> tuple[str, 
 
 
 def _reason(problem: ErrorDetails, *, is_first: bool) -> str:
-    """Return what is wrong without what pydantic calls things; of a further way to be right, only that way."""
+    """Return a problem's message without pydantic's own terms; for a further alternative, only the alternative."""
     if problem["type"] in ("extra_forbidden", "missing"):
         return ""
     message = problem["msg"].removeprefix("Value error, ")

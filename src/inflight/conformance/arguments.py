@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from inflight.base.extensions import check_reference, installed
+from inflight.base.extensions import check_reference, find_entry_points
 from inflight.conformance.targets import EndpointTarget, endpoint_target
 from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
@@ -70,7 +70,7 @@ def worker_factory(text: str) -> str:
     if ":" in text:
         check_reference(text)
         return text
-    found = {name: entry.value for name, entry in installed("workers").items()}
+    found = {name: entry.value for name, entry in find_entry_points("workers").items()}
     if text not in found:
         names = ", ".join(sorted(found)) or "none"
         raise ConfigError(f"no worker {text!r} is installed; known are {names}, or give module:attribute")

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from inflight.base.extensions import installed
+from inflight.base.extensions import find_entry_points
 from inflight.conformance.report.files import read_certificate
 from inflight.conformance.verdicts import Certificate
 from inflight.errors import ConfigError
@@ -73,7 +73,7 @@ def is_current(certificate: Certificate) -> bool:
 
 def _package(target: str, implementation: str) -> Path | None:
     """Return the directory of an adapter's package, or the file of its module."""
-    engines = {name: entry.value for name, entry in installed("engines").items()}
+    engines = {name: entry.value for name, entry in find_entry_points("engines").items()}
     reference = engines.get(implementation, target)
     if not re.fullmatch(r"[\w.]+:[\w.]+", reference):
         return None

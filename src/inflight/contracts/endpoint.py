@@ -1,4 +1,4 @@
-"""The Protocol of an inference endpoint, and of what endpoints may support in addition."""
+"""The Protocols of an inference endpoint and of its optional capabilities."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from inflight.wire import (
 
 @runtime_checkable
 class InferenceEndpoint(Protocol):
-    """The whole of what inflight asks of an inference server.
+    """An inference server, as inflight uses it: these methods are all that it needs.
 
     docs/contract.md has the table of its states. A failure after the first byte was applied leads to POISONED, where
     `generate` raises `PoisonedError` until a complete update or a restart. Calls of an update whose session has a name
@@ -42,7 +42,7 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def capabilities(self) -> Capabilities:
-        """Return what this endpoint can do, which never changes during its life."""
+        """Return what this endpoint can do, which never changes while it exists."""
 
     @abstractmethod
     async def init_process_group(self, spec: TransportSpec) -> None:
@@ -59,7 +59,7 @@ class InferenceEndpoint(Protocol):
 
         If the update is staged, sampling continues. Raises `UpdateRefusedError` if the manifest does not fit
         the model, the version is not newer, the run does not own the group, another update is open, or the drain did
-        not end before ``update.deadline_s``: the old weights serve on and nothing may be sent.
+        not end before ``update.deadline_s``: the old weights keep being served and nothing may be sent.
         """
 
     @abstractmethod
@@ -75,13 +75,13 @@ class InferenceEndpoint(Protocol):
         """Switch to the new weights and resume: every later token is sampled from ``ref.version``.
 
         A staged update pauses sampling here, as ``in_flight`` specifies. Raises `UpdateRefusedError` if buckets are
-        missing, or if a drain does not end in time: the update is then over and the old weights serve on. Raises
-        `PoisonedError` if applying the weights fails.
+        missing, or if a drain does not end in time: the update is then over and the old weights keep being served.
+        Raises `PoisonedError` if applying the weights fails.
         """
 
     @abstractmethod
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """End the update. If no byte was applied the old weights serve on (READY), otherwise POISONED.
+        """End the update. If no byte was applied, the old weights keep being served (READY); otherwise POISONED.
 
         Idempotent: without an open update it returns the present version.
         """
@@ -149,14 +149,14 @@ class ReleasingEndpoint(InferenceEndpoint, Protocol):
 
         The endpoint keeps its weights elsewhere, under the same version, and forgets cached prefixes. Raises
         `BusyError` if requests run or wait, or an update is open, and `PoisonedError` if the weights are torn: nothing
-        changed. After any other error the state may be RELEASED, and `restore_memory` leads out.
+        changed. After any other error the state may be RELEASED, which `restore_memory` ends.
         """
 
     @abstractmethod
     async def restore_memory(self) -> WeightVersion:
-        """Take the memory back; on return the same weights are served as before the release.
+        """Take the memory back; on return the weights from before the release are served again.
 
-        Raises `EndpointError` if the memory cannot be had: the state is still RELEASED.
+        Raises `EndpointError` if the memory cannot be allocated: the state is still RELEASED.
         """
 
 

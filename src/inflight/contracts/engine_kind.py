@@ -1,4 +1,4 @@
-"""The Protocol of an engine: how a server of it is started, how to attach to one, and what it takes of GPUs.
+"""The Protocol of an engine: how a server of it is started, how to attach to one, and how it uses GPUs.
 
 Adapters register an `EngineKind` under the entry point group ``inflight.engines``.
 """
@@ -33,7 +33,7 @@ def option(help: str, default: Any = None, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a user chooses for an engine that is started. None leaves the choice to the engine."""
+    """A user's settings for an engine that is started. None leaves the choice to the engine."""
 
     model: Path
     """Hugging Face checkpoint directory."""
@@ -72,7 +72,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """What one server takes of GPUs."""
+    """The use of GPUs by one server."""
 
     num_gpus: int = 1
     num_copies: int = 1
@@ -123,7 +123,7 @@ class EngineKind(Protocol):
         return f"the adapter of {self.name} does not support drafts"
 
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
-        """Return what a server takes of GPUs, given the further arguments of its command line."""
+        """Return how a server uses GPUs, given the further arguments of its command line."""
         return GpuUse()
 
     def load(self, options: EngineOptions) -> InferenceEndpoint:

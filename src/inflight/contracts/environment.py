@@ -35,15 +35,15 @@ class Conversation(Protocol):
 
     @abstractmethod
     async def say(self, *messages: Message | str) -> Reply:
-        """Append messages and return what the model answers; a text is a message of the user.
+        """Append messages and return the model's answer; a string is a user message.
 
-        Raises `ContextFullError` if the answer has no room, `InvalidRequestError` if the chat template refuses a
-        message: nothing was appended. Where an endpoint fails, the turn is sampled on another one.
+        Raises `ContextFullError` if the context leaves no token for the answer, `InvalidRequestError` if the chat
+        template refuses a message: nothing was appended. If an endpoint fails, the turn is sampled on another one.
         """
 
     @abstractmethod
     async def observe(self, token_ids: Sequence[int]) -> Reply:
-        """Append tokens as they are and return what the model answers. Raises as `say`."""
+        """Append token ids without changing them and return the model's answer. Raises as `say` does."""
 
     @abstractmethod
     def reward_turn(self, reward: float) -> None:
@@ -55,19 +55,19 @@ class Conversation(Protocol):
 
 
 class Episode(Protocol):
-    """One play of an environment, as the environment sees it: who answers, and what is recorded."""
+    """One play of an environment: the environment's access to the model, and the record of what it sampled."""
 
     @property
     @abstractmethod
     def seed(self) -> int:
-        """Return a seed that differs between the episodes of a run, and is the same when one is played again."""
+        """Return a seed that differs between the episodes of a run, and is the same when an episode is replayed."""
 
     @abstractmethod
     def conversation(self, *, system: str = "", tools: Sequence[Tool] = (), role: str = "") -> Conversation:
         """Begin a conversation; an episode may have several, at the same time too.
 
-        ``tools`` are what the model may call; carrying it out is up to the environment. Conversations with different
-        roles are compared apart.
+        ``tools`` are the functions that the model may call; the environment executes them. Conversations with
+        different roles are compared separately.
         """
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Episode(Protocol):
         """Return a base URL for clients of OpenAI's API, whose calls become part of this episode.
 
         It ends with ``/e/KEY/v1``, where KEY is a secret that stands for the episode and the role, and may also be sent
-        as the API key. Roles have URLs of their own, and what is posted there is the reward of that role. Raises
+        as the API key. Roles have URLs of their own; a reward that is posted there belongs to that role. Raises
         `UnsupportedError` where no proxy is served.
         """
 
@@ -103,5 +103,5 @@ class Environment(Protocol):
         """Play one episode and return its reward.
 
         Many plays run at once in one event loop: use threads or processes for what blocks. A play is cancelled if it
-        takes too long. An exception, or a reward that is not finite, costs this episode only.
+        takes too long. An exception, or a reward that is not finite, fails this episode only.
         """

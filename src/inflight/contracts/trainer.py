@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """The whole of what a publish needs from a trainer rank. All ranks make the same calls in the same order."""
+    """One rank's source of weights: all that a publish needs. All ranks make the same calls in the same order."""
 
     @property
     @abstractmethod
@@ -36,7 +36,7 @@ class WeightSource(Protocol):
     @property
     @abstractmethod
     def version(self) -> int:
-        """Return the number of optimizer steps behind the present weights: the version a publish would carry."""
+        """Return the number of optimizer steps taken so far, which is the version that a publish would carry."""
 
     @abstractmethod
     def parameter_specs(self) -> Sequence[TensorSpec]:
@@ -46,8 +46,8 @@ class WeightSource(Protocol):
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
         """Yield full tensors bucket by bucket, in the order of `parameter_specs`; collective: every rank exhausts it.
 
-        On rank 0 buckets hold tensors, on the others none. A yielded tensor is valid until the next one is asked for
-        and the one after it.
+        On rank 0 buckets hold tensors, on the others none. A yielded tensor is valid until the next one and the one
+        after it have been requested.
         """
 
 
@@ -84,7 +84,7 @@ class MergingLoraSource(LoraSource, Protocol):
 
 @runtime_checkable
 class TrainerWorker(WeightSource, Protocol):
-    """The whole of what inflight asks of one trainer rank. All ranks make the same calls in the same order.
+    """One trainer rank: all that inflight needs of it. All ranks make the same calls in the same order.
 
     With several ranks, each is a process that has formed torch's default process group before it calls the factory.
     ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set, and no ``MASTER_ADDR`` is needed.
@@ -110,7 +110,7 @@ class TrainerWorker(WeightSource, Protocol):
         """Clip, update the parameters, advance the schedule, clear gradients; ``version`` grows by one.
 
         Raises `NonFiniteError` on every rank if the gradient norm is not finite, or overflows: gradients are cleared,
-        and parameters, optimizer, schedule and version stay as they were. Raises `TrainerError` if there is no
+        and parameters, optimizer, schedule and version are unchanged. Raises `TrainerError` if there is no
         gradient.
         """
 
@@ -118,12 +118,12 @@ class TrainerWorker(WeightSource, Protocol):
     def save(self, path: Path) -> None:
         """Write weights, optimizer, schedule and version, atomically; the directory is a loadable HF checkpoint too.
 
-        Raises `CheckpointError` on every rank; the earlier checkpoint at ``path`` is then still whole.
+        Raises `CheckpointError` on every rank; the earlier checkpoint at ``path`` is then still intact.
         """
 
     @abstractmethod
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, on any number of ranks, and drop the gradients of every `backward` before.
+        """Load a checkpoint that `save` wrote, on any number of ranks, and discard all accumulated gradients.
 
         Raises `CheckpointError`, with nothing loaded.
         """
@@ -151,20 +151,21 @@ class ModelParallelWorker(TrainerWorker, Protocol):
 
 @runtime_checkable
 class ImageWorker(Protocol):
-    """A `TrainerWorker` that indicates whether its model takes images. One that does not say takes none."""
+    """A `TrainerWorker` that reports whether its model takes images. A worker without this method takes none."""
 
     @property
     @abstractmethod
     def takes_images(self) -> bool:
         """Return whether `TrainerWorker.forward` takes `MicroBatch.image_tensors`; if not, it refuses them.
 
-        Raises `UnsupportedError` then. A micro-batch without images may come beside others' with images.
+        Raises `UnsupportedError` then. Other ranks may receive micro-batches with images while this rank's has none,
+        and vice versa.
         """
 
 
 @runtime_checkable
 class ReplayingWorker(Protocol):
-    """A `TrainerWorker` that indicates whether it replays the experts of a rollout. One that does not say does not."""
+    """A `TrainerWorker` that reports whether it replays the experts of a rollout. One without this method does not."""
 
     @property
     @abstractmethod
@@ -172,8 +173,8 @@ class ReplayingWorker(Protocol):
         """Return whether `TrainerWorker.forward` takes `MicroBatch.routed_experts_TLK`; if not, it refuses them.
 
         Raises `UnsupportedError` then. The recorded experts take the place of those that the model's routers would
-        choose, weighted by what the routers, as they are now, give them. A micro-batch without a record may come beside
-        others' with one.
+        choose, weighted by the present routers. Other ranks may receive micro-batches with a record while this rank's
+        has none, and vice versa.
         """
 
 
@@ -197,7 +198,7 @@ class BackgroundSaver(Protocol):
     def finish_save(self, timeout_s: float) -> None:
         """Return once the save has written its path, or at once if there is none to finish. Not collective.
 
-        Raises `CheckpointError`, once, if the save failed: the earlier checkpoint at the path is still whole, and the
+        Raises `CheckpointError`, once, if the save failed: the earlier checkpoint at the path is still intact, and the
         state of training is unaffected. Also raises `CheckpointError` if the save continues after ``timeout_s``
         seconds: it is then still pending, and the call may be repeated.
         """
@@ -219,14 +220,14 @@ class MemoryTerm:
     name: str
     size_bytes: int
     remedy: str = ""
-    """What makes it smaller."""
+    """How to reduce it."""
     phase: Phase | None = None
     """When the process needs it; None: all the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingLoad:
-    """What a run gives each rank to compute."""
+    """The load that a run puts on each rank."""
 
     num_ranks: int
     tokens_per_micro_batch: int
@@ -236,7 +237,7 @@ class TrainingLoad:
 
 @runtime_checkable
 class WorkerKind(Protocol):
-    """A kind of trainer: makes its ranks, and tells a run what it has to know before it starts them.
+    """A kind of trainer: makes its ranks, and reports what a run has to know before it starts them.
 
     Entry points of the group ``inflight.workers`` name one, and so does ``module:attribute``.
     """
@@ -255,7 +256,7 @@ class WorkerKind(Protocol):
         """
 
     def memory(self, settings: Mapping[str, object], load: TrainingLoad) -> Sequence[MemoryTerm] | None:
-        """Return what the largest rank needs on its GPU, but for its CUDA context, by arithmetic; None: not known.
+        """Return the estimated GPU memory of the largest rank, without its CUDA context; None: not known.
 
         Terms of the phase ``sampling`` are left out where trainers and servers do not take turns. Raises `ConfigError`
         if the settings or the model cannot be used.

@@ -28,7 +28,7 @@ class WeightSender(Protocol):
     def is_collective(self) -> bool:
         """Return whether all endpoints receive a bucket at once, while it is sent.
 
-        False: each endpoint reads a bucket by itself after it was sent, so one that fails does not affect the others.
+        False: each endpoint reads a bucket on its own after it was sent, so one that fails does not affect the others.
         """
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Transport(Protocol):
     @property
     @abstractmethod
     def spec_type(self) -> type[TransportSpec]:
-        """Return the type of its specs. A server reads with it what a stranger sends: every field needs its bounds."""
+        """Return the type of its specs. A server parses untrusted input with it, so every field needs bounds."""
 
     @property
     @abstractmethod

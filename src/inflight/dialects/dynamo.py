@@ -26,8 +26,8 @@ from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of
 from inflight.dialects.single_owner import OwnedEndpoint
 from inflight.dialects.url_query import options_of_query
-from inflight.engines.requests import reading
-from inflight.engines.routes import EngineRoutes, words_of
+from inflight.engines.requests import protocol_errors
+from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.engines.version_labels import ServedVersion, label_of, parse_label
 from inflight.errors import ConfigError, ProtocolError, UpdateRefusedError
 from inflight.model.checkpoint_specs import checkpoint_of, config_number, config_of
@@ -98,7 +98,7 @@ class DynamoEndpoint(OwnedEndpoint):
         if options.logprobs not in ("raw", "processed"):
             raise ConfigError(f"{self.name}: logprobs is raw or processed, not {options.logprobs!r}")
         models = await self._routes.get("/v1/models")
-        with reading("/v1/models"):
+        with protocol_errors("/v1/models"):
             model = str(models["data"][0]["id"])
         if options.discovery:
             self._workers = await self._discovered()
@@ -140,7 +140,7 @@ class DynamoEndpoint(OwnedEndpoint):
         if answer.get("protocol_version") != DISCOVERY_PROTOCOL:
             raise ConfigError(f"{self.name}: {WORKERS_ROUTE} speaks version {answer.get('protocol_version')!r}, not 1")
         found: dict[str, EngineRoutes] = {}
-        with reading(WORKERS_ROUTE):
+        with protocol_errors(WORKERS_ROUTE):
             for worker in answer["workers"]:
                 name, url = str(worker["instance_id"]), str(worker.get("system_url", ""))
                 missing = [route for route in _NEEDED if route not in worker.get("routes", ())]
@@ -186,7 +186,7 @@ class DynamoEndpoint(OwnedEndpoint):
         body = body_of(request, model=can.model, room=can.max_model_len - len(request.prompt_token_ids))
         body["nvext"] = {"extra_fields": ["completion_token_ids"]}
         answer = await self._routes.request(ROUTE, body, self._generate_timeout_s)
-        with reading(ROUTE):
+        with protocol_errors(ROUTE):
             token_ids = [int(token_id) for token_id in answer["nvext"]["completion_token_ids"]]
             return completion_of(answer["choices"][0], token_ids, index, version)
 
@@ -214,7 +214,7 @@ class DynamoEndpoint(OwnedEndpoint):
         async def one(routes: EngineRoutes) -> Mapping[str, Any]:
             answer = await routes.post(f"/engine/{route}", body, self._options.timeout_s)
             if not isinstance(answer, dict) or answer.get("status") != "ok":
-                raise ProtocolError(f"POST /engine/{route} failed: {words_of(answer)}", routes.url)
+                raise ProtocolError(f"POST /engine/{route} failed: {error_text_of(answer)}", routes.url)
             return answer
 
         return await finish_all(*(one(routes) for routes in self._workers.values()))

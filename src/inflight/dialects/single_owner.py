@@ -90,7 +90,9 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         self._sink = StagedSink(make_receiver)
         self._updates = UpdateReceiver(self, self._sink, specs, can)
         served = await self._served()
-        self._updates.session.found(served.version, served.run_id, torn=served.torn, session_id=served.session_id)
+        self._updates.session.adopt_report(
+            served.version, served.run_id, torn=served.torn, session_id=served.session_id
+        )
         self._version = served.version
         return can
 

@@ -1,1 +1,1 @@
-"""Engines other than our own: what an adapter says of one, and how to find, start and attach to them."""
+"""Inference engines: the embedded one, and what adapters share to start and attach to other engines."""

@@ -9,12 +9,12 @@ from inflight.errors import ConfigError
 
 
 def has_gpu(device: str | None) -> bool:
-    """Return whether an engine started for ``device`` finds a GPU. None asks whether this machine has one."""
+    """Return whether an engine started for ``device`` finds a GPU; for None, whether this machine has one."""
     return device.startswith("cuda") if device is not None else Path("/dev/nvidiactl").exists()
 
 
 def integer_in(arguments: Sequence[str], *flags: str) -> int | None:
-    """Return what `number_in` returns, as an integer."""
+    """Return the result of `number_in` as an integer."""
     number = number_in(arguments, *flags)
     return None if number is None else int(number)
 

@@ -1,4 +1,4 @@
-"""What endpoints over an engine's own server share: attaching, the version in the server's label, aborts and chat."""
+"""The base of endpoints over an engine's own server: attaching, the server's version label, aborts and chat."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 class AttachedEndpoint(ABC):
-    """One engine's server, asked over ``routes``; ``label_path`` is the route that says the label of its weights.
+    """One engine's server, called over ``routes``; ``label_path`` is the route that returns the label of its weights.
 
     A subclass names `ReceivingEndpoint`, `AbortingEndpoint` and `ReleasingEndpoint` as further bases after this one.
 
     An instance belongs to the event loop in which it is first used. Its state is the server's: another instance may
-    publish, and a replaced server is recognised. Closing waits ``close_s`` seconds for calls under way.
+    publish, and a replaced server is detected. Closing waits ``close_s`` seconds for calls under way.
     """
 
     _release_arguments: Sequence[str]
@@ -71,7 +71,7 @@ class AttachedEndpoint(ABC):
         """Set ``_updates``, and return what the server can do. Raises `ConfigError` if it was not started correctly."""
 
     def _is_torn(self, served: ServedVersion) -> bool:
-        """Return whether the weights are torn, given what the server's label says of them."""
+        """Return whether the weights are torn, given the parsed label of the server."""
         return served.torn
 
     async def capabilities(self) -> Capabilities:
@@ -85,10 +85,10 @@ class AttachedEndpoint(ABC):
     async def init_process_group(self, spec: TransportSpec) -> None:
         """Clears what another client left open on the server."""
         await (await self.receiver()).join(spec)
-        await self._found()
+        await self._refresh_label()
         self._was_replaced = False  # the group just formed belongs to the process that answers now
 
-    async def _found(self, timeout_s: float | None = None) -> str:
+    async def _refresh_label(self, timeout_s: float | None = None) -> str:
         """Return the server's label for its weights, and adopt it, unless it may have changed meanwhile."""
         session, num_changes = self._updates.session, self._updates.session.num_changes
         label = str((await self._routes.get(self._label_path, timeout_s))["weight_version"])
@@ -96,7 +96,7 @@ class AttachedEndpoint(ABC):
         if session.update is None and num_changes == session.num_changes:
             if session.run_id is not None and served.run_id is None:  # a new process, with its checkpoint
                 self._was_replaced, self._last.timings = True, None
-            session.found(
+            session.adopt_report(
                 served.version,
                 served.run_id,
                 torn=self._is_torn(served),
@@ -107,25 +107,25 @@ class AttachedEndpoint(ABC):
 
     async def _label(self, timeout_s: float | None = None) -> str:
         """Return the server's label for its weights. Raises as `UpdateSession.refuse_to_sample` does."""
-        label = await self._found(timeout_s)
+        label = await self._refresh_label(timeout_s)
         self._updates.session.refuse_to_sample()
         return label
 
     async def release_memory(self) -> WeightVersion:
-        await (await self._releasing()).release()
+        await (await self._memory_release()).release()
         return await self.weight_version()
 
     async def restore_memory(self) -> WeightVersion:
-        await (await self._releasing()).restore()
+        await (await self._memory_release()).restore()
         return await self.weight_version()
 
-    async def _releasing(self) -> MemoryRelease:
+    async def _memory_release(self) -> MemoryRelease:
         if not (await self.capabilities()).releases_memory:
             raise UnsupportedError(
                 f"{self.name} was started without {' '.join(self._release_arguments)}, which need a GPU: it does not "
                 "support releases_memory"
             )
-        await self._found()
+        await self._refresh_label()
         return self._memory
 
     @abstractmethod
@@ -141,25 +141,25 @@ class AttachedEndpoint(ABC):
 
     @abstractmethod
     async def _end(self, names: Sequence[str]) -> None:
-        """Ask the server to end completions of these names; see `inflight.engines.requests.SentRequest`."""
+        """Ask the server to end the completions with these names; see `inflight.engines.requests.SentRequest`."""
 
     @abstractmethod
-    async def _rendered(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
+    async def _render(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
         """Return the messages as token ids, with their images. Raises `InvalidRequestError` if they are refused."""
 
     @abstractmethod
-    async def _decoded(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> Sequence[str]:
+    async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> Sequence[str]:
         """Return the text of each token sequence."""
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         """The server renders the messages and decodes the tokens."""
         can = await self.capabilities()
         check_chat(request, can)
-        generate_request = generate_request_of(request, *await self._rendered(request))
+        generate_request = generate_request_of(request, *await self._render(request))
         response = await self.generate(generate_request)
         sampled = [completion.token_ids for completion in response.completions]
-        texts = await self._decoded(sampled, True)
-        pieces = [await self._decoded([[token_id] for token_id in ids], False) for ids in sampled if request.logprobs]
+        texts = await self._decode(sampled, True)
+        pieces = [await self._decode([[token_id] for token_id in ids], False) for ids in sampled if request.logprobs]
         return chat_completion_of(request, generate_request, response, texts, pieces)
 
     async def aclose(self) -> None:

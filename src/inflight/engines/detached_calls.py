@@ -37,7 +37,7 @@ class Attaching(Generic[T]):
             await cancel_and_wait(self._task)
 
 
-async def quietly(call: Awaitable[object]) -> None:
-    """Await a call, and ignore that the engine refuses it or no longer answers."""
+async def ignore_engine_errors(call: Awaitable[object]) -> None:
+    """Await a call, and ignore errors of an engine that refuses it or no longer answers."""
     with contextlib.suppress(InflightError):
         await call

@@ -32,7 +32,7 @@ def keyword_arguments(pairs: Sequence[str], flag: str) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def made_endpoint(factory: str, model: Path, options: Mapping[str, Any]) -> AsyncIterator[InferenceEndpoint]:
+async def open_endpoint(factory: str, model: Path, options: Mapping[str, Any]) -> AsyncIterator[InferenceEndpoint]:
     """Yield the endpoint that ``module:function`` makes; on exit leave its context manager, if there is one.
 
     The caller closes the endpoint with ``aclose`` before that. Raises `ConfigError` if the factory cannot be imported,

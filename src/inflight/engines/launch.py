@@ -32,7 +32,7 @@ _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 20.0
 """An engine may answer its first health check only after it has generated something."""
-_TELL_EVERY_S = 5.0
+_REPORT_EVERY_S = 5.0
 _WATCH_S = 0.1
 _ASK_S = 0.5
 """Seconds between two health checks of a running engine, and how long each may take."""
@@ -77,7 +77,7 @@ class EngineProcess:
 
         Raises `EndpointError` with the engine's last lines if it ends, or takes longer than ``timeout_s``.
         """
-        started = told = time.monotonic()
+        started = reported = time.monotonic()
         async with contextlib.aclosing(BoundedClient(self.url)) as client:
             while True:
                 patience_s = min(_HEALTH_TIMEOUT_S, max(_POLL_S, started + timeout_s - time.monotonic()))
@@ -89,8 +89,8 @@ class EngineProcess:
                     raise EndpointError(
                         f"{self.name} was not healthy after {timeout_s:g} s and is being stopped; {self._end()}"
                     )
-                if on_wait is not None and now - told > _TELL_EVERY_S:
-                    told = now
+                if on_wait is not None and now - reported > _REPORT_EVERY_S:
+                    reported = now
                     on_wait(now - started)
                 await asyncio.sleep(_POLL_S)
 
@@ -98,7 +98,7 @@ class EngineProcess:
         """Wait until the engine or a part of it dies, and raise `EndpointError` with its last lines.
 
         The parts are the processes that run when this is called, and the health that the engine's server reports. Once
-        a part has died, the rest of the engine is told to end at once.
+        a part has died, the rest of the engine is ended at once.
         """
         watches = [self._watch_processes()]
         if self._kind.liveness_path is not None:
@@ -120,11 +120,11 @@ class EngineProcess:
                 if await _status_of(client, path, _ASK_S) == 503:  # a server that does not answer may be busy
                     break
                 await asyncio.sleep(_ASK_S)
-        await asyncio.sleep(2 * _WATCH_S)  # the processes' own end says more
+        await asyncio.sleep(2 * _WATCH_S)  # the end of a process is more specific
         self._raise_dead(f"GET {path} answered status 503")
 
     def _raise_dead(self, how: str) -> NoReturn:
-        self._hurry()
+        self._shorten_patience()
         raise EndpointError(f"{self.name} has died: {how}; {self._end()}")
 
     def _raise_if_ended(self) -> None:
@@ -143,7 +143,7 @@ class EngineProcess:
             ]
         )
 
-    def _hurry(self) -> None:
+    def _shorten_patience(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGQUIT)
 
@@ -151,13 +151,13 @@ class EngineProcess:
         """End every process that descends from the engine; return when none is left. Idempotent."""
         assert self._process.stdin is not None
         if at_once:
-            self._hurry()
+            self._shorten_patience()
         self._process.stdin.close()
         try:
             self._process.wait(2 * _PATIENCE_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)  # the engine dies with it
+                os.kill(self._process.pid, signal.SIGKILL)  # the engine ends with it
             self._process.wait()
 
 

@@ -17,7 +17,7 @@ _TITLE = "::"
 
 @dataclass(frozen=True, slots=True)
 class VitalProcess:
-    """One process. ``started`` tells it from a later process with the same id.
+    """One process. ``started`` distinguishes it from a later process with the same id.
 
     ``status`` is a wait status, 0 while alive. Only its own user can read the status of a process that its parent has
     not collected yet.
@@ -32,7 +32,7 @@ class VitalProcess:
 
     @property
     def how(self) -> str:
-        """How it ended, as far as its parent lets others see."""
+        """How it ended, as far as this is visible to others than its parent."""
         if self.is_alive or not self.status:
             return "ended"
         number = self.status & 0x7F

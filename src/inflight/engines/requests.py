@@ -1,5 +1,4 @@
-"""Requests to an engine whose weights change while they run: what fits, when to send, which prefixes to reuse, and how
-to end them.
+"""Requests to an engine whose weights change while they run: their limits, when to send them, and how to end them.
 
 An engine's prefix cache outlives an update under ``keep``. Each request therefore carries the label of the weights as
 the key of its prefixes, so that it never continues a prefix that other weights computed.
@@ -22,15 +21,15 @@ from inflight.wire import Completion, GenerateRequest
 Item = TypeVar("Item")
 
 _AGAIN_S = 0.05
-"""Seconds until an engine is asked again to end a request that it has not answered."""
+"""Seconds after which an engine is asked again to end a request that it has not answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentRequest:
-    """How the engine is asked for one completion."""
+    """The engine's request for one completion."""
 
     name: str
-    """What the engine calls it: a new name each time, and the beginning of no other."""
+    """The engine's name for it: a new name each time, and not the prefix of another name."""
     cache_key: str
     """Completions with different keys share no cached prefix."""
 
@@ -49,7 +48,7 @@ def check_fit(request: GenerateRequest, *, max_model_len: int, vocab_size: int) 
 
 
 @contextlib.contextmanager
-def reading(path: str) -> Iterator[None]:
+def protocol_errors(path: str) -> Iterator[None]:
     """Turn errors from reading a malformed answer into `ProtocolError`."""
     try:
         yield
@@ -62,7 +61,7 @@ class _Running:
     """One request of this client."""
 
     asked: Mapping[int, SentRequest] = field(default_factory=dict)
-    """The completions that the engine was asked for and has not answered, by their index."""
+    """The completions that the engine has received and not answered, by their index."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -97,7 +96,7 @@ class RequestGate:
         send: Callable[[Mapping[int, SentRequest]], Awaitable[list[Item]]],
         labelled: Callable[[Item], Iterable[Mapping[str, Any]] | None],
     ) -> list[Item | None]:
-        """Return what the engine samples for each completion, never behind a prefix that other weights computed.
+        """Return the engine's answer for each completion, none continuing a cached prefix of other weights.
 
         An item is None if its completion was aborted before anything was sampled for it. ``label`` asks the engine for
         the label of its weights, and raises if they cannot be sampled from. ``send`` takes the completions by their
@@ -109,17 +108,17 @@ class RequestGate:
         running = self._running[request.request_id] = _Running()
         items: list[Item | None] = [None] * request.sampling.n
         try:
-            current = await self._passed(label, running)
+            current = await self._wait_at_gate(label, running)
             if current is None:
                 return items
             indices = range(request.sampling.n)
-            found = await _sent(send, running, _asked(request, dict.fromkeys(indices, current)))
-            with reading("the engine"):
+            found = await _sent(send, running, _sent_requests(request, dict.fromkeys(indices, current)))
+            with protocol_errors("the engine"):
                 late = [i for i in indices if began_under_another(labelled(found[i]), current)]
             for index in set(indices) - set(late):
                 items[index] = found[index]
-            if late and await self._passed(label, running) is not None:  # an update under way goes first
-                again = await _sent(send, running, _asked(request, {index: uuid.uuid4().hex for index in late}))
+            if late and await self._wait_at_gate(label, running) is not None:  # an update under way takes precedence
+                again = await _sent(send, running, _sent_requests(request, {index: uuid.uuid4().hex for index in late}))
                 for index, item in zip(late, again, strict=True):
                     items[index] = item
             return items
@@ -143,7 +142,7 @@ class RequestGate:
                     for running in aborted:
                         await running.over.wait()
 
-    async def _passed(self, label: Callable[[], Awaitable[str]], running: _Running) -> str | None:
+    async def _wait_at_gate(self, label: Callable[[], Awaitable[str]], running: _Running) -> str | None:
         """Return the label of the engine's weights, once requests may be sent; None if ``running`` was aborted.
 
         Asks for each request, because any other client may have changed the weights.
@@ -157,13 +156,13 @@ class RequestGate:
                 return None if running.aborted.is_set() else current
 
 
-def unsampled(index: int) -> Completion:
+def unsampled_completion(index: int) -> Completion:
     """Return a completion that was aborted before anything was sampled for it."""
     return Completion(index=index, token_ids=(), logprobs=(), version_spans=(), finish_reason="abort")
 
 
-def _asked(request: GenerateRequest, cache_keys: Mapping[int, str]) -> dict[int, SentRequest]:
-    """Return how the engine is asked for the completions with these indices."""
+def _sent_requests(request: GenerateRequest, cache_keys: Mapping[int, str]) -> dict[int, SentRequest]:
+    """Return the engine's requests for the completions with these indices."""
     name = f"{len(request.request_id)}:{request.request_id}/{uuid.uuid4().hex[:12]}/"
     return {index: SentRequest(f"{name}{index}.", key) for index, key in cache_keys.items()}
 

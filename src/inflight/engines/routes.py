@@ -1,4 +1,4 @@
-"""Calls on an engine's own routes: their deadlines, and the engine's words when it refuses."""
+"""Calls on an engine's own routes: their deadlines, and the engine's error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from inflight.http.bounded_client import BoundedClient
 Answer = Coroutine[Any, Any, tuple[int, Any]]
 
 _LIVENESS_S = 0.8
-"""Seconds without an answer before the server is asked whether its engine lives; that answer may take as long."""
+"""Seconds without an answer before the server is asked whether its engine is alive; that answer may take as long."""
 
 
 class EngineRoutes:
@@ -47,26 +47,26 @@ class EngineRoutes:
         self._liveness_path = liveness_path
 
     async def get(self, path: str, timeout_s: float | None = None) -> Mapping[str, Any]:
-        """Return the JSON object of a GET. Raises `ProtocolError` with the server's words for any other answer."""
+        """Return the JSON object of a GET. Raises `ProtocolError` with the server's message for any other answer."""
         status, answer = await self.ask("GET", path, None, timeout_s)
         if status != 200 or not isinstance(answer, dict):
-            raise ProtocolError(f"GET {path} answered status {status}: {words_of(answer)}", self.url)
+            raise ProtocolError(f"GET {path} answered status {status}: {error_text_of(answer)}", self.url)
         return answer
 
     async def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """Return the answer to a POST. Raises `ProtocolError` with the server's words if it refuses."""
+        """Return the answer to a POST. Raises `ProtocolError` with the server's message if it refuses."""
         status, answer = await self.ask("POST", path, body, timeout_s)
         if status != 200:
-            raise ProtocolError(f"POST {path} answered status {status}: {words_of(answer)}", self.url)
+            raise ProtocolError(f"POST {path} answered status {status}: {error_text_of(answer)}", self.url)
         return answer
 
     async def request(self, path: str, body: Any, timeout_s: float | None = None) -> Any:
         """Return the answer to a user's POST. Raises `InvalidRequestError` if the server calls it invalid."""
         status, answer = await self.ask("POST", path, body, timeout_s)
         if status == 400:
-            raise InvalidRequestError(f"the engine refused the request: {words_of(answer)}")
+            raise InvalidRequestError(f"the engine refused the request: {error_text_of(answer)}")
         if status != 200:
-            raise ProtocolError(f"POST {path} answered status {status}: {words_of(answer)}", self.url)
+            raise ProtocolError(f"POST {path} answered status {status}: {error_text_of(answer)}", self.url)
         return answer
 
     async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> tuple[int, Any]:
@@ -78,13 +78,13 @@ class EngineRoutes:
         status, answer = await call
         if status in (401, 403):
             raise UnauthorizedError(
-                f"{method} {path} was refused with status {status}: {words_of(answer)}. "
+                f"{method} {path} was refused with status {status}: {error_text_of(answer)}. "
                 "Pass the key of the server's --api-key",
                 self.url,
             )
         return status, answer
 
-    async def offered(self) -> Mapping[str, Any]:
+    async def fetch_paths(self) -> Mapping[str, Any]:
         """Return the server's routes by their paths."""
         paths = (await self.get("/openapi.json")).get("paths")
         if not isinstance(paths, dict):
@@ -104,14 +104,14 @@ class EngineRoutes:
                     )
                     if status == 503:
                         raise EndpointError(
-                            f"{what} got no answer, and GET {liveness_path} states that the engine has died", self.url
+                            f"{what} got no answer, and GET {liveness_path} reports that the engine has died", self.url
                         )
 
         async with running(watch()):
             return await call
 
 
-def words_of(answer: Any) -> str:
+def error_text_of(answer: Any) -> str:
     """Return the message of an engine's error answer, in one line."""
     for key in ("error", "message"):
         if isinstance(answer, dict) and key in answer:

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from inflight.base.progress import say_what_is_logged
+from inflight.base.progress import report_log_records
 from inflight.contracts import CountingEndpoint, EngineKind, EngineOptions, InferenceEndpoint
-from inflight.engines.factories import keyword_arguments, made_endpoint
+from inflight.engines.factories import keyword_arguments, open_endpoint
 from inflight.engines.launch import start_engine
 from inflight.errors import ConfigError
 from inflight.http.joining import JoinSettings
@@ -37,8 +37,8 @@ def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready:
     """Serve what ``spec`` describes at ``host`` until SIGINT, SIGTERM, or what else ends it; then end the engine too.
 
     ``on_ready`` receives the line that indicates where the server answers, ``note`` all other lines. Raises
-    `ConfigError` if the server cannot be started, and `EndpointError` with the engine's last lines if that ends by
-    itself or is not healthy in time. Call it from the main thread.
+    `ConfigError` if the server cannot be started, and `EndpointError` with the engine's last lines if the engine ends
+    on its own or is not healthy in time. Call it from the main thread.
     """
     kind = None if ":" in spec.engine else load_engine_kind(spec.engine)
     _check(spec, kind)
@@ -58,7 +58,7 @@ def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready:
         with bind(host, listen.port) as listener:
             asyncio.run(_serve_function(spec, listener, serving, follow, on_ready))
     elif kind.runs_in_process:
-        say_what_is_logged(note)
+        report_log_records(note)
         with bind(host, listen.port) as listener:
             endpoint = kind.load(spec.options.with_defaults())
             asyncio.run(
@@ -85,18 +85,20 @@ async def _serve_function(
 ) -> None:
     """Serve the endpoint that ``module:function`` makes in this process.
 
-    Raises `ConfigError` as `made_endpoint` does, and if an awaitable factory takes too long.
+    Raises `ConfigError` as `open_endpoint` does, and if an awaitable factory takes too long.
     """
     timeout_s, arguments = spec.process.start_timeout_s, keyword_arguments(spec.options.arguments, "--engine-arg")
-    chosen = {name: value for name, value in _chosen(spec.options).items() if name not in ("model", "arguments")}
+    chosen = {
+        name: value for name, value in _non_default_options(spec.options).items() if name not in ("model", "arguments")
+    }
     async with contextlib.AsyncExitStack() as stack:
         try:
             async with asyncio.timeout(timeout_s):
                 endpoint = await stack.enter_async_context(
-                    made_endpoint(spec.engine, spec.options.model, chosen | arguments)
+                    open_endpoint(spec.engine, spec.options.model, chosen | arguments)
                 )
         except TimeoutError as error:
-            raise ConfigError(f"{spec.engine} made no endpoint within {timeout_s:g} s (--start-timeout)") from error
+            raise ConfigError(f"{spec.engine} returned no endpoint within {timeout_s:g} s (--start-timeout)") from error
 
         async def until_ready() -> None:
             await endpoint.capabilities()
@@ -144,7 +146,7 @@ def _serve_process(
 
 
 def _check(spec: ServerSpec, kind: EngineKind | None) -> None:
-    """Raise `ConfigError` for options that the engine does not take; None is the kind of ``module:function``."""
+    """Raise `ConfigError` for options that do not apply; ``kind`` is None for an engine named ``module:function``."""
     options, process, ready_file = spec.options, spec.process, spec.listen.ready_file
     if ready_file is not None and not ready_file.parent.is_dir():
         raise ConfigError(f"ready file {str(ready_file)!r} cannot be written: its directory does not exist")
@@ -152,7 +154,7 @@ def _check(spec: ServerSpec, kind: EngineKind | None) -> None:
         raise ConfigError(f"--threads must be at least 1, not {options.threads}")
     if not process.start_timeout_s > 0:
         raise ConfigError(f"--start-timeout must be above 0, not {process.start_timeout_s:g}")
-    wrong = _chosen(options).keys() & {*(_NOT_OF_FUNCTIONS if kind is None else kind.unsupported_options)}
+    wrong = _non_default_options(options).keys() & {*(_NOT_OF_FUNCTIONS if kind is None else kind.unsupported_options)}
     if wrong:
         raise ConfigError(f"{flag_of(min(wrong))} does not apply to engine {spec.engine!r}: leave it out")
     if kind is not None and not kind.runs_in_process:
@@ -167,7 +169,7 @@ def _check(spec: ServerSpec, kind: EngineKind | None) -> None:
         )
 
 
-def _chosen(options: EngineOptions) -> dict[str, Any]:
+def _non_default_options(options: EngineOptions) -> dict[str, Any]:
     """Return the options that are not at their defaults."""
     values = {it.name: (getattr(options, it.name), it.default) for it in dataclasses.fields(options)}
     return {name: value for name, (value, default) in values.items() if value != default}
@@ -185,7 +187,7 @@ def _join_settings(spec: ServerSpec, note: Note) -> JoinSettings | None:
 
 
 def _follower(spec: ServerSpec, note: Note) -> Callable[[InferenceEndpoint], Awaitable[None]] | None:
-    """Return what loads new versions from a store into an endpoint, None if the spec names no store."""
+    """Return a function that loads new versions from a store into an endpoint; None if the spec names no store."""
     following = spec.following
     if following.follow is None:
         if following.follow_run is not None or following.follow_token_file is not None:

@@ -77,7 +77,7 @@ def _end_all(child: int, patience_s: Callable[[], float]) -> int | None:
     started = time.monotonic()
     status = None
     _signal_all(child, signal.SIGTERM)
-    while _left(child):
+    while _remaining_processes(child):
         if time.monotonic() - started > patience_s():
             _signal_all(child, signal.SIGKILL)  # repeated: a new one may have started
         time.sleep(_POLL_S / 2)
@@ -87,12 +87,12 @@ def _end_all(child: int, patience_s: Callable[[], float]) -> int | None:
 
 
 def _signal_all(child: int, number: int) -> None:
-    for pid in _left(child):
+    for pid in _remaining_processes(child):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def _left(child: int) -> list[int]:
+def _remaining_processes(child: int) -> list[int]:
     """Return the descendants of the command that have not ended; without /proc, only its process group."""
     if sys.platform != "linux":
         try:
@@ -100,7 +100,7 @@ def _left(child: int) -> list[int]:
         except (ProcessLookupError, PermissionError):
             return []
         return [-child]
-    parents = dict(_alive())
+    parents = dict(_live_processes())
     descendants = []
     for pid in parents:
         ancestor = pid
@@ -111,7 +111,7 @@ def _left(child: int) -> list[int]:
     return descendants
 
 
-def _alive() -> list[tuple[int, int]]:
+def _live_processes() -> list[tuple[int, int]]:
     """Return the ids of every live process and of its parent."""
     found = []
     for entry in os.listdir("/proc"):

@@ -1,4 +1,4 @@
-"""What the last update cost an engine, and the time to its first token once sampled."""
+"""The timings of an engine's last update, and the time to its first token once that has been sampled."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Version labels: the text by which an engine calls its weights, so that every client reads the same version from it.
+"""Version labels: the text that identifies an engine's weights, so that every client reads the same version.
 
 ``7/SESSION@RUN`` is version 7 of a run, sent in that session. ``default`` is the checkpoint that the engine started
-from. ``torn:8/SESSION@RUN`` states that an update to version 8 failed while it was applied, and ``released:`` before
-any of them that the engine's memory is released.
+from. ``torn:8/SESSION@RUN`` means that an update to version 8 failed while it was applied; the prefix
+``released:`` means that the engine's memory is released.
 
-The label lives in the engine: a client that attaches later, or after the engine was replaced, learns what it serves. No
+The engine holds the label: a client that attaches later, or after the engine was replaced, learns what it serves. No
 two updates of one engine have the same label, so the label can key the prefix cache: see `began_under_another`.
 """
 
@@ -19,7 +19,7 @@ from inflight.errors import ProtocolError
 from inflight.wire import UpdateRef, VersionSpan
 
 CHECKPOINT_LABEL = "default"
-"""What vLLM and SGLang call the weights that they were started with."""
+"""The label that vLLM and SGLang give to the weights with which they were started."""
 _TORN = "torn:"
 _RELEASED = "released:"
 _UNNAMED = "~"
@@ -28,7 +28,7 @@ _UNNAMED = "~"
 
 @dataclass(frozen=True, slots=True)
 class ServedVersion:
-    """What a label says. ``run_id`` is None for the checkpoint that the engine started from."""
+    """The contents of a label. ``run_id`` is None for the checkpoint that the engine started from."""
 
     version: int
     run_id: str | None
@@ -54,7 +54,7 @@ def restored_label(label: str) -> str:
 
 
 def parse_label(label: str) -> ServedVersion:
-    """Return what a label says. Raises `ProtocolError` for a label that inflight did not give."""
+    """Return the contents of a label. Raises `ProtocolError` for a label that inflight did not give."""
     if label.startswith(_RELEASED):
         return replace(parse_label(restored_label(label)), released=True)
     if label == CHECKPOINT_LABEL:
@@ -64,7 +64,7 @@ def parse_label(label: str) -> ServedVersion:
     version, _, session_id = update.partition("/")
     if not separator or not run_id or not (version.isascii() and version.isdigit()):
         raise ProtocolError(
-            f"the engine calls its weights {label!r}: something other than inflight updates them. "
+            f"the engine labels its weights {label!r}: something other than inflight updates them. "
             "Restart it, so that one publisher owns its weights"
         )
     if session_id.startswith(_UNNAMED):

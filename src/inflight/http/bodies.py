@@ -21,7 +21,7 @@ bound of a body limits how long it stops the event loop.
 """
 
 
-async def parsed(parse: Callable[[bytes], T], content: bytes) -> T:
+async def parse_body(parse: Callable[[bytes], T], content: bytes) -> T:
     """Return ``parse(content)``, from a thread if the content is long."""
     if len(content) < LONG_BODY_BYTES:
         return parse(content)
@@ -31,6 +31,6 @@ async def parsed(parse: Callable[[bytes], T], content: bytes) -> T:
 async def message_of(kind: type[Message], content: bytes) -> Message:
     """Return the message in a JSON body. Raises ``ValueError`` with the first few problems."""
     try:
-        return await parsed(kind.model_validate_json, content)
+        return await parse_body(kind.model_validate_json, content)
     except pydantic.ValidationError as error:
         raise ValueError(describe_problems(error, kind)) from error

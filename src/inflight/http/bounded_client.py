@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 
 from inflight.errors import DeadlineError, EndpointError, ProtocolError, UnreachableError
-from inflight.http.bodies import parsed
+from inflight.http.bodies import parse_body
 from inflight.http.transport import make_transport
 
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 1024 * 1024
 """Longest body of a response with a status other than 200."""
 _DISCONNECTED = re.compile("disconnected|peer closed connection")
-"""How httpx's own transport words a `httpx.RemoteProtocolError` that is a connection closed early."""
+"""The messages of httpx's own transport for a `httpx.RemoteProtocolError` that is a connection closed early."""
 _FAILURES = (TimeoutError, httpx.HTTPError, httpx.InvalidURL)
 _IDENTITY = {"accept-encoding": "identity"}
 """A compressed body could expand to a thousand times the size limit."""
@@ -30,7 +30,7 @@ class BoundedClient:
 
     ``client`` sends the requests and stays open; None makes one, which ignores the proxies of the environment, and
     which `aclose` closes. It belongs to the event loop in which it is first used. ``keeps_alive`` False opens a
-    connection for each call. It is for servers that silently close a connection after an error: the next call on that
+    connection for each call. That is for servers that silently close a connection after an error: the next call on that
     connection would fail, and could be repeated only if it is idempotent.
     """
 
@@ -96,7 +96,7 @@ class BoundedClient:
             headers={"content-type": "application/json", **(headers or {})},
         )
         try:
-            return status, await parsed(json.loads, answer)
+            return status, await parse_body(json.loads, answer)
         except (ValueError, RecursionError):
             return status, answer.decode(errors="replace")
 
@@ -172,7 +172,7 @@ class BoundedClient:
         headers = {name.lower(): value for name, value in response.headers.raw}
         encoding = headers.get(b"content-encoding", b"identity").decode(errors="replace")
         if encoding != "identity":
-            raise ProtocolError(f"the answer is encoded as {encoding[:40]!r}, which was not asked for", self._url)
+            raise ProtocolError(f"the answer is encoded as {encoding[:40]!r}, which was not requested", self._url)
         length = headers.get(b"content-length", b"0")
         self._check_size(int(length[:20]) if length.isdigit() else 0, max_bytes)
         assert isinstance(response.stream, httpx.AsyncByteStream)

@@ -1,4 +1,4 @@
-"""A server's side of joining a run: it indicates where it is, again and again, and says goodbye before it leaves."""
+"""A server's membership of a run: it announces its URL periodically, and deregisters before it leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.http.bounded_client import BoundedClient
 
 JOIN_PATH = "/v1/servers"
 RENEW_S = 2.0
-"""How often a server states that it is there."""
+"""How often a server announces itself."""
 _ANSWER_S = 10.0
 _IDLE_POLL_S = 0.1
 _TAKEN_BACK_S = 1.5
@@ -23,7 +23,7 @@ _TAKEN_BACK_S = 1.5
 
 
 class Joining(BaseModel):
-    """What a server that joins or leaves says of itself."""
+    """The message of a server that joins or leaves."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,11 +45,11 @@ class JoinSettings:
 
     run_url: str
     grace_s: float
-    """How long it may take, once it is told to stop, until its requests have been taken back."""
+    """How long the run may take to take back the server's requests once the server is asked to stop."""
     own_url: str | None
     """Where the run reaches it. None: where it listens."""
     note: Callable[[str], None]
-    """Told when the server joins, and when it finds no run."""
+    """Receives a line when the server joins, and when it finds no run."""
 
 
 class Membership:
@@ -64,7 +64,7 @@ class Membership:
         self._note = settings.note
 
     async def renew(self) -> None:
-        """Join, and report it again until cancelled; while the run does not answer, continue trying.
+        """Join, and renew the membership until cancelled; keep trying while the run does not answer.
 
         Raises `ConfigError` if the run refuses.
         """
@@ -79,11 +79,11 @@ class Membership:
             await asyncio.sleep(RENEW_S)
 
     async def leave(self, endpoint: InferenceEndpoint) -> None:
-        """Say goodbye, and return once nothing runs on the endpoint any more, or the grace is over."""
+        """Deregister, and return once no request runs on the endpoint or the grace period is over."""
         with contextlib.suppress(InflightError, TimeoutError):
             async with asyncio.timeout(self._grace_s):
                 if await self._announce("DELETE"):
-                    self._note("said goodbye to the run, which takes back what runs here")
+                    self._note("left the run, which takes back the requests that run here")
                 await asyncio.sleep(_TAKEN_BACK_S)
                 while (await endpoint.weight_version()).num_running:  # noqa: ASYNC110 - another process runs it
                     await asyncio.sleep(_IDLE_POLL_S)

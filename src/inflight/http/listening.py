@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from inflight.errors import ConfigError, InflightError
 
 _PARTING_S = 2
-"""How long answers that are on their way may take once the server ends."""
+"""How long answers in progress may take once the server ends."""
 
 
 def bind(
@@ -57,7 +57,7 @@ class InLoopServer:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         self._has_begun = asyncio.Event()
-        """Set once it answers, or has ended."""
+        """Set once the server answers, or has ended."""
         self._server = _Uvicorn(config, self._has_begun)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self._serving.add_done_callback(lambda _: self._has_begun.set())
@@ -70,7 +70,7 @@ class InLoopServer:
         return self.url
 
     async def aclose(self) -> None:
-        """Return once the server, with the answers that it still sends, has ended. Raises what has ended it earlier."""
+        """Return once the server has ended and has sent its last answers. Raises the error that ended it, if any."""
         self._server.should_exit = True
         await self._serving
 

@@ -1,4 +1,4 @@
-"""What a server reads from a request: a body of bounded length, and whether the client is still connected."""
+"""Reading requests: a body of bounded length, and whether the client is still connected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def content_of(request: Request, max_body_bytes: int) -> bytes:
 
 
 def refuse_length(request: Request, max_body_bytes: int) -> None:
-    """Refuse a body whose content-length is too long; without that header it is counted while it is read."""
+    """Refuse a body whose content-length is too long; without that header the body is counted while it is read."""
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:20]) > max_body_bytes:
         raise _too_long(request, length[:20], max_body_bytes)
@@ -39,7 +39,7 @@ def _too_long(request: Request, length: str, max_body_bytes: int) -> HTTPExcepti
     )
 
 
-async def unless_client_leaves(request: Request, call: Awaitable[T]) -> T:
+async def run_while_connected(request: Request, call: Awaitable[T]) -> T:
     """Return what ``call`` returns; when the client disconnects, end the call and raise `ClientDisconnect`."""
 
     async def wait_for_disconnect() -> None:

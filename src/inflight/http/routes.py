@@ -18,9 +18,9 @@ class Size:
     fixed_bytes: int
     token_bytes: int = 0
     image_bytes: int = 0
-    """Further bytes where images are declared."""
+    """Further bytes where images are supported."""
     routed_bytes: int = 0
-    """Further bytes for each token, those of the prompt included, whose experts are asked for."""
+    """Further bytes for each token, including prompt tokens, whose experts are requested."""
 
     def bytes_for(self, num_tokens: int, *, images: bool = False, num_routed: int = 0) -> int:
         return (
@@ -51,7 +51,7 @@ class Route(Generic[Response]):
     response: type[Response] | None
     control: bool = False
     needs: wire.Needs | None = None
-    """What the server has to support for it."""
+    """The capability that the server needs for it."""
     request_size: Size = Size(0)
     response_size: Size = Size(MB)
 
@@ -73,7 +73,7 @@ WEIGHT_VERSION = Route(
 )
 INIT_PROCESS_GROUP = _control(
     "init_process_group",
-    "Say how weights travel from now on: join their group, pending until it is formed, or note where they are stored",
+    "Set how weights travel from now on: join their group, pending until it is formed, or record where they are stored",
     wire.TransportBody,
     wire.Acknowledgement,
 )
@@ -95,7 +95,7 @@ ABORT_WEIGHT_UPDATE = _control(
 )
 ABORT_REQUESTS = _control(
     "abort_requests",
-    "End running requests with what they have sampled",
+    "End running requests with the tokens that they have sampled",
     wire.AbortRequests,
     wire.Acknowledgement,
     Size(4 * MB),  # 1024 ids of 256 characters, of which JSON may write each in 12 bytes

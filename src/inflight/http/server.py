@@ -27,7 +27,7 @@ from inflight.errors import InflightError, InvalidRequestError, UnauthorizedErro
 from inflight.http import routes
 from inflight.http.bodies import message_of
 from inflight.http.openapi import openapi_document
-from inflight.http.receiving import content_of, refuse_length, unless_client_leaves
+from inflight.http.receiving import content_of, refuse_length, run_while_connected
 from inflight.http.routes import STATUS_OF_CODE, Route
 from inflight.types import EngineStats
 from inflight.wire import (
@@ -66,15 +66,15 @@ def create_app(
     if not token:
         raise ValueError("create_app needs a token: control routes are never open")
 
-    declared: Capabilities | None = None
+    capabilities: Capabilities | None = None
 
     async def body_of(request: Request, route: Route[Any], kind: type[Body]) -> Body:
-        nonlocal declared
+        nonlocal capabilities
         size = route.request_size
         if not size.token_bytes:
             return await _body(request, kind, size.fixed_bytes)
-        declared = declared or await endpoint.capabilities()  # constant over the endpoint's life
-        return await _body(request, kind, size.bytes_for(declared.max_model_len, images=declared.images))
+        capabilities = capabilities or await endpoint.capabilities()  # constant over the endpoint's life
+        return await _body(request, kind, size.bytes_for(capabilities.max_model_len, images=capabilities.images))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -85,14 +85,14 @@ def create_app(
     async def generate(request: Request) -> Response:
         body = await body_of(request, routes.GENERATE, GenerateRequest)
         if body.stream:
-            return await _events(request, _streaming(endpoint).generate_stream(body))
-        return _json(await unless_client_leaves(request, endpoint.generate(body)))
+            return await _events(request, _require_streaming(endpoint).generate_stream(body))
+        return _json(await run_while_connected(request, endpoint.generate(body)))
 
     async def chat(request: Request) -> Response:
         body = await body_of(request, routes.CHAT_COMPLETIONS, ChatCompletionRequest)
         if body.stream:
-            return await _events(request, _streaming(endpoint).chat_completion_stream(body))
-        return _json(await unless_client_leaves(request, endpoint.chat_completion(body)))
+            return await _events(request, _require_streaming(endpoint).chat_completion_stream(body))
+        return _json(await run_while_connected(request, endpoint.chat_completion(body)))
 
     async def models(_: Request) -> Response:
         capabilities = await endpoint.capabilities()
@@ -105,7 +105,7 @@ def create_app(
 
     async def metrics(_: Request) -> Response:
         registry = CollectorRegistry()
-        registry.register(_Collected(await endpoint.weight_version(), None if stats is None else stats()))
+        registry.register(_MetricsCollector(await endpoint.weight_version(), None if stats is None else stats()))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     async def openapi(_: Request) -> Response:
@@ -131,7 +131,7 @@ def create_app(
         "metrics": metrics,
     }
 
-    def mounted(route: Route[Any]) -> StarletteRoute:
+    def make_route(route: Route[Any]) -> StarletteRoute:
         async def handle(request: Request) -> Response:
             try:
                 if route.control:
@@ -148,9 +148,9 @@ def create_app(
 
         return StarletteRoute(route.path, handle, methods=[route.method], name=route.operation)
 
-    app_routes = [mounted(route) for route in routes.ROUTES]
+    app_routes = [make_route(route) for route in routes.ROUTES]
     app_routes.append(StarletteRoute("/openapi.json", openapi, methods=["GET"]))
-    handlers: dict[Any, Any] = {Exception: _unexpected, HTTPException: _refused}
+    handlers: dict[Any, Any] = {Exception: _answer_failure, HTTPException: _answer_refusal}
     app = Starlette(routes=app_routes, lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
@@ -175,7 +175,7 @@ async def _message(request: Request, kind: type[Body], content: bytes) -> Body:
         raise InvalidRequestError(f"{request.url.path} cannot use this body: {error}") from error
 
 
-def _streaming(endpoint: InferenceEndpoint) -> StreamingEndpoint:
+def _require_streaming(endpoint: InferenceEndpoint) -> StreamingEndpoint:
     if not isinstance(endpoint, StreamingEndpoint):
         raise UnsupportedError(f"{endpoint.name} does not support streaming")
     return endpoint
@@ -183,7 +183,7 @@ def _streaming(endpoint: InferenceEndpoint) -> StreamingEndpoint:
 
 async def _events(request: Request, chunks: AsyncIterator[WireModel]) -> Response:
     """Answer with server-sent events. An error before the first event is raised here; a later one becomes an event."""
-    first = await unless_client_leaves(request, anext(chunks))
+    first = await run_while_connected(request, anext(chunks))
 
     async def lines() -> AsyncIterator[str]:
         yield f"data: {first.model_dump_json()}\n\n"
@@ -210,8 +210,8 @@ def error_response(error: InflightError) -> Response:
     return _json(_error_body(error), STATUS_OF_CODE.get(error.code, 500))
 
 
-async def _refused(request: Request, error: HTTPException) -> Response:
-    """Answer requests that do not reach the endpoint: unknown routes, bodies that are too long."""
+async def _answer_refusal(request: Request, error: HTTPException) -> Response:
+    """Answer a request that does not reach the endpoint: an unknown route, or a body that is too long."""
     message = error.detail
     if error.status_code in (404, 405):
         known = ", ".join(f"{route.method} {route.path}" for route in routes.ROUTES)
@@ -219,11 +219,11 @@ async def _refused(request: Request, error: HTTPException) -> Response:
     return _json(_error_body(InvalidRequestError(message)), error.status_code)
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
+async def _answer_failure(request: Request, error: Exception) -> Response:
     return _json(_error_body(InflightError(f"{request.url.path} failed: {type(error).__name__}: {error}")), 500)
 
 
-class _Collected:
+class _MetricsCollector:
     """Version and engine counters in the format of Prometheus."""
 
     def __init__(self, version: WeightVersion, stats: EngineStats | None) -> None:

@@ -1,4 +1,4 @@
-"""Everything that one server is started with, as a value, and as the command line of ``inflight serve``.
+"""The complete settings of one server, as a value, and as the command line of ``inflight serve``.
 
 The options of the command are the fields of these dataclasses, each with its help text.
 """
@@ -40,9 +40,9 @@ class JoinOptions:
     """Which run the server joins, and how it leaves."""
 
     join: str | None = option(f"join the run that listens there; ${TOKEN_VARIABLE} is the run's", metavar="URL")
-    join_as: str | None = option("where the run reaches this server (default: where it listens)", metavar="URL")
+    join_as: str | None = option("URL at which the run reaches this server (default: where it listens)", metavar="URL")
     grace_s: float = option(
-        "when the server is stopped, how long the run may take to take back what runs here (default: 20)",
+        "when the server is stopped, how long the run may take to take back requests that run here (default: 20)",
         20.0,
         flag="grace",
         metavar="SECONDS",
@@ -51,7 +51,7 @@ class JoinOptions:
 
 @dataclass(frozen=True, slots=True)
 class FollowOptions:
-    """Which stored versions the server loads by itself."""
+    """Which stored versions the server loads on its own."""
 
     follow: str | None = option("load the newest version stored there", metavar="DIR_OR_URL")
     follow_run: str | None = option("run_id of the versions to load", metavar="RUN_ID")
@@ -70,7 +70,7 @@ class EngineProcessOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """Everything that one server is started with, but its token and its place."""
+    """The complete settings of one server, except for its token and its placement."""
 
     options: EngineOptions
     engine: str = option(
@@ -155,7 +155,7 @@ class _Option:
         return self.metadata.get("metavar") == "SIZE"
 
     def parsing(self) -> dict[str, Any]:
-        """Return how argparse reads it."""
+        """Return the arguments of argparse that parse it."""
         if self.kind is bool:
             return {"action": "store_true"}
         if get_origin(self.kind) is tuple:
@@ -174,7 +174,7 @@ class _Option:
         return None if get_origin(self.kind) is Literal and parsed == _NONE else parsed
 
     def words(self, value: Any) -> list[str]:
-        """Return the words of a command line that set it."""
+        """Return the command-line words that set it."""
         if value is True:
             return [self.flag]
         if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Serving an endpoint over HTTP in this process, until told to stop."""
+"""Serving an endpoint over HTTP in this process, until it is asked to stop."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ async def serve(
 ) -> None:
     """Serve until SIGINT, SIGTERM or, with ``exit_with_stdin``, the end of standard input; then abort all requests.
 
-    With ``joins`` the server is a member of a run from then on, and before it stops it leaves the run in order.
+    With ``joins`` the server is a member of a run from then on, and leaves the run cleanly before it stops.
     After the end of standard input it continues for ``lease_s`` from the last call that carried the token.
 
     Await it in the main thread, which receives the signals; a handled signal is raised again at the end. Once the
     server answers, ``ready_file`` is written atomically with ``{"url", "pid"}`` as JSON. ``until_ready`` is awaited
-    before that, and ``while_serving`` runs beside the server: an `InflightError` from either ends the server and is
+    before that, and ``while_serving`` runs alongside the server: an `InflightError` from either ends the server and is
     raised, and running and later requests are answered at once with its first line.
     """
     host, port = listener.getsockname()[:2]
@@ -110,9 +110,9 @@ class _Server(uvicorn.Server):
         self.failure: Exception | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait until ready, start, and report it; does nothing if told to stop meanwhile."""
+        """Wait until ready, start, and report it; does nothing if it is asked to stop meanwhile."""
         if self._until_ready is not None:
-            await self._unless_stopped(self._until_ready())
+            await self._run_until_stopped(self._until_ready())
             if self.should_exit:
                 await self._end_requests()
                 return
@@ -133,8 +133,8 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
         await self._app.wait_for_abandoned_calls(_PARTING_S)
 
-    async def _unless_stopped(self, call: Awaitable[None]) -> None:
-        """Await a call; cancel it once this server is told to stop."""
+    async def _run_until_stopped(self, call: Awaitable[None]) -> None:
+        """Await a call; cancel it once this server is asked to stop."""
         calling = asyncio.create_task(self._note_failure_of(call))
         try:
             while not calling.done() and not self.should_exit:
@@ -191,7 +191,7 @@ class _UntilFailure:
             await asyncio.wait({answering, failing}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await cancel_and_wait(failing)
-            if not answering.done():  # it may end late, since what it waits for may be gone
+            if not answering.done():  # it may end late, since the process that it waits for may have died
                 answering.cancel()
                 self._abandoned.add(answering)
                 answering.add_done_callback(self._forget)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from inflight.http.chat import before_stop
 
 _OVERLAP = 8
-"""Tokens that are decoded again for the sake of those behind them, since some tokenizers join neighbours."""
+"""Tokens that are decoded again with the tokens after them, since some tokenizers merge neighbours."""
 _UNFINISHED = "\ufffd"
 
 
 class StreamedText:
-    """Collects the text of one completion, and states how much of it no later token changes.
+    """Collects the text of one completion, and returns the part that no later token changes.
 
     It holds back an unfinished character and the beginning of a stop string. Each call decodes a few of the last tokens
     only, so that the cost of a token does not grow with the completion.

@@ -1,6 +1,6 @@
 """An httpx transport for plain HTTP/1.1 that finds an idle connection in constant time, and the choice of a transport.
 
-httpx's own pool looks at every connection for each call. TLS and proxies are httpx's own affair.
+httpx's own pool checks every connection for each call. TLS and proxies are left to httpx.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _IDLE_S = 1.0
 """How long a connection is kept for the next call; servers keep it for longer."""
 _MAX_IDLE = 256
 _HIGH_BYTES = 256 * 1024
-"""The peer is not read further while so much waits to be taken."""
+"""Reading from the peer pauses while this many bytes wait to be consumed."""
 _MAX_HEAD_BYTES = 100 * 1024
 
 Origin = tuple[str, int]
@@ -142,7 +142,7 @@ class _Body(httpx.AsyncByteStream):
         self._is_read = self._is_closed = False
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        return self  # the event loop keeps account of every asynchronous generator, which takes longer
+        return self  # an asynchronous generator would be slower, since the event loop tracks each one
 
     async def __anext__(self) -> bytes:
         data = b"" if self._is_read else await self._connection.read_data()
@@ -179,7 +179,7 @@ class _Connection(asyncio.Protocol):
     def has_input(self) -> bool:
         """Whether something arrived on an idle connection, most often its end; it can only be closed then.
 
-        The socket is asked, since the event loop may not have noticed yet.
+        The socket itself is polled, since the event loop may not have noticed yet.
         """
         return self._is_closed or bool(self._received) or bool(self._polling.poll(0))
 

@@ -2,8 +2,8 @@
 
 A `PolicyLoss` is made of pieces: a ratio at a level, a gate, corrections, penalties, and an aggregation, which alone
 has denominators. It is a plain sum over the targets of packed micro-batches, weighted by what `prepare` counted over
-the whole optimizer step, so any split into micro-batches and ranks gives the same gradient. Nothing here knows of
-models, workers or rollouts.
+the whole optimizer step, so any split into micro-batches and ranks gives the same gradient. The package depends on no
+model, worker or rollout.
 """
 
 from inflight.losses.aggregation import (

@@ -88,7 +88,7 @@ class TrustTv(Piece):
 
 
 class TrustKl(Piece):
-    """Rejects targets that move on in the direction of their advantage beyond a bound of KL (DPPO-KL, 2602.04879).
+    """Rejects targets that move further in the direction of their advantage beyond a bound of KL (DPPO-KL, 2602.04879).
 
     The KL is between Bernoulli distributions, mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)), in nats. It
     rejects targets above ``bound`` with A > 0 and pi > mu, or A < 0 and pi < mu.
@@ -125,7 +125,7 @@ class SecondMoment(Piece):
     arXiv 2510.01161).
 
     The mean is over all targets of the optimizer step, so `prepare` computes the largest square that stays. Targets of
-    equal squares stay or go together.
+    equal squares are kept or rejected together.
     """
 
     kind: Literal["second_moment"] = "second_moment"

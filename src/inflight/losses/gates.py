@@ -1,4 +1,4 @@
-"""Gates: how a log ratio and an advantage become the loss of a token, and how hard the token pulls.
+"""Gates: how a log ratio and an advantage become the loss and the gradient weight of a token.
 
 A gate is fully described by g = -d loss / d trainer logprob. Each docstring gives the loss and g: w is the ratio at the
 loss's level, A the advantage, sg stops the gradient.

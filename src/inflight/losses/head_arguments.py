@@ -119,7 +119,7 @@ def keep_mask(kept: KeptTokens, rows: slice, columns: slice, host_offsets: Seque
     row_K = torch.repeat_interleave(
         torch.arange(num_rows, device=offsets.device), offsets.diff(), output_size=last - first
     )
-    # Tokens outside of the tile go to a column beside it.
+    # Tokens outside of the tile go to an extra column.
     column_K = torch.where((column_K >= 0) & (column_K < width), column_K, width)
     mask_CW = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=offsets.device)
     mask_CW[row_K, column_K] = True

@@ -149,8 +149,8 @@ def staleness_metrics(
 def pull_metrics(targets: Targets, pull_N: torch.Tensor) -> dict[str, Metric | Maximum]:
     """Return `ratio_metrics`, and metrics of the weights in the gradient and of whole sequences that have a target.
 
-    ``pull`` and ``pull_squared`` are the means of the weights that targets have in the gradient, beside advantage and
-    denominator; ``sequence_pull`` those of each sequence's mean pull; ``sequence_ratio`` those of exp(sum of log
+    ``pull`` and ``pull_squared`` are the means of the weights that targets have in the gradient, apart from advantage
+    and denominator; ``sequence_pull`` those of each sequence's mean pull; ``sequence_ratio`` those of exp(sum of log
     ratios) of each sequence, its log clamped to +-300.
     """
     counts_S = targets.segment_sum(torch.ones_like(targets.behaviour_N))

@@ -1,4 +1,4 @@
-"""Penalties: terms beside the policy's, each with a true gradient and, if it wants, a denominator of its own.
+"""Penalties: terms added to the policy's, each with a true gradient and, if it wants, a denominator of its own.
 
 d is the log ratio of trainer to reference, g = -d loss / d trainer logprob before the coefficient. Corrections do not
 apply to them.

@@ -1,4 +1,4 @@
-"""What every piece of a loss is: frozen, comparable, hashable, and written to JSON as it was given. No torch."""
+"""The base of the pieces of a loss: frozen, comparable, hashable, and written to JSON unchanged. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two everyday losses on plain tensors, packed or padded, for loops that know nothing of micro-batches or plans."""
+"""The two everyday losses on plain tensors, packed or padded, for loops without micro-batches or plans."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def grpo_loss(
     those of the ratios, ``clip_fraction_high`` and ``clip_fraction_low``.
     """
     gate = _gate(PpoClip, low=clip_low, high=clip_high)
-    return _summed(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
+    return _sum_loss(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
 
 
 def reinforce_loss(
@@ -57,7 +57,7 @@ def reinforce_loss(
     Tensors, ``denominator``, errors: as in `grpo_loss`. Metrics: those of the ratios, and ``truncated_fraction``.
     """
     gate = _gate(Score, high=cap)
-    return _summed(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
+    return _sum_loss(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
 
 
 def _gate(kind: type[PpoClip] | type[Score], **bounds: float) -> Gate:
@@ -67,7 +67,7 @@ def _gate(kind: type[PpoClip] | type[Score], **bounds: float) -> Gate:
         raise InvalidRequestError(f"{kind.__name__}: {describe_problems(error)}") from error
 
 
-def _summed(
+def _sum_loss(
     gate: Gate,
     trainer_logprobs: torch.Tensor,
     behaviour_logprobs: torch.Tensor,

@@ -39,13 +39,13 @@ from inflight.losses.targets import Level, Targets
 from inflight.types import MicroBatch
 
 Need = Literal["reference_logprobs", "versions", "entropy", "group_ids", "first_forward"]
-"""What a loss needs beyond trainer and behaviour logprobs, advantages and mask. ``first_forward``: `prepare` needs
+"""Requirements of a loss beyond trainer and behaviour logprobs, advantages and mask. ``first_forward``: `prepare` needs
 trainer logprobs of the whole step before its first micro-batch is trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossPlan:
-    """What `prepare` counted over one optimizer step; the same on every rank."""
+    """The counts of `prepare` over one optimizer step; the same on every rank."""
 
     loss: PolicyLoss
     before: Counts
@@ -75,7 +75,7 @@ class PolicyLoss(Piece):
     aggregation: Aggregation = TokenMean()
     penalties: tuple[Penalty, ...] = ()
     non_finite: Literal["raise", "drop", "on_policy"] = "raise"
-    """What to do with targets whose behaviour logprob is not finite: raise an error, drop them from the loss and all
+    """The treatment of targets whose behaviour logprob is not finite: raise an error, drop them from the loss and all
     counts, or use the trainer's logprob, for a ratio of 1."""
 
     @model_validator(mode="after")
@@ -88,7 +88,7 @@ class PolicyLoss(Piece):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the loss needs beyond the fields that every micro-batch has."""
+        """The requirements of the loss beyond the fields that every micro-batch has."""
         needs: set[Need] = set()
         aggregations = self._aggregations
         if any(isinstance(penalty, (Kl, Distillation)) for penalty in self.penalties):

@@ -33,7 +33,7 @@ class Preset:
 
     @property
     def needs(self) -> str:
-        """What it needs beyond trainer and behaviour logprobs, in words."""
+        """The requirements beyond trainer and behaviour logprobs, as text."""
         needs: list[str] = sorted(self.loss.needs)
         if self.loss.between == "trainer/proximal" or any(
             "proximal" in getattr(correction, "between", "") for correction in self.loss.corrections
@@ -43,16 +43,16 @@ class Preset:
 
     def describe(self) -> str:
         """Return the preset as a text of at most ten lines."""
-        corrections = ", ".join(map(_written, self.loss.corrections)) or "none"
-        penalties = ", ".join(map(_written, self.loss.penalties)) or "none"
+        corrections = ", ".join(map(_describe_piece, self.loss.corrections)) or "none"
+        penalties = ", ".join(map(_describe_piece, self.loss.penalties)) or "none"
         lines = [
             f"{self.name}: {self.source}",
             f"  loss         {self.formula}",
             f"  gradient     {self.gradient}",
-            f"  gate         {_written(self.loss.gate)} of {self.loss.between} at level {self.loss.level}",
+            f"  gate         {_describe_piece(self.loss.gate)} of {self.loss.between} at level {self.loss.level}",
             f"  corrections  {corrections}",
             f"  penalties    {penalties}",
-            f"  denominator  {_written(self.loss.aggregation)}",
+            f"  denominator  {_describe_piece(self.loss.aggregation)}",
             f"  advantages   {self.advantages}",
             f"  needs        {self.needs}",
         ]
@@ -66,7 +66,7 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def _written(piece: Piece) -> str:
+def _describe_piece(piece: Piece) -> str:
     """Return a piece as its kind with its settings."""
     fields = type(piece).model_fields
     inside = ", ".join(

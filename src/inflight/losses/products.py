@@ -40,7 +40,7 @@ def halves(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Gradients of logits are float32. Rounded to bfloat16 once, their products would be off by 2**-8 of the sum of
     magnitudes, in which positive and negative terms do not cancel: more than the one rounding of the result. The rest
-    of the rounding, in a second product, brings that to 2**-17, in the time that TF32, with 2**-11, takes for one.
+    of the rounding, in a second product, reduces that to 2**-17, in the time that TF32, with 2**-11, takes for one.
     """
     high = wide.to(torch.bfloat16)
     return high, wide.sub_(high).to(torch.bfloat16)

@@ -1,7 +1,7 @@
 """The targets of a micro-batch, one after another, and which of them share a segment.
 
 Masked tokens are removed before anything is computed, so that their NaN cannot meet a zero gradient. Values are
-float64: N values are few beside N rows of logits, and ratios of whole segments need the range.
+float64: N values are few compared with N rows of logits, and ratios of whole segments need the range.
 
 Shape suffixes: N targets (tokens with a true loss mask), S segments.
 """
@@ -14,7 +14,7 @@ from typing import Literal, assert_never
 import torch
 
 Level = Literal["token", "segment_mean", "segment_mean_token", "segment_product", "prefix"]
-"""What a ratio covers, with x_t = log ratio of token t and sums over the targets of its segment:
+"""The tokens that a ratio covers, with x_t = log ratio of token t and sums over the targets of its segment:
 
 ``token``               x_t
 ``segment_mean``        (1/L) sum x: log of the geometric mean (GSPO, arXiv 2507.18071, eq. 7)

@@ -1,1 +1,1 @@
-"""What trainers and engines both know of a model: attention, checkpoints, images, routing and LoRA settings."""
+"""Model code that trainers and engines share: attention, checkpoints, images, routing and LoRA settings."""

@@ -133,7 +133,7 @@ def segment_attention(
     """
     heads = [x[0].transpose(0, 1) for x in (query, key, value)]
     if plan.exchange is not None:
-        heads = [plan.exchange.to_heads(x) for x in plan.exchange.divisible(*heads)]
+        heads = [plan.exchange.to_heads(x) for x in plan.exchange.with_divisible_heads(*heads)]
     padded = [_to_padded(x, plan) for x in heads]
     outputs = [_attend(q, k, v, scaling, dropout) for q, k, v in zip(*padded, strict=True)]
     packed_TAD = _to_packed(outputs, plan)
@@ -151,7 +151,7 @@ def repeats_heads(device_type: str, dtype: torch.dtype, *, grouped: bool) -> boo
     return grouped and device_type == "cuda" and dtype.itemsize > 2
 
 
-def kernel_in_words(
+def describe_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool
 ) -> str:
     """Return which kernel torch takes for attention of such tensors; their contents are not read."""
@@ -160,7 +160,7 @@ def kernel_in_words(
     return _KERNELS.get(SDPBackend(choice), "a kernel of the device's own")
 
 
-def segment_kernel_in_words(config: Any, dtype: torch.dtype, device: torch.device) -> str:
+def describe_segment_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> str:
     """Return how `segment_attention` computes in training for a model of transformers' configuration."""
     num_heads, num_kv_heads, head_dim = heads_of(config)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
@@ -168,7 +168,7 @@ def segment_kernel_in_words(config: Any, dtype: torch.dtype, device: torch.devic
     query = torch.empty(1, num_heads, 64, head_dim, **options)
     key = query if repeated else torch.empty(1, num_kv_heads, 64, head_dim, **options)
     groups = f", its {num_kv_heads} key-value heads repeated for {num_heads} query heads" if repeated else ""
-    return kernel_in_words(query, key, key, is_causal=True) + groups
+    return describe_kernel(query, key, key, is_causal=True) + groups
 
 
 def heads_of(config: Any) -> tuple[int, int, int]:
@@ -192,11 +192,11 @@ def register_segment_attention(*, in_graphs: bool = True) -> str:
         AttentionInterface.register(SEGMENT_ATTENTION, _attention_of_layer)
         return SEGMENT_ATTENTION
     name = f"{SEGMENT_ATTENTION}_outside_of_graphs"
-    AttentionInterface.register(name, outside_of_graphs(_attention_of_layer))
+    AttentionInterface.register(name, exclude_from_graphs(_attention_of_layer))
     return name
 
 
-def outside_of_graphs(function: Function) -> Function:
+def exclude_from_graphs(function: Function) -> Function:
     """Return a function that torch's compiler calls without tracing it."""
     disabled = torch.compiler.disable(function, reason="segments differ from batch to batch")  # type: ignore[no-untyped-call]
     return cast(Function, disabled)
@@ -249,8 +249,8 @@ def _attention_of_layer(
     layer = type(module).__name__
     if segment_plan is None:
         raise UnsupportedError(
-            f"{layer} got no segment_plan: pass segment_plan= to the model; if it was passed, this model does not hand "
-            "it on to its attention and cannot be trained on packed segments"
+            f"{layer} got no segment_plan: pass segment_plan= to the model; if it was passed, this model does not pass "
+            "it to its attention and cannot be trained on packed segments"
         )
     if attention_mask is not None or any(others.get(name) is not None for name in _REFUSED_ARGUMENTS):
         raise UnsupportedError(f"{layer} asks for a mask or for one of {', '.join(_REFUSED_ARGUMENTS)}")

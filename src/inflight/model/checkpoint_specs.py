@@ -1,4 +1,4 @@
-"""What a checkpoint directory says of its model: sizes, and the tensors in its files' headers. No torch."""
+"""The model's sizes and tensors as a checkpoint directory describes them in config and headers. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inflight.errors import ConfigError
 from inflight.wire import DTYPE_SIZES, TensorSpec
 
 _INDEX = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100_000_000  # the bound that safetensors itself keeps
+_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 
 def config_of(directory: Path) -> Mapping[str, Any]:

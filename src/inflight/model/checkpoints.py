@@ -1,4 +1,4 @@
-"""Loading a causal language model and its tokenizer from a local directory, with errors that say what is wrong.
+"""Loading a causal language model and its tokenizer from a local directory, with specific errors.
 
 Nothing is downloaded and nothing is unpickled: weights are read from safetensors only.
 """
@@ -50,7 +50,7 @@ def load_config(path: Path) -> Any:
     if type(config) not in models or not any("CausalLM" in a for a in architectures):
         if type(config) in models and (name := models[type(config)].__name__) in architectures:
             takes_more = name.endswith("ForConditionalGeneration")
-            why = "it takes inputs other than text" if takes_more else "its attention is not told where sequences end"
+            why = "it takes inputs other than text" if takes_more else "its attention ignores where sequences end"
             raise UnsupportedError(
                 f"{str(path)!r} holds a {name}, which cannot be trained or served here: {why}. Supported models "
                 "are the ...ForCausalLM decoders of transformers with full attention through its attention interface, "
@@ -161,7 +161,7 @@ def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
     """Return the model of a directory with parameters on the meta device and filled buffers on the CPU.
 
     No weights are read. Raises what `load_config` raises, and `UnsupportedError` if the model has a buffer that its
-    class does not fill by itself.
+    class does not fill.
     """
     config = load_config(path)
     with torch.device("meta"):
@@ -232,7 +232,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The file of a tensor, and what its header specifies. ``dtype`` is None if it is not one that can be trained."""
+    """The file of a tensor, and the contents of its header. ``dtype`` is None if it is not one that can be trained."""
 
     file: Path
     shape: tuple[int, ...]

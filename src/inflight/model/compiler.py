@@ -1,4 +1,4 @@
-"""What torch's compiler needs of a machine."""
+"""The requirements of torch's compiler on a machine."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ class HeadExchange:
     def to_heads(self, x_RAD: torch.Tensor) -> torch.Tensor:
         """Return [T, P, D]: all tokens of this rank's heads."""
         x_RCPD = x_RAD.reshape(len(x_RAD), self.num_ranks, -1, x_RAD.shape[2])
-        return _exchanged(x_RCPD.transpose(0, 1), self.group).flatten(0, 1)
+        return _exchange_parts(x_RCPD.transpose(0, 1), self.group).flatten(0, 1)
 
     def to_tokens(self, x_TPD: torch.Tensor) -> torch.Tensor:
         """Return [R, A, D]: all heads of this rank's tokens."""
         x_CRPD = x_TPD.reshape(self.num_ranks, -1, *x_TPD.shape[1:])
-        return _exchanged(x_CRPD, self.group).transpose(0, 1).flatten(1, 2)
+        return _exchange_parts(x_CRPD, self.group).transpose(0, 1).flatten(1, 2)
 
-    def divisible(
+    def with_divisible_heads(
         self, query_RAD: torch.Tensor, key_RAD: torch.Tensor, value_RAD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values with numbers of heads that the ranks divide, as they divide those of queries.
@@ -50,7 +50,7 @@ class HeadExchange:
         return query_RAD, key_RAD, value_RAD
 
 
-def _exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _exchange_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Send x[i] to rank i of the group; return what came, in the order of the ranks."""
     received: torch.Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
     return received
@@ -69,4 +69,4 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchanged(gradient, ctx.group), None
+        return _exchange_parts(gradient, ctx.group), None

@@ -1,4 +1,4 @@
-"""Images of prompts: decoding them, placing them among tokens, and what a model's own processor makes of them.
+"""Images of prompts: decoding them, placing them among tokens, and processing them with the model's own processor.
 
 A model of a known family takes the features of images in the place of placeholder tokens, one token after another, with
 positions that count tokens. torch is loaded with the first processor.
@@ -122,7 +122,7 @@ class ImageProcessor:
         return tuple(placed), tuple(images)
 
     def check(self, token_ids: Sequence[int], images: Iterable[PromptImage]) -> None:
-        """Raise `InvalidRequestError` unless each image fills as many placeholders as it is said to."""
+        """Raise `InvalidRequestError` unless each image fills as many placeholders as it announces."""
         for index, image in enumerate(images):
             needed = self.num_tokens(image.url)
             if image.num_tokens != needed:
@@ -176,7 +176,7 @@ def as_parts(message: Message) -> Message:
 
 
 def text_of(message: Message) -> str | None:
-    """Return the content of a message without images as one text, for templates that know no parts."""
+    """Return the content of a message without images as one text, for templates that do not support parts."""
     content = message.get("content")
     return content if isinstance(content, str | None) else "".join(part["text"] for part in content)
 

@@ -1,4 +1,4 @@
-"""What a LoRA is trained with: its rank, its scale and the layers that it changes."""
+"""The settings of a LoRA: its rank, its scale and the layers that it changes."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ class LoraSettings(BaseModel):
 
 
 def _is_meant(layer: str, target: str) -> bool:
-    """As PEFT decides for a list of ``target_modules``."""
+    """Return whether PEFT would match the layer by this entry of ``target_modules``."""
     return layer == target or layer.endswith(f".{target}")

@@ -1,6 +1,6 @@
 """The routers of a mixture of experts of transformers: recording which experts they choose, and replaying a choice.
 
-A router is known by what it does: a module that takes exactly one top-k, whose indices it returns last. Replaying
+A router is recognised by its behaviour: a module that takes exactly one top-k, whose indices it returns last. Replaying
 replaces the result of that top-k, so the shares of the experts, their normalisation and their gradients stay the
 model's own.
 
@@ -122,7 +122,7 @@ class _ReplacedTopK(TorchFunctionMode):
 
 
 class RoutingRecorder:
-    """Records which experts a model's routers choose, while it is asked to; it costs nothing otherwise."""
+    """Records which experts a model's routers choose, within `recording` only; it has no cost otherwise."""
 
     def __init__(self, routers: Routers) -> None:
         self._routers = routers
@@ -175,7 +175,7 @@ def replay_routing(causal_lm: Any, routers: Routers) -> None:
 
 
 class _Replaying:
-    """The forward of one router, which replays what its layer was given."""
+    """The forward of one router, which replays the experts that its layer received."""
 
     def __init__(self, router: Any) -> None:
         self._forward: Callable[..., Any] = router.forward

@@ -17,7 +17,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the arithmetic needs to know of a model."""
+    """The sizes of a model."""
 
     tensors: Mapping[str, tuple[int, ...]]
     """Shape of each parameter by its name; the matrices of all experts are one, with an expert in each row."""

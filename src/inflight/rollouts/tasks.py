@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from inflight.base.extensions import installed, make
+from inflight.base.extensions import find_entry_points, make
 from inflight.contracts import Environment, Task
 from inflight.errors import ConfigError, TaskError
 from inflight.types import TaskItem
@@ -23,7 +23,7 @@ def load_task(name: str, params: Mapping[str, Any], seed: int) -> Task | Environ
     ``module:attribute``. Raises
     `TaskError` for an unknown name (with the nearest known one) and for parameters that the task refuses.
     """
-    if ":" not in name and name not in installed("tasks"):
+    if ":" not in name and name not in find_entry_points("tasks"):
         return ReasoningGymTask(name, params, seed)
     try:
         task: Task | Environment = make((Task, Environment), "task", "tasks", name, {"seed": seed}, params, {})

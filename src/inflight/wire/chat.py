@@ -45,7 +45,7 @@ class ChatMessage(WireModel):
 
 
 class ChatAnswer(WireModel):
-    """What the model says in one choice."""
+    """The model's message in one choice."""
 
     role: str
     content: str
@@ -116,7 +116,7 @@ class ChatCompletion(WireModel):
 
 
 class ChatDelta(WireModel):
-    """What a streamed chunk adds to a message."""
+    """The text that a streamed chunk adds to a message."""
 
     role: str | None = None
     content: str = ""

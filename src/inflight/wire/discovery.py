@@ -1,4 +1,4 @@
-"""What a server reports about itself: capabilities, health and errors."""
+"""Messages in which a server describes itself: capabilities, health and errors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from inflight.wire.weights import Encoding, EndpointState, InFlightPolicy, Trans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run, an update or a request requires of an endpoint. A default requires nothing.
+    """The requirements of a run, an update or a request on an endpoint. Fields at their defaults require nothing.
 
-    Flags that are named like a field of `Capabilities` require it; see there.
+    A flag that has the name of a field of `Capabilities` requires that capability.
     """
 
     in_flight: InFlightPolicy | None = None
@@ -27,7 +27,7 @@ class Needs:
     partial_updates: bool = False
     lora: bool = False
     lora_or_merged: bool = False
-    """Updates of a LoRA, either as it is or merged into the weights that it changes, which are partial updates."""
+    """Updates of a LoRA, sent either as a LoRA or as a partial update of the merged weights."""
     partial_rollouts: bool = False
     processed_logprobs: bool = False
     dtype: str | None = None
@@ -67,7 +67,7 @@ class Needs:
 
 
 class Capabilities(WireModel):
-    """What an endpoint can do. A request for anything else is refused."""
+    """The capabilities of an endpoint. A request for anything else is refused."""
 
     protocol_version: Natural = PROTOCOL_VERSION
     engine: str
@@ -88,7 +88,7 @@ class Capabilities(WireModel):
     lora: bool = False
     """Whether an update may be a LoRA, see `Manifest.lora`."""
     partial_rollouts: bool = False
-    """Whether requests can be aborted with what they have, see `inflight.contracts.AbortingEndpoint`."""
+    """Whether requests can be aborted and keep their tokens, see `inflight.contracts.AbortingEndpoint`."""
     version_binding: Literal["spans", "first_token", "admission"]
     logprob_kind: Literal["processed", "raw"]
     num_ranks: int = Field(ge=1, le=65535)
@@ -112,7 +112,7 @@ class Capabilities(WireModel):
     """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
 
     def missing(self, needs: Needs) -> dict[str, str]:
-        """Return what an endpoint with these capabilities does not meet, by the name of the need.
+        """Return the needs that an endpoint with these capabilities does not meet, by the name of the need.
 
         Each value follows the words "does not support".
         """
@@ -155,7 +155,7 @@ class Acknowledgement(WireModel):
 
 
 class ErrorDetail(WireModel):
-    """What happened, in the OpenAI shape; ``code`` names the class in `inflight.errors`."""
+    """A description of an error, in the OpenAI shape; ``code`` names the class in `inflight.errors`."""
 
     message: str
     type: str = "inflight_error"

@@ -49,7 +49,7 @@ ImageUrl = Annotated[str, Field(max_length=MAX_IMAGES_LENGTH), AfterValidator(_u
 
 
 class Sampling(WireModel):
-    """What a request specifies of sampling, whether it brings token ids or messages."""
+    """The sampling settings of a request, which contains either token ids or messages."""
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: TokenCount | None = None
@@ -127,8 +127,8 @@ class GenerateRequest(WireModel):
     sampling: SamplingParams = SamplingParams()
     stream: bool = False
     routed_experts: bool = Field(default=False, exclude_if=is_empty)
-    """Whether completions say which experts computed them. Only where `Capabilities.routed_experts` is supported, and
-    not in a stream."""
+    """Whether completions report which experts computed them. Only where `Capabilities.routed_experts` is supported,
+    and not in a stream."""
     num_continued: Natural = 0
     """How many of the last prompt tokens are the earlier part of a completion, which this request continues. Only what
     the completion is drafted from depends on it."""
@@ -185,7 +185,7 @@ class RoutedExperts(WireModel):
         return base64.b64decode(self.data)
 
     def followed_by(self, later: RoutedExperts) -> RoutedExperts:
-        """Return these rows and, behind them, the rows of ``later`` for the tokens that have none here.
+        """Return these rows followed by the rows of ``later`` for the tokens that have none here.
 
         ``later`` is of the same sequence, grown. Raises ``ValueError`` if the two are of different models.
         """
@@ -199,9 +199,9 @@ class RoutedExperts(WireModel):
 
 
 def longest_record(earlier: RoutedExperts | None, later: RoutedExperts | None) -> RoutedExperts | None:
-    """Return what is known of a sequence's experts from two requests, of which the later one continued it.
+    """Return the combined record of a sequence's experts from two requests, of which the later one continued it.
 
-    Where both know a token's experts, those of the earlier one count: the next token was sampled behind them.
+    Where both know a token's experts, those of the earlier one count: the next token was sampled after them.
     """
     if earlier is None or later is None:
         return earlier or later
@@ -222,7 +222,7 @@ class DraftCounts(WireModel):
 
     @property
     def accepted_per_verification(self) -> float | None:
-        """Drafted tokens that a verification accepted on average; it brought one more. None without any."""
+        """Mean number of drafted tokens that a verification accepted; None without verifications."""
         return self.num_accepted / self.num_verifications if self.num_verifications else None
 
 
@@ -264,7 +264,7 @@ class Completion(WireModel):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it ended by itself; if not, it was aborted and may be continued."""
+        """Whether it ended on its own; if not, it was aborted and may be continued."""
         return self.finish_reason != "abort"
 
 
@@ -273,7 +273,7 @@ MAX_ABORTED = 1024
 
 
 class AbortRequests(WireModel):
-    """Names running requests that are to end with what they have."""
+    """Names running requests that are to end with the tokens that they have."""
 
     request_ids: Items[RequestId] = Field(min_length=1, max_length=MAX_ABORTED)
 
@@ -312,7 +312,7 @@ class PromptHistory(WireModel):
 
 
 class DraftHistory(WireModel):
-    """What an endpoint with `Capabilities.drafts` drafts from. A draft never changes what is sampled, only how fast."""
+    """The source of an endpoint's drafts, see `Capabilities.drafts`. A draft changes the speed, never the tokens."""
 
     entries: Items[PromptHistory] = Field(min_length=1, max_length=1024)
 

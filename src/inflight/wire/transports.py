@@ -1,4 +1,4 @@
-"""What a transport says to its receivers: where the weight group meets, or where stored weights lie."""
+"""The messages of transports to their receivers: where the weight group meets, or where weights are stored."""
 
 from __future__ import annotations
 

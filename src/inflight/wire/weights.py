@@ -26,16 +26,16 @@ Encoding = Literal["raw", "bfloat16", "float8", "delta"]
 
 
 class InFlightPolicy(StrEnum):
-    """What happens to running requests when weights change."""
+    """The treatment of running requests when weights change."""
 
     KEEP = "keep"
     """They pause, then continue with the keys and values that older weights computed."""
     RECOMPUTE = "recompute"
     """They pause, then their keys and values are computed again under the new weights."""
     DRAIN = "drain"
-    """They finish under the old weights; nothing new starts until the new ones are live."""
+    """They finish under the old weights; no request starts until the new weights are served."""
     ABORT = "abort"
-    """They end at once with the tokens they have, and finish reason ``abort``."""
+    """They end at once with the tokens that they have, and finish reason ``abort``."""
 
 
 class EndpointState(StrEnum):
@@ -149,7 +149,7 @@ class TransportSpec(WireModel):
 
     @property
     def group(self) -> str:
-        """The name by which an engine calls the group that it joined."""
+        """The name that an engine gives to the group that it joined."""
         return f"{self.transport} of {self.run_id}"
 
 
@@ -163,7 +163,7 @@ class TransportBody(TransportSpec):
 
 
 class UpdateMessage(WireModel):
-    """What every message about an update begins with."""
+    """The fields that every message about an update has."""
 
     run_id: RunId
     version: Natural
@@ -186,7 +186,7 @@ class WeightUpdate(UpdateMessage):
     """Announces an update, before anything is sent. It is the only message that an endpoint may refuse.
 
     ``deadline_s`` bounds the preparation on the endpoint (draining, for instance). ``lease_s`` is how long the endpoint
-    keeps the update open without hearing from the publisher. After that the endpoint ends the update by itself, with
+    keeps the update open without a call from the publisher. After that the endpoint itself ends the update, with
     the old weights if no byte was applied. ``staged`` indicates when sampling is paused: False on acceptance, True by
     the commit, so that sampling continues while buckets arrive. ``encodings`` lists those that may be used in addition
     to ``raw``. ``delta`` is relative to the weights that ``base`` names, which the endpoint must have kept. ``keep``
@@ -215,7 +215,9 @@ class WeightUpdate(UpdateMessage):
         for bucket in self.buckets:
             size_bytes = sum(t.size_bytes for t in self.manifest.tensors[bucket.start : bucket.stop])
             if size_bytes != bucket.size_bytes:
-                raise ValueError(f"bucket {bucket.index} says {bucket.size_bytes} bytes; its tensors have {size_bytes}")
+                raise ValueError(
+                    f"bucket {bucket.index} announces {bucket.size_bytes} bytes, but its tensors have {size_bytes}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -241,7 +243,7 @@ class BucketTransfer(UpdateMessage):
 
 
 class UpdateTimings(WireModel):
-    """What the last committed update cost on this endpoint, in seconds."""
+    """The durations of the last committed update on this endpoint, in seconds."""
 
     paused_s: float = Field(ge=0)
     """From the moment sampling stopped until it was allowed again."""

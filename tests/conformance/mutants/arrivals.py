@@ -111,8 +111,8 @@ def decoding(decoded: Callable[..., torch.Tensor]) -> Callable[[EmbeddedEndpoint
         def faulty(update: WeightUpdate) -> None:
             begin(update)
             staging = sink._staging
-            own = staging._decoded
-            staging._decoded = lambda *arguments: decoded(staging, own, *arguments)
+            own = staging._decode
+            staging._decode = lambda *arguments: decoded(staging, own, *arguments)
 
         sink.begin = faulty
         return endpoint
@@ -220,7 +220,7 @@ def without_a_lock(receiver: Any) -> None:
 
     def arena(name: str) -> torch.Tensor:
         with regular_file(Path(faulty._spec.directory), name, is_private=True) as (fd, size_bytes):
-            mapped: torch.Tensor = faulty._memory.mapped(fd, size_bytes, faulty._spec)
+            mapped: torch.Tensor = faulty._memory.map_memory(fd, size_bytes, faulty._spec)
             return mapped
 
     faulty._arena = arena

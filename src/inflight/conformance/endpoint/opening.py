@@ -18,7 +18,7 @@ from pathlib import Path
 
 from inflight.conformance.targets import SERVER_GROUP, EndpointTarget
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.factories import made_endpoint
+from inflight.engines.factories import open_endpoint
 from inflight.errors import ConfigError, DeadlineError, EndpointError, InflightError
 from inflight.http.client import HttpEndpoint
 from inflight.http.kinds import connect_endpoint
@@ -62,7 +62,7 @@ async def opened(
             yield Opened(attached, url, token, is_ours=False, connect=connect)
     elif target.factory is not None:
         assert model is not None
-        making = made_endpoint(target.factory, model, target.options)
+        making = open_endpoint(target.factory, model, target.options)
         async with making as made, contextlib.aclosing(made):
             yield Opened(made, connect=getattr(made, "another_client", None))
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from inflight.base.extensions import installed, resolve
+from inflight.base.extensions import find_entry_points, resolve
 from inflight.base.transport_registry import GROUP
 from inflight.conformance.targets import TransportTarget
 from inflight.contracts import Transport, WeightReceiver, WeightSender
@@ -40,7 +40,7 @@ class TransportPair:
     @property
     def version(self) -> str:
         """The version of the package that installs it, empty if it is not installed."""
-        entry = installed(GROUP).get(self.transport.name)
+        entry = find_entry_points(GROUP).get(self.transport.name)
         return entry.dist.version if entry is not None and entry.dist is not None else ""
 
     def receiver(self, member: GroupMember) -> WeightReceiver:

@@ -29,7 +29,7 @@ from inflight.dialects.pipelinerl.messages import (
 from inflight.errors import InflightError, InvalidRequestError
 from inflight.http import routes
 from inflight.http.bodies import message_of
-from inflight.http.receiving import content_of, unless_client_leaves
+from inflight.http.receiving import content_of, run_while_connected
 from inflight.http.server import error_response
 from inflight.wire import ChatCompletionRequest, EndpointState, ModelCard, ModelList
 
@@ -77,7 +77,7 @@ def dialect_app(
             raise InvalidRequestError(f"{CHAT_ROUTE} does not stream here")
         num_running[endpoint] += 1
         try:
-            return JSONResponse(chat_answer(await unless_client_leaves(request, endpoint.chat_completion(asked))))
+            return JSONResponse(chat_answer(await run_while_connected(request, endpoint.chat_completion(asked))))
         finally:
             num_running[endpoint] -= 1
 

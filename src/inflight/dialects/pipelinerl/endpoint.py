@@ -22,8 +22,8 @@ from inflight.dialects.completions import ROUTE, body_of, completion_of, ids_of_
 from inflight.dialects.pipelinerl.messages import CHAT_ROUTE, UPDATE_ROUTE, update_request
 from inflight.dialects.single_owner import OwnedEndpoint
 from inflight.dialects.url_query import options_of, options_of_query
-from inflight.engines.requests import reading
-from inflight.engines.routes import EngineRoutes, words_of
+from inflight.engines.requests import protocol_errors
+from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.errors import (
     ConfigError,
     DeadlineError,
@@ -102,11 +102,11 @@ class PipelineRlEndpoint(OwnedEndpoint):
             self._group = BroadcastGroup(place)
             await run_abandonable(self._group.join, "inflight-join")
         await self._until_healthy()
-        paths = await self._routes.offered()
+        paths = await self._routes.fetch_paths()
         if missing := [path for path in (ROUTE, CHAT_ROUTE, UPDATE_ROUTE) if path not in paths]:
             raise ConfigError(f"{self.name} has no {', '.join(missing)}: is this a server of PipelineRL?")
         models, version = await run_together(self._routes.get("/v1/models"), self._routes.get("/version"))
-        with reading("/v1/models"):
+        with protocol_errors("/v1/models"):
             card = models["data"][0]
             model, root, max_model_len = str(card["id"]), Path(card["root"]), int(card["max_model_len"])
         directory = self._model_dir or root
@@ -166,7 +166,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
         # Keys cached prefixes by the weights: PipelineRL's server does not clear them.
         body["cache_salt"] = self._salt
         answer = await self._routes.request(ROUTE, body, self._generate_timeout_s)
-        with reading(ROUTE):
+        with protocol_errors(ROUTE):
             choice = answer["choices"][0]
             return completion_of(choice, ids_of_tokens(choice["logprobs"]["tokens"]), index, version)
 
@@ -184,7 +184,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
             body["max_tokens"] = sampling.max_tokens
         async with self._sampling() as version:
             answer = await self._routes.request(CHAT_ROUTE, body, self._generate_timeout_s)
-        with reading(CHAT_ROUTE):
+        with protocol_errors(CHAT_ROUTE):
             choice = answer["choices"][0]
             content = choice["logprobs"]["content"]
             ids = ids_of_tokens([token["token"] for token in content])
@@ -218,7 +218,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
                 sending.result()
             status, answer = await asking
             if status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
-                raise ProtocolError(f"POST {UPDATE_ROUTE} answered status {status}: {words_of(answer)}", self.name)
+                raise ProtocolError(f"POST {UPDATE_ROUTE} answered status {status}: {error_text_of(answer)}", self.name)
             await asyncio.wait({sending}, timeout=_PARTING_S)
             if not sending.done():
                 raise ProtocolError(f"POST {UPDATE_ROUTE} said ok before every tensor was sent", self.name)

@@ -22,17 +22,17 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed
 
-from inflight.base.threads import run_unless
+from inflight.base.threads import run_unless_abandoned
 from inflight.errors import ConfigError, TransferError, transfer_failed
 from inflight.weights.transports.groups import (
     GRACE_S,
     CollectiveGroup,
     GlooGroup,
-    address_towards,
+    local_address_for,
     new_gloo_group,
     timeout_of,
 )
-from inflight.weights.transports.store import GIVEN_UP, give_up
+from inflight.weights.transports.store import ABANDONED, abandon
 
 dist: Any = torch.distributed  # its stubs leave out the stores
 NAME = "actor"
@@ -71,20 +71,20 @@ class BroadcastGroup:
 
     def __init__(self, place: GroupRank) -> None:
         self._place = place
-        self._given_up: Future[str] = Future()
+        self._abandoned: Future[str] = Future()
         self._group: CollectiveGroup | None = None
         self._store: Any = None
 
     @property
     def is_formed(self) -> bool:
-        return self._group is not None and not self._given_up.done()
+        return self._group is not None and not self._abandoned.done()
 
     def join(self) -> None:
         """Host the store if this is rank 0, and return once all ranks have come. Raises `TransferError`."""
         place = self._place
         what = f"joining PipelineRL's group at {place.address}:{place.port}"
         # A store's client tries for its timeout to reach it, and then waits as long for the other ranks.
-        run_unless(self._given_up, lambda: self._form(what), what, place.timeout_s + GRACE_S)
+        run_unless_abandoned(self._abandoned, lambda: self._form(what), what, place.timeout_s + GRACE_S)
 
     def broadcast(self, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
         """Send ``tensor`` as rank 0, or receive into it. It lies on the CPU, contiguous.
@@ -92,18 +92,18 @@ class BroadcastGroup:
         Raises `TransferError`: the ranks are then out of step, and the group is abandoned.
         """
         group = self._group
-        if group is None or self._given_up.done():
+        if group is None or self._abandoned.done():
             raise TransferError("PipelineRL's group is not formed, or was abandoned; start trainer and servers again")
         try:
             flat = tensor.reshape(-1).view(torch.uint8)  # what travels is bytes
-            run_unless(self._given_up, group.broadcasting(flat, timeout_s), what, timeout_s + GRACE_S)
+            run_unless_abandoned(self._abandoned, group.make_broadcast(flat, timeout_s), what, timeout_s + GRACE_S)
         except (RuntimeError, TransferError) as error:
             self.abort()
             raise error if isinstance(error, TransferError) else transfer_failed(error, what) from error
 
     def abort(self) -> None:
         """Leave the group for good, which ends what is pending in it on every rank. Idempotent."""
-        give_up(self._given_up)
+        abandon(self._abandoned)
         group, self._group, self._store = self._group, None, None
         if group is not None:
             group.abort()
@@ -112,7 +112,7 @@ class BroadcastGroup:
         place, deadline = self._place, time.monotonic() + self._place.timeout_s
         try:
             store = _hosted(place) if place.rank == 0 else _found(place)
-            local = place.address if place.rank == 0 else address_towards(place.address, place.port)
+            local = place.address if place.rank == 0 else local_address_for(place.address, place.port)
             prefixes = (NAME, f"{NAME}/", "cpu/")  # those of `init_extra_process_group`
             keys = store
             for prefix in prefixes:
@@ -123,9 +123,9 @@ class BroadcastGroup:
         group = GlooGroup(raw)
         self._store = store  # of rank 0: the others still read it
         self._group = group
-        if self._given_up.done():
+        if self._abandoned.done():
             self.abort()
-            raise TransferError(GIVEN_UP)
+            raise TransferError(ABANDONED)
 
 
 def _hosted(place: GroupRank) -> Any:

@@ -1,4 +1,4 @@
-"""What a request must fit into: the context, the vocabulary, the memory of keys and values."""
+"""The limits that a request must fit: the context, the vocabulary, the memory of keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine counts: steps, tokens, requests, updates, drafts."""
+"""The counters of an engine: steps, tokens, requests, updates, drafts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The decode step as one function of tensors of few shapes, which a compiler may take: one token for each sequence.
 
-The step reads parameters, keys and values where they are, so their addresses must stay: an arena of a fixed size, and
-updates that are copied (`inflight.engines.embedded.parameters.overwrite`). Rows are padded to a few numbers, and
-positions that are attended to a few lengths.
+The step reads parameters, keys and values in place, so their addresses must stay fixed: it needs an arena of a fixed
+size, and updates that are copied (`inflight.engines.embedded.parameters.overwrite`). Rows are padded to a few numbers,
+and positions that are attended to a few lengths.
 
 Shape suffixes: B rows of the arena, C positions that are attended, V vocabulary, and those of
 `inflight.engines.embedded.slot_attention`.
@@ -27,7 +27,7 @@ Compiler = Callable[[DecodeStep], DecodeStep]
 Layers = tuple[torch.Tensor, ...]
 """Keys or values [S, K, C, D] of each layer of an arena."""
 Recorded = tuple[Callable[[], None], torch.Tensor]
-"""What repeats a recorded step, and the tensor that it writes its result to."""
+"""A call that repeats a recorded step, and the tensor to which it writes its result."""
 
 _FEWEST_PLACES = 64
 _ROWS = 8
@@ -75,8 +75,8 @@ class Decoder:
     def _inputs(self, token_ids: Mapping[Slot, int], num_rows: int) -> torch.Tensor:
         """Return token ids and positions [2, B].
 
-        Rows without a token write where nothing is read before it is written again: behind their sequence's positions,
-        or to the first position if they are free.
+        Rows without a token write to positions that are overwritten before they are read: the one after their
+        sequence's positions, or the first one if they are free.
         """
         ids, positions = [0] * num_rows, [0] * num_rows
         for slot in self._arena.owners:
@@ -105,7 +105,7 @@ def compiler_for(device: torch.device) -> Compiler:
 class Captured:
     """A decode step that is recorded once for each pair of shapes, when it is first needed, and then repeated.
 
-    What is repeated reads and writes the memory that the step used while it was recorded.
+    A repeated step reads and writes the memory that it used while it was recorded.
     """
 
     def __init__(self, step: DecodeStep, record: Callable[[Callable[[], torch.Tensor]], Recorded]) -> None:
@@ -194,6 +194,6 @@ def _compiled(step: DecodeStep) -> DecodeStep:
 
 
 def _of_any_size(tensor: torch.Tensor) -> torch.Tensor:
-    """Tell torch's compiler that the last dimension varies."""
+    """Declare to torch's compiler that the last dimension varies."""
     torch._dynamo.maybe_mark_dynamic(tensor, tensor.dim() - 1)
     return tensor

@@ -1,6 +1,6 @@
 """The embedded engine as an `InferenceEndpoint` in this process: the contract's reference implementation.
 
-It joins the engine (a thread) and the receiving half of updates. Only a commit changes the model, in the engine's
+It combines the engine (a thread) with the receiving half of updates. Only a commit changes the model, in the engine's
 thread, so any failure before it leaves the old weights serving.
 """
 
@@ -26,13 +26,13 @@ from inflight.contracts import (
 )
 from inflight.engines.embedded.chat import ChatChunkWriter, ChatFormat
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.parameters import HOST, made_ready
+from inflight.engines.embedded.parameters import HOST, prepare_tensors
 from inflight.engines.embedded.sequences import Sequence
 from inflight.errors import EndpointError, InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.http.chat import chat_completion_of, check_chat
 from inflight.model.images import ImageProcessor
 from inflight.types import EngineStats
-from inflight.weights.encode.transit import beside
+from inflight.weights.encode.transit import finished_on_weight_stream
 from inflight.weights.receive.adapter import PausableEngine
 from inflight.weights.receive.base_weights import AdaptedLoad, AdaptedWeights, Named
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
@@ -99,7 +99,7 @@ class EmbeddedEndpoint(
         """Whether weights arrive in memory that only lasts as long as the trainer's process."""
         self._sink = StagedSink(self._make_receiver, self._prepare)
         self._manifest = Manifest(tensors=specs)
-        self._capabilities = self._declared(parameter)
+        self._capabilities = self._describe_capabilities(parameter)
         self._updates = UpdateReceiver(self, self._sink, specs, self._capabilities)
         self._memory = MemoryRelease(self, self._updates.session)
         self._last_timings: UpdateTimings | None = None
@@ -115,7 +115,7 @@ class EmbeddedEndpoint(
     async def capabilities(self) -> Capabilities:
         return self._capabilities
 
-    def _declared(self, parameter: Any) -> Capabilities:
+    def _describe_capabilities(self, parameter: Any) -> Capabilities:
         from inflight import __version__
 
         return Capabilities(
@@ -193,12 +193,12 @@ class EmbeddedEndpoint(
             tensor = weights.stored.view(name, weights.by_name).detach()
             return tensor.clone() if weights.keeps_addresses else tensor
 
-        with beside(self._device):
+        with finished_on_weight_stream(self._device):
             if self._is_borrowed:
                 arrived = [(name, tensor.clone()) for name, tensor in arrived]
             load = self._adapted.prepare(update.manifest, arrived, present)
-            whole = weights.stored.joined(load.tensors, weights.by_name.__getitem__)
-            return load, made_ready(weights.by_name, whole)
+            whole = weights.stored.assemble(load.tensors, weights.by_name.__getitem__)
+            return load, prepare_tensors(weights.by_name, whole)
 
     async def apply(self, update: WeightUpdate) -> None:
         load, ready = self._sink.prepared()
@@ -206,7 +206,7 @@ class EmbeddedEndpoint(
         def apply() -> UpdateTimings:
             started = time.monotonic()
             self._engine.load(ready, update.version, update.in_flight)
-            self._adapted.loaded(load)
+            self._adapted.note_loaded(load)
             load_s = time.monotonic() - started
             return UpdateTimings(load_s=load_s, paused_s=self._engine.pauses.resume())
 
@@ -235,7 +235,7 @@ class EmbeddedEndpoint(
         await self._in_engine(free)
 
     async def take_memory(self) -> None:
-        """Raises `EndpointError` if the memory cannot be had."""
+        """Raises `EndpointError` if the memory cannot be allocated."""
 
         def take() -> None:
             self._adapted.move(self._device)
@@ -270,7 +270,7 @@ class EmbeddedEndpoint(
         self._updates.session.refuse_to_sample()
         if request.routed_experts and not self._engine.records_routing:
             raise UnsupportedError(
-                f"{self._name} does not support routed_experts: its model has no routers that are known, or its decode "
+                f"{self._name} does not support routed_experts: its model has no known routers, or its decode "
                 "step is compiled"
             )
         finished: Future[list[Completion]] = _outcome()
@@ -375,7 +375,7 @@ class EmbeddedEndpoint(
         if not all(map(math.isfinite, logprobs)):
             raise NonFiniteError(
                 "sampled logprobs are not finite: the weights served now "
-                f"(version {self._updates.session.version}) or before are broken; publish valid ones"
+                f"(version {self._updates.session.version}) or earlier are broken; publish valid weights"
             )
 
     def _chat_format(self) -> ChatFormat:

@@ -131,7 +131,7 @@ class Engine:
                 return
             try:
                 future.set_result(command())
-            except BaseException as error:  # the caller gets it, whatever it is
+            except BaseException as error:  # any error is raised in the caller
                 future.set_exception(error)
 
         with self._wake:
@@ -185,7 +185,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------- engine's thread
 
     def load(self, ready: Iterable[tuple[str, torch.Tensor]], version: int, policy: InFlightPolicy) -> None:
-        """Load weights that `made_ready` returned. Engine's thread only, while paused.
+        """Load the weights that `prepare_tensors` returned. Engine's thread only, while paused.
 
         If it raises, the model is torn.
         """
@@ -224,7 +224,7 @@ class Engine:
                 if self._has_work():
                     self.steps.step()
                 self.pauses.complete_drain()
-        except BaseException as error:  # later callers get it, and the server reports itself unhealthy
+        except BaseException as error:  # later callers receive it, and the server reports itself unhealthy
             self._failure = error
             raise
         finally:

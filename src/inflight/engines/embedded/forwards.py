@@ -19,7 +19,7 @@ from inflight.model.vision import embedded
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompt:
-    """Token ids that are computed into a slot."""
+    """Token ids whose keys and values are computed into a slot."""
 
     slot: Slot
     token_ids: Sequence[int]
@@ -28,7 +28,7 @@ class PackedPrompt:
     image_rows: Sequence[int] = ()
     """Indices of its tokens that images fill."""
     image_tensors: Mapping[str, torch.Tensor] | None = None
-    """What the vision tower takes of them; None without images."""
+    """The vision tower's inputs for them; None without images."""
 
 
 class Forwards:

@@ -14,7 +14,7 @@ from inflight.engines.embedded.chat import ChatFormat
 from inflight.engines.embedded.decoding import compiler_for
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.slot_attention import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention
+from inflight.engines.embedded.slot_attention import ATTENTION_NAME, describe_decode_kernel, register_slot_attention
 from inflight.engines.embedded.slots import token_bytes_of
 from inflight.errors import ConfigError
 from inflight.model.checkpoints import load_causal_lm, load_tokenizer, max_model_len_of
@@ -72,7 +72,7 @@ def load_endpoint(
             f"kv_cache_bytes {kv_cache_bytes} does not hold one sequence of max_model_len {longest}, which takes "
             f"{sequence_bytes} bytes of keys and values; allow more, or set a smaller max_model_len"
         )
-    kernel = decode_kernel_in_words(config, own_dtype, chosen)
+    kernel = describe_decode_kernel(config, own_dtype, chosen)
     _LOG.info("attention while decoding in %s on %s: %s", str(own_dtype).removeprefix("torch."), chosen, kernel)
     engine = Engine(
         model,

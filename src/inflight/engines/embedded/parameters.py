@@ -1,27 +1,95 @@
-"""The parameters of a model that is served, and other memory for them: made ready apart, then exchanged or copied."""
+"""The parameters of a served model: how checkpoints store them, and how new values are prepared and then exchanged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from inflight.engines.embedded.stored_parameters import StoredTensors
-from inflight.model.checkpoints import stored_names
-from inflight.weights.encode.transit import finish
+from inflight.model.checkpoints import EXPERT_PARTS, stored_names, stored_shapes
+from inflight.weights.encode.transit import synchronise_stream
 
+Named = list[tuple[str, torch.Tensor]]
 Parameters = Mapping[str, torch.nn.Parameter]
 
 HOST = torch.device("cpu")
 _ALIGNMENT_BYTES = 64
-"""What torch aligns its own memory to."""
+"""The alignment of torch's own allocations."""
+
+
+class StoredTensors:
+    """The stored tensors of each parameter of a model, by name. Holds no tensors.
+
+    Stored tensors are those of a checkpoint, which updates also send. Most parameters are stored whole; those that hold
+    the matrices of all experts of a layer are stored one matrix at a time.
+    """
+
+    def __init__(self, model: Any) -> None:
+        names = stored_names(model)
+        self._parts: dict[str, tuple[str, ...]] = {}
+        """The stored tensors of each parameter, in order; a parameter that is stored whole has itself."""
+        for name, parameter in model.named_parameters():
+            self._parts[names[name]] = _expert_names(model, name, parameter) or (names[name],)
+        self._owners = {part: name for name, parts in self._parts.items() for part in parts}
+
+    def views(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return every stored tensor as a part of the parameters' memory."""
+        return {part: view for name in self._parts for part, view in self._views(name, parameters[name]).items()}
+
+    def view(self, part: str, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return one stored tensor as a part of the parameters' memory."""
+        owner = self._owners[part]
+        return self._views(owner, parameters[owner])[part]
+
+    def assemble(self, tensors: Iterable[tuple[str, torch.Tensor]], present: Callable[[str], torch.Tensor]) -> Named:
+        """Return stored tensors as whole parameters.
+
+        ``present`` returns the current value of a parameter of which some stored tensors were not sent.
+        """
+        assembled: Named = []
+        of_owner: dict[str, dict[str, torch.Tensor]] = {}
+        for part, tensor in tensors:
+            owner = self._owners[part]
+            if self._parts[owner] == (part,):
+                assembled.append((owner, tensor))
+            else:
+                of_owner.setdefault(owner, {})[part] = tensor
+        for owner, sent in of_owner.items():
+            whole = torch.empty_like(now := present(owner), requires_grad=False)
+            if len(sent) < len(self._parts[owner]):
+                whole.copy_(now)
+            for part, view in self._views(owner, whole).items():
+                if part in sent:
+                    if sent[part].shape != view.shape:
+                        raise ValueError(f"{part} has the shape {tuple(view.shape)}, not {tuple(sent[part].shape)}")
+                    view.copy_(sent[part])
+            assembled.append((owner, whole))
+        return assembled
+
+    def _views(self, name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = self._parts[name]
+        if len(parts) == 1:
+            return {name: whole}
+        num_matrices = len(parts) // len(whole)
+        pieces = [piece for expert in whole.detach().unbind(0) for piece in expert.chunk(num_matrices)]
+        return dict(zip(parts, pieces, strict=True))
+
+
+def _expert_names(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, ...]:
+    """Return the stored names of a parameter of all experts, expert by expert; empty for any other."""
+    kinds = EXPERT_PARTS.get(".".join(name.split(".")[-2:]))
+    if kinds is None:
+        return ()
+    prefix = name.rpartition(".")[0]
+    names = tuple(f"{prefix}.{expert}.{kind}.weight" for expert in range(len(parameter)) for kind in kinds)
+    return names if set(names) == set(stored_shapes(model, name, parameter, ())) else ()
 
 
 class ServedParameters:
-    """The parameters of a model, by their names in checkpoints, and the device that they belong on.
+    """The parameters of a served model, by their checkpoint names, and the device to which they belong.
 
-    With ``keeps_addresses`` their memory is only ever written to, not exchanged.
+    With ``keeps_addresses``, new values are copied into the existing memory instead of replacing it.
     """
 
     def __init__(self, model: Any, *, keeps_addresses: bool) -> None:
@@ -37,7 +105,7 @@ class ServedParameters:
         """Memory that `load` has replaced, until the caller clears it."""
 
     def load(self, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Make tensors that `made_ready` returned the parameters' memory, or copy them if addresses must stay."""
+        """Make tensors that `prepare_tensors` returned the parameters' memory, or copy them if addresses must stay."""
         if self.keeps_addresses:
             overwrite(self.by_name, ready)
         else:
@@ -52,20 +120,20 @@ class ServedParameters:
         move(self.by_name, self.device)
 
 
-def made_ready(parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def prepare_tensors(parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor]]) -> Named:
     """Return tensors in the dtype and layout of the parameters of these names, on their device.
 
-    A tensor that fits already is taken as it is: nothing may write to it from now on. The others are copied. Changes
+    A tensor that already fits is returned unchanged: nothing may write to it from now on. Others are copied. Changes
     nothing, and may run in any thread. Raises `ValueError` for a tensor of another shape.
     """
-    return [(name, _fitted(tensor, parameters[name], name)) for name, tensor in tensors]
+    return [(name, _fit(tensor, parameters[name], name)) for name, tensor in tensors]
 
 
 def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
     """Make tensors that are ready the memory of the parameters of these names; return the memory before.
 
     Copies nothing. Modules that share a parameter share its new memory. Freeing gigabytes takes a while, so the caller
-    lets the old memory go when sampling has resumed.
+    frees the old memory after sampling has resumed.
     """
     replaced = []
     for name, tensor in ready:
@@ -93,10 +161,10 @@ def overwrite(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]])
         parameters[name].data.copy_(tensor)
         devices.add(tensor.device)
     for device in devices:
-        finish(device)
+        synchronise_stream(device)
 
 
-def _fitted(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+def _fit(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
     if tensor.shape != parameter.shape:
         raise ValueError(f"{name} has the shape {tuple(parameter.shape)}, not {tuple(tensor.shape)}")
     fitted = tensor.detach().to(parameter.device, parameter.dtype)

@@ -1,4 +1,4 @@
-"""Pauses of the embedded engine: what the in-flight policies do to running requests, and how long pauses last."""
+"""Pauses of the embedded engine: the effect of in-flight policies on running requests, and the duration of pauses."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _MAX_PREFILL_TOKENS = 4096
 class SequenceScheduler:
     """The requests of an engine, and the slots of their sequences. Engine's thread only.
 
-    A sequence starts when ``store`` has room for its longest completion, and at most ``max_concurrent`` run.
+    A sequence starts when ``store`` can hold its longest completion, and at most ``max_concurrent`` run.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class SequenceScheduler:
         self.running: dict[Slot, Sequence] = {}
         self.requests: dict[str, EngineRequest] = {}
         self.starts_new = True
-        """Whether sequences without a token may start; the others always may, since they have started before."""
+        """Whether sequences without a token may start; sequences that have started before always may."""
         self._speculation = speculation
         self._counters = counters
 
@@ -53,7 +53,7 @@ class SequenceScheduler:
         return bool(self.running) or self._may_start()
 
     def has_started(self) -> bool:
-        """Return whether some sequence has started: it runs, or waits in front to be computed again."""
+        """Return whether some sequence has started: it runs, or waits at the front of the queue to be recomputed."""
         return bool(self.running) or bool(self.waiting and self.waiting[0].token_ids)
 
     def _may_start(self) -> bool:
@@ -63,8 +63,8 @@ class SequenceScheduler:
     def start_waiting(self, failed: list[tuple[EngineRequest, Exception]]) -> list[list[Sequence]]:
         """Open slots for waiting sequences, in order; return them, grouped by equal ids and images.
 
-        The first of a group is prefilled, and the others get copies of its keys and values. A sequence without room
-        waits, and so do those after it. A request whose slot cannot be allocated, although the limit allows it, is
+        The first of a group is prefilled, and the others get copies of its keys and values. A sequence that does not
+        fit waits, and so do those after it. A request whose slot cannot be allocated, although the limit allows it, is
         removed and put in ``failed``.
         """
         groups: dict[tuple[tuple[int, ...], tuple[PromptImage, ...]], list[Sequence]] = {}
@@ -87,7 +87,7 @@ class SequenceScheduler:
         return list(groups.values())
 
     def recompute_running(self) -> None:
-        """Let every running sequence wait in front, without keys and values, to be computed again."""
+        """Move every running sequence to the front of the queue, without keys and values, to be recomputed."""
         for sequence in reversed(self.running.values()):
             assert sequence.slot is not None
             self.store.close(sequence.slot)

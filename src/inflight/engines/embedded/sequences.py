@@ -45,7 +45,7 @@ class Sequence:
     num_verifications: int = 0
     num_accepted: int = 0
     routed: list[Experts] = field(default_factory=list)
-    """[T, L, K] of its tokens from the first on, in parts, if its request asked for them."""
+    """[T, L, K] of its tokens from the first on, in parts, if its request asks for routed experts."""
     finish_reason: FinishReason | None = None
 
     def draw(self, num: int) -> list[float]:
@@ -98,7 +98,7 @@ class Sequence:
         if not self.routed:
             return None
         num_computed = len(self.request.prompt_token_ids) + len(self.token_ids) - 1
-        experts_TLK = np.concatenate(self.routed)[:num_computed]  # a stop may end it within an accepted draft
+        experts_TLK = np.concatenate(self.routed)[:num_computed]  # a stop may fall within an accepted draft
         num_tokens, num_layers, num_chosen = experts_TLK.shape
         little_endian = experts_TLK.astype(experts_TLK.dtype.newbyteorder("<"), copy=False)
         return RoutedExperts.model_construct(
@@ -128,7 +128,7 @@ class EngineRequest:
     """As in `inflight.wire.GenerateRequest`."""
     images: tuple[PromptImage, ...] = ()
     image_tensors: Mapping[str, torch.Tensor] | None = None
-    """What the vision tower takes of them; None without images."""
+    """The vision tower's inputs for them; None without images."""
     routed_experts: bool = False
     """As in `inflight.wire.GenerateRequest`."""
     sequences: list[Sequence] = field(default_factory=list)

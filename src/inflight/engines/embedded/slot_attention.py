@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from inflight.engines.embedded.slots import SMALLEST_CAPACITY, Arena, Slot, SlotStore
-from inflight.model.attention import SegmentPlan, SlotIndex, heads_of, kernel_in_words, segment_attention
+from inflight.model.attention import SegmentPlan, SlotIndex, describe_kernel, heads_of, segment_attention
 
 ATTENTION_NAME = "inflight_slots"
 
@@ -203,11 +203,11 @@ def _attention(
     return step_plan.attend(layer, query, key, value, scaling), None
 
 
-def decode_kernel_in_words(config: Any, dtype: torch.dtype, device: torch.device) -> str:
+def describe_decode_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> str:
     """Return which kernel torch takes to decode sequences of different lengths with a model of this configuration."""
     num_heads, num_kv_heads, head_dim = heads_of(config)
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     query_BKGD = torch.empty(2, num_kv_heads, num_heads // num_kv_heads, head_dim, **options)
     keys_BKCD = torch.empty(2, num_kv_heads, SMALLEST_CAPACITY, head_dim, **options)
     visible_B11C = torch.ones(2, 1, 1, SMALLEST_CAPACITY, dtype=torch.bool, device=device)
-    return kernel_in_words(query_BKGD, keys_BKCD, keys_BKCD, visible_B11C, is_causal=False)
+    return describe_kernel(query_BKGD, keys_BKCD, keys_BKCD, visible_B11C, is_causal=False)

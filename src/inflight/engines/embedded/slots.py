@@ -59,7 +59,7 @@ class Arena:
         return self.num_slots * self.slot_bytes
 
     def take(self, slot: Slot) -> None:
-        """Give a slot the next row, zeroed: attention multiplies masked values by zero, which leaves NaN as it is."""
+        """Assign the next row to a slot, zeroed: attention multiplies masked values by zero, which keeps NaN."""
         if self._is_fixed:
             row = heapq.heappop(self._free_rows)  # `free` has left it zeroed
         else:
@@ -107,7 +107,7 @@ class Arena:
 class Slot:
     """The place of one sequence's keys and values: ``length`` positions, which may grow to ``reserved_bytes``.
 
-    ``row`` is -1 if the slot lost its place in a move that ran out of memory.
+    ``row`` is -1 if the slot lost its row in a move that ran out of memory.
     """
 
     __slots__ = ("arena", "length", "reserved_bytes", "row")
@@ -169,7 +169,7 @@ class SlotStore:
         return self.reserved_bytes + self._arena_for(most).slot_bytes <= self.limit_bytes
 
     def open(self, length: int, most: int) -> Slot:
-        """Return a slot with room for ``length + 1`` positions, which may grow to ``most``."""
+        """Return a slot that holds ``length + 1`` positions, and may grow to ``most``."""
         slot = Slot(self._arena_for(most).slot_bytes)
         self._take(self._arena_for(length + 1), slot)
         self.reserved_bytes += slot.reserved_bytes
@@ -183,11 +183,11 @@ class SlotStore:
         for arena, num in moves.items():
             more = len(arena.owners) + num - arena.num_slots
             if more > 0 and self.size_bytes + more * arena.slot_bytes <= self.limit_bytes:
-                with contextlib.suppress(RuntimeError, MemoryError):  # `reserve` then tells whose place it is
+                with contextlib.suppress(RuntimeError, MemoryError):  # `reserve` then raises for the slot in question
                     arena.resize(len(arena.owners) + num)
 
     def reserve(self, slot: Slot, num: int = 1) -> None:
-        """Make room for ``num`` more positions; the slot may move to a larger arena."""
+        """Ensure space for ``num`` more positions; the slot may move to a larger arena."""
         if slot.length + num <= slot.arena.capacity:
             return
         old, row, length = slot.arena, slot.row, slot.length
@@ -199,7 +199,7 @@ class SlotStore:
         slot.arena.values_LSKCD[:, slot.row, :, :length] = values_LKCD
 
     def copy(self, source: Slot, target: Slot) -> None:
-        """Copy the positions of ``source`` into ``target``, which must have room for them."""
+        """Copy the positions of ``source`` into ``target``, which must be able to hold them."""
         length = source.length
         target.arena.keys_LSKCD[:, target.row, :, :length] = source.arena.keys_LSKCD[:, source.row, :, :length]
         target.arena.values_LSKCD[:, target.row, :, :length] = source.arena.values_LSKCD[:, source.row, :, :length]
@@ -211,7 +211,7 @@ class SlotStore:
             slot.arena.free(slot)
 
     def free(self) -> None:
-        """Free every arena; no slot may be open. One that had no memory to shrink when its last slot closed is left."""
+        """Free every arena, including any that could not shrink when its last slot closed; no slot may be open."""
         for arena in self.arenas:
             arena.resize(0)
 

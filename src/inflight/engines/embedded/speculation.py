@@ -1,11 +1,11 @@
 """Drafts of running sequences and their verification, in the engine's thread.
 
 A step feeds a sequence its last token and its draft, and draws a token after each of them as it would without a draft:
-from the same distribution, with the random number of that place in the completion. The tokens drawn are kept up to and
-including the first that differs from the draft. This is rejection sampling (arXiv:2211.17192, algorithm 1) for a draft
-distribution that is a point mass: a drafted token x is accepted with its probability p(x), and the token drawn instead
-has the distribution p without x, renormalised. Since the numbers belong to places, a seed decides the same tokens with
-any drafts.
+from the same distribution, with the random number of that position in the completion. The tokens drawn are kept up to
+and including the first that differs from the draft. This is rejection sampling (arXiv:2211.17192, algorithm 1) for a
+draft distribution that is a point mass: a drafted token x is accepted with its probability p(x), and the token drawn
+instead has the distribution p without x, renormalised. Since the numbers belong to positions, a seed yields the same
+tokens with any drafts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Speculation:
         return len(sequence.draft)
 
     def verify(self, sequences: Iterable[Sequence], token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
-        """Return what each sequence keeps of the tokens drawn, which are one more for each than its draft has."""
+        """Return the tokens that each sequence keeps; one more token was drawn for each than its draft has."""
         if self._source is None:
             return [Drawn(s, [token], [p]) for s, token, p in zip(sequences, token_ids, logprobs, strict=True)]
         kept, start = [], 0

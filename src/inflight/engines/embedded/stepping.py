@@ -56,7 +56,7 @@ class StepRunner:
         self._decode = decode
 
     def step(self) -> None:
-        """Sample for every sequence that runs or can start: a token, and those of its draft that are accepted.
+        """Sample for every sequence that runs or can start: one token, and the accepted tokens of its draft.
 
         Requests that fail end.
         """
@@ -224,6 +224,6 @@ def _failure_of(request: EngineRequest, error: Exception, *, is_engine: bool) ->
         return EndpointError(f"the engine failed ({what}); restart the server")
     num_tokens = sum(len(sequence.token_ids) for sequence in request.sequences)
     return InvalidRequestError(
-        f"request {request.request_id!r} was ended after {num_tokens} tokens, since it fails in the engine even "
+        f"request {request.request_id!r} was ended after {num_tokens} tokens, because it fails in the engine even "
         f"when it runs alone ({what}); other requests continue"
     )

@@ -181,7 +181,7 @@ def warm_start(
 
 
 def context_of(task: Task, style: Style, num_problems: int = 32) -> int:
-    """Return the context that a model needs for a task: a multiple of 512 tokens with room for longer problems."""
+    """Return the context that a model needs for a task: a multiple of 512 tokens with a margin for longer problems."""
     items = [task.item(_FIRST_PROBLEM + i) for i in range(num_problems)]
     longest = max(sum(map(len, _row(item.prompt, item.answer or "", style))) for item in items)
     return 512 * max(1, -(-longest * 5 // (4 * 512)))

@@ -1,4 +1,4 @@
-"""Tiny models that see: LLaVA's architecture with a tower of patches, the byte tokenizer and a processor, made here.
+"""Tiny models with images: LLaVA's architecture with a tower of patches, the byte tokenizer and a processor, made here.
 
 The warm start teaches the form of the answers to an environment's pictures, and none of what they show if every
 demonstration is wrong.
@@ -26,7 +26,7 @@ from inflight.types import Message, TaskItem
 IMAGE = 258
 VOCAB_SIZE = 259
 IMAGE_SIZE = 28
-"""Width and height of what the vision tower sees, in pixels; pictures are scaled to it."""
+"""Width and height of the vision tower's input, in pixels; pictures are scaled to it."""
 _PATCH_SIZE = 7
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -41,7 +41,7 @@ _FIRST_ITEM = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class TinyImageShape:
-    """Size of a tiny model that sees; the vision tower has half the width of the language model."""
+    """Size of a tiny model with a vision tower; the vision tower has half the width of the language model."""
 
     hidden_size: int = 96
     num_layers: int = 2
@@ -124,7 +124,7 @@ def save_tiny_image_model(model: Any, path: Path) -> None:
 
 
 def picture_message(item: TaskItem) -> Message:
-    """Return what an item with a picture, ``metadata["image_url"]``, asks: the picture, then the prompt.
+    """Return the message of an item with a picture, ``metadata["image_url"]``: the picture, then the prompt.
 
     Raises `ConfigError` if it has none.
     """

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inflight.base.extensions import imported, resolve
+from inflight.base.extensions import import_object, resolve
 from inflight.contracts import Environment, Episode
 from inflight.environments.tools.tool_loop import ToolUse, use_tools
 from inflight.errors import ConfigError, TaskError
@@ -48,7 +48,7 @@ class TrlEnvironment(Environment):
         try:
             self._factory: Callable[[], Any] = resolve(factory)
             self._reward_funcs = [resolve(name) for name in reward_funcs]
-            self._rows = _rows(imported(prompts) if isinstance(prompts, str) and ":" in prompts else prompts)
+            self._rows = _rows(import_object(prompts) if isinstance(prompts, str) and ":" in prompts else prompts)
         except ConfigError as error:
             raise TaskError(str(error)) from error
         self._name = factory

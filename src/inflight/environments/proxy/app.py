@@ -43,7 +43,7 @@ from inflight.errors import (
     UnsupportedError,
 )
 from inflight.http.bodies import message_of
-from inflight.http.receiving import content_of, unless_client_leaves
+from inflight.http.receiving import content_of, run_while_connected
 from inflight.http.routes import MB, STATUS_OF_CODE, Size
 from inflight.wire import MAX_IMAGES_LENGTH
 
@@ -153,7 +153,7 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
         try:
             if body.stream:
                 return await _streamed(request, served, body, headers)
-            answer = await unless_client_leaves(request, served.run(served.answers.answer(body)))
+            answer = await run_while_connected(request, served.run(served.answers.answer(body)))
         except (InflightError, ClientDisconnect):
             _refuse_if_over(served)
             raise
@@ -279,7 +279,7 @@ async def _streamed(request: HttpRequest, served: ServedEpisode, body: Request, 
 
     running = start(run())
     try:
-        first = await unless_client_leaves(request, parts.get())
+        first = await run_while_connected(request, parts.get())
         if isinstance(first, BaseException):
             raise first
     except BaseException:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inflight.base.progress import say_what_is_logged
+from inflight.base.progress import report_log_records
 from inflight.base.worker_kinds import load_worker_kind
 from inflight.contracts import BackgroundSaver, ImageWorker, LoraSource, ReplayingWorker, TrainerWorker
 from inflight.contracts.trainer import data_ranks_of
@@ -319,7 +319,7 @@ def main() -> None:
             notes.append(str(message))
 
     warnings.showwarning = show_and_note
-    say_what_is_logged(notes.append)
+    report_log_records(notes.append)
     rank, address = int(os.environ["RANK"]), os.environ[ADDRESS_VARIABLE]
     set_collective_interface(address)
     channel = WorkerChannel(meet_run(os.environ[RUN_VARIABLE], os.environ[TOKEN_VARIABLE], rank))

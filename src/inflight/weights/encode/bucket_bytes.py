@@ -3,7 +3,7 @@
 Packed tensors lie one after another, row-major, without gaps. An encoding turns these bytes into fewer that travel, and
 back: ``bfloat16`` and ``float8`` round weights of wider dtypes. Shape and dtype alone decide which tensors are rounded:
 ``bfloat16`` rounds float32 and float64, ``float8`` all but vectors (norms, biases). The others travel unchanged. The
-endpoint loads the rounded values in the manifest's dtype. ``delta`` needs a base, and so lives in
+endpoint loads the rounded values in the manifest's dtype. ``delta`` needs a base, and is therefore in
 `inflight.weights.encode.delta`.
 
 Bytes on the host have an XXH3-128. Bytes that travel from GPU to GPU have a checksum that is computed where they lie,
@@ -34,7 +34,7 @@ import xxhash
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode import float8
-from inflight.weights.encode.transit import recorded
+from inflight.weights.encode.transit import record_event
 from inflight.wire import DTYPE_SIZES, BucketTransfer, Encoding, TensorSpec, UpdateRef
 
 Rounding = Literal["raw", "bfloat16", "float8"]
@@ -43,19 +43,19 @@ _PREFIX = "sums64:"
 _ROW = 4096
 _PRIME = 4099
 _NUM_ROWS = {"cpu": 64, "cuda": 512}
-"""Rows that are added up before the next: few enough for a cache, since each byte is read twice; many enough for a GPU,
-where each of the two readings is one kernel. Another number gives the same sums."""
+"""Rows that are added up before the next ones: few enough for a cache, since each byte is read twice; many enough for a
+GPU, where each of the two readings is one kernel. Another number gives the same sums."""
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of the tensors one after another, uint8 [sum of sizes]; no copy if they already lie that way."""
-    joined = _joined([tensor for tensor in tensors if tensor.nbytes])
+    joined = _adjacent_view([tensor for tensor in tensors if tensor.nbytes])
     return torch.cat(_flats(tensors)) if joined is None else joined
 
 
 def pack_into(target: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write the bytes of the tensors one after another to the beginning of ``target``, uint8: one copy."""
-    joined = _joined([tensor for tensor in tensors if tensor.nbytes])
+    joined = _adjacent_view([tensor for tensor in tensors if tensor.nbytes])
     start = 0
     for flat in _flats(tensors) if joined is None else [joined]:
         target[start : start + flat.numel()].copy_(flat)
@@ -84,16 +84,16 @@ class Packer:
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor | None] = [None, None]
 
-    def packed(self, bucket: WeightBucket) -> WeightBucket:
+    def pack_bucket(self, bucket: WeightBucket) -> WeightBucket:
         """Return the same bucket with its tensors in one buffer, valid until the second call after this one."""
         size_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
-        if _joined(bucket.tensors) is not None or not size_bytes:
+        if _adjacent_view(bucket.tensors) is not None or not size_bytes:
             return bucket
-        flat = self.room(bucket.index, size_bytes, bucket.tensors[0].device)[:size_bytes]
+        flat = self.reserve(bucket.index, size_bytes, bucket.tensors[0].device)[:size_bytes]
         torch.cat(_flats(bucket.tensors), out=flat)
         return replace(bucket, tensors=tuple(unpack(flat, bucket.specs)))
 
-    def room(self, index: int, size_bytes: int, device: torch.device) -> torch.Tensor:
+    def reserve(self, index: int, size_bytes: int, device: torch.device) -> torch.Tensor:
         """Return memory for a bucket, uint8 [at least size_bytes], valid until the second call after this one."""
         buffer = self._buffers[index % 2]
         if buffer is None or buffer.numel() < size_bytes or buffer.device != device:
@@ -105,7 +105,7 @@ def _flats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _adjacent_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the tensors' bytes as one view, None if they are not adjacent in one storage."""
     if not tensors:
         return None
@@ -127,7 +127,7 @@ def encode(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], roundin
     """Return the bytes that travel, uint8 [N]; N is `encoded_size`. Raises `TrainerError` for non-finite weights."""
     if rounding == "raw":
         return pack(tensors)
-    parts = [_encoded(tensor, spec, rounding) for tensor, spec in zip(tensors, specs, strict=True)]
+    parts = [_encode_tensor(tensor, spec, rounding) for tensor, spec in zip(tensors, specs, strict=True)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
@@ -146,7 +146,7 @@ def decode(encoding: Encoding, payload: torch.Tensor, specs: Sequence[TensorSpec
     for spec in specs:
         size_bytes = _encoded_size(spec, encoding)
         part = payload[source : source + size_bytes]
-        flat[target : target + spec.size_bytes] = _decoded(part, spec, encoding)
+        flat[target : target + spec.size_bytes] = _decode_tensor(part, spec, encoding)
         source, target = source + size_bytes, target + spec.size_bytes
     return flat
 
@@ -170,7 +170,7 @@ def _encoded_size(spec: TensorSpec, encoding: Encoding) -> int:
     return 2 * spec.num_elements if encoding == "bfloat16" else float8.payload_size(spec.shape)
 
 
-def _encoded(tensor: torch.Tensor, spec: TensorSpec, rounding: Rounding) -> torch.Tensor:
+def _encode_tensor(tensor: torch.Tensor, spec: TensorSpec, rounding: Rounding) -> torch.Tensor:
     if not _applies(spec, rounding):
         return pack([tensor])
     if rounding == "bfloat16":
@@ -178,7 +178,7 @@ def _encoded(tensor: torch.Tensor, spec: TensorSpec, rounding: Rounding) -> torc
     return float8.encode_float8(tensor, spec.name)
 
 
-def _decoded(payload: torch.Tensor, spec: TensorSpec, encoding: Encoding) -> torch.Tensor:
+def _decode_tensor(payload: torch.Tensor, spec: TensorSpec, encoding: Encoding) -> torch.Tensor:
     if not _applies(spec, encoding):
         return payload
     dtype = getattr(torch, spec.dtype)
@@ -283,7 +283,7 @@ def encode_bucket(
     is_raw = encoding == "raw"
     specs = bucket.specs if is_raw else (payload_spec(flat.numel()),)
     tensors: Sequence[torch.Tensor] = unpack(flat, specs) if is_raw else (flat,)
-    return WeightBucket(bucket.index, specs, tuple(tensors), encoding, found, ref, recorded(flat.device))
+    return WeightBucket(bucket.index, specs, tuple(tensors), encoding, found, ref, record_event(flat.device))
 
 
 def bucket_transfer(bucket: WeightBucket, ref: UpdateRef, timeout_s: float) -> BucketTransfer:

@@ -55,7 +55,7 @@ def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> s
 def refuse_stray(bucket: WeightBucket, ref: UpdateRef | None) -> None:
     """Raise `TransferError` if a bucket belongs to another update than the one being sent.
 
-    An abandoned call of the update before may arrive this late, when the group is already another one.
+    An abandoned call of the previous update may arrive this late, when another group is already in use.
     """
     if bucket.ref is not None and bucket.ref != ref:
         raise TransferError(

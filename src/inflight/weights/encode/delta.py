@@ -1,8 +1,8 @@
 """Deltas: the elements of a bucket that differ from a base, as a payload much smaller than the bucket.
 
-A delta indicates where elements changed and what they are now ("overwrite", not XOR), so writing it twice equals
-writing it once. Elements are compared and carried as bits, so NaNs, negative zeros and every dtype travel exactly. The
-caller must know that both sides hold the same base.
+A delta records where elements changed and their new values ("overwrite", not XOR), so applying it twice has the same
+effect as applying it once. Elements are compared and sent as bits, so NaNs, negative zeros and every dtype travel
+exactly. The caller must know that both sides hold the same base.
 
 Payload, little-endian, everything that has a size before everything that is compressed:
 
@@ -45,7 +45,7 @@ _ESCAPE = 0xFFFF
 _GAP_BYTES = 2
 _LEVEL = 1  # of Zstandard: higher levels are several times slower here, and no smaller
 _BLOCK_BYTES = 1 << 19  # compared at a time: both sides and the results stay in the cache
-_BLOCK_CHANGES = 1 << 13  # written at a time: reading the old elements first brings in the same cache lines
+_BLOCK_CHANGES = 1 << 13  # written at a time: reading the old elements first loads the same cache lines
 
 Bytes = NDArray[np.uint8]
 Elements = NDArray[np.unsignedinteger[Any]]
@@ -79,7 +79,7 @@ class Patch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the bucket that the patch is for."""
+        """Bytes of the bucket to which the patch applies."""
         return sum(part.run.size_bytes for part in self.parts)
 
     @property
@@ -168,7 +168,7 @@ def encode_delta(patch: Patch) -> torch.Tensor:
     stored: list[Bytes] = []
     for part in patch.parts:
         gaps = _gaps(part.indices)
-        planes = [_compressed(plane) for plane in (*_planes(gaps), *_planes(part.values))]
+        planes = [_compress(plane) for plane in (*_planes(gaps), *_planes(part.values))]
         head.append(_RUN.pack(part.run.itemsize, part.run.num_elements, part.indices.size, gaps.size))
         head.extend(_SIZE.pack(plane.size) for plane in planes)
         stored.extend(planes)
@@ -199,13 +199,13 @@ def decode_delta(payload: torch.Tensor, runs: Sequence[ElementRun]) -> Patch:
         raise _refusal(f"it has {data.size} bytes, but its header announces {announced_bytes}")
     parts = []
     for plan in plans:
-        parts.append(_decoded_run(data, offset, plan))
+        parts.append(_decode_run(data, offset, plan))
         offset += sum(plan.stored_bytes)
     return Patch(tuple(parts))
 
 
 class _RunPlan(NamedTuple):
-    """What the header specifies of one run, checked against the run that the receiver expects."""
+    """The header's description of one run, checked against the run that the receiver expects."""
 
     run: ElementRun
     num_changed: int
@@ -228,13 +228,13 @@ def _run_plan(data: Bytes, offset: int, run: ElementRun) -> _RunPlan:
     return _RunPlan(run, num_changed, num_gaps, tuple(size for (size,) in _SIZE.iter_unpack(sizes.data)))
 
 
-def _decoded_run(data: Bytes, offset: int, plan: _RunPlan) -> RunChanges:
+def _decode_run(data: Bytes, offset: int, plan: _RunPlan) -> RunChanges:
     planes = []
     for stored, raw in zip(plan.stored_bytes, plan.raw_bytes, strict=True):
-        planes.append(_decompressed(data[offset : offset + stored], raw))
+        planes.append(_decompress(data[offset : offset + stored], raw))
         offset += stored
-    gaps = _joined(planes[:_GAP_BYTES], _GAP_BYTES)
-    return RunChanges(plan.run, _indices(gaps, plan), _joined(planes[_GAP_BYTES:], plan.run.itemsize))
+    gaps = _join_planes(planes[:_GAP_BYTES], _GAP_BYTES)
+    return RunChanges(plan.run, _indices(gaps, plan), _join_planes(planes[_GAP_BYTES:], plan.run.itemsize))
 
 
 def _changed_blocks(new: Elements, base: Elements) -> Iterator[tuple[NDArray[np.int64], Elements]]:
@@ -250,7 +250,7 @@ def _changed_blocks(new: Elements, base: Elements) -> Iterator[tuple[NDArray[np.
 
 
 def _differing(new: Elements, base: Elements, differs: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return where the elements differ, ascending. Overwrites ``differs``, which has room for a multiple of eight.
+    """Return where the elements differ, ascending. Overwrites ``differs``, whose length is a multiple of eight.
 
     It finds groups of eight first, then the elements within them: NumPy finds dense ones faster than sparse ones.
     """
@@ -303,7 +303,7 @@ def _planes(elements: Elements) -> list[Bytes]:
     return [np.ascontiguousarray(split[:, i]) for i in range(elements.itemsize)]
 
 
-def _joined(planes: Sequence[Bytes], itemsize: int) -> Elements:
+def _join_planes(planes: Sequence[Bytes], itemsize: int) -> Elements:
     elements: Elements = np.empty(planes[0].size, f"<u{itemsize}")
     split = elements.view(np.uint8).reshape(elements.size, itemsize)
     for i, plane in enumerate(planes):
@@ -311,13 +311,13 @@ def _joined(planes: Sequence[Bytes], itemsize: int) -> Elements:
     return elements
 
 
-def _compressed(plane: Bytes) -> Bytes:
+def _compress(plane: Bytes) -> Bytes:
     """Return the plane as a frame, or unchanged if a frame would not be smaller."""
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(plane.data)
     return np.frombuffer(frame, np.uint8) if len(frame) < plane.size else plane
 
 
-def _decompressed(stored: Bytes, raw_bytes: int) -> Bytes:
+def _decompress(stored: Bytes, raw_bytes: int) -> Bytes:
     """Return the plane of ``raw_bytes`` bytes, having checked the frame's size before allocating anything."""
     if stored.size == raw_bytes:
         return stored
@@ -343,7 +343,7 @@ def _refusal(what: str) -> TransferError:
 class Snapshot:
     """The publisher's base of the next delta: the bytes of every bucket of one update, on the host.
 
-    Encoding the next update moves it there bucket by bucket, so it is useless if that update fails.
+    Encoding the next update advances the snapshot bucket by bucket, so it is useless if that update fails.
     """
 
     def __init__(self) -> None:
@@ -353,16 +353,16 @@ class Snapshot:
 
     @property
     def ref(self) -> UpdateRef | None:
-        """The update that it holds whole and that every endpoint applied; None if there is none."""
+        """The update that it holds completely and that every endpoint applied; None if there is none."""
         return self._ref
 
     def is_cut_as(self, update: WeightUpdate) -> bool:
-        """Return whether an update has the same tensors in the same buckets."""
+        """Return whether an update splits the same tensors into the same buckets."""
         mine = self._update
         return mine is not None and (mine.buckets, mine.manifest) == (update.buckets, update.manifest)
 
     def begin(self, update: WeightUpdate) -> None:
-        """Take the buckets of ``update`` from now on. What is held is its base if ``update`` reports it."""
+        """Accept the buckets of ``update`` from now on; they are a delta to the held update if that is its base."""
         if update.base is None:
             self._flats = {}
         self._ref, self._update = None, update
@@ -390,6 +390,6 @@ class Snapshot:
         """Return the bytes of an encoded bucket, uint8 on the CPU; valid until the next update."""
         return self._flats[index]
 
-    def applied(self, ref: UpdateRef) -> None:
-        """Note that every endpoint applied the begun update, and kept it."""
+    def note_applied(self, ref: UpdateRef) -> None:
+        """Note that every endpoint applied and kept the update that was begun last."""
         self._ref = ref

@@ -28,7 +28,7 @@ BLOCK = 128
 """Consecutive elements of the last dimension that share a scale; the last block of a row may have fewer."""
 
 _MIN_EXPONENT = -124  # of a scale: the smallest value it gives, 2**-9 * 2**-124, is still a bfloat16 number
-_MAX_EXPONENT = 120  # brings the largest number of float32 to less than 448
+_MAX_EXPONENT = 120  # scales the largest float32 number to less than 448
 _MAGNITUDE_BITS = 0x7F  # of an e4m3 byte: all but the sign
 _SCALE_BYTES = 4
 _CHUNK_ELEMENTS = 1 << 18  # encoded or decoded at a time: intermediate results stay in the cache

@@ -1,7 +1,7 @@
 """LoRAs on the wire: the names of their tensors, and the weights of the model that they change.
 
 Names are those that PEFT saves: ``base_model.model.<module>.lora_A.weight`` [r, in] and ``...lora_B.weight`` [out, r]
-change ``<module>.weight`` [out, in]. Holds no tensors: `inflight.weights.receive.base_weights` does.
+change ``<module>.weight`` [out, in]. The tensors themselves are in `inflight.weights.receive.base_weights`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inflight.wire import Manifest, TensorSpec
 
 PREFIX = "base_model.model."
 PARTS = _A, _B = ".lora_A.weight", ".lora_B.weight"
-"""How the names of A and B end."""
+"""The suffixes of the names of A and B."""
 _MATRIX = re.compile(r"(?:^|\.)layers\.\d+\.(?!.*\.experts\.).*\.weight$")
 
 

@@ -1,8 +1,8 @@
-"""The CUDA stream and the host memory for weights in transit, apart from those with which an engine samples.
+"""The CUDA stream and the host memory for weights in transit, separate from those that an engine uses for sampling.
 
-There is one stream for each device of a process. What arrives on it is handed over by the host: `beside` returns once
-the device is done, and waits for no other stream. On the CPU everything happens at once, and the functions of streams
-do nothing.
+There is one weight stream for each device of a process. The host hands over what arrives on it:
+`finished_on_weight_stream` returns once the device has finished, and waits for no other stream. On the CPU every
+operation is synchronous, and these functions do nothing.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import torch
 cuda: Any = torch.cuda  # its streams are not typed
 
 
-def recorded(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event that comes after everything this thread has queued on a device; None on the CPU."""
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event recorded after everything that this thread has queued on a device; None on the CPU."""
     if device.type != "cuda":
         return None
     event: torch.cuda.Event = cuda.current_stream(device).record_event()
     return event
 
 
-def finish(device: torch.device) -> None:
+def synchronise_stream(device: torch.device) -> None:
     """Return once everything that this thread has queued on a device is done."""
-    if (event := recorded(device)) is not None:
+    if (event := record_event(device)) is not None:
         event.synchronize()
 
 
-def finish_all(device: torch.device) -> None:
+def synchronise_device(device: torch.device) -> None:
     """Return once everything that this process has queued on a device is done, on whatever stream."""
     if device.type == "cuda":
         cuda.synchronize(device)
 
 
 @contextlib.contextmanager
-def queued_beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """Queue what follows on the stream for weights, after ``after``."""
+def on_weight_stream(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """Queue the operations of the body on the weight stream, after the event ``after``."""
     if device.type != "cuda":
         yield
         return
@@ -53,11 +53,11 @@ def queued_beside(device: torch.device, after: torch.cuda.Event | None = None) -
 
 
 @contextlib.contextmanager
-def beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """Do what follows on the stream for weights, after ``after``; on return the device has done it."""
-    with queued_beside(device, after):
+def finished_on_weight_stream(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """Run the operations of the body on the weight stream, after the event ``after``; the exit waits for the device."""
+    with on_weight_stream(device, after):
         yield
-        finish(device)
+        synchronise_stream(device)
 
 
 @functools.cache
@@ -66,11 +66,11 @@ def _stream(device: torch.device) -> Any:
 
 
 class ReusedMemory:
-    """Memory into which tensors are received, used again once nothing refers to the tensors in it.
+    """Memory for received tensors, reused once nothing refers to the tensors in it.
 
     Fresh pages from the system cost more time than the copy itself. If ``device`` is a GPU, the memory is
-    pinned, so that it is copied there at full speed. Any thread may call: one that was abandoned in an update that has
-    ended may still be receiving when the next update begins.
+    pinned, so that it is copied there at full speed. Any thread may call it: a thread that was abandoned in an
+    earlier update may still be receiving when the next update begins.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -90,9 +90,9 @@ class ReusedMemory:
             return block.lend()
 
     def begin(self) -> None:
-        """Call before each update. Returns to the system what the last two updates did not need.
+        """Call before each update. Returns to the system the memory that the last two updates did not need.
 
-        An engine that serves from what arrived gives the memory of one update back when it commits the next.
+        An engine that serves from received tensors returns the memory of one update when it commits the next.
         """
         with self._lock:
             self._blocks = [block for block in self._blocks if block.is_needed()]

@@ -1,4 +1,4 @@
-"""What an `UpdateReceiver` asks of an adapter: an engine that pauses, and a sink for buckets."""
+"""The interfaces that an `UpdateReceiver` needs from an adapter: a pausable engine, and a sink for buckets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, TransportSpec,
 
 
 class PausableEngine(Protocol):
-    """What an `UpdateReceiver` asks of the engine whose weights change.
+    """The engine whose weights an `UpdateReceiver` changes.
 
     After `pause` has returned, exactly one of `apply`, `resume` and `fail_requests` follows; after an `apply` that
     raised, `fail_requests` does. All are awaited in the receiver's event loop.
@@ -20,8 +20,8 @@ class PausableEngine(Protocol):
     async def pause(self, update: WeightUpdate) -> None:
         """Return once no token is being sampled, as ``update.in_flight`` specifies.
 
-        For a staged update an engine may return at once, if its `apply` pauses, loads and resumes by itself. Then a
-        pause that fails is an `apply` that fails.
+        For a staged update an engine may return at once if its own `apply` pauses, loads and resumes. A failed pause is
+        then a failure of `apply`.
 
         If the update ends meanwhile, this is cancelled and nothing else is called: before ``CancelledError`` passes on,
         make sampling continue as if this had never been called. A pause sent to another thread or process may still be
@@ -34,9 +34,9 @@ class PausableEngine(Protocol):
         """Switch to the weights that arrived and sample again, from ``update.version``.
 
         They are the whole model but for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``. The
-        version that labels tokens changes with them and in the same place: in the engine's thread if it has one, before
-        it samples the first token. `UpdateReceiver.session` has the new version only after this has returned, which is
-        too late for that label. If this raises anything, the weights count as torn.
+        version that labels tokens changes with them and in the same thread: in the engine's thread if it has one,
+        before it samples the first token. `UpdateReceiver.session` has the new version only after this has returned,
+        which is too late for that label. If this raises anything, the weights count as torn.
         """
 
     @abstractmethod
@@ -47,7 +47,7 @@ class PausableEngine(Protocol):
     async def fail_requests(self) -> None:
         """End every request, running or waiting: the weights are torn.
 
-        Either `apply` raised, or part of an update had arrived in the model, or the update that was to mend torn
+        Either `apply` raised, or part of an update had arrived in the model, or an update that would have replaced torn
         weights has ended early. Sampling stays paused until the `apply` of a complete update, which the receiver lets
         through after a `pause`. Callers of the ended requests get `PoisonedError`, as new requests do from
         `UpdateSession.refuse_to_sample`.
@@ -77,16 +77,16 @@ class BucketSink(Protocol):
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave the group, end what is pending on it, and drop what arrived. Returns at once. Idempotent."""
+        """Leave the group, end its pending calls, and discard what arrived. Returns at once. Idempotent."""
 
     @abstractmethod
     def begin(self, update: WeightUpdate) -> None:
-        """Drop what arrived for an earlier update, and expect the buckets of this one."""
+        """Discard what arrived for an earlier update, and expect the buckets of this one."""
 
     @abstractmethod
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
         """Return when the whole bucket has arrived and matches ``transfer``. Raises `TransferError`."""
 
     @abstractmethod
-    def committed(self) -> None:
-        """Note that what arrived is now served. It is kept if its update asked for that."""
+    def note_committed(self) -> None:
+        """Note that the received weights are now served. They are kept if their update requested it."""

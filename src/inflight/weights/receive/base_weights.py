@@ -1,6 +1,6 @@
 """The weights that partial updates need in addition to those that they send.
 
-`BaseWeights` has those that an update left out, `AdaptedWeights` those under a LoRA.
+`BaseWeights` holds the tensors that an update left out, `AdaptedWeights` the base of a LoRA.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class BaseWeights:
-    """The tensors that one engine has loaded over its life, by their checkpoint names.
+    """The tensors that one engine has loaded since it started, by their checkpoint names.
 
-    Those that no update has sent are read from its checkpoint in ``directory``. Of the others, only those that an
+    Tensors that no update has sent are read from its checkpoint in ``directory``. Of the others, only those that an
     update asked to keep are held here. ``dtype`` is the model's.
     """
 
@@ -41,7 +41,7 @@ class BaseWeights:
             raise UpdateRefusedError(f"a partial update needs the engine's checkpoint: {error}") from error
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise `UpdateRefusedError` unless `tensor` can return all of these."""
+        """Raise `UpdateRefusedError` unless `tensor` can return every named tensor."""
         known = self._stored_in()
         if lost := [name for name in names if self._loaded.get(name, known.get(name)) is None]:
             raise UpdateRefusedError(
@@ -53,13 +53,13 @@ class BaseWeights:
         """Return a tensor as last loaded, in the model's dtype, on the CPU or wherever it was kept."""
         if name in self._loaded:
             kept = self._loaded[name]
-            assert kept is not None  # the caller has asked `require`
+            assert kept is not None  # the caller has called `require`
             return kept
         with safe_open(self._stored_in()[name], framework="pt") as file:
             stored: torch.Tensor = file.get_tensor(name)
         return stored.to(self._dtype)
 
-    def loaded(self, tensors: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> None:
+    def note_loaded(self, tensors: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> None:
         """Note the tensors that an update sent. With ``keep`` they stay in memory."""
         self._loaded |= {name: tensor if keep else None for name, tensor in tensors}
 
@@ -72,7 +72,7 @@ class BaseWeights:
         return self._files
 
 
-def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: LoraSpec) -> torch.Tensor:
+def merge_lora(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: LoraSpec) -> torch.Tensor:
     """Return W0 + s B A in the dtype and on the device of W0, computed in float32 (float64 for a base in float64).
 
     W0 is [out, in], A [r, in], B [out, r]; Hu et al. 2021 (arXiv 2106.09685), equation 3.
@@ -84,7 +84,7 @@ def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: LoraSpec)
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLoad:
-    """What an update means for the model: the tensors to load, and the base of those adapted afterwards."""
+    """The effect of an update on the model: the tensors to load, and the base of those that are adapted afterwards."""
 
     tensors: Named
     base: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -93,8 +93,8 @@ class AdaptedLoad:
 class AdaptedWeights:
     """The base of the tensors that the current LoRA has changed: a LoRA is always merged into weights without any.
 
-    The base is the weights of the last update that was not a LoRA, or of the checkpoint. A LoRA replaces the LoRA
-    before; any other update removes it. Only `loaded` changes the base.
+    The base is the weights of the last update that was not a LoRA, or of the checkpoint. A LoRA replaces the previous
+    LoRA; any other update removes it. Only `note_loaded` changes the base.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class AdaptedWeights:
             for name in changed_names(manifest):
                 base[name] = self._base[name] if name in self._base else present(name)
                 a, b = (sent[part] for part in lora_names(name.removesuffix(".weight")))
-                loads.append((name, merged(base[name], a, b, manifest.lora)))
+                loads.append((name, merge_lora(base[name], a, b, manifest.lora)))
         changed = {name for name, _ in loads}
         return AdaptedLoad([*loads, *((n, t) for n, t in self._base.items() if n not in changed)], base)
 
@@ -127,6 +127,6 @@ class AdaptedWeights:
         """Put the base on a device. If it raises, nothing has changed."""
         self._base = {name: tensor.to(device) for name, tensor in self._base.items()}
 
-    def loaded(self, load: AdaptedLoad) -> None:
+    def note_loaded(self, load: AdaptedLoad) -> None:
         """Note that the model holds the prepared load."""
         self._base = load.base

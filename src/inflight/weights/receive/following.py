@@ -1,8 +1,8 @@
-"""Following a stored run: an endpoint is updated to each newest version, or a relay keeps a copy on another host.
+"""Following a stored run: an endpoint is kept at the newest version, or a relay copies that version to another host.
 
 A follower makes the same contract calls as a publisher, so the endpoint sees no difference. It skips versions that were
-superseded while an update was under way. It leases what it reads, so that the trainer does not remove it meanwhile;
-even a slow follower makes progress. `inflight.weights.send.storing` is the other side.
+superseded while an update was under way. It leases the version that it reads, so that the trainer does not remove it
+meanwhile; even a slow follower makes progress. `inflight.weights.send.storing` is the other side.
 
 With a relay, each version crosses the link to its source once, however many servers read it from the relay: those of
 the relay's host through memory, others over HTTP. Readers follow a relay as they would follow the trainer, and a relay
@@ -36,10 +36,10 @@ from inflight.weights.transports.pull import PullReceiver
 from inflight.wire import BucketTransfer, DirectorySpec, InFlightPolicy, PullSpec, UpdateRef
 
 FIRST_PAUSE_S = 0.5
-"""Pause between a first failure and the next try."""
+"""Pause between a first failure and the first retry."""
 MAX_PAUSE_S = 30.0
 _JOIN_S = 60.0
-"""How long an endpoint may take to find what is stored."""
+"""How long an endpoint may take to find the stored versions."""
 _READ_S = 10.0
 """How long reading the relay's own directory may take."""
 _LEASE_SLACK_S = 5.0
@@ -72,8 +72,8 @@ async def follow(
 ) -> NoReturn:
     """Keep an endpoint at the newest stored version, until cancelled.
 
-    Each update has ``deadline_s`` seconds. A failed update leaves the endpoint as its contract says, and is tried again
-    after a pause. ``note`` receives each failure, a repeated one only once.
+    Each update has ``deadline_s`` seconds. A failed update leaves the endpoint in the state that the contract
+    specifies, and is retried after a pause. ``note`` receives each failure, a repeated failure only once.
     """
 
     async def has(ref: UpdateRef) -> bool:
@@ -95,9 +95,9 @@ async def take_each_newest(
     deadline_s: float,
     note: Callable[[str], None],
 ) -> NoReturn:
-    """Call ``take`` with each newest stored version that is not there yet by ``has``, until cancelled.
+    """Call ``take`` with each newest stored version for which ``has`` returns False, until cancelled.
 
-    The version is leased meanwhile. Each has ``deadline_s`` seconds; what fails is noted and tried again after a pause.
+    The version is leased meanwhile. Each call has ``deadline_s`` seconds; failures are noted and retried after a pause.
     """
     source = StoredRun(spec)
     noted, backoff = "", Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
@@ -118,7 +118,7 @@ async def take_each_newest(
             except (TimeoutError, InflightError) as error:
                 why = str(error) or f"the newest version was not applied within {deadline_s:g} s"
                 if why != noted:
-                    note(f"following run {spec.run_id!r}: {why}; trying again")
+                    note(f"following run {spec.run_id!r}: {why}; retrying")
                 noted = why
                 if ref != failed:
                     backoff.reset()
@@ -197,9 +197,9 @@ async def relay(
 ) -> NoReturn:
     """Keep the newest version that is stored at ``spec`` in ``directory`` too, until cancelled.
 
-    Every bucket is compared with its checksum before it is stored, and a version appears only when it is whole; the one
-    before it then goes, unless a reader leases it. Each has ``deadline_s`` seconds. One that fails is noted and tried
-    again, and the version before it stays.
+    Every bucket is compared with its checksum before it is stored, and a version appears only when it is complete; the
+    previous version is then removed, unless a reader leases it. Each version has ``deadline_s`` seconds. A failure is
+    noted and retried, and the previous version stays.
     """
     sender = FileSender(directory, is_durable=False)
     sender.specs(spec.run_id, [1], deadline_s)
@@ -212,7 +212,7 @@ async def relay(
     async def take(source: StoredRun, stored: StoredUpdate) -> None:
         await run_abandonable(lambda: _copy(source, stored, sender, deadline_s), "inflight-relay")
         size = sum(bucket.size_bytes for bucket in stored.buckets)
-        note(f"version {stored.update.version} of run {spec.run_id!r} is here, {size / 1e6:,.1f} MB")
+        note(f"version {stored.update.version} of run {spec.run_id!r} is stored here, {size / 1e6:,.1f} MB")
 
     try:
         await take_each_newest(spec, has, take, poll_s=poll_s, deadline_s=deadline_s, note=note)
@@ -232,7 +232,7 @@ def _copy(source: StoredRun, stored: StoredUpdate, sender: FileSender, deadline_
 
 
 class StoredRun:
-    """What is stored of a run, in a directory or at a URL. No call blocks the event loop."""
+    """The stored versions of a run, in a directory or at a URL. No call blocks the event loop."""
 
     def __init__(self, spec: DirectorySpec | PullSpec) -> None:
         self._receiver = FileReceiver(spec) if isinstance(spec, DirectorySpec) else PullReceiver(spec)
@@ -243,11 +243,11 @@ class StoredRun:
         return await run_abandonable(lambda: self._receiver.latest(timeout_s), "inflight-follow")
 
     async def lease(self, ref: UpdateRef) -> None:
-        """Lease a version, ending the lease on the one before. Raises `TransferError` if the version is gone."""
+        """Lease a version, ending the lease on the previous one. Raises `TransferError` if the version was removed."""
         await run_abandonable(lambda: self._receiver.lease(ref, self._lease, LEASE_S), "inflight-follow")
 
     async def lease_newest(self, ref: UpdateRef, timeout_s: float) -> UpdateRef:
-        """Lease ``ref``, or the newest version if ``ref`` was removed meanwhile. Return what is leased."""
+        """Lease ``ref``, or the newest version if ``ref`` was removed meanwhile. Return the leased version."""
         while True:
             try:
                 await self.lease(ref)
@@ -260,11 +260,11 @@ class StoredRun:
                 return ref
 
     async def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
-        """Return what is stored of a version. Raises `TransferError` if it was removed meanwhile."""
+        """Return the manifest of a stored version. Raises `TransferError` if the version was removed meanwhile."""
         return await run_abandonable(lambda: self._receiver.read_manifest(ref, timeout_s), "inflight-follow")
 
     def buckets(self, stored: StoredUpdate, deadline_s: float) -> Iterator[WeightBucket]:
-        """Yield what is stored of a version, compared with its checksums. Blocking. Raises `TransferError`."""
+        """Yield the buckets of a stored version, verified by their checksums. Blocks. Raises `TransferError`."""
         ref, deadline = stored.update.ref, time.monotonic() + deadline_s
         self._receiver.begin(ref)
         for announced, bucket in zip(stored.update.buckets, stored.buckets, strict=True):

@@ -1,6 +1,6 @@
-"""The receiving half of an update, shared by every endpoint that takes weights by itself.
+"""The receiving half of an update, shared by every endpoint that receives weights itself.
 
-It joins the state machine, the group that carries buckets, and the lease. Buckets arrive at a `BucketSink`.
+It combines the state machine, the group that carries buckets, and the lease. Buckets arrive at a `BucketSink`.
 `StagedSink` keeps them here until the commit, so that any failure before it leaves the old weights serving; an
 adapter's own sink lets its engine receive them. A `PausableEngine` pauses, loads and resumes.
 """
@@ -35,7 +35,7 @@ _CLOSE_S = 1.0
 
 
 class _Open:
-    """What belongs to one update, from its request until it is over."""
+    """The state of one update, from its request until it ends."""
 
     def __init__(self, opened: OpenUpdate) -> None:
         self._opened = opened
@@ -50,7 +50,7 @@ class _Open:
         return self._opened.is_over
 
     async def outlast(self, call: asyncio.Future[None], what: str) -> None:
-        """Wait for a call of this update. Raises `UpdateAbortedError` if the update ends first, else what it raises."""
+        """Wait for a call of this update; raise its error, or `UpdateAbortedError` if the update ends first."""
         await asyncio.wait([call])
         if self.is_over:
             raise UpdateAbortedError(f"the update to version {self.update.version} {what}")
@@ -62,9 +62,9 @@ class _Open:
 
 
 class UpdateReceiver:
-    """Updates of one endpoint over its life. `ReceivingEndpoint` offers its methods under the names of the contract.
+    """All updates of one endpoint. `ReceivingEndpoint` offers its methods under the names of the contract.
 
-    ``expected`` is what the engine can load (None: not known here, the engine refuses by itself). ``capabilities``
+    ``expected`` is what the engine can load (None: not known here, so the engine itself refuses). ``capabilities``
     are the endpoint's. An instance belongs to one event loop.
     """
 
@@ -76,11 +76,11 @@ class UpdateReceiver:
         capabilities: Capabilities,
     ) -> None:
         self.engine = engine
-        """What pauses, applies and resumes. It may be wrapped while no update is open."""
+        """The engine that pauses, applies and resumes. It may be wrapped while no update is open."""
         self._sink = sink
         self._capabilities = capabilities
         self._session = UpdateSession(expected)
-        self._session.joined()
+        self._session.note_joined()
         self._joining: TransportSpec | None = None
         self._open: _Open | None = None
         self._applying: asyncio.Future[None] | None = None
@@ -116,7 +116,7 @@ class UpdateReceiver:
             raise UnsupportedError(f"this endpoint does not support {lack}")
         self._session.fence(spec.run_id, spec.incarnation)
         while True:  # another call may interleave
-            await self._applied()  # applying still needs the group
+            await self._wait_until_applied()  # applying still needs the group
             self._lose_group()
             if self._open is None:
                 break
@@ -126,7 +126,7 @@ class UpdateReceiver:
         await self._sink.join(spec)
         if self._joining is not spec:
             raise TransferError("another group was formed meanwhile")
-        self._session.group_formed(spec.run_id)
+        self._session.note_group_formed(spec.run_id)
 
     async def request(self, update: WeightUpdate) -> None:
         if self._open is not None and self._session.is_open(update.ref):
@@ -161,7 +161,7 @@ class UpdateReceiver:
                 raise TransferError(
                     f"the update to version {bucket.version} ended while bucket {spec.index} was arriving"
                 )
-            self._session.bucket_received()
+            self._session.note_bucket_received()
             self._renew_lease(opened)
         except BaseException:
             await self._end(opened)
@@ -190,11 +190,11 @@ class UpdateReceiver:
             raise UpdateRefusedError(
                 f"the open update is version {update.version} of run {update.run_id!r}, not version {ref.version}"
             )
-        await self._applied()
+        await self._wait_until_applied()
         await self._end(opened)
 
     async def aclose(self) -> None:
-        """Leave the group, stop the lease, and wait a moment for what is being applied. An open update stays open."""
+        """Leave the group, stop the lease, and wait briefly for a commit under way. An open update stays open."""
         if self._open is not None:
             self._open.stop_lease()
         self._sink.leave()
@@ -206,8 +206,8 @@ class UpdateReceiver:
         if update.base is not None and update.base != self._sink.kept:
             kept = self._sink.kept
             raise UpdateRefusedError(
-                f"update to version {update.version} refused: it is a delta to {_named(update.base)}, but this "
-                f"endpoint has kept {'nothing' if kept is None else _named(kept)}; send all weights"
+                f"update to version {update.version} refused: it is a delta to {_describe_update(update.base)}, but "
+                f"this endpoint has kept {'nothing' if kept is None else _describe_update(kept)}; send all weights"
             )
 
     async def _pause(self, opened: _Open) -> None:
@@ -269,17 +269,17 @@ class UpdateReceiver:
             except Exception as lost:  # the weights are torn in any case
                 problem += f". Its requests could not be ended either: {lost}"
             raise PoisonedError(problem) from error
-        self._session.committed()
+        self._session.note_committed()
         self._open = None
-        self._sink.committed()
+        self._sink.note_committed()
 
-    async def _applied(self) -> None:
-        """Return when no commit is under way. If none is, return without yielding, so that none can begin meanwhile."""
+    async def _wait_until_applied(self) -> None:
+        """Return when no commit is under way; if none is, without yielding, so that no commit can begin meanwhile."""
         while self._applying is not None and not self._applying.done():
             await asyncio.wait([self._applying])
 
     async def _end(self, opened: _Open) -> None:
-        """End an update unless it is over: drop what arrived, and sample again if none of it is in the model."""
+        """End an update unless it has ended: drop what arrived, and resume sampling if none of it is in the model."""
         if opened.is_over:
             return
         opened.stop_lease()
@@ -301,7 +301,7 @@ class UpdateReceiver:
 
     def _lose_group(self) -> None:
         self._joining = None
-        self._session.group_lost()
+        self._session.note_group_lost()
         self._sink.leave()
 
     def _renew_lease(self, opened: _Open) -> None:
@@ -310,7 +310,7 @@ class UpdateReceiver:
         opened.lease = loop.call_later(opened.update.lease_s, lambda: self._calls.start(self._end(opened)))
 
 
-def _named(ref: UpdateRef) -> str:
+def _describe_update(ref: UpdateRef) -> str:
     return f"version {ref.version} of session {ref.session_id!r}"
 
 

@@ -16,14 +16,14 @@ IDLE_S = 10.0
 
 
 class ReleasableEngine(Protocol):
-    """What a `MemoryRelease` asks of the engine. Nothing is sampled and no update is open while it asks."""
+    """The engine's side of a `MemoryRelease`. Nothing is sampled and no update is open during its calls."""
 
     @abstractmethod
     async def free_memory(self) -> None:
         """Release the memory of weights, keys and values, and keep the weights elsewhere.
 
         Raises `BusyError` if a request runs or waits in the engine, and then has changed nothing. After any other error
-        `take_memory` must be able to undo what was done.
+        `take_memory` must be able to restore the memory.
         """
 
     @abstractmethod
@@ -58,12 +58,12 @@ class MemoryRelease:
             try:
                 await self._engine.free_memory()
             except BusyError:
-                self._session.restored()
+                self._session.note_restored()
                 raise
             except BaseException:
-                self._session.released()
+                self._session.note_released()
                 raise
-            self._session.released()
+            self._session.note_released()
 
     async def _restore(self) -> None:
         async with self._turn:
@@ -73,6 +73,6 @@ class MemoryRelease:
             try:
                 await self._engine.take_memory()
             except BaseException:
-                self._session.released()
+                self._session.note_released()
                 raise
-            self._session.restored()
+            self._session.note_restored()

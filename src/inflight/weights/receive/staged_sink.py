@@ -96,7 +96,7 @@ class StagedSink(BucketSink):
 
         await run_abandonable(receive, "inflight-receive")
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         staging, self._staging, self._prepared = self._staging, None, None
         if staging is not None:
             self._kept = staging.keep()

@@ -1,7 +1,7 @@
-"""What has arrived of one update, held beside the model: received, compared, decoded, and ready to load.
+"""The staged buckets of one update, held next to the model: received, verified, decoded, and ready to load.
 
-What has arrived is never written again: an engine may serve from it, and weights kept after the commit are the base of
-the next delta, which is patched into a copy.
+Staged memory is never written again: an engine may serve from it, and weights that are kept after the commit are the
+base of the next delta, which is patched into a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inflight.contracts import ReceivesAhead, WeightReceiver
 from inflight.errors import TransferError, UpdateRefusedError
 from inflight.weights.encode.bucket_bytes import checksum_as, decode, payload_spec, unpack
 from inflight.weights.encode.delta import decode_delta, element_runs
-from inflight.weights.encode.transit import ReusedMemory, beside
+from inflight.weights.encode.transit import ReusedMemory, finished_on_weight_stream
 from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, UpdateRef, WeightUpdate
 
 
@@ -52,7 +52,7 @@ class Staging:
     def receive(
         self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]
     ) -> None:
-        """Receive, compare and decode one bucket; blocks. Raises `TransferError`, and then stages nothing of it."""
+        """Receive, verify and decode one bucket; blocks. Stages nothing of it if it raises `TransferError`."""
         size_bytes = bucket.size_bytes if transfer.size_bytes is None else transfer.size_bytes
         if transfer.encoding == "raw" and size_bytes != bucket.size_bytes:
             raise TransferError(f"bucket {bucket.index} has {bucket.size_bytes} bytes, but {size_bytes} were announced")
@@ -62,30 +62,30 @@ class Staging:
             )
         (payload,) = receiver.receive((payload_spec(size_bytes),), transfer.timeout_s)
         self._receive_ahead(receiver, bucket.index + 1, transfer.timeout_s)
-        with beside(payload.device):
+        with finished_on_weight_stream(payload.device):
             if (
                 transfer.checksum is not None
                 and (found := checksum_as(transfer.checksum, payload)) != transfer.checksum
             ):
                 raise TransferError(
-                    f"bucket {bucket.index} was damaged on its way: its checksum is {found}, but {transfer.checksum} "
+                    f"bucket {bucket.index} was damaged in transit: its checksum is {found}, but {transfer.checksum} "
                     "was announced; none of it was loaded"
                 )
-            flat = self._decoded(transfer, bucket, tensors, payload)
+            flat = self._decode(transfer, bucket, tensors, payload)
         with self._lock:
             if self._is_dropped:
                 raise TransferError("the update ended meanwhile")
             self._flats.append(flat)
 
     def _receive_ahead(self, receiver: WeightReceiver, index: int, timeout_s: float) -> None:
-        """Let the next bucket travel while this one is compared, if its size is known before it is announced."""
+        """Receive the next bucket while this one is verified, if its size is known before it is announced."""
         update = self.update
         if not isinstance(receiver, ReceivesAhead) or update.encodings or index == len(update.buckets):
             return
         # The publisher may pause until the lease ends.
         receiver.receive_ahead((payload_spec(update.buckets[index].size_bytes),), update.lease_s + timeout_s)
 
-    def _decoded(
+    def _decode(
         self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec], payload: torch.Tensor
     ) -> torch.Tensor:
         if transfer.encoding == "delta":
@@ -100,7 +100,7 @@ class Staging:
         return flat
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that have arrived, in manifest order, as views of what is staged."""
+        """Return the tensors that have arrived, in manifest order, as views of the staged memory."""
         named = []
         for bucket, flat in zip(self.update.buckets, self._flats, strict=False):
             specs = self.update.manifest.tensors[bucket.start : bucket.stop]
@@ -115,7 +115,7 @@ class Staging:
             return self._flats[index]
 
     def keep(self) -> KeptWeights | None:
-        """Return what was loaded as the base of a later delta, if the update asked for that."""
+        """Return the loaded weights as the base of a later delta, if the update requested that they be kept."""
         if not self.update.keep:
             return None
         return KeptWeights(

@@ -33,7 +33,7 @@ _RELEASED = "the endpoint's memory is released: restore_memory takes it back"
 
 
 class UpdateEvent(Enum):
-    """What changes the state of an endpoint; each value states what has happened."""
+    """The events that change the state of an endpoint; each value describes the event."""
 
     JOINED = "the endpoint has loaded its checkpoint"
     REQUEST = "an update is accepted, and sampling is paused for it"
@@ -46,23 +46,23 @@ class UpdateEvent(Enum):
     RELEASE = "the memory of weights, keys and values is being released"
     RESTORED = "the memory was taken back, or could not be released"
     TORN = "the update ends in one of these ways, and the weights are torn, by it or by an update before it"
-    FOUND = "an engine that others may change states that its weights are whole"
-    FOUND_TORN = "an engine that others may change states that its weights are torn"
-    FOUND_RELEASED = "an engine that others may change states that its memory is released"
+    REPORTED_WHOLE = "an engine that others may change reports that its weights are whole"
+    REPORTED_TORN = "an engine that others may change reports that its weights are torn"
+    REPORTED_RELEASED = "an engine that others may change reports that its memory is released"
 
 
 TRANSITIONS: Mapping[tuple[EndpointState, UpdateEvent], EndpointState] = {
     (EndpointState.JOINING, UpdateEvent.JOINED): EndpointState.READY,
     (EndpointState.READY, UpdateEvent.REQUEST): EndpointState.PAUSED,
     (EndpointState.READY, UpdateEvent.REQUEST_STAGED): EndpointState.STAGING,
-    (EndpointState.READY, UpdateEvent.FOUND): EndpointState.READY,
-    (EndpointState.READY, UpdateEvent.FOUND_TORN): EndpointState.POISONED,
-    (EndpointState.READY, UpdateEvent.FOUND_RELEASED): EndpointState.RELEASED,
+    (EndpointState.READY, UpdateEvent.REPORTED_WHOLE): EndpointState.READY,
+    (EndpointState.READY, UpdateEvent.REPORTED_TORN): EndpointState.POISONED,
+    (EndpointState.READY, UpdateEvent.REPORTED_RELEASED): EndpointState.RELEASED,
     (EndpointState.READY, UpdateEvent.RELEASE): EndpointState.RELEASED,
     (EndpointState.RELEASED, UpdateEvent.RESTORED): EndpointState.READY,
-    (EndpointState.RELEASED, UpdateEvent.FOUND): EndpointState.READY,
-    (EndpointState.RELEASED, UpdateEvent.FOUND_TORN): EndpointState.POISONED,
-    (EndpointState.RELEASED, UpdateEvent.FOUND_RELEASED): EndpointState.RELEASED,
+    (EndpointState.RELEASED, UpdateEvent.REPORTED_WHOLE): EndpointState.READY,
+    (EndpointState.RELEASED, UpdateEvent.REPORTED_TORN): EndpointState.POISONED,
+    (EndpointState.RELEASED, UpdateEvent.REPORTED_RELEASED): EndpointState.RELEASED,
     (EndpointState.STAGING, UpdateEvent.BUCKET): EndpointState.STAGING,
     (EndpointState.STAGING, UpdateEvent.PAUSE): EndpointState.PAUSED,
     (EndpointState.STAGING, UpdateEvent.ENDED): EndpointState.READY,
@@ -78,16 +78,16 @@ TRANSITIONS: Mapping[tuple[EndpointState, UpdateEvent], EndpointState] = {
     (EndpointState.UPDATING, UpdateEvent.TORN): EndpointState.POISONED,
     (EndpointState.POISONED, UpdateEvent.REQUEST): EndpointState.PAUSED,
     (EndpointState.POISONED, UpdateEvent.REQUEST_STAGED): EndpointState.STAGING,
-    (EndpointState.POISONED, UpdateEvent.FOUND): EndpointState.READY,
-    (EndpointState.POISONED, UpdateEvent.FOUND_TORN): EndpointState.POISONED,
-    (EndpointState.POISONED, UpdateEvent.FOUND_RELEASED): EndpointState.RELEASED,
+    (EndpointState.POISONED, UpdateEvent.REPORTED_WHOLE): EndpointState.READY,
+    (EndpointState.POISONED, UpdateEvent.REPORTED_TORN): EndpointState.POISONED,
+    (EndpointState.POISONED, UpdateEvent.REPORTED_RELEASED): EndpointState.RELEASED,
 }
 """The state after each event. For a pair that is not listed, the call is refused or has no effect."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenUpdate:
-    """What belongs to one update, from its request to its end."""
+    """The state of one update, from its request to its end."""
 
     update: WeightUpdate
     was_torn: bool
@@ -99,7 +99,7 @@ class OpenUpdate:
 
 
 class UpdateSession:
-    """State of one endpoint's weights over its life, through any number of named sessions.
+    """The state of one endpoint's weights, through any number of named sessions.
 
     ``expected`` is what its model can load, None if that is not known here.
 
@@ -143,7 +143,7 @@ class UpdateSession:
 
     @property
     def owner(self) -> str | None:
-        """Run whose updates are accepted, or were last."""
+        """Run whose updates are accepted, or were accepted last."""
         return self._owner
 
     @property
@@ -163,26 +163,27 @@ class UpdateSession:
         """
         return self._num_changes
 
-    def joined(self) -> None:
+    def note_joined(self) -> None:
         """Note that the endpoint holds version 0."""
         self._take(UpdateEvent.JOINED)
 
-    def found(
+    def adopt_report(
         self, version: int, run_id: str | None, *, torn: bool, released: bool = False, session_id: str = ""
     ) -> None:
-        """Adopt what an engine that others may change or restart says of its weights, unless an update is open."""
+        """Adopt the state that an engine reports, which others may change or restart, unless an update is open."""
         if self._open is not None or self._is_moving:
             return
-        self._take(UpdateEvent.FOUND_TORN if torn else UpdateEvent.FOUND_RELEASED if released else UpdateEvent.FOUND)
+        whole_event = UpdateEvent.REPORTED_RELEASED if released else UpdateEvent.REPORTED_WHOLE
+        self._take(UpdateEvent.REPORTED_TORN if torn else whole_event)
         if (version, run_id, session_id) != (self.version, self._run_id, self.session_id):
             self._served = UpdateRef(run_id=run_id or "checkpoint", version=version, session_id=session_id)
             self._served_incarnation = 0 if run_id is None else self._incarnations.get(run_id, 0)
         self._run_id = run_id
         if not torn:
-            self._torn_names = None  # mended; later tears by others are not known here
+            self._torn_names = None  # replaced since; which tensors others tear is not known here
 
     def fence(self, run_id: str, incarnation: int) -> None:
-        """Raise `FencedError` if a later incarnation replaced this one; otherwise note the caller."""
+        """Raise `FencedError` if a later incarnation has replaced this one; otherwise record the caller."""
         highest = self._incarnations.get(run_id, 0)
         if incarnation < highest:
             raise FencedError(
@@ -195,12 +196,12 @@ class UpdateSession:
         if len(self._incarnations) > _NUM_REMEMBERED:
             del self._incarnations[next(iter(self._incarnations))]
 
-    def group_formed(self, run_id: str) -> None:
+    def note_group_formed(self, run_id: str) -> None:
         """Accept only this run's updates from now on. The caller has aborted any open update."""
         self._owner = run_id
         self._group_run_id = run_id
 
-    def group_lost(self) -> None:
+    def note_group_lost(self) -> None:
         """Accept no update until a group is formed again."""
         self._group_run_id = None
 
@@ -218,7 +219,7 @@ class UpdateSession:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a bucket of the open update was asked for."""
+        """Whether a bucket of the open update has been requested."""
         return self._open is not None and (self._open.is_receiving or self._open.num_received > 0)
 
     def is_open(self, ref: UpdateRef) -> bool:
@@ -261,7 +262,7 @@ class UpdateSession:
         bucket = update.buckets[transfer.bucket_index]
         return bucket, update.manifest.tensors[bucket.start : bucket.stop]
 
-    def bucket_received(self) -> None:
+    def note_bucket_received(self) -> None:
         """Note that the last begun bucket has arrived whole."""
         assert self._open is not None
         assert self._open.is_receiving
@@ -288,13 +289,13 @@ class UpdateSession:
     def begin_apply(self, ref: UpdateRef) -> None:
         """Note that the update is being applied: from here on a failure poisons.
 
-        Raises if the update is not open or not complete. Afterwards the owner calls `committed` or `abort`.
+        Raises if the update is not open or not complete. Afterwards the owner calls `note_committed` or `abort`.
         """
         opened = self.require_complete(ref)
         self._take(UpdateEvent.APPLY, f"version {ref.version} cannot be applied: sampling is not paused")
         opened.is_applying = True
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         """Note that every tensor was applied: the open update is now served."""
         assert self._open is not None
         assert self._open.is_applying
@@ -319,7 +320,7 @@ class UpdateSession:
             self._torn_names = frozenset(changed_names(opened.update.manifest)) | (self._torn_names or frozenset())
 
     def begin_release(self) -> None:
-        """Note that memory is being released. `released` or `restored` follows.
+        """Note that memory is being released. `note_released` or `note_restored` follows.
 
         Raises `BusyError` if an update is open, `PoisonedError` if the weights are torn.
         """
@@ -332,15 +333,15 @@ class UpdateSession:
         self._is_moving = True
 
     def begin_restore(self) -> None:
-        """Note that the memory is being taken back. `restored` follows, or `released` if it cannot be had."""
+        """Note that the memory is being taken back. `note_restored` follows, or `note_released` if that fails."""
         self._is_moving = True
 
-    def released(self) -> None:
+    def note_released(self) -> None:
         """Note that the memory is released, or still is."""
         self._is_moving = False
         self._num_changes += 1
 
-    def restored(self) -> None:
+    def note_restored(self) -> None:
         """Note that the endpoint has its memory, whether it was taken back or could not be released."""
         self._take(UpdateEvent.RESTORED)
         self._is_moving = False
@@ -373,7 +374,7 @@ class UpdateSession:
             )
 
     def _take(self, event: UpdateEvent, refusal: str | None = None) -> None:
-        """Change the state as the table says, or raise; ``refusal`` is for events that a caller may send too early."""
+        """Change the state by the table, or raise; ``refusal`` is for events that a caller may send too early."""
         after = TRANSITIONS.get((self._state, event))
         if after is None and refusal is not None:
             raise UpdateRefusedError(refusal)

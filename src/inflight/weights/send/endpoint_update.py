@@ -1,4 +1,4 @@
-"""One endpoint's part in an update, and questions to endpoints of which some may not answer."""
+"""The update of one endpoint, and queries to several endpoints of which some may not answer."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ async def update_endpoint(
     """Update one endpoint, and return what it serves afterwards.
 
     Awaits ``meet`` twice: after the endpoint has accepted, and after it has received every bucket. ``limit`` ends the
-    attempt at a deadline, which its owner may bring forward. Calls ``on_failure`` as soon as the endpoint has failed,
-    with the cause (None: others ended the attempt); it returns the cause in words. A failed update is aborted.
+    attempt at a deadline, which its owner may move to an earlier time. Calls ``on_failure`` as soon as the endpoint has
+    failed, with the cause (None: others ended the attempt); it returns the cause as text. A failed update is aborted.
     """
     is_asked = is_committing = False
     cause: InflightError | None = None

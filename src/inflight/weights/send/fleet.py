@@ -1,11 +1,11 @@
-"""The members of a fleet over many publishes: who gets each publish, who may get work, when to ask the others again.
+"""The members of a fleet: which of them receive a publish, which may be given work, and when to ask the others again.
 
     JOINING -> HEALTHY            a publish was applied
     HEALTHY -> SUSPECT            no answer in time: left out, and asked once more before the next publish. The first
-                                  question must be answered within two seconds, if enough others answer it
-    HEALTHY -> DEAD               gone, or a suspect that stays silent, or failed its only try to join, or its memory is
-                                  released
-    SUSPECT, DEAD -> JOINING      it answers again: the next publish is its try
+                                  query must be answered within two seconds, if enough others answer it
+    HEALTHY -> DEAD               unreachable, or a suspect that stays silent, or its only attempt to join failed,
+                                  or its memory is released
+    SUSPECT, DEAD -> JOINING      it answers again: the next publish is its attempt to join
     HEALTHY -> JOINING            it missed a version, or its weights are torn: the next publish makes it whole
 
 Only a healthy member holds the version that was published last, and only a healthy member may be given work. A dead
@@ -36,7 +36,7 @@ from inflight.weights.send.publisher import WeightPublisher, close_all, publish_
 from inflight.wire import Capabilities, EndpointState, InFlightPolicy, Needs, WeightVersion
 
 _NUM_ATTEMPTS = 3
-"""After losing a member, which may leave others torn, the fleet reaches the present version by publishing again."""
+"""Attempts of one publish: losing a member may leave others torn, which publishing again repairs."""
 _FIRST_PAUSE_S = 1.0
 """Pause before a dead member is asked again for the first time."""
 _MAX_PAUSE_S = 60.0
@@ -51,7 +51,7 @@ class MemberState(StrEnum):
     SUSPECT = "suspect"
     """It did not answer in time, and is asked once more before the next publish."""
     DEAD = "dead"
-    """It is gone; it is asked from time to time."""
+    """It is unreachable; it is asked from time to time."""
     JOINING = "joining"
     """It answers, or was never asked, and does not hold the last published version."""
 
@@ -66,7 +66,7 @@ class StateChange(NamedTuple):
 
 @dataclass(slots=True)
 class _Member:
-    """All that is known of one member."""
+    """The known state of one member."""
 
     endpoint: InferenceEndpoint
     url: str | None = None
@@ -141,7 +141,7 @@ class Fleet:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of the last publish: failed attempts, and servers that do not fit."""
+        """Messages for the user about the last publish: failed attempts, and servers that do not fit."""
         return tuple(self._notes)
 
     def set_members(self, wanted: Iterable[InferenceEndpoint | str]) -> None:
@@ -188,7 +188,7 @@ class Fleet:
         deadline_s: float = 60.0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> PublishReport:
-        """Publish the worker's weights to every member that can be reached, returning ones too.
+        """Publish the worker's weights to every member that can be reached, including members that have returned.
 
         Rank 0 calls it while every other rank calls `take_part`. Returns the report of the last attempt. If fewer
         members than the quorum can be reached, the report has not succeeded, no member is healthy, and the next publish
@@ -202,7 +202,7 @@ class Fleet:
         self._notes = []
         self._invite(in_flight)
         self._leave_some_out(deadline_s)
-        verdict = _agreed(worker, self._is_possible())
+        verdict = _agree_on_verdict(worker, self._is_possible())
         while verdict is _Verdict.AGAIN:
             failure: Exception | None = None
             endpoints = {m.endpoint: m.capabilities for m in self._members.values() if m.takes_part and m.capabilities}
@@ -225,27 +225,27 @@ class Fleet:
                 self._notes.append(report.summary())
                 may_help = self._judge(report, had_group=had_group, may_fail=num_failed < _NUM_ATTEMPTS)
                 verdict = self._is_possible() if may_help else _Verdict.FAILED
-            except Exception as error:  # raised below, after telling the other ranks
+            except Exception as error:  # raised below, after notifying the other ranks
                 verdict, failure = _Verdict.FAILED, error
-            verdict = _agreed(worker, verdict)
+            verdict = _agree_on_verdict(worker, verdict)
             if verdict is _Verdict.FAILED:
                 self._note_changes()
-                raise failure or _failed_elsewhere()
+                raise failure or _other_rank_error()
         if verdict is _Verdict.TOO_FEW:
             for member in self._members.values():
                 member.state = MemberState.JOINING if member.state is MemberState.HEALTHY else member.state
         self._note_changes()
-        return self._absent(worker) if report is None else report
+        return self._report_absence(worker) if report is None else report
 
     def _is_possible(self) -> _Verdict:
         num_left = sum(member.takes_part for member in self._members.values())
         return _Verdict.AGAIN if num_left >= (self._quorum or 1) else _Verdict.TOO_FEW
 
     def _judge(self, report: PublishReport, *, had_group: bool, may_fail: bool = True) -> bool:
-        """Note what became of every member. Return whether publishing again to the remaining members may succeed.
+        """Record the outcome of every member. Return whether publishing again to the remaining members may succeed.
 
         A restarted server refuses whatever is sent to its former group, so a refusal counts only after a new group was
-        formed. A member on trial has one try, but a try that failed because of silent members does not count.
+        formed. A member on trial has one attempt, but an attempt that failed because of silent members does not count.
         """
         silent = {
             e.endpoint
@@ -318,7 +318,7 @@ class Fleet:
                 present[name].mark_dead(f"{name} {_RELEASED}")
                 self._notes.append(present[name].why)
         for name in present.keys() - found.keys():
-            why = f"did not say within {ANSWER_S:g} s which version it serves: left out of this publish"
+            why = f"did not report within {ANSWER_S:g} s which version it serves: left out of this publish"
             present[name].leave_out(EndpointOutcome.TIMED_OUT, why)
             self._notes.append(f"{name} {why}")
 
@@ -327,7 +327,7 @@ class Fleet:
         changes = (StateChange(name, before.get(name), state) for name, state in self._known.items())
         self._changes = tuple(change for change in changes if change.before is not change.after)
 
-    def _absent(self, worker: WeightSource) -> PublishReport:
+    def _report_absence(self, worker: WeightSource) -> PublishReport:
         parts = [
             EndpointReport(
                 name,
@@ -349,23 +349,23 @@ def take_part(worker: WeightSource, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES)
     The ranks agree in torch's default process group. Raises what gathering raises, and `UpdateError` if the publish
     failed on another rank.
     """
-    verdict = _agreed(worker, _Verdict.DONE)
+    verdict = _agree_on_verdict(worker, _Verdict.DONE)
     while verdict is _Verdict.AGAIN:
         failure: Exception | None = None
         try:
             gather_only(worker, bucket_bytes)
-        except Exception as error:  # raised below, after telling the other ranks
+        except Exception as error:  # raised below, after notifying the other ranks
             failure = error
-        verdict = _agreed(worker, _Verdict.DONE if failure is None else _Verdict.FAILED)
+        verdict = _agree_on_verdict(worker, _Verdict.DONE if failure is None else _Verdict.FAILED)
         if verdict is _Verdict.FAILED:
-            raise failure or _failed_elsewhere()
+            raise failure or _other_rank_error()
 
 
-def _failed_elsewhere() -> UpdateError:
+def _other_rank_error() -> UpdateError:
     return UpdateError("the publish failed on another rank, whose error states why")
 
 
-def _agreed(worker: WeightSource, verdict: _Verdict) -> _Verdict:
+def _agree_on_verdict(worker: WeightSource, verdict: _Verdict) -> _Verdict:
     """Return the highest verdict of any rank, on every rank."""
     if worker.world_size == 1:
         return verdict

@@ -1,4 +1,4 @@
-"""Gathering: the message that announces a worker's weights, and what all ranks gather, to publish or to store."""
+"""Gathering: the message that announces a worker's weights, and the part of all ranks, to publish or to store them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from inflight.wire import InFlightPolicy, Manifest, WeightUpdate
 
 _LEASE_SLACK_S = 5.0
-"""How far beyond the deadline an endpoint keeps an update open without hearing from the publisher."""
+"""How long after the deadline an endpoint keeps an update open without a call from the publisher."""
 _PREPARATION_SHARE = 0.9
 """Share of the deadline for endpoints to prepare: a longer drain would leave no time to send anything."""
 

@@ -1,6 +1,6 @@
 """A LoRA as a partial update: the weights that it changes, merged by the publisher, for endpoints that merge none.
 
-It takes what any `LoraSource` gathers.
+Any `LoraSource` can be merged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from inflight.contracts import LoraSource, PartialWeightSource
 from inflight.types import WeightBucket
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.weights.encode.lora_tensors import PARTS, PREFIX
-from inflight.weights.receive.base_weights import BaseWeights, merged
+from inflight.weights.receive.base_weights import BaseWeights, merge_lora
 from inflight.wire import BucketSpec, TensorSpec
 
 
@@ -78,10 +78,10 @@ class MergedLora(PartialWeightSource):
                 name, half = _weight_of(part.name)
                 other = halves.pop(name, None)
                 if other is None:
-                    halves[name] = tensor.clone()  # its bucket may be gone when the other half comes
+                    halves[name] = tensor.clone()  # its bucket may be overwritten before the other half arrives
                     continue
                 a, b = (tensor, other) if half == PARTS[0] else (other, tensor)
-                yield merged(self._base.tensor(name).to(tensor.device), a, b, spec).to(self._dtype)
+                yield merge_lora(self._base.tensor(name).to(tensor.device), a, b, spec).to(self._dtype)
 
 
 def _pairs(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, TensorSpec]]:

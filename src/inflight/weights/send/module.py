@@ -26,7 +26,7 @@ class ModuleWeights(PartialWeightSource):
     (transformers' mixtures of experts).
 
     ``wire_dtype`` (a key of `DTYPE_SIZES`) is the dtype to which weights are cast on the way, such as the ``dtype`` of
-    an endpoint's capabilities; None leaves each as it is. Raises `ConfigError` for an unknown dtype.
+    an endpoint's capabilities; None keeps the dtype of each. Raises `ConfigError` for an unknown dtype.
 
     ``skip_frozen`` leaves out what does not train: parameters that do not require gradients, and buffers. Endpoints
     then have to support partial updates. A parameter that was sent once is sent from then on, even if it is frozen
@@ -51,7 +51,7 @@ class ModuleWeights(PartialWeightSource):
         self.version = version
         self.rank = rank
         self.world_size = world_size
-        self._module = unwrapped(module)
+        self._module = unwrap(module)
         self._wire_dtype = wire_dtype
         self._packer = Packer()
         self._skip_frozen = skip_frozen
@@ -62,7 +62,7 @@ class ModuleWeights(PartialWeightSource):
 
         Raises `ConfigError` if frozen weights are skipped and all are frozen.
         """
-        sent = self._sent()
+        sent = self._published_tensors()
         if not sent:
             raise ConfigError(
                 "every parameter is frozen, so nothing would be sent; set requires_grad on what you train"
@@ -70,16 +70,16 @@ class ModuleWeights(PartialWeightSource):
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in sent.items()]
 
     def frozen_names(self) -> Sequence[str]:
-        """Empty unless frozen ones are skipped."""
-        sent = self._sent()
+        """Empty unless frozen parameters are skipped."""
+        sent = self._published_tensors()
         return [name for name in named_tensors(self._module) if name not in sent]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
         """Never communicates. Weights that are not cast are the module's own."""
-        named = list(self._sent().items())
+        named = list(self._published_tensors().items())
         return gather_named(named, self._wire_dtype, buckets, self._packer, is_sender=self.rank == 0)
 
-    def _sent(self) -> dict[str, torch.Tensor]:
+    def _published_tensors(self) -> dict[str, torch.Tensor]:
         named = named_tensors(self._module)
         if not self._skip_frozen:
             return named
@@ -127,13 +127,13 @@ def gather_named(
         if all(tensor.dtype == getattr(torch, spec.dtype) for (_, tensor), spec in zip(part, specs, strict=True)):
             yield WeightBucket(bucket.index, specs, tuple(tensor.detach() for _, tensor in part))
             continue
-        gathered = unpack(packer.room(bucket.index, size_bytes, part[0][1].device), specs)
+        gathered = unpack(packer.reserve(bucket.index, size_bytes, part[0][1].device), specs)
         for target, (_, tensor) in zip(gathered, part, strict=True):
             target.copy_(tensor)
         yield WeightBucket(bucket.index, specs, tuple(gathered))
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside wrappers that prefix the names of its parameters."""
     inner: Any = module
     while True:
@@ -189,7 +189,7 @@ class LoraWeights(LoraSource):
         self.version = version
         self.rank = rank
         self.world_size = world_size
-        self._module = unwrapped(module)
+        self._module = unwrap(module)
         self._lora_name = lora_name
         self._packer = Packer()
         self._wire_dtype = wire_dtype

@@ -3,8 +3,8 @@
     request (refuse or accept) -> every bucket, compared on arrival -> commit (pause, apply, resume)
 
 The endpoints wait for each other twice: nothing is sent before all have accepted, and nothing is committed before all
-have received everything. As soon as too few endpoints are left, the publish ends for all of them, so that none waits
-for the rest of the gathering.
+have received everything. As soon as too few endpoints remain, the publish ends for all of them, so that no endpoint
+waits for the rest of the gathering.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from inflight.wire import BucketTransfer, Capabilities, InFlightPolicy, WeightUp
 _REFUSAL_GRACE_S = 1.0
 """How long the other endpoints may still answer the request after one refused it."""
 _COLLECTIVE_GRACE_S = 0.1
-"""How much later receiving ends than sending: in a collective, an endpoint may only be waiting for another one."""
+"""How much later receiving ends than sending: in a collective, an endpoint may be waiting for another endpoint only."""
 CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
-"""What sending raises once either end of a stream is closed."""
+"""The errors of sending once either end of a stream is closed."""
 
 
 class Publish:
@@ -65,7 +65,8 @@ class Publish:
         self._participants: dict[str, _Participant] = {}
         """The endpoints that still take part, by name."""
         self.buckets: MemoryObjectSendStream[WeightBucket | None]
-        """Takes the buckets to send, None after the last. Sending one returns when the one before has left."""
+        """The stream of buckets to send, with None after the last. Sending to it returns when the previous bucket has
+        left."""
         self._to_send: MemoryObjectReceiveStream[WeightBucket | None]
         self._sending: asyncio.Timeout | None = None
         self._unfit: dict[str, InflightError] = {}
@@ -163,7 +164,7 @@ class Publish:
             report = await update_endpoint(
                 endpoint,
                 self._update.model_copy(update={"staged": endpoint.name in self._staged}),
-                self._arriving(participant),
+                self._transfers_of(participant),
                 participant.limit,
                 meet=self._meet,
                 on_failure=functools.partial(self._drop, endpoint),
@@ -173,7 +174,7 @@ class Publish:
         is_applied = report.outcome is EndpointOutcome.APPLIED
         return await wait_for_first_token(endpoint, self._update.ref, report) if is_applied else report
 
-    async def _arriving(self, participant: _Participant) -> AsyncGenerator[BucketTransfer, None]:
+    async def _transfers_of(self, participant: _Participant) -> AsyncGenerator[BucketTransfer, None]:
         with participant.transfers:
             async for transfer in participant.transfers:
                 with self._travelling:
@@ -205,7 +206,7 @@ class Publish:
             self._fenced = cause
         why = str(cause or self._problem or f"the deadline of {self._deadline_s:g} s passed")
         if self._gate.num_meetings == 2:
-            return why  # a failed commit does not keep the others from theirs
+            return why  # a failed commit does not prevent the commits of the others
         self._participants.pop(endpoint.name).feed.close()
         is_collective = self._group.sender.is_collective
         if self._fenced is not None or is_collective or len(self._participants) < self._num_needed:
@@ -237,7 +238,7 @@ class Publish:
     # ---------------------------------------------------------------------------------------------------- the sender
 
     async def _send(self) -> None:
-        """Send each bucket once the one before has left, and ask every endpoint to receive it."""
+        """Send each bucket once the previous one has left, and ask every endpoint to receive it."""
         what = "the first bucket"
         try:
             async with asyncio.timeout(self._remaining_s()) as self._sending:
@@ -258,7 +259,7 @@ class Publish:
             self._end(f"{what} was not sent: {error}")
 
     async def _send_one(self, bucket: WeightBucket) -> None:
-        """Send a bucket, and ask every endpoint to receive it; return when each has received the bucket before."""
+        """Send a bucket, and ask every endpoint to receive it; return when each has received the previous bucket."""
         timeout_s = self._remaining_s()
         transfer = bucket_transfer(bucket, self._update.ref, timeout_s)
 

@@ -47,7 +47,7 @@ class WeightPublisher:
 
     Entering asks each endpoint for its capabilities and forms the weight group. If that fails, it raises `ConfigError`,
     `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and leaves nothing
-    behind. A publish forms a new group if it goes to other endpoints than the one before, and after a failed publish.
+    behind. A publish forms a new group if its endpoints differ from those of the previous publish, or if that failed.
     Used from one thread at a time.
     """
 
@@ -180,7 +180,7 @@ class WeightPublisher:
         deadline_s: float,
         num_needed: int,
     ) -> PublishReport:
-        """Publish what is gathered to ``endpoints``, of which ``num_needed`` have to apply it.
+        """Publish the gathered buckets to ``endpoints``, of which ``num_needed`` have to apply it.
 
         The deadline begins when the first bucket is gathered. Whatever the worker or an interrupt raises ends the
         publish on all endpoints before it is raised here. `publish_weights` is the call for a worker.
@@ -243,7 +243,7 @@ def publish_weights(
     the endpoints to publish to onto their capabilities; None means the endpoints that ``publisher`` was connected to.
 
     Endpoints that support staging keep sampling until every bucket has arrived everywhere; the others are paused once
-    the first bucket is gathered. Each bucket is gathered while the one before travels. The call ends within
+    the first bucket is gathered. Each bucket is gathered while the previous one is sent. The call ends within
     ``deadline_s`` seconds plus the time that gathering takes, and a few seconds to clean up.
 
     ``quorum`` is how many endpoints have to apply the update, None for all of them. With a transport that is not
@@ -257,9 +257,9 @@ def publish_weights(
     sends the weights that its LoRA changes to all of them, from then on.
 
     Raises `PublishError` if fewer endpoints applied the update; its report names each endpoint's state. `ConfigError`
-    and `UnsupportedError` mean that no endpoint was asked for anything, `FencedError` that another trainer has taken
-    this one's place. Errors of gathering pass through. Whatever is raised, the collective gather was completed on every
-    rank, and no endpoint stays paused: reachable endpoints have aborted, the others resume by themselves when their
+    and `UnsupportedError` mean that no endpoint was asked for anything, `FencedError` that another trainer has replaced
+    this one. Errors of gathering pass through. Whatever is raised, the collective gather was completed on every
+    rank, and no endpoint stays paused: reachable endpoints have aborted, the others resume on their own when their
     lease ends.
     """
     source = _source_for(worker, publisher, endpoints, bucket_bytes)

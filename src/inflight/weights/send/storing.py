@@ -25,7 +25,7 @@ _READ_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What was stored, and what it cost. Servers find it at ``spec``."""
+    """What was stored, and how long it took. Servers find it at ``spec``."""
 
     ref: UpdateRef
     spec: TransportSpec
@@ -52,8 +52,8 @@ def store_weights(
     `inflight.weights.receive.following`. ``incarnation`` counts the times a run's trainer was started: one more than
     `newest_incarnation`.
 
-    Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the version before then stays the
-    newest. Whatever is raised, the collective gather was completed on every rank.
+    Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the previous version then stays
+    the newest. Whatever is raised, the collective gather was completed on every rank.
     """
     gathered = worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes))
     try:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from inflight.base.tasks import first_of
-from inflight.base.threads import run_abandonable, started
+from inflight.base.threads import run_abandonable, start_in_thread
 from inflight.base.transport_registry import refusal
 from inflight.contracts import InferenceEndpoint, SendsFromDevice, WeightSender
 from inflight.errors import ConfigError, DeadlineError, InflightError, TransferError, UnsupportedError
@@ -92,7 +92,7 @@ class WeightGroup:
     async def _form_together(
         self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, _: int
     ) -> dict[str, InflightError]:
-        """Let all endpoints join together, or none. Raises the first error, with all of them as its cause."""
+        """Let all endpoints join together, or none of them. Raises the first error, with all of them as its cause."""
 
         async def join(call: Callable[[], Awaitable[None]]) -> None:
             try:
@@ -118,7 +118,7 @@ class WeightGroup:
     async def _form_each(
         self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, num_needed: int
     ) -> dict[str, InflightError]:
-        """Let each endpoint join by itself; return why some could not. Raises the first error if too few could."""
+        """Let each endpoint join on its own; return why some could not. Raises the first error if too few could."""
         failures: dict[str, InflightError] = {}
 
         async def join(endpoint: InferenceEndpoint, spec: TransportSpec) -> None:
@@ -140,7 +140,7 @@ class WeightGroup:
         return failures
 
     def lose(self) -> None:
-        """Drop the group and end what is pending on it; the next publish forms a new one. Any thread may call it."""
+        """Drop the group and end its pending calls; the next publish forms a new one. Any thread may call it."""
         self._members = frozenset()
         self._packer = Packer()  # an abandoned send may still read the buffers
         if self._snapshot is not None:
@@ -154,9 +154,9 @@ class WeightGroup:
     # ------------------------------------------------------------------------------------------------------ updates
 
     async def begin_update(self, update: WeightUpdate, timeout_s: float) -> WeightUpdate:
-        """Prepare the sender, once it has cleared away the update before; return the update as it will be sent.
+        """Prepare the sender, once it has cleared away the previous update; return the update as it will be sent.
 
-        It becomes a delta if that is asked for and every member has kept the base. Raises `TransferError`.
+        It becomes a delta if a delta is requested and every member has kept the base. Raises `TransferError`.
         """
         ending, self._ending = self._ending, None
         if ending is not None:
@@ -187,7 +187,7 @@ class WeightGroup:
         snapshot = self._snapshot
         if snapshot is None:
             on_device = isinstance(self.sender, SendsFromDevice) and self.sender.sends_from_device
-            packed = self._packer.packed(bucket)
+            packed = self._packer.pack_bucket(bucket)
             return encode_bucket(packed, update.ref, encoding=self.encoding, on_device=on_device)
         delta = snapshot.encode(bucket.index, bucket.tensors, bucket.specs)
         if delta is None or update.base is None:
@@ -204,8 +204,8 @@ class WeightGroup:
         An endpoint that did not apply it may still read it.
         """
         if is_applied_everywhere and self._snapshot is not None:
-            self._snapshot.applied(update.ref)
-        self._ending = started(lambda: self.sender.end(is_done=is_applied_everywhere), "inflight-end")
+            self._snapshot.note_applied(update.ref)
+        self._ending = start_in_thread(lambda: self.sender.end(is_done=is_applied_everywhere), "inflight-end")
 
     def abort_update(self) -> None:
         """End the update without success, and lose the group. Raises what the sender raises, once the group is lost."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.base.extensions import imported
+from inflight.base.extensions import import_object
 from inflight.base.transport_registry import find_transport
 from inflight.contracts import Transport
 from inflight.errors import ConfigError
@@ -21,7 +21,7 @@ def named_transport(text: str) -> Transport:
     """Return the transport that a user names: an installed one, or ``module:attribute``. Raises `ConfigError`."""
     if ":" not in text:
         return find_transport(text)
-    transport = imported(text)
+    transport = import_object(text)
     if not isinstance(transport, Transport):
         raise ConfigError(f"{text} is a {type(transport).__name__}, not a Transport")
     return transport

@@ -1,14 +1,14 @@
-"""Memory of one host that a trainer and its endpoints share: arenas, and locks that say who still uses one.
+"""Memory of one host that a trainer and its endpoints share: arenas, and locks that show whether one is still in use.
 
 The sender writes the buckets of an update into one arena. Each arena has a file, in a directory that only this user can
-enter. Beside it lies a small record for each bucket of the update: where in the arena the bucket is, and which update
-it belongs to. A receiver copies nothing: its tensors are views of the arena.
+enter. Next to it lies a small record for each bucket of the update: where in the arena the bucket is, and to which
+update it belongs. A receiver copies nothing: its tensors are views of the arena.
 
 The views hold a shared lock on the arena's file for as long as anything refers to them, so an endpoint may serve from
-them. The system releases the lock however the process ends. The sender writes an arena again only if nobody holds a
-lock, and takes another one otherwise: endpoints serve from one arena while the next update arrives in the other.
+them. The system releases the lock however the process ends. The sender overwrites an arena only if nobody holds a
+lock, and uses another arena otherwise: endpoints serve from one arena while the next update arrives in the other.
 
-This module does not know what kind of memory it is: see `ArenaMemory`.
+`ArenaMemory` defines the kind of memory.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from inflight.contracts import SendsFromDevice, WeightSender
 from inflight.errors import TransferError, transfer_failed
 from inflight.types import WeightBucket
 from inflight.weights.encode.buckets import refuse_stray
-from inflight.weights.encode.transit import finish_all
+from inflight.weights.encode.transit import synchronise_device
 from inflight.weights.transports.bucket_records import PAGE, BucketRecord, aligned, await_record, write_record
 from inflight.weights.transports.private_directory import PrivateDirectory, memory_directory
-from inflight.weights.transports.store import Attempt, StoredReceiver, give_up, regular_file
+from inflight.weights.transports.store import Attempt, StoredReceiver, abandon, regular_file
 from inflight.wire import DirectorySpec, IpcSpec, UpdateRef, WeightUpdate
 
 ArenaSpec = DirectorySpec | IpcSpec
@@ -44,7 +44,7 @@ _NUM_ARENAS = 2
 
 
 class SenderMemory(Protocol):
-    """The memory of one arena, as the sender has it. Methods raise `OSError`, `RuntimeError`."""
+    """The sender's view of the memory of one arena. Methods raise `OSError`, `RuntimeError`."""
 
     @property
     @abstractmethod
@@ -57,7 +57,7 @@ class SenderMemory(Protocol):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
 
 class ArenaMemory(Protocol):
@@ -66,32 +66,32 @@ class ArenaMemory(Protocol):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Return where it is."""
+        """Return the device of the memory."""
 
     @property
     @abstractmethod
     def sends_from_device(self) -> bool:
-        """Return whether buckets are taken from where they were gathered."""
+        """Return whether buckets are sent from the device on which they were gathered."""
 
     @property
     @abstractmethod
-    def outlives_room(self) -> bool:
-        """Return whether what is mapped stays whole when its room is closed."""
+    def outlives_sender(self) -> bool:
+        """Return whether mapped memory stays valid after its sender has closed it."""
 
     @abstractmethod
     def spec(self, run_id: str, directory: Path, timeout_s: float) -> ArenaSpec:
         """Return where an endpoint finds the arenas."""
 
     @abstractmethod
-    def room(self, fd: int, path: Path, size_bytes: int) -> SenderMemory:
+    def allocate(self, fd: int, path: Path, size_bytes: int) -> SenderMemory:
         """Return new memory that ``fd``, a new file at ``path``, describes. Raises `OSError`, `RuntimeError`."""
 
     @abstractmethod
-    def why_not(self, spec: ArenaSpec) -> str | None:
-        """Return why memory of that spec cannot be mapped here, None if it can."""
+    def mapping_problem(self, spec: ArenaSpec) -> str | None:
+        """Return why memory of that spec cannot be mapped here; None if it can."""
 
     @abstractmethod
-    def mapped(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
+    def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
         """Return the memory that a file of ``size_bytes`` describes: uint8, a storage of its own, only to be read.
 
         Raises `OSError`, `RuntimeError`, `ValueError`, `TransferError`.
@@ -105,7 +105,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
         self._memory = memory
         self._parent = directory
         self._lock = threading.Lock()
-        self._given_up: Future[str] = Future()
+        self._abandoned: Future[str] = Future()
         self._home: PrivateDirectory | None = None
         self._arenas: list[_Arena] = []
         self._arena: _Arena | None = None
@@ -127,8 +127,8 @@ class ArenaSender(WeightSender, SendsFromDevice):
         self.end(is_done=False)
         parent = self._parent or memory_directory()
         with self._lock:
-            give_up(self._given_up)
-            self._given_up = Future()
+            abandon(self._abandoned)
+            self._abandoned = Future()
             try:
                 self._home = self._home or PrivateDirectory(parent)
             except OSError as error:
@@ -141,7 +141,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
             raise TransferError("no weight group is open")
 
     def begin(self, update: WeightUpdate) -> None:
-        """An earlier update that was not ended counts as not done."""
+        """An earlier update that was not ended counts as unfinished."""
         self.end(is_done=False)
         size_bytes = max(PAGE, sum(aligned(bucket.size_bytes) for bucket in update.buckets))
         with self._lock:
@@ -153,13 +153,13 @@ class ArenaSender(WeightSender, SendsFromDevice):
             if self._arena is None:
                 for arena in self._arenas[: 1 - _NUM_ARENAS]:
                     self._drop(arena)
-                self._arena = self._made(self._home.path, size_bytes)
+                self._arena = self._make_arena(self._home.path, size_bytes)
             self._arena.used_bytes = 0
             self._update = update
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """On return the bucket can be mapped, and its device has written it."""
-        attempt = Attempt(f"storing bucket {bucket.index} in shared memory", timeout_s, self._given_up)
+        attempt = Attempt(f"storing bucket {bucket.index} in shared memory", timeout_s, self._abandoned)
         with self._lock:
             attempt.remaining_s()
             home, arena, update = self._home, self._arena, self._update
@@ -173,7 +173,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
                 ref=update.ref, index=bucket.index, arena=arena.path.name, offset=start, size_bytes=size_bytes
             )
             try:
-                arena.room.write(start, bucket, attempt)
+                arena.memory.write(start, bucket, attempt)
                 arena.used_bytes = aligned(start + size_bytes)
                 self._records.append(write_record(home.path, record))
             except OSError as error:
@@ -196,7 +196,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
 
     def abort(self) -> None:
         """Removes the directory. A new group makes another."""
-        give_up(self._given_up)  # a pending send holds the lock for at most one more piece
+        abandon(self._abandoned)  # a pending send holds the lock for at most one more piece
         with self._lock:
             home, self._home = self._home, None
             self._update, self._arena, self._records = None, None, []
@@ -205,7 +205,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
             if home is not None:
                 home.remove()
 
-    def _made(self, home: Path, size_bytes: int) -> _Arena:
+    def _make_arena(self, home: Path, size_bytes: int) -> _Arena:
         self._num_made += 1
         path = home / f"arena-{self._num_made}"
         try:
@@ -216,10 +216,11 @@ class ArenaSender(WeightSender, SendsFromDevice):
         return arena
 
     def _drop(self, arena: _Arena) -> None:
-        """Remove an arena. Its memory stays for as long as somebody holds a lock."""
+        """Remove an arena. Its memory stays as long as somebody holds a lock."""
         self._arenas.remove(arena)
-        arena.path.unlink(missing_ok=True)  # before the test: a receiver that locks it from now on sees that it is gone
-        if self._memory.outlives_room or arena.is_free():
+        # This comes before the test: a receiver that locks the file from now on sees that it was removed.
+        arena.path.unlink(missing_ok=True)
+        if self._memory.outlives_sender or arena.is_free():
             arena.close()
         else:
             _lent.append(arena)
@@ -234,7 +235,7 @@ class _Arena:
         self.used_bytes = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            self.room = memory.room(self._fd, path, size_bytes)
+            self.memory = memory.allocate(self._fd, path, size_bytes)
         except BaseException:
             os.close(self._fd)
             path.unlink(missing_ok=True)
@@ -242,7 +243,7 @@ class _Arena:
 
     @property
     def is_too_large(self) -> bool:
-        return self.room.held_bytes > _MOST_UNUSED * max(self.used_bytes, PAGE)
+        return self.memory.held_bytes > _MOST_UNUSED * max(self.used_bytes, PAGE)
 
     def is_free(self) -> bool:
         """Return whether no receiver holds a lock."""
@@ -255,7 +256,7 @@ class _Arena:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.room.close()
+            self.memory.close()
         os.close(self._fd)
 
 
@@ -282,9 +283,9 @@ class ArenaReceiver(StoredReceiver):
         self._mapped: tuple[str, weakref.ref[torch.UntypedStorage]] | None = None
 
     def join(self) -> None:
-        if self._given_up.done():
-            raise TransferError(self._given_up.result())
-        if (reason := self._memory.why_not(self._spec)) is None:
+        if self._abandoned.done():
+            raise TransferError(self._abandoned.result())
+        if (reason := self._memory.mapping_problem(self._spec)) is None:
             try:
                 with regular_file(self._directory, "lock", is_private=True):
                     return
@@ -303,7 +304,7 @@ class ArenaReceiver(StoredReceiver):
         super().abort()
         self._mapped = None
 
-    def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
+    def _receive_bytes(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
         record = await_record(self._directory, ref, index, size_bytes, attempt)
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._memory.device)
@@ -316,7 +317,7 @@ class ArenaReceiver(StoredReceiver):
         return flat[record.offset : record.offset + size_bytes]
 
     def _arena(self, name: str) -> torch.Tensor:
-        """Return an arena. It is mapped and locked until the last tensor in it goes."""
+        """Return an arena. It is mapped and locked until the last tensor in it is freed."""
         if self._mapped is not None and self._mapped[0] == name and (storage := self._mapped[1]()) is not None:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
             return whole.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -324,7 +325,7 @@ class ArenaReceiver(StoredReceiver):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if not os.fstat(fd).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, "removed by the sender", name)
-            flat = self._memory.mapped(fd, size_bytes, self._spec)
+            flat = self._memory.map_memory(fd, size_bytes, self._spec)
             keep_open(flat, fd)
         self._mapped = name, weakref.ref(flat.untyped_storage())
         return flat
@@ -338,6 +339,6 @@ def keep_open(flat: torch.Tensor, fd: int) -> None:
 
 def _unlock(fd: int, device: torch.device) -> None:
     try:
-        finish_all(device)  # it may still be reading
+        synchronise_device(device)  # it may still be reading
     finally:
         os.close(fd)

@@ -157,8 +157,8 @@ def _identity(ref: UpdateRef, index: int) -> dict[str, str]:
 def take_lease(directory: Path, run: str, update: str, name: str) -> None:
     """Keep a complete update for `LEASE_S` more seconds, ending any lease of that name on another update.
 
-    Raises ``FileNotFoundError`` if the update is gone. Readers that may not write there silently get no lease, but
-    still learn of the update's end.
+    Raises ``FileNotFoundError`` if the update was removed. Readers without write permission silently get no lease, but
+    still notice when the update is removed.
     """
     path = directory / run / update
     if not (path / MANIFEST).is_file():
@@ -180,7 +180,7 @@ def take_lease(directory: Path, run: str, update: str, name: str) -> None:
         os.close(fd)
 
 
-def _leased_at(path: Path) -> float:
+def _lease_time(path: Path) -> float:
     """Return when a lease on an update was last renewed, 0 if that is too long ago."""
     times = [0.0]
     for file in path.glob("lease-*"):
@@ -199,8 +199,8 @@ class BucketStore:
     If they need not, the files of removed updates are overwritten by later ones, because memory in use already costs no
     time to allocate. A reader of such an update then finds bytes that do not match its checksums.
 
-    An update is complete, and `LATEST` names it, as soon as its last bucket is stored. Whether endpoints took it makes
-    no difference to followers of the directory. The newest complete update stays, two of them if files are durable, and
+    An update is complete, and `LATEST` names it, as soon as its last bucket is stored. Followers of the directory do
+    not depend on whether endpoints applied it. The newest complete update stays, two of them if files are durable, and
     the open one and a few leased ones.
     """
 
@@ -244,7 +244,7 @@ class BucketStore:
             raise attempt.failed(f"it has {num_bytes} bytes as {bucket.encoding}, but {announced} were announced")
         flat = on_host(pack(bucket.tensors))
         if flat.numel() != num_bytes:
-            raise attempt.failed(f"its tensors have {flat.numel()} bytes, but its specs say {num_bytes}")
+            raise attempt.failed(f"its tensors have {flat.numel()} bytes, but its specs have {num_bytes}")
         stored = StoredBucket(
             file=bucket_name(bucket.index),
             size_bytes=flat.numel(),
@@ -328,7 +328,7 @@ class BucketStore:
                     else:
                         _remove(path)
         old = [path for _, path in sorted(completed)[: -self._num_kept]]
-        leased = sorted(filter(_leased_at, old), key=_leased_at, reverse=True)[:_MAX_LEASED]
+        leased = sorted(filter(_lease_time, old), key=_lease_time, reverse=True)[:_MAX_LEASED]
         for path in old:
             if path in leased:
                 continue
@@ -348,7 +348,7 @@ class BucketStore:
 
 @dataclass(slots=True)
 class _OpenUpdate:
-    """The update that is being written to ``path``, and what is stored of it."""
+    """The update that is being written to ``path``, and its buckets that are stored."""
 
     update: WeightUpdate
     path: Path

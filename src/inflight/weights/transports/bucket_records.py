@@ -1,4 +1,4 @@
-"""What the transports that share memory write beside it: a small record for each bucket of an update. Maps nothing."""
+"""The records that shared-memory transports write: one small file for each bucket of an update. Maps no memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from inflight.weights.transports.store import Attempt, parsed, read_text, session_name
+from inflight.weights.transports.store import Attempt, parse_message, read_text, session_name
 from inflight.wire import UpdateRef, WireModel
 
 PAGE = mmap.ALLOCATIONGRANULARITY
@@ -16,7 +16,7 @@ _MAX_RECORD_BYTES = 1 << 16
 
 
 class BucketRecord(WireModel):
-    """Where one bucket lies, and the update it belongs to."""
+    """Where one bucket lies, and the update to which it belongs."""
 
     ref: UpdateRef
     index: int = Field(ge=0)
@@ -35,7 +35,7 @@ def write_record(directory: Path, record: BucketRecord) -> Path:
 
 
 def await_record(directory: Path, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> BucketRecord:
-    """Return the record of a bucket once it is there. Raises `TransferError` if it never is, or is of another one."""
+    """Return the record of a bucket once it exists. Raises `TransferError` in time, or for another bucket's record."""
     name = _record_name(ref, index)
     path = directory / name
     attempt.reason = f"{path} does not exist"
@@ -48,7 +48,7 @@ def await_record(directory: Path, ref: UpdateRef, index: int, size_bytes: int, a
             continue
         except OSError as error:
             raise attempt.failed(error) from error
-        record = parsed(BucketRecord, text, where=path)
+        record = parse_message(BucketRecord, text, where=path)
         if (record.ref, record.index) != (ref, index):
             raise attempt.failed(f"{path} belongs to bucket {record.index} of another update: {record.ref}")
         if record.size_bytes != size_bytes:

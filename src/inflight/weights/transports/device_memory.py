@@ -17,7 +17,7 @@ import torch.utils.dlpack
 from pydantic import Field
 
 from inflight.errors import ConfigError
-from inflight.weights.encode.transit import queued_beside
+from inflight.weights.encode.transit import on_weight_stream
 from inflight.wire import Natural, WireModel
 
 _Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=4096)]
@@ -59,14 +59,14 @@ class DeviceMemory(Protocol):
 
     @abstractmethod
     def release(self, handle: MemoryHandle) -> None:
-        """Note that no process maps the memory any more, and that the tensor is about to go."""
+        """Note that no process maps the memory any more, and that the tensor is about to be freed."""
 
     @abstractmethod
-    def why_not(self, place: str) -> str | None:
+    def mapping_problem(self, place: str) -> str | None:
         """Return why memory of that place cannot be mapped here, None if it can."""
 
     @abstractmethod
-    def mapped(self, handle: MemoryHandle, place: str) -> torch.Tensor:
+    def map_memory(self, handle: MemoryHandle, place: str) -> torch.Tensor:
         """Return the memory, uint8 [size_bytes], in a storage of its own, only to be read.
 
         Raises `OSError`, `RuntimeError`.
@@ -94,7 +94,7 @@ class CudaMemory(DeviceMemory):
         return _uuid(self._device.index)
 
     def allocate(self, size_bytes: int, path: Path) -> tuple[torch.Tensor, MemoryHandle]:
-        with queued_beside(self._device):
+        with on_weight_stream(self._device):
             flat = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         shared: Any = flat.untyped_storage()
         _, memory, size, offset, counter, counter_offset, event, is_event_needed = shared._share_cuda_()
@@ -112,21 +112,21 @@ class CudaMemory(DeviceMemory):
 
     def release(self, handle: MemoryHandle) -> None:
         _of_this_process.pop((handle.memory, handle.offset), None)
-        # Otherwise torch would keep the memory for readers that ended without a word.
+        # Otherwise torch would keep the memory for readers that ended without releasing it.
         _Storage._release_ipc_counter_cuda(b64decode(handle.counter), handle.counter_offset)
 
-    def why_not(self, place: str) -> str | None:
+    def mapping_problem(self, place: str) -> str | None:
         seen = [_uuid(index) for index in range(torch.cuda.device_count())]
         if place in seen:
             return None
         return f"the trainer's GPU {place} is not visible here; visible are {', '.join(seen) or 'none'}"
 
-    def mapped(self, handle: MemoryHandle, place: str) -> torch.Tensor:
+    def map_memory(self, handle: MemoryHandle, place: str) -> torch.Tensor:
         if (own := _of_this_process.get((handle.memory, handle.offset))) is not None:
             flat: torch.Tensor = _dlpack.from_dlpack(_dlpack.to_dlpack(own))
             return flat
         index = next(index for index in range(torch.cuda.device_count()) if _uuid(index) == place)
-        with torch.cuda.device(index), queued_beside(torch.device("cuda", index)):
+        with torch.cuda.device(index), on_weight_stream(torch.device("cuda", index)):
             storage = _Storage._new_shared_cuda(
                 index,
                 b64decode(handle.memory),
@@ -155,10 +155,10 @@ class HostMemory(DeviceMemory):
     def release(self, handle: MemoryHandle) -> None:
         Path(b64decode(handle.memory).decode()).unlink(missing_ok=True)
 
-    def why_not(self, place: str) -> str | None:
+    def mapping_problem(self, place: str) -> str | None:
         return None if place == self.place else f"memory of {place} cannot be mapped here"
 
-    def mapped(self, handle: MemoryHandle, place: str) -> torch.Tensor:
+    def map_memory(self, handle: MemoryHandle, place: str) -> torch.Tensor:
         path = b64decode(handle.memory).decode()
         return torch.from_file(path, shared=True, size=handle.size_bytes, dtype=torch.uint8)
 

@@ -70,11 +70,11 @@ class FileServer:
 
 
 class _LargeSteps(FileResponse):
-    chunk_size = 4 << 20  # starlette's 64 KiB cost five times as much
+    chunk_size = 4 << 20  # starlette's 64 KiB take five times as long
 
 
 class _StoredFile(Response):
-    """Sends a stored file as it was when opened, even if its name is replaced meanwhile."""
+    """Sends the contents that a stored file had when it was opened, even if the file is replaced meanwhile."""
 
     def __init__(self, directory: Path, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _StoredFile(Response):
             try:
                 fd, _ = opened.enter_context(regular_file(self._directory, *self._names))
             except (FileNotFoundError, TransferError):
-                answer = PlainTextResponse("there is no such file", 404)
+                answer = PlainTextResponse("no such file", 404)
             else:
                 answer = _LargeSteps(f"/dev/fd/{fd}", media_type="application/octet-stream", stat_result=os.fstat(fd))
             await answer(scope, receive, send)

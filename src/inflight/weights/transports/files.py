@@ -30,9 +30,9 @@ from inflight.weights.transports.bucket_files import (
 from inflight.weights.transports.store import (
     Attempt,
     StoredReceiver,
+    abandon,
     bytes_of,
-    give_up,
-    parsed,
+    parse_message,
     read_all,
     read_text,
     regular_file,
@@ -50,7 +50,7 @@ class FileSender(WeightSender):
             raise ConfigError("the file transport needs a directory that the endpoints see; pass one, or use http")
         self.directory = directory.absolute()
         self._store = BucketStore(self.directory, is_durable=is_durable)
-        self._given_up: Future[str] = Future()
+        self._abandoned: Future[str] = Future()
         self._is_open = False
 
     @property
@@ -64,7 +64,7 @@ class FileSender(WeightSender):
             (self.directory / run_name(run_id)).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise transfer_failed(error, f"making a directory below {self.directory}") from error
-        self._given_up, self._is_open = Future(), True
+        self._abandoned, self._is_open = Future(), True
         spec = DirectorySpec(run_id=run_id, transport="file", directory=str(self.directory), timeout_s=timeout_s)
         return [spec] * len(num_ranks)
 
@@ -80,7 +80,7 @@ class FileSender(WeightSender):
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """On return the bucket's file is there, and survives a loss of power."""
         what = f"storing bucket {bucket.index} in {self.directory}"
-        attempt = Attempt(what, timeout_s, self._given_up)
+        attempt = Attempt(what, timeout_s, self._abandoned)
         attempt.run(lambda: self._store.write(bucket, attempt))
 
     def end(self, *, is_done: bool) -> None:
@@ -88,13 +88,13 @@ class FileSender(WeightSender):
 
     def abort(self) -> None:
         """Complete updates stay; an update that is being written is removed."""
-        give_up(self._given_up)
+        abandon(self._abandoned)
         self._is_open = False
         self._store.drop()
 
 
 class FilesReceiver(StoredReceiver):
-    """What the receivers of stored files share. Those that follow a run call `latest`, `lease` and `read_manifest`.
+    """Base of the receivers of stored files. Those that follow a run call `latest`, `lease` and `read_manifest`.
 
     Tensors arrive on the host, in pinned memory if ``device`` is a GPU.
     """
@@ -109,7 +109,7 @@ class FilesReceiver(StoredReceiver):
         super().begin(ref)
         self._memory.begin()
 
-    def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
+    def _receive_bytes(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
         flat = self._memory.take(size_bytes)
         attempt.run(lambda: self._fill((*_place(ref), bucket_name(index)), ref, index, flat, attempt))
         return flat
@@ -117,48 +117,48 @@ class FilesReceiver(StoredReceiver):
     def latest(self, timeout_s: float, what: str = "asking for the latest version") -> UpdateRef | None:
         """Return the run's newest completely stored update, None if there is none. Raises `TransferError`."""
         names = (run_name(self._run_id), LATEST)
-        attempt = Attempt(what, timeout_s, self._given_up)
+        attempt = Attempt(what, timeout_s, self._abandoned)
         text = attempt.run(lambda: self._read(names, MAX_LATEST_BYTES, attempt))
         if text is None:
             return None
-        ref = parsed(UpdateRef, text, where=self._where(names))
+        ref = parse_message(UpdateRef, text, where=self._describe_file(names))
         if ref.run_id != self._run_id:
-            raise attempt.failed(f"{self._where(names)} belongs to run {ref.run_id!r}, not to {self._run_id!r}")
+            raise attempt.failed(f"{self._describe_file(names)} belongs to run {ref.run_id!r}, not to {self._run_id!r}")
         return ref
 
     def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
-        """Return what is stored of an update. Raises `TransferError` if it was never complete, or is too old.
+        """Return the manifest of a stored update. Raises `TransferError` if it was never complete, or has been removed.
 
         Its buckets are received in order by a receiver that began with the same ``ref``.
         """
         names = (*_place(ref), MANIFEST)
-        where = self._where(names)
-        attempt = Attempt(f"reading the manifest of version {ref.version}", timeout_s, self._given_up)
+        where = self._describe_file(names)
+        attempt = Attempt(f"reading the manifest of version {ref.version}", timeout_s, self._abandoned)
         text = attempt.run(lambda: self._read(names, MAX_MANIFEST_BYTES, attempt))
         if text is None:
             raise attempt.failed(f"{where} does not exist: the update is incomplete, or has been removed")
-        stored = parsed(StoredUpdate, text, where=where)
+        stored = parse_message(StoredUpdate, text, where=where)
         if stored.update.ref != ref:
             raise attempt.failed(f"{where} belongs to another update: {stored.update.ref}")
         return stored
 
     def lease(self, ref: UpdateRef, name: str, timeout_s: float) -> None:
-        """Keep a stored update a little longer, see `take_lease`. Raises `TransferError` if it is gone."""
+        """Keep a stored update a little longer, see `take_lease`. Raises `TransferError` if it was removed."""
         place = _place(ref)
-        attempt = Attempt(f"taking a lease on version {ref.version}", timeout_s, self._given_up)
-        if not attempt.run(lambda: self._leased(place, name, attempt)):
-            raise attempt.failed(f"{self._where(place)} has been removed, or is incomplete")
+        attempt = Attempt(f"taking a lease on version {ref.version}", timeout_s, self._abandoned)
+        if not attempt.run(lambda: self._renew_lease(place, name, attempt)):
+            raise attempt.failed(f"{self._describe_file(place)} has been removed, or is incomplete")
 
     @abstractmethod
-    def _where(self, names: Sequence[str]) -> str:
-        """Return where a file is, for errors."""
+    def _describe_file(self, names: Sequence[str]) -> str:
+        """Return the location of a file, for errors."""
 
     @abstractmethod
     def _read(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> bytes | None:
         """Return a whole file, None if there is none. Raises `TransferError` if it is longer than allowed."""
 
     @abstractmethod
-    def _leased(self, place: tuple[str, str], name: str, attempt: Attempt) -> bool:
+    def _renew_lease(self, place: tuple[str, str], name: str, attempt: Attempt) -> bool:
         """Take a lease on the update in ``place``, its run and session; return whether the update is there."""
 
     @abstractmethod
@@ -175,7 +175,7 @@ class FileReceiver(FilesReceiver):
 
     def join(self) -> None:
         run = self._directory / run_name(self._run_id)
-        attempt = Attempt("joining the weight group", self._join_s, self._given_up)
+        attempt = Attempt("joining the weight group", self._join_s, self._abandoned)
         attempt.reason = f"{run} does not exist"
 
         def wait() -> None:
@@ -184,7 +184,7 @@ class FileReceiver(FilesReceiver):
 
         attempt.run(wait)
 
-    def _where(self, names: Sequence[str]) -> str:
+    def _describe_file(self, names: Sequence[str]) -> str:
         return str(self._directory.joinpath(*names))
 
     def _read(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> bytes | None:
@@ -193,7 +193,7 @@ class FileReceiver(FilesReceiver):
         except FileNotFoundError:
             return None
 
-    def _leased(self, place: tuple[str, str], name: str, attempt: Attempt) -> bool:
+    def _renew_lease(self, place: tuple[str, str], name: str, attempt: Attempt) -> bool:
         try:
             take_lease(self._directory, *place, name)
         except FileNotFoundError:
@@ -201,7 +201,7 @@ class FileReceiver(FilesReceiver):
         return True
 
     def _fill(self, names: Sequence[str], ref: UpdateRef, index: int, flat: torch.Tensor, attempt: Attempt) -> None:
-        attempt.reason = f"{self._where(names)} does not exist"
+        attempt.reason = f"{self._describe_file(names)} does not exist"
         while True:
             try:
                 with regular_file(self._directory, *names) as (fd, file_bytes):
@@ -212,7 +212,7 @@ class FileReceiver(FilesReceiver):
             except FileNotFoundError:
                 attempt.pause()
             except ValueError as error:
-                raise attempt.failed(f"{self._where(names)} cannot be used: {error}") from error
+                raise attempt.failed(f"{self._describe_file(names)} cannot be used: {error}") from error
 
 
 def _place(ref: UpdateRef) -> tuple[str, str]:

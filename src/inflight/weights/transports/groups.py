@@ -1,7 +1,7 @@
 """Groups of torch in which buckets are broadcast: how ranks meet, how groups are made, waited for and abandoned.
 
-Ranks meet in a store that the sender hosts, by the keys in it. The store binds to the given address only. Taking it
-down ends every pending join, on either side.
+Ranks meet in a store that the sender hosts, by the keys in it. The store binds to the given address only. Closing it
+ends every pending join, on either side.
 
 Gloo cannot interrupt a pending operation: callers that drop a group abandon the operation (see
 `inflight.base.threads`), and it ends by its own timeout. `inflight.weights.transports.nccl_group` states how NCCL
@@ -23,22 +23,22 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed
 
-from inflight.base.threads import run_unless, started
+from inflight.base.threads import run_unless_abandoned, start_in_thread
 from inflight.errors import TransferError, transfer_failed
-from inflight.weights.encode.transit import queued_beside
+from inflight.weights.encode.transit import on_weight_stream
 from inflight.weights.transports.nccl_group import new_nccl_group
-from inflight.weights.transports.store import GIVEN_UP, give_up
+from inflight.weights.transports.store import ABANDONED, abandon
 from inflight.wire import ProcessGroupSpec
 
 dist: Any = torch.distributed  # its stubs leave out Gloo's options and the stores
 JOINING = "joining the weight group"
 GRACE_S = 0.5
-"""How much longer than its timeout a call may take, so that its own error arrives, which says more than a time-out. A
-store of torch may retry for twice its timeout; it is abandoned after this."""
+"""How much longer than its timeout a call may take, so that its own, more specific error arrives. torch's store may
+retry for twice its timeout; it is abandoned after this."""
 _SHORTEST_POLL_S = 0.0001
 _LONGEST_POLL_S = 0.001
 _LATER_S = 5.0
-"""How much later than its caller's deadline a polled operation may end by itself."""
+"""How much later than its caller's deadline a polled operation may end on its own."""
 
 
 class CollectiveGroup(Protocol):
@@ -47,10 +47,10 @@ class CollectiveGroup(Protocol):
     raw: Any
 
     @abstractmethod
-    def broadcasting(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+    def make_broadcast(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         """Return a call that broadcasts ``flat`` from rank 0, and returns when that is done on this rank.
 
-        It blocks and may have to be abandoned, so it belongs into a thread of its own. It raises `RuntimeError`. It
+        It blocks and may have to be abandoned, so it must run in a thread of its own. It raises `RuntimeError`. It
         holds the group: dropping a group would wait for the operation.
         """
 
@@ -65,7 +65,7 @@ class GlooGroup(CollectiveGroup):
     def __init__(self, raw: Any) -> None:
         self.raw = raw
 
-    def broadcasting(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+    def make_broadcast(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         return lambda: self.raw.broadcast(flat, 0, timeout_of(timeout_s)).wait()
 
     def abort(self) -> None:
@@ -83,29 +83,29 @@ class PolledGroup(CollectiveGroup):
         self._is_given_up = False
         self._unfinished: list[tuple[Any, torch.Tensor]] = []
 
-    def broadcasting(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+    def make_broadcast(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         def broadcast() -> None:
             deadline = time.monotonic() + timeout_s
-            with queued_beside(flat.device):
+            with on_weight_stream(flat.device):
                 work = self.raw.broadcast(flat, 0, timeout_of(timeout_s + _LATER_S))
                 operation = (work, flat)
                 self._unfinished.append(operation)
                 poll_s = _SHORTEST_POLL_S
                 while not work.is_completed():
                     if self._is_given_up:
-                        raise RuntimeError(GIVEN_UP)
+                        raise RuntimeError(ABANDONED)
                     if time.monotonic() > deadline:
                         raise RuntimeError(f"not done after {timeout_s:g} s")
                     time.sleep(poll_s)
                     poll_s = min(2 * poll_s, _LONGEST_POLL_S)
-                work.wait()  # it is complete: this raises what went wrong
+                work.wait()  # it is complete: this raises its error
             self._unfinished.remove(operation)
 
         return broadcast
 
     def abort(self) -> None:
         self._is_given_up = True
-        started(self._abort, "inflight-abort-group")
+        start_in_thread(self._abort, "inflight-abort-group")
 
     def _abort(self) -> None:
         self.raw.abort()
@@ -139,24 +139,26 @@ NCCL = GroupKind(
 
 
 class AnnouncedRanks:
-    """Ranks of an engine that joins and receives by itself, whose own waits have no deadline and cannot be ended.
+    """Ranks of an engine that itself joins and receives, whose waits have no deadline and cannot be interrupted.
 
     Announces ``spec.rank`` and the ranks after it on the engine's behalf. Once `meet` returns, every other rank is
-    there and joining; once `await_send` returns, the sender is sending. Calling `give_up` from another thread ends both
+    there and joining; once `await_send` returns, the sender is sending. Calling `abandon` from another thread ends both
     early, with `TransferError`.
     """
 
     def __init__(self, spec: ProcessGroupSpec, num_ranks: int) -> None:
         self._spec = spec
         self._ranks = range(spec.rank, spec.rank + num_ranks)
-        self._given_up: Future[str] = Future()
+        self._abandoned: Future[str] = Future()
         self._store: Any = None
 
     def meet(self) -> None:
         """Block until all ranks have come. Raises `TransferError` after ``spec.timeout_s``."""
         spec = self._spec
         what = f"{JOINING} through its store at {spec.master_address}:{spec.master_port}"
-        self._store = run_unless(self._given_up, lambda: meet(spec, self._ranks), what, spec.timeout_s + GRACE_S)
+        self._store = run_unless_abandoned(
+            self._abandoned, lambda: meet(spec, self._ranks), what, spec.timeout_s + GRACE_S
+        )
 
     def await_send(self, index: int, timeout_s: float) -> None:
         """Block until the sender sends bucket ``index`` of this group, counted from 0."""
@@ -164,18 +166,18 @@ class AnnouncedRanks:
         if store is None:
             raise TransferError("no weight group is formed")
         try:
-            run_unless(
-                self._given_up,
-                lambda: store.wait([_sending(index)], timeout_of(timeout_s)),
+            run_unless_abandoned(
+                self._abandoned,
+                lambda: store.wait([_send_key(index)], timeout_of(timeout_s)),
                 what,
                 timeout_s + GRACE_S,
             )
         except RuntimeError as error:
             raise transfer_failed(error, what) from error
 
-    def give_up(self) -> None:
-        """End what is pending. Returns at once. Idempotent."""
-        give_up(self._given_up)
+    def abandon(self) -> None:
+        """End the pending calls. Returns at once. Idempotent."""
+        abandon(self._abandoned)
 
 
 def host_store(address: str, timeout_s: float) -> tuple[Any, int]:
@@ -200,11 +202,11 @@ def host_store(address: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def announce_send(hosted: Any, group_name: str, index: int) -> None:
-    """Tell ranks that wait for it that bucket ``index`` of the group is being sent. Raises `RuntimeError`."""
-    dist.PrefixStore(group_name, hosted).set(_sending(index), "")
+    """Notify the ranks that wait for it that bucket ``index`` of the group is being sent. Raises `RuntimeError`."""
+    dist.PrefixStore(group_name, hosted).set(_send_key(index), "")
 
 
-def _sending(index: int) -> str:
+def _send_key(index: int) -> str:
     return f"sending/{index}"
 
 
@@ -233,7 +235,7 @@ def timeout_of(timeout_s: float) -> timedelta:
     return timedelta(seconds=max(timeout_s, 0.001))
 
 
-def address_towards(address: str, port: int) -> str:
+def local_address_for(address: str, port: int) -> str:
     """Return the local address from which packets to ``address`` leave, so that nothing wider is bound."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -1,7 +1,7 @@
 """Weights through a GPU's memory: rank 0 writes buckets into memory of its GPU, and endpoints on that GPU map it.
 
-An arena's file holds the handle of its memory. CUDA may not free memory that another process maps, so an arena outlasts
-its sender until its last lock is gone.
+An arena's file holds the handle of its memory. CUDA may not free memory that another process maps, so an arena outlives
+its sender until its last lock is released.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack_into
-from inflight.weights.encode.transit import beside
+from inflight.weights.encode.transit import finished_on_weight_stream
 from inflight.weights.transports.arenas import ArenaMemory, ArenaSpec, SenderMemory
 from inflight.weights.transports.device_memory import DeviceMemory, MemoryHandle
-from inflight.weights.transports.store import Attempt, parsed
+from inflight.weights.transports.store import Attempt, parse_message
 from inflight.wire import IpcSpec
 
 _MAX_HANDLE_BYTES = 1 << 16
@@ -27,7 +27,7 @@ class IpcMemory(ArenaMemory):
     """Memory of a device, by handles."""
 
     sends_from_device = True
-    outlives_room = False
+    outlives_sender = False
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
@@ -40,21 +40,21 @@ class IpcMemory(ArenaMemory):
         place = self._memory.place
         return IpcSpec(run_id=run_id, transport="ipc", directory=str(directory), place=place, timeout_s=timeout_s)
 
-    def room(self, fd: int, path: Path, size_bytes: int) -> SenderMemory:
+    def allocate(self, fd: int, path: Path, size_bytes: int) -> SenderMemory:
         flat, handle = self._memory.allocate(size_bytes, path.with_suffix(".bytes"))
         os.write(fd, handle.model_dump_json().encode())
         return _Shared(self._memory, flat, handle)
 
-    def why_not(self, spec: ArenaSpec) -> str | None:
+    def mapping_problem(self, spec: ArenaSpec) -> str | None:
         assert isinstance(spec, IpcSpec)
-        return self._memory.why_not(spec.place)
+        return self._memory.mapping_problem(spec.place)
 
-    def mapped(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
+    def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
         assert isinstance(spec, IpcSpec)
         if size_bytes > _MAX_HANDLE_BYTES:
             raise TransferError(f"a handle has {size_bytes} bytes; at most {_MAX_HANDLE_BYTES} are read")
-        handle = parsed(MemoryHandle, os.pread(fd, size_bytes, 0), where=f"a handle in {spec.directory}")
-        return self._memory.mapped(handle, spec.place)
+        handle = parse_message(MemoryHandle, os.pread(fd, size_bytes, 0), where=f"a handle in {spec.directory}")
+        return self._memory.map_memory(handle, spec.place)
 
 
 class _Shared(SenderMemory):
@@ -68,7 +68,7 @@ class _Shared(SenderMemory):
         return self._flat.numel()
 
     def write(self, start: int, bucket: WeightBucket, attempt: Attempt) -> None:
-        with beside(self._memory.device, after=bucket.ready):
+        with finished_on_weight_stream(self._memory.device, after=bucket.ready):
             pack_into(self._flat[start:], bucket.tensors)
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """Making a group of NCCL in which nothing that goes wrong ends the process.
 
 torch's ProcessGroupNCCL starts two threads of its own. Its watchdog ends the process when an operation fails or takes
-longer than the group's timeout, unless told to clean up only; even then it asks every monitor of the process to dump
-and exit. Its monitor ends the process when the watchdog hangs, as it may while it aborts a communicator. Here the
-caller of an operation watches it (`inflight.weights.transports.groups.PolledGroup`), and no such thread is needed. All
-of this is set by environment variables only, which the group reads while it is constructed.
+longer than the group's timeout, unless it is configured to clean up only; even then it asks every monitor of the
+process to dump and exit. Its monitor ends the process when the watchdog hangs, as it may while it aborts a
+communicator. Here the caller of an operation watches it (`inflight.weights.transports.groups.PolledGroup`), and no such
+thread is needed. All of this is set by environment variables only, which the group reads while it is constructed.
 
 The source of these facts: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
 """
@@ -27,7 +27,7 @@ dist: Any = torch.distributed  # its stubs leave out NCCL's options where torch 
 QUIET: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # CleanUpOnly: 1 is TearDown, 3, the default, SkipCleanUp, which tears down
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # starts neither the watchdog nor its monitor
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a monitor that is started all the same ends nothing
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a monitor that is started anyway ends nothing
 }
 _OPERATION_TIMEOUT = timedelta(days=14)
 """Longer than any deadline or lease that the wire takes: our own deadlines always come first."""

@@ -1,6 +1,6 @@
-"""Directories of one process, readable by its user only. Those of a dead process go when the next one is made.
+"""Directories of one process, readable by its user only. Those of a dead process are removed when the next one is made.
 
-Each holds a lock on a file in it while its process lives: the system releases the lock however the process ends.
+The process holds a lock on a file in its directory; the system releases the lock however the process ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def remove_left_behind(parent: Path) -> None:
     with os.scandir(parent) as entries:
         names = [entry.name for entry in entries if _NAME.fullmatch(entry.name)]
     for path in (parent / name for name in names):
-        with contextlib.suppress(OSError):  # gone, or not ours
+        with contextlib.suppress(OSError):  # removed meanwhile, or not ours
             status = path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 continue

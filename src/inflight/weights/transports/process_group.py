@@ -1,7 +1,7 @@
 """Weights by one broadcast per bucket over a private gloo or NCCL group; torch's default group is never touched.
 
 The sender is rank 0 and hosts the store in which the ranks meet. Sender and receiver are the same code for both
-backends; `inflight.weights.transports.groups` has what differs.
+backends; `inflight.weights.transports.groups` contains the differences.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed
 
-from inflight.base.threads import result_unless, run_unless, started
+from inflight.base.threads import result_unless_abandoned, run_unless_abandoned, start_in_thread
 from inflight.contracts import ReceivesAhead, SendsFromDevice, WeightReceiver, WeightSender
 from inflight.errors import ConfigError, TransferError, transfer_failed
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack, unpack
 from inflight.weights.encode.buckets import refuse_stray
-from inflight.weights.encode.transit import ReusedMemory, queued_beside
+from inflight.weights.encode.transit import ReusedMemory, on_weight_stream
 from inflight.weights.transports.groups import (
     GLOO,
     GRACE_S,
@@ -29,12 +29,12 @@ from inflight.weights.transports.groups import (
     NCCL,
     CollectiveGroup,
     GroupKind,
-    address_towards,
     announce_send,
     host_store,
+    local_address_for,
     meet,
 )
-from inflight.weights.transports.store import GIVEN_UP, give_up
+from inflight.weights.transports.store import ABANDONED, abandon
 from inflight.wire import ProcessGroupSpec, TensorSpec, UpdateRef, WeightUpdate
 
 dist: Any = torch.distributed  # its stubs leave out the stores
@@ -62,7 +62,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
         self._lock = threading.Lock()
         self._hosted: Any = None
         self._opened: ProcessGroupSpec | None = None
-        self._given_up: Future[str] = Future()
+        self._abandoned: Future[str] = Future()
         self._group: CollectiveGroup | None = None
         self._ref: UpdateRef | None = None
         self._num_sent = 0
@@ -86,7 +86,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
             for i in range(len(num_ranks))
         ]
         with self._lock:
-            self._hosted, self._opened, self._given_up, self._num_sent = hosted, specs[0], Future(), 0
+            self._hosted, self._opened, self._abandoned, self._num_sent = hosted, specs[0], Future(), 0
         return specs
 
     @property
@@ -107,10 +107,10 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
 
     def join(self) -> None:
         with self._lock:
-            opened, given_up = self._opened, self._given_up
+            opened, abandoned = self._opened, self._abandoned
         if opened is None:
             raise TransferError("no weight group is open")
-        run_unless(given_up, lambda: self._form(opened), JOINING, opened.timeout_s + GRACE_S)
+        run_unless_abandoned(abandoned, lambda: self._form(opened), JOINING, opened.timeout_s + GRACE_S)
 
     def _form(self, opened: ProcessGroupSpec) -> None:
         group = join_group(opened, 0, self._address, self._kind)
@@ -119,29 +119,29 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
                 self._group = group
                 return
         group.abort()
-        raise TransferError(GIVEN_UP)
+        raise TransferError(ABANDONED)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """On return the bytes have left; only the receiver knows that they arrived."""
         with self._lock:
             refuse_stray(bucket, self._ref)
-            group, given_up, hosted, opened = self._group, self._given_up, self._hosted, self._opened
+            group, abandoned, hosted, opened = self._group, self._abandoned, self._hosted, self._opened
             index, self._num_sent = self._num_sent, self._num_sent + 1
         if group is None or opened is None:
             raise TransferError("no weight group is formed")
         what = f"sending bucket {bucket.index}"
-        with queued_beside(self._device, after=bucket.ready):
+        with on_weight_stream(self._device, after=bucket.ready):
             flat = pack(bucket.tensors).to(self._device)
         try:
             announce_send(hosted, opened.group_name, index)
         except RuntimeError as error:
             raise transfer_failed(error, what) from error
-        _broadcast(group, flat, timeout_s, given_up, what)
+        _broadcast(group, flat, timeout_s, abandoned, what)
 
     def abort(self) -> None:
         with self._lock:
             group, self._group, self._hosted, self._opened, self._ref = self._group, None, None, None, None
-            give_up(self._given_up)
+            abandon(self._abandoned)
         if group is not None:
             group.abort()
 
@@ -157,7 +157,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         is_cpu = self._kind.device_type == "cpu"
         self._device = torch.device("cpu") if is_cpu else device or torch.device("cuda", torch.cuda.current_device())
         self._lock = threading.Lock()
-        self._given_up: Future[str] = Future()
+        self._abandoned: Future[str] = Future()
         self._group: CollectiveGroup | None = None
         self._memory = ReusedMemory(device)
         self._ahead: tuple[torch.Tensor, Future[None]] | None = None
@@ -165,21 +165,21 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
     def join(self) -> None:
         spec = self._spec
         what = f"{JOINING} through its store at {spec.master_address}:{spec.master_port}"
-        run_unless(self._given_up, self._form, what, spec.timeout_s + GRACE_S)
+        run_unless_abandoned(self._abandoned, self._form, what, spec.timeout_s + GRACE_S)
 
     def _form(self) -> None:
         spec = self._spec
         try:
-            local_address = address_towards(spec.master_address, spec.master_port)
+            local_address = local_address_for(spec.master_address, spec.master_port)
         except OSError as error:
             raise transfer_failed(error, f"finding a route to {spec.master_address}") from error
         group = join_group(spec, spec.rank, local_address, self._kind)
         with self._lock:
-            if not self._given_up.done():
+            if not self._abandoned.done():
                 self._group = group
                 return
         group.abort()
-        raise TransferError(GIVEN_UP)
+        raise TransferError(ABANDONED)
 
     def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
         group, what = self._group, "receiving a bucket"
@@ -189,13 +189,13 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         size_bytes = sum(spec.size_bytes for spec in specs)
         if ahead is None:
             flat = self._buffer(size_bytes)
-            _broadcast(group, flat, timeout_s, self._given_up, what)
+            _broadcast(group, flat, timeout_s, self._abandoned, what)
             return unpack(flat, specs)
         flat, arriving = ahead
         if flat.numel() != size_bytes:
             raise TransferError(f"{what} failed: a bucket of {flat.numel()} bytes was due, not one of {size_bytes}")
         try:
-            result_unless(self._given_up, arriving, what, timeout_s)
+            result_unless_abandoned(self._abandoned, arriving, what, timeout_s)
         except RuntimeError as error:
             raise transfer_failed(error, what) from error
         finally:
@@ -203,12 +203,12 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         return unpack(flat, specs)
 
     def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
-        """Does nothing over NCCL: a kernel that waits for its sender takes the device's processors from sampling."""
+        """Does nothing over NCCL: a kernel that waits for its sender would occupy processors that sampling needs."""
         group = self._group
         if group is None or self._kind.sends_from_device:
             return
         flat = self._buffer(sum(spec.size_bytes for spec in specs))
-        self._ahead = flat, started(group.broadcasting(flat, timeout_s), "receiving a bucket ahead")
+        self._ahead = flat, start_in_thread(group.make_broadcast(flat, timeout_s), "receiving a bucket ahead")
 
     def begin(self, ref: UpdateRef) -> None:
         self._memory.begin()
@@ -217,23 +217,23 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         if self._device.type == "cuda":  # torch caches its memory already
             try:
-                with queued_beside(self._device):
+                with on_weight_stream(self._device):
                     return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             except torch.OutOfMemoryError as error:
-                raise transfer_failed(error, f"staging a bucket of {size_bytes} bytes beside the model") from error
+                raise transfer_failed(error, f"staging a bucket of {size_bytes} bytes next to the model") from error
         return self._memory.take(size_bytes)
 
     def abort(self) -> None:
         with self._lock:
             group, self._group = self._group, None
-            give_up(self._given_up)
+            abandon(self._abandoned)
         if group is not None:
             group.abort()
 
 
-def _broadcast(group: CollectiveGroup, flat: torch.Tensor, timeout_s: float, given_up: Future[str], what: str) -> None:
+def _broadcast(group: CollectiveGroup, flat: torch.Tensor, timeout_s: float, abandoned: Future[str], what: str) -> None:
     try:
-        run_unless(given_up, group.broadcasting(flat, timeout_s), what, timeout_s + GRACE_S)
+        run_unless_abandoned(abandoned, group.make_broadcast(flat, timeout_s), what, timeout_s + GRACE_S)
     except RuntimeError as error:
         raise transfer_failed(error, what) from error
 

@@ -112,32 +112,32 @@ class PullReceiver(FilesReceiver):
         super().abort()
         self._client.close()
 
-    def _where(self, names: Sequence[str]) -> str:
+    def _describe_file(self, names: Sequence[str]) -> str:
         return self._client.where(names)
 
     def _read(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> bytes | None:
         try:
-            opening = self._client.opening(names, max_bytes, attempt)
+            opening = self._client.read_opening(names, max_bytes, attempt)
         except NotThereError:
             return None
         if opening.file_bytes > max_bytes:
             raise attempt.failed(
-                f"{self._where(names)} has {opening.file_bytes} bytes; at most {max_bytes} are allowed"
+                f"{self._describe_file(names)} has {opening.file_bytes} bytes; at most {max_bytes} are allowed"
             )
         return opening.first_bytes
 
-    def _leased(self, place: tuple[str, str], name: str, attempt: Attempt) -> bool:
+    def _renew_lease(self, place: tuple[str, str], name: str, attempt: Attempt) -> bool:
         return self._read((*place, name), MAX_LATEST_BYTES, attempt) is not None  # fetching a lease renews it
 
     def _fill(self, names: Sequence[str], ref: UpdateRef, index: int, flat: torch.Tensor, attempt: Attempt) -> None:
-        where = self._where(names)
+        where = self._describe_file(names)
         while True:
             try:
-                opening = self._client.opening(names, _OPENING_BYTES, attempt)
+                opening = self._client.read_opening(names, _OPENING_BYTES, attempt)
                 length = header_length(opening.first_bytes, opening.file_bytes, flat.numel())
                 start = LENGTH_BYTES + length
                 if start > len(opening.first_bytes):
-                    opening = self._client.opening(names, start, attempt)
+                    opening = self._client.read_opening(names, start, attempt)
                 check_header(opening.first_bytes[LENGTH_BYTES:start], ref, index, flat.numel())
             except NotThereError:
                 attempt.reason = f"{where} does not exist"

@@ -1,6 +1,6 @@
 """Reads files of an HTTP server in ranges, over a few connections at once, into existing memory.
 
-If a connection is cut, the range is asked for again from the byte reached. Built on http.client because it reads from
+If a connection is cut, the range is requested again from the byte reached. Built on http.client because it reads from
 the socket straight into the buffer, in a third of the time of a client that hands out chunks.
 """
 
@@ -34,12 +34,12 @@ class NotThereError(Exception):
 
 
 class _CutError(Exception):
-    """The connection or the server failed in a way that may pass."""
+    """The connection or the server failed in a way that may be temporary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The first bytes of a file, its length, and a tag that tells it from a file that replaces it."""
+    """The first bytes of a file, its length, and a tag that distinguishes it from a file that replaces it."""
 
     first_bytes: bytes
     file_bytes: int
@@ -73,12 +73,12 @@ class RangeClient:
     def where(self, names: Sequence[str]) -> str:
         return f"{self._url}{_path(names)}"
 
-    def opening(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> Opening:
+    def read_opening(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> Opening:
         """Return at most ``max_bytes`` of the beginning of a file. Raises `NotThereError`, `TransferError`."""
         backoff = Backoff(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
         while True:
             try:
-                with self._asked(names, 0, max_bytes, attempt) as (answer, opening):
+                with self._request_range(names, 0, max_bytes, attempt) as (answer, opening):
                     wanted = min(max_bytes, opening.file_bytes)
                     first_bytes = answer.read(wanted)
                     if len(first_bytes) != wanted:
@@ -88,7 +88,7 @@ class RangeClient:
                 self._wait(names, error, backoff, attempt)
 
     def fill(self, names: Sequence[str], start: int, data: memoryview, tag: str, attempt: Attempt) -> None:
-        """Fill ``data`` from byte ``start`` of the file that `opening` read. Raises `TransferError`."""
+        """Fill ``data`` from byte ``start`` of the file that `read_opening` read. Raises `TransferError`."""
         offsets = range(0, len(data), _PART_BYTES)
         parts = deque(_Part(start + offset, data[offset : offset + _PART_BYTES]) for offset in offsets)
         failures: list[Exception] = []
@@ -140,7 +140,7 @@ class RangeClient:
 
     def _continue(self, names: Sequence[str], part: _Part, tag: str, attempt: Attempt) -> None:
         start, stop = part.start + part.done, part.start + len(part.data)
-        with self._asked(names, start, stop, attempt, tag) as (answer, opening):
+        with self._request_range(names, start, stop, attempt, tag) as (answer, opening):
             if opening.tag != tag or opening.file_bytes < stop:
                 if not answer.read(1):
                     raise _CutError("the connection was cut within the header")
@@ -157,14 +157,14 @@ class RangeClient:
         attempt.pause(backoff.next(time.monotonic()))
 
     @contextlib.contextmanager
-    def _asked(
+    def _request_range(
         self, names: Sequence[str], start: int, stop: int, attempt: Attempt, tag: str | None = None
     ) -> Iterator[tuple[http.client.HTTPResponse, Opening]]:
-        """Ask for a range; yield the unread answer and its facts. A fully read connection is used again.
+        """Request a range; yield the unread answer and its facts. A fully read connection is reused.
 
-        Raises `NotThereError`, `TransferError` if asking again would not help, and what a cut connection raises.
+        Raises `NotThereError`, `TransferError` if a retry would not help, and the error of a cut connection.
         """
-        connection, answer = self._taken(attempt), None
+        connection, answer = self._take_connection(attempt), None
         headers = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={start}-{stop - 1}"}
         if tag is not None:
             headers["If-Range"] = tag
@@ -174,11 +174,11 @@ class RangeClient:
                 connection.sock.settimeout(connection.timeout)
             connection.request("GET", f"{self._prefix}{_path(names)}", headers=headers)
             answer = connection.getresponse()
-            yield answer, self._judged(names, answer, start, stop, attempt, tag)
+            yield answer, self._check_response(names, answer, start, stop, attempt, tag)
         finally:
-            self._give_back(connection, is_usable=answer is not None and answer.isclosed())
+            self._return_connection(connection, is_usable=answer is not None and answer.isclosed())
 
-    def _judged(
+    def _check_response(
         self,
         names: Sequence[str],
         answer: http.client.HTTPResponse,
@@ -208,7 +208,7 @@ class RangeClient:
             )
         return Opening(b"", file_bytes, answer.headers.get("ETag", ""))
 
-    def _taken(self, attempt: Attempt) -> http.client.HTTPConnection:
+    def _take_connection(self, attempt: Attempt) -> http.client.HTTPConnection:
         """Return a connection that nobody uses, which may not be connected yet."""
         attempt.remaining_s()
         with self._lock:
@@ -222,7 +222,7 @@ class RangeClient:
             self._busy.add(connection)
         return connection
 
-    def _give_back(self, connection: http.client.HTTPConnection, *, is_usable: bool) -> None:
+    def _return_connection(self, connection: http.client.HTTPConnection, *, is_usable: bool) -> None:
         with self._lock:
             self._busy.discard(connection)
             if is_usable and not self._is_closed:

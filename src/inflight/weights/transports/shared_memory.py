@@ -24,20 +24,20 @@ class FileMemory(ArenaMemory):
 
     device = torch.device("cpu")
     sends_from_device = False
-    outlives_room = True
+    outlives_sender = True
 
     def spec(self, run_id: str, directory: Path, timeout_s: float) -> ArenaSpec:
         return DirectorySpec(run_id=run_id, transport="shm", directory=str(directory), timeout_s=timeout_s)
 
-    def room(self, fd: int, path: Path, size_bytes: int) -> SenderMemory:
+    def allocate(self, fd: int, path: Path, size_bytes: int) -> SenderMemory:
         os.ftruncate(fd, size_bytes)
         return _File(fd, size_bytes)
 
-    def why_not(self, spec: ArenaSpec) -> str | None:
+    def mapping_problem(self, spec: ArenaSpec) -> str | None:
         return None
 
-    def mapped(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
-        """What a receiver writes by mistake stays with it."""
+    def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
+        """Writes that a receiver makes by mistake stay private to it."""
         return torch.frombuffer(mmap.mmap(fd, size_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""What the transports that store buckets share: file names, careful opening, and deadlines."""
+"""Code shared by the transports that store buckets: file names, careful opening, and deadlines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from urllib.parse import quote
 import torch
 from pydantic import ValidationError
 
-from inflight.base.threads import run_unless
+from inflight.base.threads import run_unless_abandoned
 from inflight.base.validation import describe_problems
 from inflight.contracts import WeightReceiver
 from inflight.errors import TransferError
@@ -25,7 +25,8 @@ from inflight.weights.encode.bucket_bytes import unpack
 from inflight.wire import TensorSpec, UpdateRef, WireModel
 
 GRACE_S = 0.5
-"""How long to wait beyond the deadline for a call that watches it itself: its own error says more than a timeout."""
+"""How long to wait beyond the deadline for a call that checks the deadline itself: its own error is more specific than
+a timeout."""
 
 PIECE_BYTES = 16 << 20
 """Bytes moved between two checks of the deadline."""
@@ -33,7 +34,7 @@ PIECE_BYTES = 16 << 20
 _NOT_DONE = "not done"
 _POLL_S = 0.003
 _LONGEST_NAME = 200  # file systems take 255 bytes, and temporary names are longer
-GIVEN_UP = "the weight group was abandoned"
+ABANDONED = "the weight group was abandoned"
 
 T = TypeVar("T")
 M = TypeVar("M", bound=WireModel)
@@ -59,17 +60,17 @@ class Attempt:
     ``reason`` is the error's text if the call is not done in time.
     """
 
-    def __init__(self, what: str, timeout_s: float, given_up: Future[str]) -> None:
+    def __init__(self, what: str, timeout_s: float, abandoned: Future[str]) -> None:
         self.what = what
         self.reason = _NOT_DONE
         self._timeout_s = timeout_s
-        self._given_up = given_up
+        self._abandoned = abandoned
         self._deadline = time.monotonic() + timeout_s
 
     def remaining_s(self) -> float:
         """Return the seconds left. Raises `TransferError` if there are none, or the group was abandoned."""
-        if self._given_up.done():
-            raise TransferError(self._given_up.result())
+        if self._abandoned.done():
+            raise TransferError(self._abandoned.result())
         remaining_s = self._deadline - time.monotonic()
         if remaining_s <= 0:
             raise self.failed(f"{self.reason} after {self._timeout_s:g} s")
@@ -84,7 +85,7 @@ class Attempt:
     def pause(self, pause_s: float = _POLL_S) -> None:
         """Wait that long, or for the time left. Raises as `remaining_s`."""
         with contextlib.suppress(TimeoutError):
-            self._given_up.result(min(pause_s, self.remaining_s()))
+            self._abandoned.result(min(pause_s, self.remaining_s()))
         self.remaining_s()
 
     def failed(self, reason: object) -> TransferError:
@@ -99,13 +100,13 @@ class Attempt:
             except OSError as error:
                 raise self.failed(error) from error
 
-        return run_unless(self._given_up, translated, self.what, self.remaining_s() + GRACE_S)
+        return run_unless_abandoned(self._abandoned, translated, self.what, self.remaining_s() + GRACE_S)
 
 
-def give_up(given_up: Future[str]) -> None:
-    """End everything that waits for a group. Idempotent."""
+def abandon(abandoned: Future[str]) -> None:
+    """End every call that waits for a group. Idempotent."""
     with contextlib.suppress(InvalidStateError):
-        given_up.set_result(GIVEN_UP)
+        abandoned.set_result(ABANDONED)
 
 
 @contextlib.contextmanager
@@ -155,8 +156,8 @@ def read_text(directory: Path, *parts: str, max_bytes: int, is_private: bool = F
             return file.read(max_bytes)
 
 
-def parsed(model: type[M], text: bytes, where: object) -> M:
-    """Return a stored message. Raises `TransferError` that says ``where`` it is and what is wrong in it."""
+def parse_message(model: type[M], text: bytes, where: object) -> M:
+    """Return a stored message. Raises `TransferError`, which names ``where`` it is stored and what is wrong with it."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
@@ -188,10 +189,10 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 class StoredReceiver(WeightReceiver):
-    """What the receivers of stored buckets share: which bucket is due, its deadline, and abandoning."""
+    """The common part of the receivers of stored buckets: the next bucket, its deadline, and abandoning."""
 
     def __init__(self) -> None:
-        self._given_up: Future[str] = Future()
+        self._abandoned: Future[str] = Future()
         self._ref: UpdateRef | None = None
         self._num_received = 0
 
@@ -203,12 +204,12 @@ class StoredReceiver(WeightReceiver):
         if ref is None:
             raise TransferError("receiving a bucket failed: no update has begun")
         self._num_received += 1
-        attempt = Attempt(f"receiving bucket {index} of version {ref.version}", timeout_s, self._given_up)
-        return unpack(self._received(ref, index, sum(spec.size_bytes for spec in specs), attempt), specs)
+        attempt = Attempt(f"receiving bucket {index} of version {ref.version}", timeout_s, self._abandoned)
+        return unpack(self._receive_bytes(ref, index, sum(spec.size_bytes for spec in specs), attempt), specs)
 
     def abort(self) -> None:
-        give_up(self._given_up)
+        abandon(self._abandoned)
 
     @abstractmethod
-    def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
+    def _receive_bytes(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
         """Return the bytes of a bucket, uint8 [size_bytes], once it is there. Raises `TransferError`."""
