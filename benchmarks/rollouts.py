@@ -66,13 +66,13 @@ def decision_ms(name: str) -> float:
     history = HistoryStore()
     scheduler = SCHEDULERS[name](group_size=GROUP_SIZE, history=history)
     for i in range(8):
-        scheduler.tell(Joined(0.0, f"endpoint-{i}", 125, keeps_partials=True))
-    scheduler.tell(StepWanted(0.0, 0, 125))
+        scheduler.observe(Joined(0.0, f"endpoint-{i}", 125, keeps_partials=True))
+    scheduler.observe(StepWanted(0.0, 0, 125))
     running: list[tuple[int, int]] = []
     num_offered, spent = 0, []
     for turn in range(400):
         while scheduler.num_wanted() > 0 and num_offered < 4000:
-            scheduler.tell(Offered(0.0, num_offered, str(num_offered % 64), 10, (0,) * GROUP_SIZE))
+            scheduler.observe(Offered(0.0, num_offered, str(num_offered % 64), 10, (0,) * GROUP_SIZE))
             num_offered += 1
             if name == "least_loaded":
                 break
@@ -83,9 +83,9 @@ def decision_ms(name: str) -> float:
         running += [(it.item, i) for it in decisions for i in it.completions]
         if turn >= 200 and running:
             item, i = running.pop(0)
-            scheduler.tell(Finished(float(turn), item, i, 100))
+            scheduler.observe(Finished(float(turn), item, i, 100))
             if i == GROUP_SIZE - 1:
-                scheduler.tell(Scored(float(turn), item, str(item % 64), (100,) * GROUP_SIZE, (0.0,) * GROUP_SIZE))
+                scheduler.observe(Scored(float(turn), item, str(item % 64), (100,) * GROUP_SIZE, (0.0,) * GROUP_SIZE))
     return 1000 * statistics.median(spent)
 
 

@@ -59,29 +59,29 @@ class FixedNumber(BatchComposer):
 
 
 class FillInOrder(Scheduler):
-    """Gives work to the first endpoint that has room, so that the last ones stay free."""
+    """Gives work to the first endpoint with free slots for a whole group, so that the last ones stay free."""
 
     def __init__(self, group_size: int, history: HistoryStore, seed: int = 0) -> None:
         self._board = Board()
         self._group_size = group_size
 
-    def tell(self, event: Event) -> None:
-        self._board.tell(event)
+    def observe(self, event: Event) -> None:
+        self._board.observe(event)
 
     def num_wanted(self) -> int:
-        return 1 if self._first_with_room() and not self._board.unissued() else 0
+        return 1 if self._first_free() and not self._board.unissued() else 0
 
     def decide(self, time_s: float) -> Sequence[Decision]:
         decisions = []
         for item in self._board.unissued():
-            if name := self._first_with_room():
+            if name := self._first_free():
                 decisions.append(Issue(name, item.index, item.unissued))
-                self._board.decided(decisions[-1], time_s)
+                self._board.record(decisions[-1], time_s)
         return decisions
 
-    def _first_with_room(self) -> str | None:
-        rooms = {name: place.room for name, place in sorted(self._board.places.items())}
-        return next((name for name, room in rooms.items() if room >= self._group_size), None)
+    def _first_free(self) -> str | None:
+        num_free = {name: endpoint.num_free for name, endpoint in sorted(self._board.endpoints.items())}
+        return next((name for name, num in num_free.items() if num >= self._group_size), None)
 
     def state(self) -> dict[str, Any]:
         return {}

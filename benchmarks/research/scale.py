@@ -127,7 +127,7 @@ def part_lost(folder: Path, model: Path) -> dict[str, Any]:
         before = run.rows()[-1]["version"]
         cluster.kill("host_c")
         cluster.add("host_c", 2)
-        run.wait_until(lambda: run.says("start again from the last checkpoint"))
+        run.wait_until(lambda: run.says("restart from the last checkpoint"))
         ranks_s = run.wait_until(lambda: run.rows()[-1]["version"] > before)
         cluster.kill("host_b")
         cluster.add("host_b", 2)

@@ -77,7 +77,7 @@ def test_ranks_whose_host_is_lost_start_again_elsewhere_from_the_last_checkpoint
     (server,) = run.servers()
     cluster.kill("brief")
     cluster.add("brief", 2)
-    run.wait_for_output("all trainer ranks start again from the last checkpoint", 400)
+    run.wait_for_output("all trainer ranks restart from the last checkpoint", 400)
     assert run.wait(700) == 0, run.output()
     assert "trainer-0 was lost: its host" in run.output()
     assert [row["version"] for row in run.rows()] == list(range(1, 9))

@@ -132,7 +132,7 @@ def test_a_run_that_started_its_ranks_again_is_trained_again_to_the_same_bits(
     run.wait_until(lambda: (run.directory / "record" / "step-000003.safetensors").exists())
     os.kill(run.processes()["trainer-0"], signal.SIGKILL)
     assert run.wait() == 0, run.output()
-    assert "start again from the last checkpoint" in run.output()
+    assert "restart from the last checkpoint" in run.output()
     assert versions_of(run.directory / "record") == [1, 2, 3, 4, 5]
     status, told, report = replay(capsys, run.directory)
     assert (status, report["is_bit_equal"]) == (0, True), told

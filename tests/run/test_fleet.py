@@ -125,7 +125,7 @@ def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_ru
         ({"updates.transport": "file"}, "updates.transport 'file' needs updates.directory"),
         (
             {"updates.transport": "shm", "updates.directory": "/x"},
-            "updates.directory applies only to updates.transport 'file', but that is 'shm'",
+            "updates.directory applies only to updates.transport 'file', but the transport is 'shm'",
         ),
         (
             {"updates.transport": "ftp"},
@@ -137,7 +137,7 @@ def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_ru
         ),
         (
             {"updates.mode": "pull", "updates.transport": "file", "updates.directory": "/x", "updates.quorum": "1"},
-            "'pull' waits for no server",
+            "'pull' does not wait for servers",
         ),
         (
             {"updates.mode": "pull", "updates.transport": "file", "updates.directory": "/x", "servers.engine": "vllm"},

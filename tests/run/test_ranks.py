@@ -240,7 +240,7 @@ def test_all_ranks_start_again_from_the_last_checkpoint_while_the_servers_stay(
     run.wait_for_steps(3)
     before = run.processes()
     os.kill(before["trainer-1"], signal.SIGKILL)
-    run.wait_for_output("all trainer ranks start again from the last checkpoint")
+    run.wait_for_output("all trainer ranks restart from the last checkpoint")
     run.wait_for_steps(3)
     assert run.wait() == 0, run.output()
     assert "trainer-1 was killed by signal 9" in run.output()

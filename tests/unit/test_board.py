@@ -15,23 +15,23 @@ from inflight.rollouts.slots import SlotAccount
 def test_counts_of_the_board_are_those_of_its_items(seed):
     draw, board, now = random.Random(seed), Board(), 0.0
     for name in ("a", "b"):
-        board.tell(Joined(now, name, 24, True))
+        board.observe(Joined(now, name, 24, True))
     for number in range(300):
         now += 1.0
         items = list(board.items.values())
         item = draw.choice(items) if items else None
         match draw.randrange(5):
             case 0:
-                board.tell(Offered(now, number, "prompt", 3, (0, 0, 2, 0)))
-            case 1 if item is not None and item.unissued and (place := board.least_loaded(len(item.unissued))):
-                board.decided(Issue(place.name, item.index, item.unissued[: draw.randrange(1, 5)]), now)
+                board.observe(Offered(now, number, "prompt", 3, (0, 0, 2, 0)))
+            case 1 if item is not None and item.unissued and (endpoint := board.least_loaded(len(item.unissued))):
+                board.record(Issue(endpoint.name, item.index, item.unissued[: draw.randrange(1, 5)]), now)
             case 2 if item is not None and item.running:
                 kind = draw.choice((Finished, Returned))
-                board.tell(kind(now, item.index, draw.choice(item.running), 5))
+                board.observe(kind(now, item.index, draw.choice(item.running), 5))
             case 3 if item is not None and draw.random() < 0.3:
-                board.tell(Withdrawn(now, item.index))
+                board.observe(Withdrawn(now, item.index))
             case 4 if item is not None and not item.unissued and not item.running:
-                board.tell(Scored(now, item.index, "prompt", (1,) * 4, (0.0,) * 4))
+                board.observe(Scored(now, item.index, "prompt", (1,) * 4, (0.0,) * 4))
         assert board.unissued() == [item for item in board.items.values() if item.unissued]
         assert board.num_open == sum(item.is_finished.count(False) for item in board.items.values())
         assert board.num_running == sum(len(item.running) for item in board.items.values())

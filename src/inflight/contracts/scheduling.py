@@ -1,13 +1,13 @@
-"""What a scheduler of rollouts is told and what it answers: values, without I/O.
+"""The events that a scheduler of rollouts receives and the decisions that it returns: plain values.
 
-All times are seconds on one clock, whose zero means nothing. An item is one prompt of the task, by its index; its
-completions are numbered from 0. A request is some completions of one item on one endpoint.
+All times are seconds on one clock with an arbitrary zero. An item is one prompt of the task, identified by its index;
+its completions are numbered from 0. A request samples some completions of one item on one endpoint.
 
     Offered -> Issue -> Finished, for each completion -> Scored -> Settled
                  ^         |
-                 +---- Returned: aborted or lost; it may be issued again, and continues from ``num_tokens``
+                 +---- Returned: aborted or lost; may be issued again, and continues from ``num_tokens``
 
-An item may be withdrawn at any time; nothing more is said about it then.
+An item may be withdrawn at any time; no further event mentions it, unless it is offered again.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """An endpoint may be given work: up to ``capacity`` completions at a time."""
+    """An endpoint accepts work: up to ``capacity`` completions at a time."""
 
     time_s: float
     endpoint: str
     capacity: int
     keeps_partials: bool = False
-    """Whether what was sampled of an aborted completion is kept. Elsewhere it starts again."""
+    """Whether an aborted completion keeps the tokens it has sampled. If not, it starts from scratch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """An endpoint may be given no more work. What runs there either ends as usual or is returned."""
+    """An endpoint accepts no more work. Each completion that runs there either finishes or is returned."""
 
     time_s: float
     endpoint: str
@@ -45,15 +45,15 @@ class Offered:
     time_s: float
     item: int
     prompt: str
-    """Identifies the prompt: the same text, at any time, has the same one."""
+    """Identifies the prompt: equal texts always have equal identifiers."""
     num_prompt_tokens: int
     num_tokens: tuple[int, ...]
-    """Tokens that each of its completions already has from an earlier life of the run; one entry per completion."""
+    """The tokens that each completion already has from an earlier process of the run; one entry per completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A completion ended by itself, with ``num_tokens`` tokens in all."""
+    """A completion finished without being aborted, with ``num_tokens`` tokens in total."""
 
     time_s: float
     item: int
@@ -63,7 +63,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A completion was aborted or lost. ``num_tokens`` of it are kept, and it may be issued again."""
+    """A completion was aborted or lost. Its first ``num_tokens`` tokens are kept, and it may be issued again."""
 
     time_s: float
     item: int
@@ -73,7 +73,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """An item is no longer the scheduler's: it was dropped, or will be offered again later."""
+    """An item was taken from the scheduler: it was dropped, or will be offered again later."""
 
     time_s: float
     item: int
@@ -101,9 +101,9 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class StepWanted:
-    """The run collects groups for the step that starts from ``version``: by its estimate, ``num_groups`` of them.
+    """The run starts to collect groups for the step that starts from ``version``.
 
-    In conventional mode these are the groups of a whole phase.
+    ``num_groups`` is an estimate of how many it needs. In conventional mode it covers a whole phase.
     """
 
     time_s: float
@@ -113,7 +113,7 @@ class StepWanted:
 
 @dataclass(frozen=True, slots=True)
 class StepReady:
-    """The run has enough groups for the step that it wanted. In conventional mode sampling must come to an end now."""
+    """The run has enough groups for the step that it wanted. In conventional mode, sampling must now end."""
 
     time_s: float
     version: int
@@ -147,7 +147,7 @@ class Issue:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End these running completions, which are returned with their tokens so far."""
+    """Abort these running completions. They are returned with the tokens that they have so far."""
 
     item: int
     completions: tuple[int, ...]

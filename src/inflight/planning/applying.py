@@ -58,7 +58,7 @@ def apply(candidate: Candidate, source: Path, target: Path) -> dict[str, Any]:
 
 
 def _with(text: str, section: str, name: str, value: Any) -> str:
-    """Return TOML with one value set, in its section; a comment behind the old value stays."""
+    """Return TOML with one value set, in its section; a comment after the old value is kept."""
     line = f"{name} = {json.dumps(value)}"
     header = re.search(rf"^\[{section}\][^\n]*\n?", text, re.MULTILINE)
     if header is None:

@@ -17,7 +17,7 @@ from inflight.errors import ConfigError
 class TokenTime:
     """Time of one token of each running completion, by the number of completions that run: a curve through points.
 
-    Between two points it is linear, before the first one it is flat, and behind the last one it continues with the
+    Between two points it is linear, before the first one it is flat, and after the last one it continues with the
     slope of the last two. One point is a constant. With a curve that begins flat this is a roofline.
     """
 

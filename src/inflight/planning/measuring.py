@@ -40,7 +40,7 @@ def base_of(path: Path) -> Candidate:
 
 
 def measure(
-    source: Path, wanted: Sequence[Candidate], plan: SearchPlan, limit_s: float, tell: Callable[[int], None]
+    source: Path, wanted: Sequence[Candidate], plan: SearchPlan, limit_s: float, on_progress: Callable[[int], None]
 ) -> list[Planned]:
     """Make a run of ``search.num_steps`` steps of every configuration, in a directory that is removed afterwards.
 
@@ -59,7 +59,7 @@ def measure(
             }
             _run(source, settings, limit_s)
             found.append(Planned(candidate, _steady(directory, num_steps // 5), 0))
-            tell(len(found))
+            on_progress(len(found))
     return found
 
 

@@ -32,7 +32,7 @@ class Planned:
 
 
 def costs_of(plan: SearchPlan, measured: Costs | None) -> Costs:
-    """Return what a plan says, and where it says nothing what was measured. Raises `ConfigError` if both are silent."""
+    """Return the values of a plan, or measured ones where it has none. Raises `ConfigError` if both lack a value."""
     if measured is None:
         missing = [it for it in ("generation", "training", "prompts", "hardware") if getattr(plan, it) is None]
         if missing:
@@ -129,7 +129,7 @@ def splits(gpus: int, per_endpoint: int, unit: int) -> list[int]:
     """Return about ten numbers of endpoints, evenly from one to as many as leave one unit for the trainer."""
     most = (gpus - unit) // per_endpoint
     if most < 1:
-        raise ConfigError(f"{gpus} GPUs do not hold an endpoint of {per_endpoint} beside a trainer of {unit}")
+        raise ConfigError(f"{gpus} GPUs do not suffice for an endpoint of {per_endpoint} GPUs and a trainer of {unit}")
     return sorted({max(1, round(most * i / _NUM_SPLITS)) for i in range(1, _NUM_SPLITS + 1)})
 
 
@@ -140,9 +140,9 @@ def planned(costs: Costs, candidate: Candidate, num_steps: int) -> Planned:
 
 
 def search(
-    costs: Costs, wanted: Sequence[Candidate], num_steps: int, tell: Callable[[int], None] = lambda _: None
+    costs: Costs, wanted: Sequence[Candidate], num_steps: int, on_progress: Callable[[int], None] = lambda _: None
 ) -> list[Planned]:
-    """Simulate configurations; ``tell`` is called with how many are done.
+    """Return the outcomes of simulated configurations; ``on_progress`` is called with the number that are complete.
 
     Raises `ConfigError` if that would take hours.
     """
@@ -156,7 +156,7 @@ def search(
     found = []
     for candidate in wanted:
         found.append(planned(costs, candidate, num_steps))
-        tell(len(found))
+        on_progress(len(found))
     return found
 
 

@@ -28,7 +28,7 @@ class TokenTimes:
     error: float
     """Mean relative difference between stretches and their fit."""
     spread: float
-    """Standard deviation of x over its mean. Where it is small, nothing tells a, c and r apart."""
+    """Standard deviation of x over its mean. If it is small, the data cannot distinguish a, c and r."""
 
 
 def token_times(stretches: Sequence[Stretch], contention: Contention) -> TokenTimes:

@@ -18,7 +18,8 @@ class Trace:
     directory: Path
     config: dict[str, Any]
     requests: list[dict[str, Any]]
-    """Those that were answered. Each part has ``num_before``: what earlier requests brought of its tokens."""
+    """Those that were answered. Each part has ``num_before``: the number of its tokens that earlier requests
+    sampled."""
     groups: list[dict[str, Any]]
     trained: list[dict[str, Any]]
     publishes: list[dict[str, Any]]

@@ -158,9 +158,9 @@ def _sampled_from(sample: Mapping[str, Any], found: Found, version: int, oldest:
 
 
 def _versions(sample: Mapping[str, Any]) -> list[int]:
-    """Return the versions that a sample saw, as far as they are numbers."""
-    told = sample.get("weight_versions")
-    return [int(it) for it in told if str(it).isdecimal()] if isinstance(told, list) else []
+    """Return the weight versions of a sample, without those that are not numbers."""
+    listed = sample.get("weight_versions")
+    return [int(it) for it in listed if str(it).isdecimal()] if isinstance(listed, list) else []
 
 
 def _reward_of(sample: Mapping[str, Any], key: str | None, where: str) -> float:

@@ -1,7 +1,4 @@
-"""Whether another group may be offered, by what is outstanding. The live run and the simulated one ask the same object.
-
-Tokens are training tokens, prompts included.
-"""
+"""Admission of further groups, by the number that is outstanding. Token counts include prompts."""
 
 from __future__ import annotations
 
@@ -15,36 +12,35 @@ from inflight.contracts import StalenessPolicy
 
 @dataclass(slots=True)
 class Admission:
-    """Estimates what a group brings from those that finished last, and admits groups by that estimate."""
+    """Estimates the tokens of a group from the groups that finished last, and admits groups by that estimate."""
 
     tokens_per_step: int
     expected_tokens: float
-    """Of a group, before four have finished: a guess."""
+    """The assumed tokens of a group until four groups have finished."""
     _recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
 
     def finished(self, num_tokens: int) -> None:
-        """Take note of the tokens of a finished group; 0 for one that is not trained on."""
+        """Record the tokens of a finished group; 0 if it is not trained on."""
         self._recent.append(num_tokens)
 
     @property
     def tokens_per_group(self) -> float:
-        """Training tokens of an average group, those included that are not trained on."""
+        """The training tokens of an average group, including groups that are not trained on."""
         return self.expected_tokens if len(self._recent) < 4 else max(1.0, statistics.fmean(self._recent))
 
     @property
     def groups_per_step(self) -> float:
-        """Groups of an average step."""
+        """The number of groups of an average step."""
         return self.tokens_per_step / self.tokens_per_group
 
     def num_groups(self, num_steps: int = 1) -> int:
-        """Return how many groups so many steps need."""
+        """Return the number of groups that ``num_steps`` steps need."""
         return max(1, math.ceil(num_steps * self.groups_per_step))
 
     def in_phase(self, num_waiting_tokens: int, num_running: int, num_steps: int, surplus: float) -> bool:
         """Return whether a conventional phase may offer another group.
 
-        It does until running and finished groups together bring the tokens that it needs, or the scheduler's surplus
-        of them.
+        It may until running and finished groups together have ``surplus`` times the tokens that the phase needs.
         """
         num_tokens = num_waiting_tokens + num_running * self.tokens_per_group
         return num_tokens < surplus * num_steps * self.tokens_per_step
@@ -54,9 +50,9 @@ class Admission:
     ) -> bool:
         """Return whether the pipeline may offer another group.
 
-        The groups that are offered and not yet trained stay within what the lag bound allows. Where generation is
-        faster than training, that bound alone would let every token reach the largest lag, so nothing is offered while
-        a whole step is ready.
+        The number of groups that are offered and not yet trained on stays within the lag bound. If generation is faster
+        than training, that bound alone would let every token reach the largest lag, so nothing is offered while a
+        whole step is ready.
         """
         return not is_step_ready and (
             is_idle or num_outstanding < staleness.max_outstanding_groups(self.groups_per_step)

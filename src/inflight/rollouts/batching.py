@@ -1,4 +1,4 @@
-"""When the trainer has enough: finished groups wait, and a composer cuts them into optimizer steps."""
+"""Finished groups wait here until a composer makes optimizer steps of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inflight.types import Group
 
 
 def load_composer(name: str, params: Mapping[str, Any], tokens_per_step: int) -> BatchComposer:
-    """Return a batch composer by name, made with ``tokens_per_step`` and ``params``. Raises `ConfigError`."""
+    """Return the named batch composer, constructed with ``tokens_per_step`` and ``params``. Raises `ConfigError`."""
     arguments = {"tokens_per_step": tokens_per_step}
     composer: BatchComposer = make(BatchComposer, "batch composer", "composers", name, arguments, params, COMPOSERS)
     return composer
@@ -23,8 +23,8 @@ def load_composer(name: str, params: Mapping[str, Any], tokens_per_step: int) ->
 class WaitingGroups:
     """Finished groups in the order of `add`, until a composer puts them into a step or all their tokens are too old.
 
-    Tokens are counted as the step that `advance` names will see them: tokens that ``staleness`` masks do not count, and
-    neither does the prompt of a completion without any other. ``count`` may count otherwise.
+    Tokens are counted for the step that `advance` names: tokens that ``staleness`` masks do not count, and neither does
+    the prompt of a completion whose tokens are all masked. ``count`` replaces this rule.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class WaitingGroups:
         """For each of them, how many of its tokens can be trained on."""
         self._num_tokens = 0
         self._composed: tuple[tuple[int, float], Sequence[int]] | None = None
-        """What was composed last, for which ``oldest`` and ``groups_per_step``; None if groups have changed since."""
+        """The last result, and the ``oldest`` and ``groups_per_step`` that it is for; None if groups have changed
+        since."""
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +64,7 @@ class WaitingGroups:
         return [group for group in self.take_all() if not self.add(group)]
 
     def add(self, group: Group) -> bool:
-        """Put a finished group at the end of the line; returns False, and leaves it out, if all its tokens are old."""
+        """Append a finished group and return True; return False, without adding it, if all its tokens are too old."""
         num_tokens = self._count(group, self._staleness, self._version)
         if num_tokens:
             self._waiting.append(group)
@@ -73,7 +74,7 @@ class WaitingGroups:
         return num_tokens > 0
 
     def ready(self, oldest: int = 0, groups_per_step: float = 1.0) -> bool:
-        """Return whether the composer makes a step of the groups that wait, as far as the staleness policy lets it.
+        """Return whether the composer can make a step of the waiting groups that the staleness policy allows.
 
         ``oldest`` and ``groups_per_step`` are as in `StalenessPolicy.trainable`.
         """

@@ -1,4 +1,4 @@
-"""What most schedulers know: endpoints and their room, items and what has become of their completions."""
+"""The state that most schedulers share: endpoints and their free slots, items and their completions."""
 
 from __future__ import annotations
 
@@ -23,58 +23,58 @@ from inflight.contracts.scheduling import (
 
 @dataclass(slots=True)
 class EndpointLoad:
-    """One endpoint, and how many completions run there."""
+    """An endpoint and the number of completions that run on it."""
 
     name: str
     capacity: int
     keeps_partials: bool
     is_open: bool = True
-    """Whether it may be given work."""
+    """Whether completions may be issued to it."""
     num_running: int = 0
 
     @property
-    def room(self) -> int:
-        """Completions that may be issued to it now."""
+    def num_free(self) -> int:
+        """The number of completions that may be issued to it now."""
         return self.capacity - self.num_running if self.is_open else 0
 
     @property
     def load(self) -> float:
-        """Share of its capacity in use."""
+        """The share of its capacity that is in use, from 0 to 1."""
         return self.num_running / self.capacity
 
 
 @dataclass(slots=True)
 class OpenItem:
-    """An item that was offered and is not scored yet. Lists have one entry per completion."""
+    """An item that has been offered but not scored. Each list has one entry per completion."""
 
     index: int
     prompt: str
     num_prompt_tokens: int
     num_tokens: list[int]
-    """Tokens that are known to be there."""
+    """Tokens that each completion had when it last finished or was returned."""
     running_on: list[str | None]
     is_finished: list[bool]
     started_s: list[float]
-    """When it was issued last."""
+    """When each completion was last issued."""
     serial: int = 0
-    """Its place in the order of offers."""
+    """Its position in the order of offers."""
     unissued: tuple[int, ...] = field(init=False)
-    """Completions that neither run nor have finished."""
+    """Completions that are neither running nor finished."""
     running: tuple[int, ...] = field(init=False)
-    """Completions that run."""
+    """Completions that are running."""
 
     def __post_init__(self) -> None:
         self.recount()
 
     def recount(self) -> None:
-        """Bring `unissued` and `running` up to date; schedulers read them far more often than they change."""
+        """Update `unissued` and `running`, which schedulers read far more often than they change."""
         running_on, is_finished = self.running_on, self.is_finished
         self.running = tuple([i for i, where in enumerate(running_on) if where is not None])
         self.unissued = tuple([i for i, where in enumerate(running_on) if where is None and not is_finished[i]])
 
     @property
     def finished_lengths(self) -> list[int]:
-        """Lengths of the completions that have finished."""
+        """The lengths, in tokens, of the completions that have finished."""
         if len(self.unissued) == len(self.num_tokens):
             return []
         return [n for n, is_finished in zip(self.num_tokens, self.is_finished, strict=True) if is_finished]
@@ -82,31 +82,32 @@ class OpenItem:
 
 @dataclass(slots=True)
 class Board:
-    """Follows events and decisions. A scheduler tells it everything, and reads it to decide."""
+    """Tracks endpoints and items. A scheduler passes it every event and decision, and reads it to decide."""
 
-    places: dict[str, EndpointLoad] = field(default_factory=dict)
+    endpoints: dict[str, EndpointLoad] = field(default_factory=dict)
     items: dict[int, OpenItem] = field(default_factory=dict)
     """In the order in which they were offered."""
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=512))
-    """Lengths of the completions that finished last."""
+    """Lengths, in tokens, of the completions that finished most recently."""
     token_s: float | None = None
-    """Seconds per token of a running completion, a moving average; None before the first has finished."""
+    """Moving average of the seconds per token of a completion; None until the first one has finished."""
     num_open: int = field(default=0, init=False)
-    """Completions that have not finished, of all items."""
+    """The number of completions, over all items, that have not finished."""
     _num_offered: int = field(default=0, init=False)
     _unissued: set[int] = field(default_factory=set, init=False)
-    """Items with completions to issue: few of thousands that run, and schedulers ask for them at every event."""
+    """Items with completions to issue. They are indexed because schedulers read them at every event."""
 
-    def tell(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
+        """Update the board from an event."""
         match event:
-            case Joined(_, endpoint, capacity, keeps_partials):
-                old = self.places.get(endpoint)
+            case Joined(_, name, capacity, keeps_partials):
+                old = self.endpoints.get(name)
                 num_running = 0 if old is None else old.num_running
-                self.places[endpoint] = EndpointLoad(endpoint, capacity, keeps_partials, num_running=num_running)
-            case Left(_, endpoint):
-                if (place := self.places.get(endpoint)) is not None:
-                    place.is_open = False
-                    self._forget_if_idle(place)
+                self.endpoints[name] = EndpointLoad(name, capacity, keeps_partials, num_running=num_running)
+            case Left(_, name):
+                if (endpoint := self.endpoints.get(name)) is not None:
+                    endpoint.is_open = False
+                    self._forget_if_idle(endpoint)
             case Offered(time_s, item, prompt, num_prompt_tokens, num_tokens):
                 size = len(num_tokens)
                 self._num_offered += 1
@@ -141,8 +142,8 @@ class Board:
             case _:
                 pass
 
-    def decided(self, decision: Decision, time_s: float) -> None:
-        """Take note of a decision as carried out. An `Abort` shows once its completions are returned."""
+    def record(self, decision: Decision, time_s: float) -> None:
+        """Update the board from a decision. An `Abort` has no effect until its completions are returned."""
         match decision:
             case Issue(endpoint, index, completions):
                 item = self.items[index]
@@ -150,44 +151,44 @@ class Board:
                     item.running_on[completion] = endpoint
                     item.started_s[completion] = time_s
                 self._recount(item)
-                self.places[endpoint].num_running += len(completions)
+                self.endpoints[endpoint].num_running += len(completions)
             case Abort():
                 pass
 
     @property
     def num_running(self) -> int:
-        """Completions that run."""
-        return sum(place.num_running for place in self.places.values())
+        """The number of running completions."""
+        return sum(endpoint.num_running for endpoint in self.endpoints.values())
 
     @property
     def capacity(self) -> int:
-        """Completions that may run at a time."""
-        return sum(place.capacity for place in self.places.values() if place.is_open)
+        """The number of completions that may run at the same time."""
+        return sum(endpoint.capacity for endpoint in self.endpoints.values() if endpoint.is_open)
 
     def unissued(self) -> list[OpenItem]:
-        """Return the items with completions to issue, oldest first."""
+        """Return the items that have completions to issue, oldest first."""
         if not self._unissued:
             return []
         return sorted([self.items[index] for index in self._unissued], key=lambda item: item.serial)
 
     def median_length(self, otherwise: float = 1.0) -> float:
-        """Return the median of the recent lengths."""
+        """Return the median of the recent lengths, or ``otherwise`` if there are none."""
         return statistics.median(self.recent_lengths) if self.recent_lengths else otherwise
 
-    def tokens_so_far(self, item: OpenItem, completion: int, time_s: float) -> float:
-        """Return an estimate of how many tokens a running completion has, by the pace of those that finished."""
+    def estimated_tokens(self, item: OpenItem, completion: int, time_s: float) -> float:
+        """Return an estimate of the tokens of a running completion, from the pace of those that have finished."""
         if self.token_s is None:
             return item.num_tokens[completion]
         return item.num_tokens[completion] + (time_s - item.started_s[completion]) / self.token_s
 
     def least_loaded(self, num_completions: int) -> EndpointLoad | None:
-        """Return the endpoint with the smallest share in use, of those with room for so many completions."""
+        """Return the least loaded endpoint that has this many free slots; None if there is none."""
         best, least = None, 0.0
-        for place in self.places.values():
-            if place.is_open and place.capacity - place.num_running >= num_completions:
-                load = place.num_running / place.capacity
+        for endpoint in self.endpoints.values():
+            if endpoint.is_open and endpoint.capacity - endpoint.num_running >= num_completions:
+                load = endpoint.num_running / endpoint.capacity
                 if best is None or load < least:
-                    best, least = place, load
+                    best, least = endpoint, load
         return best
 
     def _note_pace(self, item: OpenItem, completion: int, num_tokens: int, time_s: float) -> None:
@@ -200,9 +201,9 @@ class Board:
         where, item.running_on[completion] = item.running_on[completion], None
         item.num_tokens[completion] = num_tokens
         self._recount(item)
-        if where is not None and where in self.places:
-            self.places[where].num_running -= 1
-            self._forget_if_idle(self.places[where])
+        if where is not None and where in self.endpoints:
+            self.endpoints[where].num_running -= 1
+            self._forget_if_idle(self.endpoints[where])
 
     def _recount(self, item: OpenItem) -> None:
         self.num_open -= len(item.unissued) + len(item.running)
@@ -213,6 +214,6 @@ class Board:
         else:
             self._unissued.discard(item.index)
 
-    def _forget_if_idle(self, place: EndpointLoad) -> None:
-        if not place.is_open and place.num_running == 0:
-            del self.places[place.name]
+    def _forget_if_idle(self, endpoint: EndpointLoad) -> None:
+        if not endpoint.is_open and endpoint.num_running == 0:
+            del self.endpoints[endpoint.name]

@@ -1,4 +1,4 @@
-"""Composers of optimizer steps: which groups, which of their completions, and how many tokens of each."""
+"""Composers of optimizer steps, which select groups, completions and tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.types import Group, Sample
 
 @dataclass(frozen=True)
 class TokenBudget(BatchComposer):
-    """A step is the shortest run of the oldest groups that reaches ``tokens_per_step``."""
+    """Makes each step of the oldest groups, as many as are needed to reach ``tokens_per_step``."""
 
     tokens_per_step: int
 
@@ -30,12 +30,12 @@ class TokenBudget(BatchComposer):
 
 @dataclass(frozen=True)
 class ConstantTokens(BatchComposer):
-    """Every step trains on exactly ``budget`` completion tokens (C3PO of Ring-lite, arXiv 2506.14731).
+    """Makes every step train on exactly ``budget`` completion tokens (C3PO of Ring-lite, arXiv 2506.14731).
 
-    Groups are taken, oldest first, until they have that many; the completion that crosses the budget is cut there, and
-    what is cut off is never trained on: advantages are those of whole completions. With a loss whose denominator is
-    `inflight.losses.Budget` of the same number, it is the same in every step. None: half of ``tokens_per_step``, the
-    rest being prompts.
+    Groups are taken, oldest first, until they have enough tokens. The completion that crosses the budget is truncated
+    there, and the rest of it is never trained on; advantages are those of whole completions. Use it with a loss whose
+    denominator is `inflight.losses.Budget` of the same number. If ``budget`` is None, it is half of
+    ``tokens_per_step``, which leaves the other half for prompts.
     """
 
     tokens_per_step: int
@@ -43,7 +43,7 @@ class ConstantTokens(BatchComposer):
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens of a step."""
+        """The number of completion tokens of a step."""
         return self.budget or self.tokens_per_step // 2
 
     def compose(self, groups: Sequence[Group], num_tokens: Sequence[int]) -> Sequence[int]:
@@ -62,11 +62,11 @@ class ConstantTokens(BatchComposer):
 
 @dataclass(frozen=True)
 class ShuffledPairs(BatchComposer):
-    """Trains on the completions of most contrast, drawn in rounds by their advantages (Shuffle-R1, arXiv 2508.05612).
+    """Trains on the pairs with the largest contrast of advantages, drawn in rounds (Shuffle-R1, arXiv 2508.05612).
 
-    Of each group the first ``keep`` of its pairs (largest with smallest advantage) stay; then ``num_rounds`` rounds
-    draw as many completions as there were, so a completion may be trained on several times. A step is made of groups as
-    by `TokenBudget`. Draws depend on ``seed`` and the step only.
+    Within each group, the largest advantage is paired with the smallest, and so on, and a share ``keep`` of these pairs
+    is kept. Then ``num_rounds`` rounds draw as many completions as there were, so a completion may be trained on
+    several times. The groups of a step are those of `TokenBudget`. Draws depend only on ``seed`` and the step.
     """
 
     tokens_per_step: int
@@ -95,8 +95,8 @@ class ShuffledPairs(BatchComposer):
 class SolvableOnly(BatchComposer):
     """Drops groups whose share of rewards above ``success`` is not between ``low`` and ``high`` (DAPO, 2503.14476).
 
-    DAPO drops those that are all right or all wrong and samples further prompts instead, which the run does. A step is
-    made of the others as by `TokenBudget`.
+    By default, these are groups whose rewards are all right or all wrong. The run samples other prompts instead. The
+    remaining groups are composed as by `TokenBudget`.
     """
 
     tokens_per_step: int
@@ -118,7 +118,7 @@ COMPOSERS: dict[str, Callable[..., BatchComposer]] = {
     "shuffled_pairs": ShuffledPairs,
     "solvable_only": SolvableOnly,
 }
-"""Those that are built in, by name."""
+"""The built-in composers, by name."""
 
 
 def _first(sample: Sample, num_tokens: int) -> Sample:

@@ -1,6 +1,6 @@
-"""Which token of a group gets which advantage: by episode, or by turn.
+"""Assigns advantages to the tokens of a group, by episode or by turn.
 
-Compared with each other are the episodes of one group, and in each of them the conversations of one role.
+The episodes of one group are compared with each other, separately for each role.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from inflight.rollouts.critic import TurnCritic, turns_of
 from inflight.types import Group, Rollout, Turn
 
 Credit = Literal["episode", "turn", "return", "critic"]
-"""What the advantage of a token is made of:
+"""How the advantage of a token is computed:
 
 ``episode``  the reward of its episode, the same for all tokens (GRPO)
-``turn``     that, and what its turn was given for itself, compared with the same turn of the other episodes (MT-GRPO,
+``turn``     that, plus the reward of its turn, compared with the same turn of the other episodes (MT-GRPO,
              arXiv 2505.11821, with both terms at weight 1)
 ``return``   the discounted sum of the rewards from its turn on, in which the episode's reward counts with the last
              turn; compared with the same turn of the other episodes
-``critic``   that sum, or the next reward and the next value, minus what a critic of turns expected of its context
-             (ArCHer, arXiv 2402.19446); episodes are not compared, and estimators play no part
+``critic``   that sum, or the next reward and the next value, minus the value that a critic of turns gives its context
+             (ArCHer, arXiv 2402.19446); episodes are not compared, and no estimator is used
 """
 
 
 @dataclass(slots=True)
 class _Played:
-    """What one episode brought for one role: rollouts, by their place in the group, that share a reward."""
+    """The rollouts of one role in one episode, by their index in the group; they share a reward."""
 
     reward: float
     rollouts: list[int] = field(default_factory=list)
@@ -116,7 +116,7 @@ def _by_turn(
 
 
 def _returns(episode: _Played, discount: float) -> list[float | None]:
-    """Return, for each turn, the discounted sum of the rewards from there on."""
+    """Return, for each turn, the discounted sum of the rewards from that turn on."""
     total = episode.reward
     returns: list[float | None] = []
     for at, (_, turn) in enumerate(reversed(episode.turns)):

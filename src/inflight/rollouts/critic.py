@@ -1,8 +1,8 @@
-"""A critic of turns: what a conversation is still worth before the model speaks. Pure, small, and without a network.
+"""A small critic of turns, which estimates the value of a conversation before each turn of the model.
 
 ArCHer (arXiv 2402.19446) learns values of whole utterances and gives all tokens of an utterance its advantage. Its
-critic is a language model; this one is linear in which tokens, and which pairs of them, stand in the last part of the
-context, and in the number of the turn.
+critic is a language model; this one is linear, with features for the tokens and pairs of tokens in the last part of the
+context and for the number of the turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Target = Literal["monte_carlo", "td"]
 
 _NUM_WEIGHTS = 1 << 16
 _NUM_TOKENS = 48
-"""Tokens of the context that are looked at."""
+"""The number of tokens at the end of the context that the features use."""
 _PRIMES = (1_000_003, 998_244_353)
 
 
@@ -34,11 +34,11 @@ class TurnCritic:
         self._weights = array("f", bytes(4 * _NUM_WEIGHTS))
 
     def value(self, rollout: Rollout, number: int) -> float:
-        """Return what the rewards from turn ``number`` on are expected to come to."""
+        """Return the expected sum of the rewards from turn ``number`` on."""
         return sum(self._weights[i] for i in _features(rollout, number))
 
     def advantages(self, rollout: Rollout) -> list[float]:
-        """Return, for each turn, its target minus its value: how much better it went than expected."""
+        """Return, for each turn, its target minus its value."""
         advantages: list[float] = []
         after = 0.0
         for number, reward in reversed([*enumerate(_rewards(rollout))]):
@@ -48,7 +48,7 @@ class TurnCritic:
         return advantages[::-1]
 
     def learn(self, rollouts: Sequence[Rollout]) -> None:
-        """Move values towards the targets of these rollouts, one turn after the other, the last one first.
+        """Move values towards the targets of these rollouts, turn by turn, last turn first.
 
         A rate of 1 would make each value equal to its target.
         """
@@ -63,11 +63,11 @@ class TurnCritic:
                 after = target if self._target == "monte_carlo" else sum(self._weights[i] for i in features)
 
     def state(self) -> dict[str, Any]:
-        """Return, as JSON values, what `restore` needs."""
+        """Return the state that `restore` needs, as JSON values."""
         return {"weights": base64.b64encode(self._weights.tobytes()).decode()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned. Raises `CheckpointError` if it cannot be read."""
+        """Restore a state that `state` returned. Raises `CheckpointError` if it cannot be read."""
         try:
             weights = array("f", base64.b64decode(state["weights"], validate=True))
         except (KeyError, TypeError, ValueError) as error:

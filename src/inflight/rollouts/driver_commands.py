@@ -179,7 +179,7 @@ class Outbox:
 
     def notify(self, event: Event) -> None:
         self.has_news = True
-        self.scheduler.tell(event)
+        self.scheduler.observe(event)
 
     def command(self, command: Command) -> None:
         self.commands.append(command)

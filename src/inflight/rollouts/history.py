@@ -1,6 +1,6 @@
-"""What earlier completions of a prompt were like: lengths, rewards and tokens, within bounds. No I/O.
+"""A bounded history of the completions of each prompt: their lengths, rewards and tokens.
 
-Nothing here depends on the weights that sampled them: a prompt's history is a hint, never data to train on.
+The completions may come from any version of the weights, so they are hints and never training data.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class PromptRecord:
 
     @property
     def mean_length(self) -> float:
-        """Mean length, in tokens, of the completions on record."""
+        """The mean length, in tokens, of the recorded completions."""
         return sum(self.lengths) / len(self.lengths)
 
 
 class HistoryStore:
     """Remembers the latest ``completions_per_prompt`` lengths and rewards of each prompt, and tokens of its last group.
 
-    The prompts that were recorded longest ago are forgotten beyond ``max_prompts``, and their tokens beyond
-    ``max_tokens``.
+    Beyond ``max_prompts`` prompts, the least recently recorded ones are removed. Beyond ``max_tokens`` tokens, their
+    tokens are removed.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HistoryStore:
         self._max_tokens = max_tokens
         self._completions_per_prompt = completions_per_prompt
         self._records: OrderedDict[str, PromptRecord] = OrderedDict()
-        """By prompt, the one that was recorded longest ago first."""
+        """By prompt, least recently recorded first."""
         self._num_tokens = 0
 
     def __len__(self) -> int:
@@ -54,11 +54,11 @@ class HistoryStore:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of completions that are kept."""
+        """The number of tokens that are stored."""
         return self._num_tokens
 
     def of(self, prompt: str) -> PromptRecord | None:
-        """Return what is known of a prompt; None if nothing is."""
+        """Return the record of a prompt; None if there is none."""
         return self._records.get(prompt)
 
     def record(
@@ -102,7 +102,7 @@ class HistoryStore:
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Replace what is remembered by what `to_json` returned. Raises `CheckpointError` if that cannot be read."""
+        """Replace the history by one that `to_json` returned. Raises `CheckpointError` if it cannot be read."""
         records: OrderedDict[str, PromptRecord] = OrderedDict()
         try:
             for prompt, (lengths, rewards, completions) in data.items():

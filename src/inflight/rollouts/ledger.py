@@ -1,4 +1,4 @@
-"""The ledger of items: which prompts are out, and that each is settled exactly once, even across restarts.
+"""The ledger of items, which settles each prompt exactly once, even across restarts.
 
 waiting <-> issued -> finished -> trained
                |          |
@@ -23,10 +23,10 @@ class _State(StrEnum):
 
 
 class Ledger:
-    """Follows every item index of a task from issue to settlement. Not safe for several threads.
+    """Tracks every item index of a task from issue to settlement. It is not thread-safe.
 
-    It keeps a watermark and the unsettled items below it, so its size is that of the outstanding work. A transition
-    that is not in the drawing raises `InvalidRequestError` and changes nothing.
+    It keeps a watermark and the unsettled items below it, so its size is proportional to the outstanding work. A
+    transition that is not in the diagram raises `InvalidRequestError` and changes nothing.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Ledger:
         self._unsettled: dict[int, _State] = {}
         self._waiting: list[int] = []
         self.num_trained = 0
-        """Items trained, over all restarts; ``num_dropped`` likewise, by reason."""
+        """Items trained on, over all restarts; ``num_dropped`` likewise, by reason."""
         self.num_dropped: Counter[str] = Counter()
         self.num_requeued = 0
         """Calls of `requeue`, over all restarts; items that a restart puts back are not counted."""
@@ -45,7 +45,7 @@ class Ledger:
         return len(self._unsettled) - len(self._waiting)
 
     def next_item(self) -> int:
-        """Issue an item: the lowest that waits to be issued again, or else a new one."""
+        """Issue an item: the lowest waiting one, or else a new one."""
         if self._waiting:
             item = heapq.heappop(self._waiting)
         else:
@@ -91,7 +91,7 @@ class Ledger:
     def from_json(cls, data: Mapping[str, Any]) -> Ledger:
         """Return a saved ledger in which every unsettled item waits to be issued again, in item order.
 
-        If the weights of the same moment are restored with it, nothing is lost and nothing is trained twice. Raises
+        If the weights of the same moment are restored too, no item is lost or trained on twice. Raises
         `CheckpointError` if the counts do not add up.
         """
         ledger = cls()

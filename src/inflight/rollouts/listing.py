@@ -1,4 +1,4 @@
-"""The policies that are built in, as ``inflight policies`` lists them."""
+"""The built-in policies, as ``inflight policies`` lists them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KINDS: Mapping[str, Mapping[str, Callable[..., object]]] = {
     "predictor of rollouts.scheduler_params": PREDICTORS,
 }
 _GIVEN = ("group_size", "history", "seed", "max_lag", "tokens_per_step")
-"""Arguments that the run gives; the others are the user's parameters."""
+"""Arguments that the run supplies; the others are parameters for the user."""
 
 
 def listed() -> Iterator[str]:
-    """Yield lines: each kind of policy, and the name, subject, source and parameters of each that is built in."""
+    """Yield lines of text: each kind of policy, with the name, first sentence and parameters of each built-in one."""
     for kind, policies in KINDS.items():
         yield f"{kind}:"
         width = max(map(len, policies))
@@ -32,7 +32,7 @@ def listed() -> Iterator[str]:
 
 
 def described(name: str) -> str | None:
-    """Return the whole description of each policy of a name; None if there is none."""
+    """Return the full description of each policy with this name; None if there is none."""
     found = [
         f"{kind} = {name!r}\n\n{inspect.cleandoc(policies[name].__doc__ or '')}"
         for kind, policies in KINDS.items()

@@ -1,10 +1,10 @@
-"""Little's law, by which a run checks its own books: the mean age of groups is what is under way, divided by a step.
+"""A check of a run by Little's law: the mean age of groups equals the groups under way divided by the groups per step.
 
-With optimizer steps as the clock: the steps that a group has seen, from its first token to the end of the step that
-trains on it, are on average the groups under way when a step ends (in flight, queued and in training), divided by those
-that leave per step (Little 1961, L = lambda W). Ages come from the versions that servers report, and counts from the
-ledger: they part if servers are behind the trainer or mislabel tokens, if requests wait in an engine, or if the ledger
-keeps a group that nothing will ever settle.
+Time is measured in optimizer steps. The number of steps that a group has seen, from its first token to the end of the
+step that trains on it, is on average the number of groups under way when a step ends (in flight, queued and in
+training), divided by the number that leaves per step (Little 1961, L = lambda W). Ages come from the versions that
+servers report, and counts from the ledger: they disagree if servers lag behind the trainer or mislabel tokens, if
+requests wait in an engine, or if the ledger keeps a group that is never settled.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 WINDOW = 32
-"""Steps that both sides are averaged over."""
+"""The number of steps over which both sides are averaged."""
 TOLERANCE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Groups of an average step."""
+    """The terms of Little's law for an average step."""
 
     in_flight: float
     """Groups that are sampled or scored when a step ends."""
@@ -29,7 +29,7 @@ class Terms:
     left: float
     """Settled per step, by training or otherwise."""
     age: float
-    """Steps that those have seen: 1 for one that was sampled and trained within one step."""
+    """The mean age in steps of those groups: 1 if a group was sampled and trained on within one step."""
 
     @property
     def expected_age(self) -> float:
@@ -44,10 +44,10 @@ class Terms:
 
 @dataclass(slots=True)
 class LittlesLaw:
-    """Told of each group that leaves and of each step; `terms` has both sides."""
+    """Records each group that leaves and each step; `terms` returns both sides of the law."""
 
     version: int = 0
-    """Steps so far, those of earlier lives of the run included."""
+    """Steps so far, including those of earlier processes of the run."""
     window: int = WINDOW
     num_alarms: int = 0
     _num_left: int = 0

@@ -1,4 +1,4 @@
-"""Which samples go into which micro-batch of which rank. Plain integers; knows nothing of samples."""
+"""Packs samples, given by their lengths, into the micro-batches of each rank."""
 
 from __future__ import annotations
 

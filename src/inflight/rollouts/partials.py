@@ -1,7 +1,8 @@
-"""Partial rollouts: how a completion that was aborted is continued, on any endpoint, and put together again.
+"""Partial rollouts: an aborted completion continues on any endpoint, and its parts are joined.
 
-Each part keeps its logprobs and spans. A continuation computes keys and values of the prompt and of the tokens so far
-under the weights that are served then. A stop string that begins in one part and ends in the next is not found.
+Each part keeps its logprobs and spans. A continuation computes the keys and values of the prompt and of the earlier
+tokens under the weights that its endpoint serves. A stop string that begins in one part and ends in the next is not
+found.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from inflight.wire import Completion, GenerateRequest, VersionSpan, longest_reco
 def continuation(request: GenerateRequest, partial: Completion, request_id: str) -> GenerateRequest:
     """Return the request for the rest of one aborted completion of ``request``.
 
-    It has a new seed, because the same one would draw the partial's random numbers again. Raises ``ValueError`` if the
-    completion was not aborted, or has as many tokens as it may have.
+    It has a new seed, because the same seed would repeat the random numbers of the first part. Raises ``ValueError`` if
+    the completion was not aborted, or already has ``max_tokens`` tokens.
     """
     which = f"completion {partial.index} of {request.request_id!r}"
     sampling, num_tokens = request.sampling, len(partial.token_ids)
@@ -38,7 +39,7 @@ def continuation(request: GenerateRequest, partial: Completion, request_id: str)
 def joined(first: Completion, second: Completion) -> Completion:
     """Return a completion and its continuation as one; it has draft counts if both have.
 
-    Of tokens that the continuation computed again, the experts are those that computed them first.
+    Tokens that the continuation computed again keep the experts that computed them first.
     """
     num_tokens = len(first.token_ids)
     spans, later = list(first.version_spans), [_shifted(span, num_tokens) for span in second.version_spans]
@@ -62,6 +63,6 @@ def _shifted(span: VersionSpan, num_tokens: int) -> VersionSpan:
 
 
 def _next_seed(seed: int, index: int, num_tokens: int) -> int:
-    """Return another seed for each completion of a request, and for each place where it is cut."""
+    """Return a different seed for each completion of a request and for each position of the cut."""
     digest = hashlib.blake2b(f"{seed}:{index}:{num_tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest)

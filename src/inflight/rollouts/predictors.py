@@ -1,7 +1,7 @@
-"""How long completions will be: predictions from history or from other completions of the same group.
+"""Predictors of completion lengths, from history or from other completions of the same group.
 
-A prediction is for ranking and for cost estimates. Every predictor reports how well it ranked: recall of the longest
-fifth, as StreamRL measures its own (arXiv 2504.15930, 87%).
+Predictions serve for ranking and for cost estimates. `TailRecall` measures the ranking by its recall of the longest
+fifth, as StreamRL does (arXiv 2504.15930, which reports 87 %).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HistoryMean(LengthPredictor):
 
 
 class Siblings(LengthPredictor):
-    """The longest of the group's finished completions, as Seer's probe gives it (arXiv 2511.14617); None before one."""
+    """The longest finished completion of the group, as Seer's probe (arXiv 2511.14617); None if there is none."""
 
     def __init__(self, history: HistoryStore) -> None:
         pass
@@ -38,7 +38,7 @@ class Siblings(LengthPredictor):
 
 
 class SiblingsThenHistory(LengthPredictor):
-    """`Siblings` once one of the group has finished, and `HistoryMean` until then."""
+    """`Siblings` once a completion of the group has finished, and `HistoryMean` until then."""
 
     def __init__(self, history: HistoryStore) -> None:
         self._history = HistoryMean(history)
@@ -57,20 +57,20 @@ PREDICTORS: dict[str, Callable[[HistoryStore], LengthPredictor]] = {
 
 
 def make_predictor(name: str, history: HistoryStore) -> LengthPredictor:
-    """Return the predictor of a name. Raises `ConfigError`."""
+    """Return the named predictor. Raises `ConfigError` if it is unknown."""
     if name not in PREDICTORS:
         raise ConfigError(f"unknown length predictor {name!r}; known: {', '.join(PREDICTORS)}")
     return PREDICTORS[name](history)
 
 
 def predicted(predictor: LengthPredictor, item: OpenItem, otherwise: float) -> float:
-    """Return the predicted length of an item's completions, ``otherwise`` if there is no prediction."""
+    """Return the predicted length of an item's completions, or ``otherwise`` if there is no prediction."""
     length = predictor.predict(item.prompt, item.finished_lengths)
     return otherwise if length is None else length
 
 
 class TailRecall:
-    """Recall of the longest ``share`` of the last ``window`` groups: how many of them were predicted to be among it."""
+    """The recall of the longest ``share`` of the last ``window`` groups by their predicted lengths."""
 
     def __init__(self, share: float = 0.2, window: int = 256) -> None:
         self._share = share
@@ -80,7 +80,7 @@ class TailRecall:
         self._pairs.append((predicted, actual))
 
     def value(self) -> float | None:
-        """Return the recall, None before ten groups. A predictor that says the same of all gets what chance gives."""
+        """Return the recall; None before ten groups. Ties count by chance, so a constant predictor gets ``share``."""
         if len(self._pairs) < 10:
             return None
         size = math.ceil(self._share * len(self._pairs))

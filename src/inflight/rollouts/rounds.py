@@ -1,4 +1,4 @@
-"""Rounds: as many groups as a step needs, planned together. For schedulers that sort or race the groups of a step."""
+"""Rounds of groups that are planned together, for schedulers that sort or race the groups of one step."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from inflight.rollouts.board import Board, OpenItem
 
 @dataclass(slots=True)
 class Rounds:
-    """Collects offered items until a round is whole; a round is open until its last item is scored or withdrawn."""
+    """Collects offered items into rounds. A round stays open until its last item is scored or withdrawn."""
 
     groups_per_round: int | None = None
-    """None: as many as the run states that a step needs."""
+    """None: as many as the run reports that a step needs."""
     surplus: float = 1.0
-    """How many times as many groups are offered as a round needs."""
+    """Groups offered per group that a round needs."""
     max_open: int = 1
     gathered: list[int] = field(default_factory=list)
-    """Items of the next round."""
+    """Items collected for the next round."""
     open: list[set[int]] = field(default_factory=list)
     _needed: int = 1
 
     @property
     def num_needed(self) -> int:
-        """Groups that a round needs."""
+        """The number of groups that a round needs."""
         return self.groups_per_round or self._needed
 
     @property
     def size(self) -> int:
-        """Groups that a round has."""
+        """The number of groups that a round has, surplus included."""
         return math.ceil(self.surplus * self.num_needed)
 
     def num_wanted(self) -> int:
-        """Return how many items are missing for the next round; 0 while enough rounds are open."""
+        """Return how many more items the next round needs; 0 while ``max_open`` rounds are open."""
         return max(0, self.size - len(self.gathered)) if len(self.open) < self.max_open else 0
 
-    def tell(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
+        """Update the rounds from an event."""
         match event:
             case StepWanted(_, _, num_groups):
                 self._needed = max(1, num_groups)
@@ -53,9 +54,9 @@ class Rounds:
                 pass
 
     def take(self, *, is_idle: bool) -> list[int]:
-        """Open the next round and return its items, once it is whole; empty until then.
+        """Open the next round and return its items; return an empty list while the round is incomplete.
 
-        If nothing runs (``is_idle``), a round that is not whole is opened too: no more items may be had.
+        If nothing is running (``is_idle``), an incomplete round is opened too, because no more items may be available.
         """
         if not self.gathered or len(self.open) >= self.max_open:
             return []
@@ -67,7 +68,7 @@ class Rounds:
 
 
 class Queues:
-    """For each endpoint, the completions that wait to be issued there, in order."""
+    """The completions that wait to be issued, in order, for each endpoint."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[tuple[int, int]]] = {}
@@ -77,54 +78,55 @@ class Queues:
         return sum(map(len, self._waiting.values()))
 
     def put(self, endpoint: str, item: OpenItem) -> None:
-        """Put the unissued completions of an item at the end of an endpoint's queue."""
+        """Append the unissued completions of an item to the queue of an endpoint."""
         self._waiting.setdefault(endpoint, []).extend((item.index, i) for i in item.unissued)
 
     def waits(self, endpoint: str) -> bool:
+        """Return whether any completion waits for an endpoint."""
         return bool(self._waiting.get(endpoint))
 
     def issue(self, board: Board, time_s: float) -> list[Decision]:
-        """Fill each endpoint from its queue; completions whose endpoint is gone go wherever there is room."""
+        """Fill each endpoint from its queue, and issue completions whose endpoint has left to the least loaded one."""
         decisions: list[Decision] = []
         for name, waiting in list(self._waiting.items()):
-            place = board.places.get(name)
-            is_gone = place is None or not place.is_open
+            endpoint = board.endpoints.get(name)
+            is_gone = endpoint is None or not endpoint.is_open
             while waiting:
                 index, completion = waiting[0]
                 item = board.items.get(index)
                 if item is None or completion not in item.unissued:
                     del waiting[0]
                     continue
-                target = board.least_loaded(1) if is_gone else place
-                if target is None or target.room < 1:
+                target = board.least_loaded(1) if is_gone else endpoint
+                if target is None or target.num_free < 1:
                     break
                 del waiting[0]
-                decisions.append(carried_out(board, Issue(target.name, index, (completion,)), time_s))
+                decisions.append(record_decision(board, Issue(target.name, index, (completion,)), time_s))
         self._waiting = {name: waiting for name, waiting in self._waiting.items() if waiting}
         return decisions
 
 
-def carried_out(board: Board, decision: Decision, time_s: float) -> Decision:
-    """Note a decision on the board, and return it."""
-    board.decided(decision, time_s)
+def record_decision(board: Board, decision: Decision, time_s: float) -> Decision:
+    """Record a decision on the board, and return it."""
+    board.record(decision, time_s)
     return decision
 
 
 def issue_in_order(board: Board, order: Iterable[tuple[int, int]], time_s: float) -> list[Decision]:
-    """Issue (item, completion) pairs in order, each where there is most room, until no endpoint has any."""
+    """Issue (item, completion) pairs in order, each to the least loaded endpoint, until no slot is free."""
     decisions: list[Decision] = []
     for index, completion in order:
-        place = board.least_loaded(1)
-        if place is None:
+        endpoint = board.least_loaded(1)
+        if endpoint is None:
             break
-        decisions.append(carried_out(board, Issue(place.name, index, (completion,)), time_s))
+        decisions.append(record_decision(board, Issue(endpoint.name, index, (completion,)), time_s))
     return decisions
 
 
 def unissued(board: Board, key: Callable[[OpenItem], object] | None = None) -> Iterator[tuple[int, int]]:
-    """Yield all (item, completion) pairs that neither run nor have finished, oldest first or sorted by ``key``.
+    """Yield the (item, completion) pairs that are neither running nor finished, oldest first or sorted by ``key``.
 
-    A pair may be issued before the next is taken.
+    The caller may issue a pair before it takes the next one.
     """
     items = board.unissued()
     if key is not None:

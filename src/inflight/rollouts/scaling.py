@@ -1,4 +1,4 @@
-"""When a fleet should grow or shrink, by how long training waits and how many slots stand free. Has no clock."""
+"""The rule by which a fleet grows or shrinks, from how long training waits and how many slots are free."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Change = Literal["grow", "shrink"]
 
 @dataclass(slots=True)
 class ScaleRule:
-    """Looks at one window of time after the other, and says at its end whether the fleet should change.
+    """Decides at the end of each window of time whether the fleet should change.
 
-    It should grow where training waited for more than ``wait_share`` of the time while hardly a slot stood free: then
-    requests queue up. It should shrink where more than ``free_share`` of the slots stood free: then something else
-    bounds the run, such as the age that samples may have.
+    The fleet should grow if training waited for more than ``wait_share`` of the window while almost no slot was free,
+    because requests then queue up. It should shrink if more than ``free_share`` of the slots was free, because
+    something else then limits the run, such as the bound on the age of samples.
     """
 
     window_s: float
@@ -28,7 +28,7 @@ class ScaleRule:
     _before: tuple[bool, int, int] = field(default=(False, 0, 0))
 
     def note(self, time_s: float, *, is_waiting: bool, num_slots: int, num_free: int) -> Change | None:
-        """From now on training waits or does not, and so many slots of so many are free. Times never decrease."""
+        """Record whether training waits from now on, and how many slots are free. Times never decrease."""
         now = (is_waiting, num_slots, num_free)
         if self._began is None:
             self.begin(time_s)
@@ -48,6 +48,6 @@ class ScaleRule:
         return "grow" if waited > self.wait_share else None
 
     def begin(self, time_s: float) -> None:
-        """Begin a new window: what was before says nothing of a fleet that has changed."""
+        """Begin a new window, because earlier figures do not apply to a fleet that has changed."""
         self._began = self._noted = time_s
         self._waited_s = self._slots_s = self._free_s = 0.0

@@ -1,4 +1,4 @@
-"""Pure functions on rewards and batches before a loss sees them."""
+"""Pure functions that shape rewards and batches before the loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.errors import InvalidRequestError
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int) -> float:
-    """Return what to add to the reward of a completion: 0, falling to -1 within the last ``buffer`` tokens.
+    """Return a penalty to add to the reward of a completion: 0, falling to -1 within the last ``buffer`` tokens.
 
     With L the length: 0 up to max_tokens - buffer, then (max_tokens - buffer - L) / buffer, and -1 beyond max_tokens
     (DAPO, arXiv 2503.14476, eq. 13). Raises `InvalidRequestError` if the buffer is not between 1 and max_tokens.
@@ -41,12 +41,12 @@ def sample_pairs(advantages: Sequence[float], *, keep: float = 0.5) -> list[tupl
 
 
 def shuffle_batch(weights: Sequence[float], size: int, *, num_rounds: int = 8, seed: int = 0) -> list[int]:
-    """Return the indices of ``size`` items, drawn in rounds: without replacement in a round, afresh in the next.
+    """Return the indices of ``size`` items, drawn in rounds, without replacement within a round.
 
     An item is drawn with a probability that grows with its weight; for pairs that is abs(A1) + abs(A2) (advantage-based
     batch shuffle, Shuffle-R1, arXiv 2508.05612). Items of weight 0 are drawn only when no other is left in the round.
-    An item may come up once per round. Raises `InvalidRequestError` if a weight is negative or not finite, or the
-    rounds cannot give that many.
+    Each item is drawn at most once per round. Raises `InvalidRequestError` if a weight is negative or not finite, or
+    the rounds have too few items.
     """
     if any(not math.isfinite(weight) or weight < 0 for weight in weights):
         raise InvalidRequestError("weights must be finite and at least 0")
@@ -67,7 +67,7 @@ def within_budget(lengths: Sequence[int], budget: int) -> list[int]:
 
     The completion that crosses the budget is cut there, and later ones get none; the sum is smaller only if there are
     not enough tokens (C3PO, Ring-lite, arXiv 2506.14731: `inflight.losses.Budget` then has the same denominator in
-    every step). Compute advantages before, from whole completions. Raises `InvalidRequestError` if the
+    every step). Compute advantages first, from whole completions. Raises `InvalidRequestError` if the
     budget is not positive.
     """
     if budget < 1:

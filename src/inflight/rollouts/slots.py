@@ -1,4 +1,4 @@
-"""How well the slots of endpoints are used: slot-seconds, from what changes and when. No clock of its own."""
+"""Accounts for the use of endpoint slots in slot-seconds."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SlotSeconds:
-    """Slots times seconds over some time. A slot is room for one completion at a time."""
+    """Slot-seconds over a period. A slot holds one completion at a time."""
 
     all_s: float = 0.0
-    """Of every endpoint that takes part."""
+    """All slots of the endpoints that take part."""
     open_s: float = 0.0
-    """Of those endpoints that take work; the others failed, are leaving, or could not be brought to a version."""
+    """Slots of the endpoints that accept work. The others have failed, are leaving, or could not be updated."""
     running_s: float = 0.0
-    """Slots that a completion holds, on any endpoint that takes part."""
+    """Slots that are held by completions, on any endpoint that takes part."""
     free_s: float = 0.0
-    """Free slots of the endpoints that take work."""
+    """Free slots of the endpoints that accept work."""
 
     @property
     def utilisation(self) -> float | None:
-        """Share of all slots that a completion holds; None before there were any."""
+        """The share of all slot-seconds that completions hold; None if there are none."""
         return self.running_s / self.all_s if self.all_s > 0 else None
 
     @property
     def bubble_share(self) -> float | None:
-        """Share of the slots of endpoints that take work that are free; None before there were any."""
+        """The free share of the slot-seconds of endpoints that accept work; None if there are none."""
         return self.free_s / self.open_s if self.open_s > 0 else None
 
     def add(self, other: SlotSeconds) -> None:
@@ -44,28 +44,28 @@ class _Slots:
 
 @dataclass(slots=True)
 class SlotAccount:
-    """Adds up slot-seconds between the changes that `note` and `forget` tell it, at times that never decrease."""
+    """Adds up slot-seconds between the changes that `note` and `forget` report, at times that never decrease."""
 
     _endpoints: dict[str, _Slots] = field(default_factory=dict)
     _since_s: float = 0.0
     _sum: SlotSeconds = field(default_factory=SlotSeconds)
     _num: SlotSeconds = field(default_factory=SlotSeconds)
-    """What a second adds to the sum: the slots of all endpoints, kept as they change."""
+    """The slots of all endpoints, which each second adds to the sum."""
 
     def note(self, time_s: float, endpoint: str, num_slots: int, num_running: int, *, takes_work: bool) -> None:
-        """From now on the endpoint has so many slots, and so many of them hold a completion."""
+        """Record the number of slots of an endpoint from now on, and how many of them hold a completion."""
         self._advance(time_s)
         self._count(self._endpoints.get(endpoint), -1)
         self._endpoints[endpoint] = _Slots(num_slots, num_running, takes_work)
         self._count(self._endpoints[endpoint], 1)
 
     def forget(self, time_s: float, endpoint: str) -> None:
-        """From now on the endpoint takes no part."""
+        """Record that the endpoint no longer takes part."""
         self._advance(time_s)
         self._count(self._endpoints.pop(endpoint, None), -1)
 
     def take(self, time_s: float) -> SlotSeconds:
-        """Return the slot-seconds since the last call, and start again."""
+        """Return the slot-seconds since the last call."""
         self._advance(time_s)
         taken, self._sum = self._sum, SlotSeconds()
         return taken

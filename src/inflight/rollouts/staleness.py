@@ -1,4 +1,4 @@
-"""How old a token may be: a bound that holds for every token, and admission that keeps it from biting often."""
+"""Staleness policies: a bound on the age of every trained token, and admission that makes masked tokens rare."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from inflight.types import OBSERVED, Group, Rollout
 
 @dataclass(frozen=True)
 class MaxLag(StalenessPolicy):
-    """No token is trained on at a lag above ``max_lag``: trainer version minus the version that sampled the token.
+    """Masks each token whose lag, the trainer version minus the version that sampled it, is above ``max_lag``.
 
-    `mask` alone guarantees this. It works per token, so the later tokens of a completion that outlived an update still
-    count.
+    `mask` alone guarantees this bound. It works per token, so later tokens of a completion that continued across an
+    update may still be trained on.
 
     `max_outstanding_groups` only makes masked tokens rare. If no more groups than it allows are ever outstanding, and
     groups are trained in the order in which they were issued, then a group is at most ``max_lag`` versions old when its
-    turn comes. The order is not guaranteed: while one slow completion runs, groups issued after it finish, are trained,
-    and let others in, so its first tokens may grow older without bound.
+    turn comes. The order is not guaranteed: while one slow completion runs, groups issued after it finish, are trained
+    on, and make space for others, so the age of its first tokens has no bound.
     """
 
     max_lag: int
@@ -40,12 +40,11 @@ class MaxLag(StalenessPolicy):
 
 @dataclass(frozen=True)
 class EtaGate(StalenessPolicy):
-    """No completion is trained on if its first token has a lag above ``max_lag``, AReaL's eta (arXiv 2505.24298).
+    """Masks each completion whose first token has a lag above ``max_lag``, AReaL's eta (arXiv 2505.24298).
 
-    AReaL admits a rollout while (eta + version + 1) B - (accepted + running) is positive, with B rollouts per step. The
-    accepted ones that are trained are version * B of them, so that is a bound on those that are not. It is kept in that
-    form here: counted from a ledger that survives a restart, it cannot admit a burst afterwards, as the sum of all
-    accepted ones did after AReaL's recovery until that was set to version * B.
+    AReaL admits a rollout while (eta + version + 1) B - (accepted + running) is positive, with B rollouts per step.
+    Since version * B accepted rollouts have been trained on, this bounds those that have not. The bound is used in that
+    form here: it is computed from the ledger, which survives a restart, so it cannot admit a burst after one.
     """
 
     max_lag: int
@@ -62,9 +61,9 @@ class EtaGate(StalenessPolicy):
 
 @dataclass(frozen=True)
 class TrajectoryLag(StalenessPolicy):
-    """No completion is trained on if its first token has a lag above ``max_lag``: RollArt's bound per trajectory.
+    """Masks each completion whose first token has a lag above ``max_lag``, as RollArt does per trajectory.
 
-    Completions that are too old by then are left out, and the rest of their group is trained. Admission is that of
+    The other completions of the group are still trained on. Admission is that of
     `MaxLag`.
     """
 
@@ -82,11 +81,11 @@ class TrajectoryLag(StalenessPolicy):
 
 @dataclass(frozen=True)
 class WindowedFifo(StalenessPolicy):
-    """Trains only on groups within a window behind the oldest that is sampled, which bounds how far others overtake it.
+    """Trains only on groups within a window from the oldest unfinished one, which bounds how far others overtake it.
 
-    The window is ``fraction`` (S + 1) P groups, with S = ``max_lag`` and P groups per step; 0.3 as in TitanRL, which
-    describes it after Magistral and Kimi-Researcher; at least one step fits. A group that waits to be trained on does
-    not hold the window back: others of it may have been dropped, and it might never fill a step. Tokens beyond
+    The window is ``fraction`` (S + 1) P groups, with S = ``max_lag`` and P groups per step, and at least one step. The
+    default of 0.3 is that of TitanRL, which follows Magistral and Kimi-Researcher. A group that waits to be trained on
+    does not hold the window back: after other groups were dropped, it might never fill a step. Tokens beyond
     ``max_lag`` are masked.
     """
 
@@ -103,23 +102,23 @@ class WindowedFifo(StalenessPolicy):
         return [group < oldest + self.window(groups_per_step) for group in waiting]
 
     def window(self, groups_per_step: float) -> int:
-        """Return how many groups, from the oldest that is sampled on, may be trained."""
+        """Return the size of the window, in groups from the oldest unfinished one."""
         return max(math.ceil(groups_per_step), math.ceil(self.fraction * (self.max_lag + 1) * groups_per_step))
 
 
 @dataclass
 class EssGuard(StalenessPolicy):
-    """Another policy, and what PipelineRL (arXiv 2509.19128) describes for a batch that is too far off-policy.
+    """Wraps another policy, and reacts to batches that are too far off-policy, as in PipelineRL (arXiv 2509.19128).
 
-    If the effective sample size of a step falls below ``threshold``, the next one is made only of tokens that were
-    sampled since: the run waits for on-policy data. With ``stops`` it ends the run.
+    If the effective sample size of a step falls below ``threshold``, the next step uses only tokens that were sampled
+    since, so the run waits for on-policy data. With ``stops``, it ends the run instead.
     """
 
     policy: StalenessPolicy
     threshold: float
     stops: bool = False
     floor: int = 0
-    """Tokens of earlier versions are masked."""
+    """The oldest version whose tokens are not masked."""
 
     def mask(self, token_versions: Sequence[int], trainer_version: int) -> list[bool]:
         masked = self.policy.mask(token_versions, trainer_version)
@@ -162,11 +161,11 @@ STALENESS: dict[str, Callable[..., StalenessPolicy]] = {
     "trajectory": TrajectoryLag,
     "windowed_fifo": WindowedFifo,
 }
-"""Those that are built in, by name."""
+"""The built-in staleness policies, by name."""
 
 
 def load_staleness(name: str, params: Mapping[str, Any], max_lag: int) -> StalenessPolicy:
-    """Return a staleness policy by name, made with ``max_lag`` and ``params``. Raises `ConfigError`."""
+    """Return the named staleness policy, constructed with ``max_lag`` and ``params``. Raises `ConfigError`."""
     policy: StalenessPolicy = make(
         StalenessPolicy, "staleness policy", "staleness", name, {"max_lag": max_lag}, params, STALENESS
     )
@@ -180,7 +179,7 @@ def whole_if_young(token_versions: Sequence[int], trainer_version: int, max_lag:
 
 
 def trained_mask(rollout: Rollout, staleness: StalenessPolicy, trainer_version: int) -> list[bool]:
-    """Return which completion tokens a step from ``trainer_version`` trains on: of the sampled ones, those let in."""
+    """Return which completion tokens a step from ``trainer_version`` trains on: sampled ones that the policy keeps."""
     versions = rollout.token_versions()
     if rollout.num_sampled_tokens == len(versions):
         return [*staleness.mask(versions, trainer_version)]
@@ -191,7 +190,7 @@ def trained_mask(rollout: Rollout, staleness: StalenessPolicy, trainer_version: 
 def num_trained_tokens(group: Group, staleness: StalenessPolicy, trainer_version: int) -> int:
     """Return how many tokens of a group a step from ``trainer_version`` trains on, prompts and observations included.
 
-    Those count if any token of their rollout does.
+    Those count if any token of their rollout is trained on.
     """
     total = 0
     for rollout in group.rollouts:

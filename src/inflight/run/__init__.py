@@ -1,1 +1,1 @@
-"""The run: an actor keeps the endpoints full, workers train on fresh groups, and publishes never stop sampling."""
+"""The asynchronous run: an actor samples groups, trainer ranks train on them, and publishes update the servers."""

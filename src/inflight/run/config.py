@@ -1,4 +1,4 @@
-"""The configuration of a run: one typed model, read from TOML; every field can be overridden on the command line."""
+"""The configuration of a run: a typed model read from TOML, with overrides from the command line."""
 
 from __future__ import annotations
 
@@ -21,56 +21,58 @@ from inflight.run.updates_config import UpdatesSection
 
 
 def _listed(value: object) -> object:
-    """Return the parts of a text that has commas between them, as it comes from the command line."""
+    """Return the parts of a comma-separated string, and any other value unchanged."""
     return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
 
 class RunSection(Section):
-    """What kind of run, how long, and where its files go."""
+    """The mode and the length of the run, and where it writes its files."""
 
     directory: Path
     mode: Literal["pipeline", "conventional"] = "pipeline"
-    """``pipeline``: generation never stops. ``conventional``: generate for G optimizer steps, then train them."""
+    """``pipeline`` trains while generation continues. ``conventional`` alternates: it generates the data of
+    ``conventional_steps`` optimizer steps, then trains on it."""
     compress_events: bool = False
-    """Whether files of events are compressed once they are full."""
+    """Compress each file of events once it is full."""
     record: bool = False
-    """Whether what decided each step is kept in the directory ``record``, for ``inflight replay``."""
+    """Record the inputs and results of each step in the directory ``record``, for ``inflight replay``."""
     page: bool = False
-    """Whether the run serves its page, as ``inflight watch`` does; its address is printed."""
+    """Serve a web page about the run, as ``inflight watch`` does, and print its address."""
     conventional_steps: int = Field(default=1, ge=1)
-    """G of the conventional mode."""
+    """The number of optimizer steps per phase in conventional mode."""
     launcher: str = "local"
-    """What starts servers and trainers: ``local``, children on this machine; ``ray``, processes on the hosts of a Ray
-    cluster; ``outside``, a job that ``inflight launch`` emits; another entry point in the group
-    ``inflight.launchers``, or ``module:attribute``."""
+    """What starts the servers and trainers: ``local`` (child processes on this machine), ``ray`` (processes on the
+    hosts of a Ray cluster), ``outside`` (a job that ``inflight launch`` emits), another entry point
+    in the group ``inflight.launchers``, or ``module:attribute``."""
     launcher_options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the launcher, such as ``{ address = "10.0.0.1:6379" }`` for ``ray``."""
     restarts: int = Field(default=0, ge=0)
-    """How often all trainer ranks are started again from the last checkpoint, when one is lost and no checkpoint was
-    made since the last time. Servers stay unchanged. 0: the run ends, and ``--resume`` continues it."""
+    """How many times in a row, without a new checkpoint in between, the run may restart all trainer ranks from the last
+    checkpoint after one of them is lost. The servers keep running. With 0, the run ends, and ``--resume`` continues
+    it."""
     num_steps: int = Field(default=100, ge=1)
     stop_at_reward: float | None = None
-    """End the run early once the mean reward over the last ten steps reaches this. None: never."""
+    """End the run early once the mean reward over the last ten steps reaches this value. None: never."""
     seed: int = 0
     checkpoint_every_steps: int = Field(default=50, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     background_saves: bool = False
-    """Keep training while a checkpoint is written. Workers first copy their state, which takes host memory."""
+    """Keep training while a checkpoint is written. The workers first copy their state to host memory."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """Longest wait for the servers to start, and for one to come back once none is left."""
+    """How long to wait for the servers to start, and, once none is left, for one to come back."""
     step_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest wait for one batch of finished completions, or for one optimizer step and its publish. None: 900 s, and
-    for a step what moving the weights may take in addition, at 0.5 GB/s."""
+    """How long to wait for one batch of finished completions, or for one optimizer step and its publish. None: 900 s; a
+    step also gets the time for moving the weights at 0.5 GB/s."""
     save_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest wait for a checkpoint. None: 900 s, and what writing its bytes may take in addition, at 0.5 GB/s."""
+    """How long to wait for a checkpoint. None: 900 s plus the time for writing its bytes at 0.5 GB/s."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port on loopback where the run serves ``/metrics`` for Prometheus; 0: any free one. None: it serves none."""
+    """Loopback port where the run serves ``/metrics`` for Prometheus. 0: any free port. None: no metrics are served."""
     trackers: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
-    """Where people watch the run in addition to its directory: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``,
-    another entry point in the group ``inflight.trackers``, or ``module:attribute``. A text with commas is a list.
+    """Trackers that receive the metrics of the run: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, another entry
+    point in the group ``inflight.trackers``, or ``module:attribute``. Either a list or a comma-separated string.
     """
     tracker_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Options by tracker, such as ``{ wandb = { project = "letters", mode = "offline" } }``."""
+    """Options for each tracker, such as ``{ wandb = { project = "letters", mode = "offline" } }``."""
 
 
 class ModelSection(Section):
@@ -78,7 +80,8 @@ class ModelSection(Section):
 
     path: Path
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of computation in trainer and servers, and of published weights. Parameters: ``train.master_dtype``."""
+    """Dtype of the computation in trainer and servers, and of published weights. ``train.master_dtype`` sets the dtype
+    of the trained parameters."""
 
 
 class TaskSection(Section):
@@ -88,13 +91,15 @@ class TaskSection(Section):
     name: str
     params: dict[str, Any] = Field(default_factory=dict)
     reward_timeout_s: float = Field(default=60.0, gt=0)
-    """Longest that the rewards of one group may take."""
+    """How long the rewards of one group may take."""
     reward_processes: int = Field(default=0, ge=0)
-    """Processes that score the groups of a task. 0: threads of the run, which rewards in Python slow down."""
+    """Number of processes that compute the rewards of a task. 0: rewards are computed in threads of the run, which
+    slows the run down if they are computed in Python."""
     episode_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest that an episode of an environment may take."""
+    """How long an episode of an environment may take."""
     extra_episodes: int = Field(default=0, ge=0)
-    """Episodes of an environment that are begun beyond ``sampling.group_size``; the last to finish are abandoned."""
+    """Episodes of an environment to start in addition to ``sampling.group_size``. Those that finish last are
+    abandoned."""
 
 
 class SamplingSection(Section):
@@ -104,7 +109,7 @@ class SamplingSection(Section):
     temperature: float = Field(default=1.0, gt=0.0)
     max_tokens: int = Field(default=128, ge=1)
     generate_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest that a server may take to answer one request."""
+    """How long a server may take to answer one request."""
 
 
 class TrainSection(OptimizerSettings):
@@ -114,30 +119,34 @@ class TrainSection(OptimizerSettings):
     """``fsdp``, ``torchtitan``, ``deepspeed``, another entry point in the group ``inflight.workers``, or
     ``module:attribute``: an `inflight.contracts.WorkerKind`."""
     trainer_options: dict[str, Any] = Field(default_factory=dict)
-    """Further settings of the workers, such as ``{ cpu_offload = true }``: see `inflight_fsdp.WorkerConfig`."""
+    """Further settings of the workers, such as ``{ cpu_offload = true }``. For ``fsdp``, see
+    `inflight_fsdp.WorkerConfig`."""
     lora: LoraSettings | None = None
-    """Train and publish a LoRA instead of the model's weights, with a trainer that can: ``fsdp``."""
+    """Train and publish a LoRA adapter instead of the weights of the model. The trainer must support this, as
+    ``fsdp`` does."""
     num_ranks: int = Field(default=1, ge=1)
     device: Literal["cpu", "cuda"] | None = None
-    """None: a GPU for each rank if there are any."""
+    """Where the ranks compute. None: on a GPU each if there are any, otherwise on the CPU."""
     devices: tuple[NonNegativeInt, ...] | None = None
-    """The GPU of each rank. None: any that are free."""
+    """The index of the GPU of each rank. None: any free GPUs."""
     place: str | None = None
-    """Where the ranks run, as the launcher names places. None: anywhere, close to one another if possible."""
+    """Where the ranks run, in the terms of the launcher (see ``servers.place``). None: anywhere, close together if
+    possible."""
     threads: int = Field(default=1, ge=1)
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the trained parameters and the optimizer's moments, independent of ``model.dtype``.
+    """Dtype of the trained parameters and of the optimizer's moments, independent of ``model.dtype``.
 
-    ``bfloat16`` halves their memory and loses updates that are smaller than a weight's rounding; the run reports what
-    share that is."""
+    ``bfloat16`` halves their memory, but loses updates that are smaller than the rounding of a weight. The run reports
+    the share of updates that are lost."""
     tokens_per_worker: int = Field(default=4096, ge=1)
-    """A step begins once this many training tokens (prompts and completions) per worker have accumulated."""
+    """A step begins once this many training tokens (prompts and completions) per rank have accumulated."""
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     router_replay: bool = False
-    """Whether each token is computed with the experts that sampled it, not with those that the trainer's routers would
-    choose. For mixtures of experts; the servers and the trainer must support it."""
+    """For mixtures of experts: compute each token with the experts that sampled it, instead of those that the trainer's
+    routers choose. The servers and the trainer must support it."""
     train_on_equal_rewards: bool = False
-    """Groups whose rewards are all equal have no advantage; by default the run counts them without training on them."""
+    """Also train on groups whose rewards are all equal. Their advantages are 0, so by default the run only counts
+    them."""
 
     @model_validator(mode="after")
     def _sets_each_option_once(self) -> TrainSection:
@@ -148,16 +157,17 @@ class TrainSection(OptimizerSettings):
 
 
 class LossSection(Section):
-    """Policy loss and advantages."""
+    """The policy loss and the estimator of advantages."""
 
     preset: str = "pipelinerl_paper"
-    """A name that ``inflight losses`` lists."""
+    """The name of a loss. Run ``inflight losses`` for a list."""
     policy: PolicyLoss | None = None
-    """A loss made of pieces, instead of a preset."""
+    """A loss composed of pieces, instead of a preset."""
     advantages: AdvantageEstimator | None = None
-    """None: the preset's, or ``leave_one_out`` with a ``policy``."""
+    """The estimator of advantages. None: that of the preset, or ``leave_one_out`` if ``policy`` is set."""
     reference_kl: float = Field(default=0.0, ge=0)
-    """If above 0: coefficient of a KL penalty towards the initial model, which replaces the loss's own KL penalty."""
+    """Coefficient of a KL penalty towards the initial model. If it is above 0, this penalty replaces any KL penalty of
+    the loss itself."""
 
     @model_validator(mode="after")
     def _names_one_loss(self) -> LossSection:
@@ -166,7 +176,7 @@ class LossSection(Section):
         return self
 
     def policy_loss(self) -> PolicyLoss:
-        """Return the loss with its KL penalty. Raises `ConfigError` if it is unknown or no worker can run it."""
+        """Return the loss with its KL penalty. Raises `ConfigError` if it is unknown or no worker supports it."""
         loss = self.policy or preset(self.preset).loss
         if "entropy" in loss.needs:
             raise ConfigError("loss.policy has an entropy bonus, but no worker computes entropies: leave it out")
@@ -183,37 +193,41 @@ class LossSection(Section):
 
 
 class RolloutsSection(Section):
-    """Which completions run where and when, which tokens are too old, and which groups make up an optimizer step.
+    """The policies that schedule completions, limit the age of tokens, and compose optimizer steps.
 
-    Other policies than those that ``inflight policies`` lists are entry points in the groups ``inflight.schedulers``,
-    ``inflight.staleness`` and ``inflight.composers``, or ``module:attribute``.
+    Run ``inflight policies`` for a list. You can also name an entry point in the group ``inflight.schedulers``,
+    ``inflight.staleness`` or ``inflight.composers``, or ``module:attribute``.
     """
 
     max_lag: int = Field(default=8, ge=0)
-    """Largest lag, in versions, of a trained token."""
+    """The largest lag, in weight versions, of a token that is trained on."""
     scheduler: str = "least_loaded"
-    """Constructed with ``sampling.group_size``, ``run.seed`` and ``scheduler_params``."""
+    """Decides which completions run where and when. Constructed with ``sampling.group_size``, ``run.seed`` and
+    ``scheduler_params``."""
     scheduler_params: dict[str, Any] = Field(default_factory=dict)
     staleness: str = "max_lag"
-    """Constructed with ``max_lag`` and ``staleness_params``."""
+    """Decides which tokens are too old to train on. Constructed with ``max_lag`` and ``staleness_params``."""
     staleness_params: dict[str, Any] = Field(default_factory=dict)
     min_ess: float | None = Field(default=None, gt=0, le=1)
-    """Least effective sample size of a step, as a share of its tokens. None: any."""
+    """The smallest acceptable effective sample size of a step, as a share of its tokens. None: no limit."""
     on_low_ess: Literal["wait", "stop"] = "wait"
-    """Below it, ``wait`` trains next only on tokens sampled since, and ``stop`` ends the run."""
+    """What to do below ``min_ess``: ``wait`` makes the next step only of tokens that were sampled since, and ``stop``
+    ends the run."""
     credit: Credit = "episode"
-    """What a token's advantage is made of in an environment: see `inflight.rollouts.credit`."""
+    """How the rewards of an environment become advantages of tokens: see `inflight.rollouts.credit`."""
     discount: float = Field(default=1.0, gt=0, le=1)
-    """Of later rewards, per turn, where ``credit`` is ``return`` or ``critic``."""
+    """The discount per turn of later rewards, if ``credit`` is ``return`` or ``critic``."""
     critic_target: Target = "monte_carlo"
-    """What the critic of ``credit = "critic"`` learns from: ``monte_carlo`` returns, or ``td``."""
+    """What the critic learns from, if ``credit`` is ``critic``: Monte Carlo returns (``monte_carlo``) or temporal
+    differences (``td``)."""
     composer: str = "token_budget"
-    """Constructed with the tokens of a step over all workers, and ``composer_params``."""
+    """Decides which finished groups make up a step. Constructed with the tokens of a step over all ranks, and
+    ``composer_params``."""
     composer_params: dict[str, Any] = Field(default_factory=dict)
 
 
 class RunConfig(Section):
-    """One run."""
+    """The configuration of one run."""
 
     run: RunSection
     model: ModelSection
@@ -276,10 +290,10 @@ class RunConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Training tokens of one optimizer step over all workers."""
+        """The number of training tokens of one optimizer step, over all ranks."""
         return self.train.tokens_per_worker * self.train.num_ranks
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration in a TOML file, with overrides: see `load_settings`."""
+    """Return the configuration that a TOML file describes, with overrides as in `load_settings`."""
     return load_settings(RunConfig, path, "configuration", overrides)

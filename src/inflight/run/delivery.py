@@ -1,4 +1,4 @@
-"""Which server serves which version, and so which may be given work: versions are pushed, or servers pull them."""
+"""Tracks which server serves which version, and gives work to those that are up to date."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from inflight.weights.send.fleet import MemberState
 from inflight.wire import EndpointState
 
 _ASK_AGAIN_S = 0.5
-"""How long to wait before servers are asked again."""
+"""How long to wait before the servers are asked again."""
 _VERSION_S = 2.0
-"""How long a server that pulls may take to say which version it serves."""
+"""How long a server that pulls may take to report the version that it serves."""
 _SAMPLES = (EndpointState.READY, EndpointState.STAGING, EndpointState.PAUSED, EndpointState.UPDATING)
 _LEFT_OUT = (MemberState.SUSPECT, MemberState.DEAD)
 
@@ -31,7 +31,7 @@ class Delivery(Protocol):
     """Follows which version each server serves, and gives work to the servers that may sample."""
 
     serving: Mapping[str, int | None]
-    """Version that each server reported, None if it gave no answer; empty when versions are pushed."""
+    """The version that each server reported, or None if it did not answer. Empty if versions are pushed."""
 
     @abstractmethod
     async def start(self, published: PublishResult | None) -> None:
@@ -55,7 +55,7 @@ class PushDelivery(Delivery):
     serving: Mapping[str, int | None] = field(default_factory=dict)
     noted: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=set)
-    """Names of the servers that took part from the start, or have held a version since."""
+    """The servers that have taken part from the start, or have held a version since."""
 
     async def start(self, published: PublishResult | None) -> None:
         self.known = set() if published is None else {*published.states}
@@ -92,12 +92,12 @@ class PushDelivery(Delivery):
         self.servers.served(published.endpoints)
 
     async def watch(self) -> None:
-        """Whenever no server is left, publish again until one answers. (Otherwise each step's publish asks them.)"""
+        """Whenever no server is left, publish again until one answers. Otherwise the publish of each step asks them."""
         actor, timeout_s = self.servers.actor, self.servers.config.run.start_timeout_s
         while True:
             await actor.unserved.wait()
             if self.servers.own:
-                await asyncio.sleep(REAP_S)  # if all processes have ended, the run ends; that shows a little later
+                await asyncio.sleep(REAP_S)  # if all processes have ended, the run ends, which shows a little later
             self.servers.note(f"no inference server is left; waiting up to {timeout_s:g} s for one to come back")
             deadline = time.monotonic() + timeout_s
             while actor.unserved.is_set():
@@ -111,9 +111,9 @@ class PushDelivery(Delivery):
 
 @dataclass(eq=False)
 class PullDelivery(Delivery):
-    """Servers load stored versions by themselves; those that report a version get work.
+    """Gives work to every server that reports a version; servers load stored versions on their own.
 
-    Any version may be sampled from, since tokens carry their versions.
+    A server may serve any version, since each token carries the version that sampled it.
     """
 
     servers: Servers

@@ -1,4 +1,4 @@
-"""What ``inflight train --dry-run`` prints of a run that is prepared: its processes, their memory, and its updates."""
+"""The output of ``inflight train --dry-run``: the processes of a run, their memory, and its updates."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ _TRAVELS = {
 
 @dataclass(frozen=True, slots=True)
 class PlannedProcess:
-    """One process, or a server that runs already."""
+    """A process that the run would start, or a server that is already running."""
 
     name: str
     what: str
     devices: tuple[int, ...]
     address: str
     memory: tuple[MemoryTerm, ...] = ()
-    """On each of its GPUs; empty if it has none."""
+    """The memory that it needs on each of its GPUs; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedUpdate:
-    """One published version."""
+    """The size of one published version."""
 
     size_bytes: int
     sent_bytes: int
-    """To each server, after encoding."""
+    """Bytes that each server receives, after encoding."""
     deadline_s: float
     num_buckets: int
     transport: str
@@ -73,7 +73,7 @@ class DryRun:
 
 
 async def dry_run(prepared: Prepared) -> DryRun:
-    """Return what a run would do, after asking the servers that run already whether they can take part now."""
+    """Return what a run would do, after asking running servers whether they can take part."""
     config, notes = prepared.config, []
     if any(it.devices and not prepared.memory[it.name] for it in prepared.placement.trainers):
         notes.append(f"memory of {config.train.trainer!r} workers is not known, and left out")
@@ -123,7 +123,7 @@ def _indices(it: GpuPlacement) -> tuple[int, ...]:
 
 
 async def _ask(prepared: Prepared, url: str) -> PlannedProcess:
-    """Return a server that runs already, and whether it can take part."""
+    """Return a running server, and whether it can take part."""
     config = prepared.config
     endpoint = connect_endpoint(url, token=os.environ.get(TOKEN_VARIABLE), control_timeout_s=_ASK_S)
     try:
@@ -139,7 +139,7 @@ async def _ask(prepared: Prepared, url: str) -> PlannedProcess:
 
 
 def planned_update(prepared: Prepared) -> PlannedUpdate:
-    """Return how each published version travels."""
+    """Return how each published version is sent."""
     config, updates = prepared.config, prepared.config.updates
     shapes = {spec.name: spec.shape for spec in prepared.model.specs}
     if config.train.lora is not None:

@@ -1,4 +1,4 @@
-"""The section ``servers`` of a run: which servers it starts, which it attaches to, and when it starts more."""
+"""The section ``servers`` of a run: the servers that it starts, attaches to, and adds while it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inflight.contracts import DEFAULT_MAX_CONCURRENT, EMBEDDED, EngineKind
 from inflight.http.kinds import load_engine_kind
 
 _OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "compile", "place")
-"""Fields of the section that choose what to start when all servers are alike."""
+"""Fields of the section that describe the servers to start if all of them are alike."""
 
 
 class FleetMember(Section):
@@ -22,21 +22,22 @@ class FleetMember(Section):
     """``embedded``, or another entry point in the group ``inflight.engines``."""
     count: int = Field(default=1, ge=1)
     python: Path | None = None
-    """Interpreter of the engine's virtual environment. None: the present one."""
+    """The Python interpreter of the engine's virtual environment. None: the interpreter of the run."""
     engine_arguments: tuple[str, ...] = ()
-    """Further arguments for the engine's own command line."""
+    """Additional arguments for the command line of the engine's own server."""
     devices: tuple[NonNegativeInt, ...] | None = None
-    """GPUs of these servers, one after the other: ``count`` times as many as each runs on. None: any that are free."""
+    """The indices of the GPUs of all these servers, server by server: ``count`` times as many as one server uses. None:
+    any free GPUs."""
     max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
     """Completions that a server decodes at a time, and that the run sends it at a time.
 
     In ``servers`` it also applies to servers that are attached to or join, and to tables of a fleet that do not set it.
     """
     compile: bool = False
-    """Compile the decode step, and capture CUDA graphs on a GPU, with an engine that takes this option."""
+    """Compile the decode step and, on a GPU, capture CUDA graphs. The engine must support this option."""
     place: str | None = None
-    """Where these servers run, as the launcher names places: for ``ray``, a host's address or a custom resource of the
-    hosts. None: anywhere."""
+    """Where these servers run, in the terms of the launcher. With ``ray``, this is the address of a host or the name of
+    a custom resource of hosts. None: anywhere."""
 
     @property
     def kind(self) -> EngineKind:
@@ -55,47 +56,51 @@ class FleetMember(Section):
 
 
 class AttachSection(Section):
-    """Servers that the run does not start: listed by URL, listed in a file, or joining by themselves."""
+    """Servers that the run does not start: listed by URL, listed in a file, or joining on their own."""
 
     urls: tuple[str, ...] = ()
-    """Servers to attach to; the run then starts none. The control token is read from INFLIGHT_TOKEN.
+    """URLs of the servers to attach to; if any are set, the run starts none. INFLIGHT_TOKEN sets the control token.
 
-    ``http://...`` speaks the contract; ``vllm+http://...`` and ``sglang+http://...`` are the engines' own servers.
+    Use ``http://...`` for a server of inflight, and ``vllm+http://...`` or ``sglang+http://...`` for a server of the
+    engine itself.
     """
     urls_file: Path | None = None
-    """File with one URL per line, read repeatedly: servers join when they are added and leave when they are removed.
+    """A file with one URL per line, which the run reads repeatedly: a server joins when its URL is added, and leaves
+    when it is removed.
 
-    It adds to ``urls`` or to the servers that the run starts; with the file alone, the run starts none.
+    These servers are in addition to ``urls`` or to the servers that the run starts. If only the file is set, the run
+    starts none.
     """
     join: str | None = None
-    """HOST:PORT at which the run listens for servers that join and leave by themselves: ``inflight serve --join``. Like
-    ``urls_file``, it adds to the other servers; alone, the run starts none."""
+    """HOST:PORT where the run listens for servers that join and leave on their own (``inflight serve --join``). These
+    are in addition to the other servers. If only ``join`` is set, the run starts none."""
 
     @property
     def others_may_come(self) -> bool:
-        """Whether servers may join while the run continues."""
+        """Whether servers may join while the run is in progress."""
         return self.urls_file is not None or self.join is not None
 
 
 class ScalingSection(Section):
-    """Servers that the run starts and stops by itself, in addition to the others; they join at ``attach.join``."""
+    """Servers that the run starts and stops as needed, in addition to the others. They join at ``attach.join``."""
 
     most: int = Field(ge=1)
-    """Most servers in addition to the others."""
+    """The largest number of additional servers."""
     window_s: float = Field(default=30.0, gt=0)
-    """The fleet changes by one server at most after each window of this length."""
+    """The fleet changes by at most one server after each window of this length."""
     wait_share: float = Field(default=0.3, ge=0, lt=1)
-    """One more server where training waited for more than this share of a window."""
+    """Start one more server if training waited for more than this share of a window."""
     free_share: float = Field(default=0.5, gt=0, lt=1)
-    """One server less where more than this share of the slots was free."""
+    """Stop one server if more than this share of the slots was free over a window."""
     server: FleetMember = FleetMember()
-    """Its kind; ``count`` and ``devices`` do not apply."""
+    """The kind of the additional servers; ``count`` and ``devices`` do not apply."""
 
     @model_validator(mode="after")
     def _one_server_at_a_time(self) -> Self:
         if self.server.count != 1 or self.server.devices is not None:
             raise ValueError(
-                "servers.scaling.server is started one at a time where there is room: leave out count and devices"
+                "servers.scaling starts one server at a time, on free devices: leave out count and devices in "
+                "servers.scaling.server"
             )
         return self
 
@@ -104,29 +109,32 @@ class ServersSection(FleetMember):
     """The fleet: ``count`` servers of one kind or a mixed ``fleet`` that the run starts, or servers to attach to."""
 
     fleet: tuple[FleetMember, ...] = ()
-    """Tables of a mixed fleet, instead of ``engine``, ``count``, ``python`` and what else is of one kind."""
+    """The kinds of servers of a mixed fleet, as tables. They replace ``engine``, ``count`` and the other settings of a
+    single kind."""
     attach: AttachSection = AttachSection()
     scaling: ScalingSection | None = None
-    """Let the run start and stop more servers as training waits for them. None: the fleet keeps its size."""
+    """Start more servers when training waits for samples, and stop them when slots are free. None: the fleet keeps its
+    size."""
     threads: int = Field(default=1, ge=1)
     device: str | None = None
-    """Of all servers that the run starts: ``cpu`` or ``cuda``. None: GPUs if there are any."""
+    """Device of all servers that the run starts: ``cpu`` or ``cuda``. None: GPUs if there are any."""
     drafts: Literal["off", "history", "siblings", "both"] = "off"
-    """What the servers that the run starts draft completions from: earlier groups of the same prompt, completions of
-    the same group, or both. Drafts do not change what is sampled."""
+    """Speculative decoding without a draft model, on servers that the run starts: draft from earlier groups of the same
+    prompt (``history``), from completions of the same group (``siblings``), or from both. Drafts do not change what is
+    sampled."""
     colocated: bool = False
-    """Let servers share GPUs with trainers and each other. Each keeps its part of the memory all the time, unless
-    ``release_memory`` is set."""
+    """Let servers share GPUs with trainers and with each other. Each process keeps its share of the memory all the
+    time, unless ``release_memory`` is set."""
     release_memory: bool = False
-    """Let servers release their GPU memory while the trainers train, in ``run.mode = "conventional"``. They keep their
-    weights in host memory meanwhile."""
+    """Let servers release their GPU memory while the trainers train, and keep their weights in host memory meanwhile.
+    This requires ``run.mode = "conventional"``."""
     lease_s: float = Field(default=0.0, ge=0)
-    """How long servers that the run starts keep running without it, if it is killed. ``--resume`` then takes them over
-    unchanged. 0: they end with the run. With launcher ``local`` only."""
+    """How long the servers that the run started keep running if the run is killed. ``--resume`` reuses them within this
+    time. 0: they end with the run. Other values require launcher ``local``."""
 
     @property
     def members(self) -> tuple[FleetMember, ...]:
-        """The servers to start; none with ``attach.urls``, or if others may come and nothing is set to start."""
+        """The servers to start; none with ``attach.urls``, or if others may join and no server is configured."""
         is_chosen = not self.model_fields_set.isdisjoint(("fleet", *_OF_ONE_KIND))
         if self.attach.urls or (self.attach.others_may_come and not is_chosen):
             return ()
@@ -140,22 +148,22 @@ class ServersSection(FleetMember):
 
     @property
     def started(self) -> tuple[FleetMember, ...]:
-        """The member of each server that the run starts."""
+        """The fleet member of each server that the run starts, one entry per server."""
         return tuple(member for member in self.members for _ in range(member.count))
 
     @property
     def slots_of_attached(self) -> int:
-        """Most completions at a time on a server that the run attaches to."""
+        """The number of slots of a server that the run attaches to."""
         return self.max_concurrent
 
     @property
     def slots_of_joining(self) -> int:
-        """Most completions at a time on a server that joins by itself."""
+        """The largest number of slots of a server that joins on its own."""
         return max(self.max_concurrent, 0 if self.scaling is None else self.scaling.server.max_concurrent)
 
     @property
     def fewest_slots(self) -> int:
-        """Completions at a time on the server that has the fewest slots."""
+        """The number of slots of the server that has the fewest."""
         limits = [member.max_concurrent for member in self.members]
         others = [self.max_concurrent] if not limits or self.attach.others_may_come else []
         return min(limits + others)

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first ends a run after its step, the second ends it at once."""
+"""Ctrl-C: the first ends a run after its current step, and the second ends it immediately."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Interrupted(Exception):  # noqa: N818 - a request, not an error
-    """The user asked the run to end."""
+    """The user has asked the run to end."""
 
 
 class Interrupt:
-    """SIGINT and SIGTERM as a state; ``note`` shows a line to the user, ``kill`` ends the processes of the run."""
+    """Turns SIGINT and SIGTERM into a state. ``note`` shows a line; ``kill`` ends the run's processes."""
 
     def __init__(self, note: Callable[[str], None], kill: Callable[[], None]) -> None:
         self._note = note

@@ -1,4 +1,4 @@
-"""Everything about a run that can be checked before a process starts; ``train`` and ``--dry-run`` share it."""
+"""Checks everything about a run that can be checked before a process starts, for ``train`` and ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Hosts:
     address: str
     port: int
     num_gpus: int | None
-    """None: the processes run on this machine, of whose GPUs the run itself chooses."""
+    """None: the processes run on this machine, and the run itself chooses among its GPUs."""
     can_outlive: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a model directory holds, without its weights."""
+    """The contents of a model directory, without the weights."""
 
     vocab_size: int
     tokenizer: Any
@@ -61,12 +61,12 @@ class ModelFiles:
 
 
 def hosts_of(launcher: Launcher) -> Hosts:
-    """Return what a launcher reports about its hosts."""
+    """Return the hosts that a launcher reports."""
     return Hosts(launcher.address, launcher.port, launcher.num_gpus, launcher.can_outlive)
 
 
 def read_model(path: Path) -> ModelFiles:
-    """Return what a model directory holds, after checking its weights by their headers. Raises `ConfigError`."""
+    """Return the contents of a model directory, after checking the headers of its weights. Raises `ConfigError`."""
     check_weights(path)
     tokenizer = load_tokenizer(path)
     if tokenizer is None:
@@ -80,12 +80,12 @@ def read_model(path: Path) -> ModelFiles:
 
 
 def check_port(host: str, port: int, remedy: str) -> None:
-    """Raise `ConfigError`, with the remedy, if this process could not listen at an address."""
+    """Raise `ConfigError`, with a remedy, if this process cannot listen at an address."""
     bind(host, port, remedy, listens=False).close()  # clients that wait for the run must not connect yet
 
 
 def is_this_machine(host: str) -> bool:
-    """Return whether the address of a host is one of this machine. The answer is no for an unknown name."""
+    """Return whether a host name refers to this machine; False if it is unknown."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -97,7 +97,7 @@ def is_this_machine(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What `preflight` asks: the launcher's hosts, and functions that read files or ask this machine."""
+    """The environment of `preflight`: the hosts of the launcher, and functions that query files and this machine."""
 
     hosts: Hosts
     devices: Callable[[], Sequence[Device]] = devices_here
@@ -108,14 +108,14 @@ class Machine:
     starting_point: Callable[[Path, bool], StartingPoint] = lambda path, resume: starting_point(path, resume=resume)
 
     def held_by(self, directory: RunDirectory) -> Machine:
-        """Return this machine for a run that owns its directory and its ports already, and starts its ranks again."""
+        """Return this machine for a run that already owns its directory and ports, and restarts its ranks."""
         start = StartingPoint(directory.checkpoint, directory.state)
         return replace(self, check_port=lambda *_: None, starting_point=lambda *_: start)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a run is made of."""
+    """The checked parts from which a run is constructed."""
 
     config: RunConfig
     model: ModelFiles
@@ -130,14 +130,14 @@ class Prepared:
     uses: tuple[DeviceUse, ...]
     limits: TimeLimits
     attached: tuple[str, ...]
-    """URLs of the servers that run already."""
+    """URLs of the servers that are already running."""
 
 
 def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> Prepared:
-    """Return what the run is made of.
+    """Return the checked parts of a run.
 
-    No process is started, no file is written and no port stays bound. Raises `ConfigError` for whatever would keep the
-    run from working, as far as it can be known before processes start.
+    This starts no process, writes no file and leaves no port bound. Raises `ConfigError` for any problem that can be
+    found before processes start.
     """
     check_servers(config.servers)
     check_lora(config)
@@ -185,7 +185,7 @@ def _policies_of(config: RunConfig) -> Policies:
 
 
 def _check_launcher(config: RunConfig, hosts: Hosts) -> None:
-    """Raise `ConfigError` if the launcher cannot do what the configuration asks of it."""
+    """Raise `ConfigError` if the configuration needs something that the launcher does not support."""
     if hosts.port and not config.servers.attach.others_may_come:
         raise ConfigError(
             f"launcher {config.run.launcher!r} starts no servers: set servers.attach.join, where they come by "
@@ -211,14 +211,14 @@ def _addresses(config: RunConfig, hosts: Hosts) -> list[tuple[str, int, str]]:
 
 
 def _attached(config: RunConfig) -> tuple[str, ...]:
-    """Return the URLs of the servers that run already, from the configuration and from the file of servers."""
+    """Return the URLs of running servers, from the configuration and from the file of servers."""
     attach = config.servers.attach
     listed = None if attach.urls_file is None else read_server_list(attach.urls_file)[0]
     return (*attach.urls, *(listed or {}).values())
 
 
 def _check_reach(config: RunConfig, machine: Machine, urls: Sequence[str]) -> None:
-    """Raise `ConfigError` if weights cannot travel from the trainers, which run here, to servers elsewhere."""
+    """Raise `ConfigError` if weights cannot be sent from the trainers on this host to servers elsewhere."""
     updates = config.updates
     if machine.hosts.num_gpus is not None:
         return

@@ -1,10 +1,10 @@
-"""The run: one controller that samples, composes, trains, publishes, records and saves, step after step.
+"""The run: one controller that samples, composes, trains, publishes, records and saves, step by step.
 
     task -> dispatcher -> actor -> servers -> finished groups -> composer -> advantages -> token masks -> packing
          -> ranks: optimizer step -> publish -> servers
 
-Actor and trainer run concurrently: this process samples and scores while the ranks, in their own processes, train and
-publish. ``mode = "conventional"`` runs the same parts in turn.
+The actor and the trainer run concurrently: this process samples and scores while the ranks train and publish in their
+own processes. ``mode = "conventional"`` runs the same parts in turn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from inflight.run.updates import updates_of
 def train(config: RunConfig, *, resume: bool = False) -> int:
     """Run to the end or until Ctrl-C; return the exit status (0 done, 130 interrupted with everything saved).
 
-    Raises the `InflightError` that stopped the run; the last checkpoint is whole then.
+    Raises the `InflightError` that stopped the run; the last checkpoint is complete then.
     """
     with contextlib.ExitStack() as stack:
         launcher = load_launcher(config.run.launcher, config.run.launcher_options)
@@ -58,7 +58,7 @@ def train(config: RunConfig, *, resume: bool = False) -> int:
 
 
 async def _run_until_over(prepared: Prepared, machine: Machine, directory: RunDirectory, launcher: Launcher) -> int:
-    """Run; as long as ``run.restarts`` allows, start again from the last checkpoint when a rank is lost."""
+    """Run to the end; when a rank is lost, restart from the last checkpoint if ``run.restarts`` allows it."""
     config, token = prepared.config, token_of(prepared.config, directory.path)
     run = _Run(prepared, directory, launcher, token)
     num_left = config.run.restarts
@@ -130,7 +130,7 @@ async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> lis
 
 
 async def _save_step(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
-    """Record a step if that is asked for, and save a checkpoint if it is time."""
+    """Record a step if the run keeps a record, and save a checkpoint if one is due."""
     if run.recording is not None:
         await run.recording.step(batch, run.trainers.by_share(trained))
     await run.saving.save_if_due(run.journal.version)
@@ -152,7 +152,7 @@ def _settle_step(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> Non
 
 
 class _Run:
-    """The parts of one incarnation of a run, made of what `preflight` has returned: started, watched and stopped.
+    """The parts of one incarnation of a run, constructed from the result of `preflight`.
 
     An incarnation ends with its trainer ranks. The next one takes over its servers and its directory.
     """
@@ -190,7 +190,7 @@ class _Run:
             actor=self.sampling.actor,
             journal=self.journal,
             note=note,
-            places=prepared.placement.servers,
+            placements=prepared.placement.servers,
             launcher=launcher,
             is_training=lambda: self.sampling.is_training,
         )
@@ -200,7 +200,7 @@ class _Run:
         self.saving = Saving(self.trainers, path, config.run, self._state, version, self.journal.saved, self.recording)
 
     def _is_done(self) -> bool:
-        """Return whether all steps are made, or the run has reached ``stop_at_reward``."""
+        """Return whether all steps are complete, or the run has reached ``stop_at_reward``."""
         settings, reward = self.prepared.config.run, self.journal.recent_reward()
         target = settings.stop_at_reward
         is_reached = target is not None and reward is not None and reward >= target
@@ -210,7 +210,7 @@ class _Run:
         return self._is_done() or self.interrupt.is_set()
 
     def _state(self) -> dict[str, Any]:
-        """Return the run's own state, which decides what is sampled next, for a checkpoint."""
+        """Return the run's own state for a checkpoint; it determines what is sampled next."""
         return {"version": self.journal.version, "journal": self.journal.state(), **self.sampling.state()}
 
     # ------------------------------------------------------------------------------------------------- start and stop
@@ -218,7 +218,7 @@ class _Run:
     async def run(self, *, may_restart: bool) -> int | None:
         """Start everything, train, stop everything and write the summary, even after a failure.
 
-        Returns None if a rank was lost and ``may_restart`` is set: then only the servers run.
+        Returns None if a rank was lost and ``may_restart`` is set; only the servers keep running then.
         """
         self.interrupt.listen()
         waiting = self.notes.show_what_is_waited_for()
@@ -238,7 +238,7 @@ class _Run:
             raise
         except InflightError as error:
             if may_restart and isinstance(error, WorkerDiedError) and not self.interrupt.is_set():
-                self.progress.note(f"{text_of(error)}\nall trainer ranks start again from the last checkpoint")
+                self.progress.note(f"{text_of(error)}\nall trainer ranks restart from the last checkpoint")
                 self.progress.close()
                 await finish_all(self.trainers.stop(), self.servers.disconnect())
                 self.journal.close()
@@ -246,7 +246,7 @@ class _Run:
                     await self.recording.written()
                 return None
             with also_failing(error):
-                await self.servers.tell_dead()
+                await self.servers.report_ended_servers()
                 await self._stop()
             with also_failing(error):
                 self.notes.finish(text_of(error), interrupted=self.interrupt.is_set())
@@ -274,7 +274,7 @@ class _Run:
 
     async def _train_and_watch(self) -> None:
         if self._is_done():
-            self.progress.note(f"the run is already done: it has made {self.journal.version} steps")
+            self.progress.note(f"the run is already complete: it has made {self.journal.version} steps")
             return
         async with running(
             self.sampling.actor.run(),

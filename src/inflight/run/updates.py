@@ -1,6 +1,6 @@
-"""How new versions reach the servers: one strategy with both halves, chosen once from the configuration.
+"""Strategies by which new versions reach the servers, each with a half in the run and a half in the ranks.
 
-The run's half follows which server serves which version. The ranks' half publishes a version or stores it.
+The half in the run tracks which server serves which version. The half in the ranks publishes or stores versions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Updates(Protocol):
     """The strategy by which new versions reach the servers. Each half is loaded only where it is used."""
 
     knows_versions: bool
-    """Whether the run knows with which version a request begins, so that groups can be withdrawn by version."""
+    """Whether the run knows the version with which a request begins, so that it can withdraw groups by version."""
 
     @abstractmethod
     def delivery(self, servers: Servers, trainers: TrainerGroup) -> Delivery:
@@ -65,7 +65,7 @@ class PushUpdates(Updates):
 
 @dataclass(frozen=True)
 class PullUpdates(Updates):
-    """Rank 0 stores each version, and servers load the newest one by themselves."""
+    """Rank 0 stores each version, and servers load the newest one on their own."""
 
     config: RunConfig
     knows_versions: bool = False

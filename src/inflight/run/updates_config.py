@@ -18,29 +18,36 @@ class UpdatesSection(Section):
     """How each new version of the weights reaches the servers, and what happens to running completions."""
 
     mode: Literal["push", "pull"] = "push"
-    """``push``: each publish waits for the servers. ``pull``: versions are stored and servers load the newest one."""
+    """``push`` sends each version to the servers and waits for them. ``pull`` stores each version as files, and every
+    server loads the newest one when it can."""
     transport: TransportName = "gloo"
-    """Broadcast (``gloo``, ``nccl``), stored (``shm``, ``ipc``, ``file``, ``http``), or an installed transport."""
+    """A broadcast transport (``gloo``, ``nccl``), a stored one (``shm``, ``ipc``, ``file``, ``http``), or one that an
+    installed package provides."""
     in_flight: InFlightPolicy = InFlightPolicy.KEEP
+    """What an update does to running completions: see `inflight.wire.InFlightPolicy`."""
     address: str = "127.0.0.1"
-    """Address of trainer rank 0's host as the servers see it: ``gloo``, ``nccl`` and ``http`` listen there for them.
-    Left out, it is the address that the launcher reports for that host: 127.0.0.1 with launcher ``local``."""
+    """The address at which servers reach the host of trainer rank 0, where ``gloo``, ``nccl`` and ``http`` listen. If
+    it is not set, the run uses the address that the launcher reports: 127.0.0.1 with launcher ``local``."""
     directory: Path | None = None
-    """Where ``file`` stores weights: a path that the trainer and every server can read."""
+    """Where the transport ``file`` stores weights: a path that the trainer and every server can read."""
     deadline_s: float | None = Field(default=None, gt=0)
-    """Longest that a publish may take. None: 60 s plus the time for moving the weights at 0.5 GB/s."""
+    """How long a publish may take. None: 60 s plus the time for moving the weights at 0.5 GB/s."""
     quorum: int | None = Field(default=None, ge=1)
-    """How many servers must hold each version; with fewer the run waits. None: all that are reached, at least one."""
+    """How many servers must hold each version; with fewer, the run waits. None: all that can be reached, at least
+    one."""
     encoding: Rounding = "raw"
-    """``bfloat16`` and ``float8`` round weights in transit, to send fewer bytes."""
+    """``bfloat16`` and ``float8`` round the weights in transit, so that fewer bytes are sent. ``raw`` sends them
+    exactly."""
     delta: bool = False
-    """Send only what changed since the last publish. Costs one more copy of the weights in memory on each side."""
+    """Send only the elements that changed since the last publish. Trainer and servers each keep one more copy of the
+    weights."""
     staged: bool = True
-    """Keep sampling while weights arrive, on servers that can. They hold a second copy of the weights meanwhile."""
+    """Keep sampling while weights arrive, on servers that support it. They hold a second copy of the weights
+    meanwhile."""
 
     @property
     def followed(self) -> Path | None:
-        """The directory of which servers load the newest version by themselves; None if versions are pushed."""
+        """The directory from which servers load the newest version; None if versions are pushed."""
         return self.directory if self.mode == "pull" else None
 
     @model_validator(mode="after")
@@ -59,8 +66,8 @@ class UpdatesSection(Section):
             )
         if self.transport != "file" and self.directory is not None:
             raise ValueError(
-                f"updates.directory applies only to updates.transport 'file', but that is {self.transport!r}: leave "
-                "out one of them"
+                f"updates.directory applies only to updates.transport 'file', but the transport is "
+                f"{self.transport!r}: leave out one of them"
             )
         return self
 
@@ -73,7 +80,9 @@ class UpdatesSection(Section):
                     f"{self.transport!r}: set it to 'file'"
                 )
             if self.delta or self.quorum is not None:
-                raise ValueError("updates.mode 'pull' waits for no server: leave out updates.delta and updates.quorum")
+                raise ValueError(
+                    "updates.mode 'pull' does not wait for servers: leave out updates.delta and updates.quorum"
+                )
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Schedulers: which completions run where and when. Each is a state machine without I/O, for a run or a simulator."""
+"""Schedulers decide which completions run where and when. Each is a state machine without I/O."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SCHEDULERS = {
     "over_provision": OverProvision,
     "shortest_first": ShortestFirst,
 }
-"""Those that are built in, by name."""
+"""The built-in schedulers, by name."""
 
 
 def load_scheduler(
     name: str, params: Mapping[str, Any], *, group_size: int, history: HistoryStore, seed: int
 ) -> Scheduler:
-    """Return a scheduler by name, made with ``group_size``, ``history``, ``seed`` and ``params``.
+    """Return the named scheduler, constructed with ``group_size``, ``history``, ``seed`` and ``params``.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if it is unknown or rejects its parameters.
     """
     arguments = {"group_size": group_size, "history": history, "seed": seed}
     scheduler: Scheduler = make(Scheduler, "scheduler", "schedulers", name, arguments, params, SCHEDULERS)

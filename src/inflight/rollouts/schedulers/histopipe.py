@@ -1,4 +1,4 @@
-"""HistoPipe: endpoints by expected length, in alternating order (RhymeRL, arXiv 2508.18588, section 5)."""
+"""HistoPipe assigns endpoints by expected length, in alternating order (RhymeRL, arXiv 2508.18588, section 5)."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from inflight.contracts.scheduling import Abort, Decision, Event, Returned, Scor
 from inflight.rollouts.board import Board, OpenItem
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import TailRecall, make_predictor, predicted
-from inflight.rollouts.rounds import Queues, Rounds, carried_out, issue_in_order
+from inflight.rollouts.rounds import Queues, Rounds, issue_in_order, record_decision
 
 
 class HistoPipe(Scheduler):
     """Sorts each round by predicted length, and cuts it into one rank group for each endpoint.
 
-    The work of the rank groups grows linearly with their rank, with the smallest slope that leaves the longest
-    completions room; ``linear = False`` cuts into equal numbers instead. Odd rounds go from short to long over the
-    endpoints and even ones from long to short, so that two rounds together take every endpoint equally long. Two rounds
-    are open at a time: an endpoint that is done with one begins the next, so tokens are at most one round stale.
+    The work of the rank groups grows linearly with their rank, with the smallest slope at which the last group can
+    still hold the longest completions; ``linear = False`` makes groups of equal size instead. Odd rounds assign short
+    to long over the endpoints and even rounds long to short, so that two consecutive rounds take equally long on every
+    endpoint. Two rounds are open at a time: an endpoint that has finished one begins the next, so tokens are at most
+    one round stale.
 
-    ``rank_groups``: so many rank groups of equal numbers, to each of which as many whole endpoints are given as make
-    the times of the groups grow linearly, as RhymeRL allocates workers. It takes several times as many endpoints as
-    groups to come near a line; cuts come nearer with any number.
+    If ``rank_groups`` is set, each round is cut into that many groups of equal size, and each group receives the
+    number of whole endpoints that makes the times of the groups grow linearly, as RhymeRL allocates workers. The result
+    approximates a line only with several times as many endpoints as groups; without ``rank_groups``, the cuts do so
+    with any number of endpoints.
 
-    A completion that is ``outlier`` times as long as the longest prediction of its rank group is aborted once, and
-    continued where there is most room, if its endpoint keeps what it has sampled. (RhymeRL recomputes it elsewhere too.
-    It does not publish its threshold.)
+    A completion that is ``outlier`` times as long as the longest prediction of its rank group is aborted once, if its
+    endpoint keeps the sampled tokens, and continues on the least loaded endpoint. RhymeRL also moves such completions,
+    but recomputes them; it does not publish its threshold.
     """
 
     def __init__(
@@ -59,18 +61,18 @@ class HistoPipe(Scheduler):
         """By item, the longest prediction in its rank group; infinite for an item without history."""
         self._predicted: dict[int, float] = {}
         self._migrated: set[tuple[int, int]] = set()
-        self._homeless: list[tuple[int, int]] = []
-        """Completions that were returned, to be issued wherever there is room."""
+        self._returned: list[tuple[int, int]] = []
+        """Returned completions, to be issued to the least loaded endpoint."""
         self._recall = TailRecall()
         self._num_migrated = 0
 
-    def tell(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         if isinstance(event, Scored) and event.item in self._predicted:
             self._recall.note(self._predicted[event.item], max(event.lengths))
-        self._board.tell(event)
-        self._rounds.tell(event)
+        self._board.observe(event)
+        self._rounds.observe(event)
         if isinstance(event, Returned) and event.item in self._board.items:
-            self._homeless.append((event.item, event.completion))
+            self._returned.append((event.item, event.completion))
         if isinstance(event, Scored | Withdrawn) and event.item in self._predicted:
             del self._predicted[event.item], self._longest[event.item]
             self._migrated = {pair for pair in self._migrated if pair[0] != event.item}
@@ -82,9 +84,9 @@ class HistoPipe(Scheduler):
         is_idle = self._board.num_running == 0 and not len(self._queues)
         if self._board.capacity and (items := self._rounds.take(is_idle=is_idle)):
             self._plan([self._board.items[item] for item in items])
-        self._homeless = [pair for pair in self._homeless if self._is_unissued(pair)]
-        decisions = issue_in_order(self._board, self._homeless, time_s)
-        del self._homeless[: len(decisions)]
+        self._returned = [pair for pair in self._returned if self._is_unissued(pair)]
+        decisions = issue_in_order(self._board, self._returned, time_s)
+        del self._returned[: len(decisions)]
         return [*decisions, *self._queues.issue(self._board, time_s), *self._outliers(time_s)]
 
     def _is_unissued(self, pair: tuple[int, int]) -> bool:
@@ -92,19 +94,19 @@ class HistoPipe(Scheduler):
         return item is not None and pair[1] in item.unissued
 
     def _plan(self, items: list[OpenItem]) -> None:
-        """Give each endpoint its rank group of a round."""
+        """Assign a rank group of the round to each endpoint."""
         median = self._board.median_length()
         known = {item.index: predicted(self._predictor, item, math.inf) for item in items}
         lengths = {index: median if length == math.inf else length for index, length in known.items()}
         items.sort(key=lambda item: lengths[item.index])
-        places = sorted(place.name for place in self._board.places.values() if place.is_open)
+        endpoints = sorted(endpoint.name for endpoint in self._board.endpoints.values() if endpoint.is_open)
         if self._alternate and self._num_rounds % 2:
-            places.reverse()
+            endpoints.reverse()
         self._num_rounds += 1
-        for places_of_group, start, end in self._rank(places, [lengths[item.index] for item in items]):
+        for group_endpoints, start, end in self._rank(endpoints, [lengths[item.index] for item in items]):
             members = items[start:end]
             longest = max((lengths[item.index] for item in members), default=0.0)
-            work = dict.fromkeys(places_of_group, 0.0)
+            work = dict.fromkeys(group_endpoints, 0.0)
             for item in members:
                 length = lengths[item.index]
                 self._predicted[item.index] = length
@@ -113,33 +115,35 @@ class HistoPipe(Scheduler):
                 work[name] += length
                 self._queues.put(name, item)
 
-    def _rank(self, places: Sequence[str], lengths: Sequence[float]) -> Iterator[tuple[Sequence[str], int, int]]:
+    def _rank(self, endpoints: Sequence[str], lengths: Sequence[float]) -> Iterator[tuple[Sequence[str], int, int]]:
         """Yield each rank group of ascending lengths: its endpoints, and where it begins and ends."""
-        num_groups = min(self._rank_groups, len(places), len(lengths)) if self._rank_groups else len(places)
+        num_groups = min(self._rank_groups, len(endpoints), len(lengths)) if self._rank_groups else len(endpoints)
         cut = equal_cuts(len(lengths), num_groups)
-        place_cut = equal_cuts(len(places), num_groups)
+        endpoint_cuts = equal_cuts(len(endpoints), num_groups)
         if self._linear and self._rank_groups:
             works = [sum(lengths[start:end]) for start, end in itertools.pairwise([0, *cut, len(lengths)])]
-            place_cut = [*itertools.accumulate(whole_endpoints(works, len(places)))][:-1]
+            endpoint_cuts = [*itertools.accumulate(whole_endpoints(works, len(endpoints)))][:-1]
         elif self._linear:
-            cut = linear_cuts(lengths, num_groups, self._board.capacity / len(places) / self._group_size)
-        bounds = zip([0, *cut], [*cut, len(lengths)], [0, *place_cut], [*place_cut, len(places)], strict=True)
+            cut = linear_cuts(lengths, num_groups, self._board.capacity / len(endpoints) / self._group_size)
+        bounds = zip(
+            [0, *cut], [*cut, len(lengths)], [0, *endpoint_cuts], [*endpoint_cuts, len(endpoints)], strict=True
+        )
         for start, end, first, last in bounds:
-            yield places[first:last], start, end
+            yield endpoints[first:last], start, end
 
     def _outliers(self, time_s: float) -> list[Decision]:
-        """Abort the completions that outgrew their rank group, where something waits behind them."""
+        """Abort the completions that have outgrown their rank group, on endpoints for which other completions wait."""
         decisions: list[Decision] = []
-        full = {name for name, it in self._board.places.items() if it.keeps_partials and self._queues.waits(name)}
+        full = {name for name, it in self._board.endpoints.items() if it.keeps_partials and self._queues.waits(name)}
         for index, longest in self._longest.items() if full else ():
             item = self._board.items[index]
             for i in item.running:
                 if item.running_on[i] not in full or (index, i) in self._migrated:
                     continue
-                if self._board.tokens_so_far(item, i, time_s) > self._outlier * longest:
+                if self._board.estimated_tokens(item, i, time_s) > self._outlier * longest:
                     self._migrated.add((index, i))
                     self._num_migrated += 1
-                    decisions.append(carried_out(self._board, Abort(index, (i,)), time_s))
+                    decisions.append(record_decision(self._board, Abort(index, (i,)), time_s))
         return decisions
 
     def state(self) -> dict[str, Any]:
@@ -160,10 +164,11 @@ def equal_cuts(num_items: int, num_parts: int) -> list[int]:
 
 
 def whole_endpoints(works: Sequence[float], num_endpoints: int) -> list[int]:
-    """Return how many endpoints each rank group gets, so that times of groups grow about linearly with their rank.
+    """Return the number of endpoints for each rank group, so that their times grow about linearly with their rank.
 
     The line begins with the first group on one endpoint, and has the smallest slope, found by binary search, for which
-    there are enough endpoints (RhymeRL, section 5, its first tier). What rounding leaves goes to the slowest groups.
+    there are enough endpoints (RhymeRL, section 5, first tier). The slowest groups receive endpoints that rounding
+    leaves.
     """
 
     def numbers(slope: float) -> list[int]:
@@ -180,17 +185,18 @@ def whole_endpoints(works: Sequence[float], num_endpoints: int) -> list[int]:
     return nums
 
 
-def linear_cuts(lengths: Sequence[float], num_parts: int, room: float = 1.0) -> list[int]:
+def linear_cuts(lengths: Sequence[float], num_parts: int, num_at_once: float = 1.0) -> list[int]:
     """Return where to cut ascending lengths into parts whose sums grow linearly from the first to the last.
 
-    An endpoint samples ``room`` of them at a time, so a part takes at least its sum divided by ``room``, and at least
-    its longest length. The last part is given the larger of its equal share and the longest length, and the first what
-    makes the mean right; the rest lie on the line between them.
+    An endpoint samples ``num_at_once`` of them at a time, so a part takes at least its sum divided by ``num_at_once``,
+    and at least its longest length. The last part receives the larger of its equal share and the longest length, the
+    first part receives what keeps the mean unchanged, and the others lie on the line between them.
     """
-    share = sum(lengths) / num_parts / room
+    share = sum(lengths) / num_parts / num_at_once
     last = min(max(share, lengths[-1]), 1.9 * share)
     targets = [
-        room * (2 * share - last + (last - share) * 2 * part / max(1, num_parts - 1)) for part in range(num_parts)
+        num_at_once * (2 * share - last + (last - share) * 2 * part / max(1, num_parts - 1))
+        for part in range(num_parts)
     ]
     cuts, before, bound = [], 0.0, 0.0
     position = 0

@@ -1,4 +1,4 @@
-"""The default: keep every endpoint full with whole groups, each where there is most room (PipelineRL)."""
+"""The default scheduler, which issues whole groups to the least loaded endpoint (PipelineRL)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from inflight.rollouts.history import HistoryStore
 
 
 class LeastLoaded(Scheduler):
-    """Issues each item as a whole, as soon as an endpoint has room, to the one with the smallest share in use.
+    """Issues each item as a whole to the least loaded endpoint, as soon as one has enough free slots.
 
-    PipelineRL (arXiv 2509.19128) keeps as many sequences in progress as an endpoint takes, and refills as they finish.
+    PipelineRL (arXiv 2509.19128) keeps as many sequences in progress as each endpoint accepts, and
+    issues new ones as they finish.
     """
 
     def __init__(self, group_size: int, history: HistoryStore | None = None, seed: int = 0) -> None:
         self._board = Board()
         self._group_size = group_size
 
-    def tell(self, event: Event) -> None:
-        self._board.tell(event)
+    def observe(self, event: Event) -> None:
+        self._board.observe(event)
 
     def num_wanted(self) -> int:
         return 1 if not self._board.unissued() and self._board.least_loaded(self._group_size) is not None else 0
@@ -30,11 +31,11 @@ class LeastLoaded(Scheduler):
     def decide(self, time_s: float) -> Sequence[Decision]:
         decisions: list[Decision] = []
         for item in self._board.unissued():
-            place = self._board.least_loaded(len(item.unissued))
-            if place is None:
+            endpoint = self._board.least_loaded(len(item.unissued))
+            if endpoint is None:
                 break
-            issue = Issue(place.name, item.index, item.unissued)
-            self._board.decided(issue, time_s)
+            issue = Issue(endpoint.name, item.index, item.unissued)
+            self._board.record(issue, time_s)
             decisions.append(issue)
         return decisions
 

@@ -1,4 +1,4 @@
-"""One completion of each group first, then the longest groups first (Seer, arXiv 2511.14617)."""
+"""Probe scheduling: one completion of each group first, then the longest groups (Seer, arXiv 2511.14617)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from inflight.rollouts.rounds import issue_in_order
 
 
 class ProbeFirst(Scheduler):
-    """Issues one completion of each offered group, and the others in the order of the length that it shows.
+    """Issues one completion of each offered group, the probe, and then the groups with the longest probes first.
 
-    A group whose probe still runs counts as long as the probe is by now. Completions go one by one to where there is
-    most room, so a group may be spread. ``lookahead`` times the completions that the endpoints take are offered at a
-    time, so that there is something to choose from.
+    While a probe is running, its present length counts. Completions are issued one by one to the least loaded endpoint,
+    so a group may be spread over several. The scheduler asks for ``lookahead`` times as many completions as the
+    endpoints accept, so that it has groups to choose from.
     """
 
     def __init__(self, group_size: int, history: HistoryStore, seed: int = 0, *, lookahead: float = 1.5) -> None:
@@ -26,10 +26,10 @@ class ProbeFirst(Scheduler):
         self._board = Board()
         self._lookahead = lookahead
         self._probes: dict[int, int] = {}
-        """By item, the length of the completion that finished first."""
+        """The length of the completion that finished first, by item."""
         self._recall = TailRecall()
 
-    def tell(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         match event:
             case Finished(_, item, _, num_tokens) if item in self._board.items:
                 self._probes.setdefault(item, num_tokens)
@@ -39,7 +39,7 @@ class ProbeFirst(Scheduler):
                     self._recall.note(probe, max(lengths))
             case Withdrawn(_, item):
                 self._probes.pop(item, None)
-        self._board.tell(event)
+        self._board.observe(event)
 
     def num_wanted(self) -> int:
         missing = self._lookahead * self._board.capacity - self._board.num_open
@@ -52,9 +52,9 @@ class ProbeFirst(Scheduler):
         return issue_in_order(self._board, self._in_order(waiting, time_s), time_s)
 
     def _in_order(self, waiting: list[OpenItem], time_s: float) -> Iterator[tuple[int, int]]:
-        """Yield one completion of each whole group, then the others, longest group first; each may be issued at once.
+        """Yield one completion of each whole group, then the others, longest group first.
 
-        Lengths are those of the time before the first is issued.
+        Lengths are computed before the first completion is yielded. The caller may issue each one immediately.
         """
         probes = [(item.index, item.unissued[0]) for item in waiting if len(item.unissued) == self._group_size]
         longest_first = sorted(waiting, key=lambda item: -self._expected(item, time_s))
@@ -64,10 +64,10 @@ class ProbeFirst(Scheduler):
                 yield item.index, completion
 
     def _expected(self, item: OpenItem, time_s: float) -> float:
-        """Return the length of the probe, or how long the longest running completion is by now."""
+        """Return the length of the probe, or of the longest running completion if that is larger."""
         longest: float = self._probes.get(item.index, 0)
         for completion in item.running:
-            longest = max(longest, self._board.tokens_so_far(item, completion, time_s))
+            longest = max(longest, self._board.estimated_tokens(item, completion, time_s))
         return longest
 
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""More groups than needed, and what to do with those that are late: resume them, or keep them for a long round."""
+"""Schedulers that start more groups than a step needs, and resume the late ones or collect them for a long round."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from inflight.contracts import Scheduler
 from inflight.contracts.scheduling import Abort, Decision, Event, Scored, StepReady, StepWanted
 from inflight.rollouts.board import Board
 from inflight.rollouts.history import HistoryStore
-from inflight.rollouts.rounds import Rounds, carried_out, issue_in_order, unissued
+from inflight.rollouts.rounds import Rounds, issue_in_order, record_decision, unissued
 
 
 class OverProvision(Scheduler):
     """Offers ``surplus`` times as many groups as a step needs, and aborts the rest once the step is ready.
 
-    What was aborted is resumed first in the next step (APRIL, arXiv 2509.18521), from where it was if its endpoint
-    keeps that. This gains where a step has to wait for its last completion: in conventional mode.
+    Aborted completions are resumed first in the next step (APRIL, arXiv 2509.18521); they keep their tokens if their
+    endpoint supports that. This helps where a step has to wait for its last completion: in conventional mode.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class OverProvision(Scheduler):
         self._rounds = Rounds(groups_per_round, surplus)
         self._is_collecting = False
         self._is_over = False
-        """Whether the running completions are to be aborted."""
+        """Whether the next decision aborts the running completions."""
         self._num_resumed_tokens = 0
 
-    def tell(self, event: Event) -> None:
-        self._board.tell(event)
-        self._rounds.tell(event)
+    def observe(self, event: Event) -> None:
+        self._board.observe(event)
+        self._rounds.observe(event)
         match event:
             case StepWanted():
                 self._is_collecting, self._is_over = True, False
@@ -54,7 +54,7 @@ class OverProvision(Scheduler):
         if self._is_over:
             self._is_over = False
             running = [Abort(item.index, item.running) for item in self._board.items.values() if item.running]
-            return [carried_out(self._board, abort, time_s) for abort in running]
+            return [record_decision(self._board, abort, time_s) for abort in running]
         if not self._is_collecting:
             return []
         decisions = issue_in_order(self._board, unissued(self._board), time_s)
@@ -75,10 +75,10 @@ class OverProvision(Scheduler):
 class TailRounds(Scheduler):
     """Races ``surplus`` times as many groups as a step needs, and keeps the slowest for a round of their own.
 
-    Once a round has as many finished groups as it needs, the others are aborted and wait. When as many wait as a round
-    needs, the next round is made of them and nobody races, about one in 1 / (``surplus`` - 1) rounds (RollPacker, arXiv
-    2509.21009, with its surplus of 1.25). RollPacker also races more completions per group than are trained, which is
-    not done here: a group is trained as a whole.
+    Once a round has as many finished groups as it needs, the others are aborted and wait. When enough groups wait for a
+    whole round, the next round consists of them and has no surplus: about one in 1 / (``surplus`` - 1) rounds
+    (RollPacker, arXiv 2509.21009, with a surplus of 1.25). RollPacker also races more completions per group than it
+    trains on. This scheduler does not, because a group is trained as a whole.
     """
 
     def __init__(
@@ -94,17 +94,17 @@ class TailRounds(Scheduler):
         self._board = Board()
         self._rounds = Rounds(groups_per_round, surplus)
         self._round: dict[int, bool] = {}
-        """Items of the present round, and whether they are scored."""
+        """Whether each item of the current round has been scored."""
         self._late: list[int] = []
         """Items that were too slow in their rounds, and wait for a long round."""
         self._num_needed = 0
         self._num_long_rounds = 0
 
-    def tell(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         if isinstance(event, Scored) and event.item in self._round:
             self._round[event.item] = True
-        self._board.tell(event)
-        self._rounds.tell(event)
+        self._board.observe(event)
+        self._rounds.observe(event)
         self._round = {
             item: is_scored for item, is_scored in self._round.items() if is_scored or item in self._board.items
         }
@@ -126,7 +126,7 @@ class TailRounds(Scheduler):
             self._late += [item.index for item in slow]
             self._round = {}
             aborts = [Abort(item.index, item.running) for item in slow if item.running]
-            decisions += [carried_out(self._board, abort, time_s) for abort in aborts]
+            decisions += [record_decision(self._board, abort, time_s) for abort in aborts]
         if not self._is_under_way() and self._board.capacity:
             self._begin_round()
         members = [self._board.items[item] for item, is_scored in self._round.items() if not is_scored]

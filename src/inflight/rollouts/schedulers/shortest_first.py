@@ -1,4 +1,4 @@
-"""The shortest groups first (SortedRL, arXiv 2603.23414)."""
+"""Shortest-first scheduling of groups (SortedRL, arXiv 2603.23414)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from inflight.rollouts.rounds import issue_in_order, unissued
 
 
 class ShortestFirst(Scheduler):
-    """Issues the shortest expected groups first, and no group later than ``max_wait`` steps.
+    """Issues the groups with the shortest expected length first, but lets no group wait more than ``max_wait`` steps.
 
-    Groups of like length run together, so fewer slots wait for a long one. Which groups are trained first then depends
-    on their length. The run indicates when long ones are left out of training (`BiasAudit`), not when they only come
-    later.
+    Groups of similar length run together, so fewer slots wait for a long one. The order of training then depends on the
+    length of groups: the run reports when long groups are left out of training (`BiasAudit`), but not when they are
+    only trained later.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ShortestFirst(Scheduler):
         self._offered_at: dict[int, int] = {}
         self._version = 0
 
-    def tell(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         match event:
             case StepWanted(_, version, _):
                 self._version = version
@@ -47,7 +47,7 @@ class ShortestFirst(Scheduler):
                 self._offered_at.setdefault(item, self._version)
             case Scored(_, item) | Withdrawn(_, item):
                 self._offered_at.pop(item, None)
-        self._board.tell(event)
+        self._board.observe(event)
 
     def num_wanted(self) -> int:
         missing = self._lookahead * self._board.capacity - self._board.num_open

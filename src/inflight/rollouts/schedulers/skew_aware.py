@@ -1,4 +1,4 @@
-"""Longest first, and endpoints of their own for the long tail (StreamRL, arXiv 2504.15930, algorithm 2)."""
+"""Longest-first scheduling with separate endpoints for the long tail (StreamRL, arXiv 2504.15930, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from inflight.rollouts.rounds import Queues, Rounds
 
 
 class SkewAware(Scheduler):
-    """Gives the ``tail`` of a round, by predicted length, endpoints of its own, and issues longest first on each.
+    """Reserves endpoints for the ``tail`` of a round, by predicted length, and issues the longest items first.
 
-    How many endpoints the tail gets minimises the larger latency of both parts: seconds per token at the batch that an
-    endpoint then has, times a length, which is the 90th percentile of the predictions for the tail and the median for
-    the rest (algorithm 2; tail of 20 %). A token takes as long as in a batch of ``knee`` up to that batch, and grows
-    with the batch beyond it; None: an endpoint's capacity, so that a batch never slows its tokens down. On an endpoint
-    completions go to where the predicted work is least, longest first (LPT, within 4/3 of the optimum, Graham 1969).
-    ``tail = 0`` is LPT alone.
+    The number of endpoints for the tail minimises the larger of the latencies of the two parts (algorithm 2, with a
+    tail of 20 %). A latency is the time per token at the resulting batch size, times a length: the 90th percentile of
+    the predictions for the tail, and their median for the rest. The time per token is constant up to a batch of
+    ``knee`` and proportional to the batch beyond it. If ``knee`` is None, it is the capacity of an endpoint, so that
+    the batch never slows tokens down.
+
+    Within each part, items are assigned to the endpoint with the least predicted work, longest first (LPT, within 4/3
+    of the optimum, Graham 1969). ``tail = 0`` is LPT alone.
     """
 
     def __init__(
@@ -47,14 +49,14 @@ class SkewAware(Scheduler):
         self._predicted: dict[int, float] = {}
         self._recall = TailRecall()
 
-    def tell(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         if isinstance(event, Scored) and event.item in self._predicted:
             self._recall.note(self._predicted[event.item], max(event.lengths))
-        self._board.tell(event)
-        self._rounds.tell(event)
+        self._board.observe(event)
+        self._rounds.observe(event)
         if isinstance(event, Returned) and (item := self._board.items.get(event.item)) is not None:
-            place = self._board.least_loaded(1)
-            self._queues.put("" if place is None else place.name, item)
+            endpoint = self._board.least_loaded(1)
+            self._queues.put("" if endpoint is None else endpoint.name, item)
         if isinstance(event, Scored | Withdrawn):
             self._predicted.pop(event.item, None)
 
@@ -72,21 +74,21 @@ class SkewAware(Scheduler):
         lengths = {item.index: predicted(self._predictor, item, median) for item in items}
         self._predicted |= lengths
         items.sort(key=lambda item: -lengths[item.index])
-        places = sorted(place.name for place in self._board.places.values() if place.is_open)
+        endpoints = sorted(endpoint.name for endpoint in self._board.endpoints.values() if endpoint.is_open)
         num_long = math.ceil(self._tail * len(items))
-        num_places = self._split(items[:num_long], items[num_long:], lengths, len(places))
-        self._assign(items[:num_long], lengths, places[:num_places] or places)
-        self._assign(items[num_long:], lengths, places[num_places:] or places)
+        num_endpoints = self._split(items[:num_long], items[num_long:], lengths, len(endpoints))
+        self._assign(items[:num_long], lengths, endpoints[:num_endpoints] or endpoints)
+        self._assign(items[num_long:], lengths, endpoints[num_endpoints:] or endpoints)
 
     def _split(
-        self, long: Sequence[OpenItem], short: Sequence[OpenItem], lengths: Mapping[int, float], num_places: int
+        self, long: Sequence[OpenItem], short: Sequence[OpenItem], lengths: Mapping[int, float], num_endpoints: int
     ) -> int:
-        """Return how many endpoints the long part gets; 0: the parts share all of them."""
-        if not long or not short or num_places < 2:
+        """Return the number of endpoints for the long part; 0 if both parts share all endpoints."""
+        if not long or not short or num_endpoints < 2:
             return 0
         known = sorted(lengths.values())
         long_length, short_length = known[math.ceil(0.9 * len(known)) - 1], statistics.median(known)
-        capacity = self._board.capacity / num_places
+        capacity = self._board.capacity / num_endpoints
 
         def latency(num_items: int, num_of_them: int, length: float) -> float:
             batch = num_items * self._group_size / num_of_them
@@ -94,14 +96,14 @@ class SkewAware(Scheduler):
             return length * max(1.0, at_a_time / (self._knee or capacity)) * math.ceil(batch / capacity)
 
         return min(
-            range(1, num_places),
-            key=lambda n: max(latency(len(long), n, long_length), latency(len(short), num_places - n, short_length)),
+            range(1, num_endpoints),
+            key=lambda n: max(latency(len(long), n, long_length), latency(len(short), num_endpoints - n, short_length)),
         )
 
-    def _assign(self, items: Sequence[OpenItem], lengths: Mapping[int, float], places: Sequence[str]) -> None:
-        work = dict.fromkeys(places, 0.0)
+    def _assign(self, items: Sequence[OpenItem], lengths: Mapping[int, float], endpoints: Sequence[str]) -> None:
+        work = dict.fromkeys(endpoints, 0.0)
         for item in items:
-            name = min(places, key=lambda place: work[place])
+            name = min(endpoints, key=lambda endpoint: work[endpoint])
             work[name] += lengths[item.index] * len(item.unissued)
             self._queues.put(name, item)
 

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as far as a run may use them. Asks NVIDIA's management tool, so it needs no torch."""
+"""The GPUs of this machine that a run may use, as ``nvidia-smi`` reports them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Device:
     index: int
     uuid: str
     memory_bytes: int
-    """0: unknown."""
+    """0 if it is unknown."""
     word: str = ""
-    """What CUDA_VISIBLE_DEVICES calls it; empty: its index."""
+    """Its name in CUDA_VISIBLE_DEVICES; if empty, that is its index."""
 
     @property
     def cuda_name(self) -> str:
@@ -33,12 +33,12 @@ class Device:
 
 
 def devices_here() -> tuple[Device, ...]:
-    """Return the GPUs that this process may use. Raises `ConfigError` if they cannot be told."""
+    """Return the GPUs that this process may use. Raises `ConfigError` if they cannot be determined."""
     return visible_devices(installed_devices(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def installed_devices(query: Sequence[str] = _QUERY) -> tuple[Device, ...]:
-    """Return every GPU of this machine, in the order of their PCI buses; none without NVIDIA's driver.
+    """Return every GPU of this machine, in the order of their PCI buses; none if there is no NVIDIA driver.
 
     Raises `ConfigError` if the driver does not answer.
     """
@@ -63,9 +63,9 @@ def _device(line: str) -> Device:
 
 
 def visible_devices(devices: Sequence[Device], visible: str | None) -> tuple[Device, ...]:
-    """Return the devices that CUDA_VISIBLE_DEVICES (None: not set) leaves to a process, numbered again.
+    """Return the devices that CUDA_VISIBLE_DEVICES (None: not set) leaves visible, renumbered from 0.
 
-    As CUDA does, a number that no device has hides those after it. Raises `ConfigError` for a name of no device.
+    As in CUDA, an invalid index hides the devices after it. Raises `ConfigError` for a name that no device has.
     """
     if visible is None:
         return tuple(devices)
@@ -87,7 +87,7 @@ def visible_devices(devices: Sequence[Device], visible: str | None) -> tuple[Dev
 
 
 def described_devices(text: str) -> tuple[Device, ...]:
-    """Return devices as described, such as ``8x80GiB``. Raises `ConfigError` for any other text."""
+    """Return hypothetical devices from a description such as ``8x80GiB``. Raises `ConfigError` for any other text."""
     match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)(GiB|GB)", text)
     if match is None:
         raise ConfigError(f"{text!r} does not describe GPUs; write their number and memory, such as 8x80GiB")

@@ -1,4 +1,4 @@
-"""The plan of a run for schedulers of jobs: which processes there are, with which commands and how many GPUs."""
+"""The manifest of a run for job schedulers: its processes, their commands, and their GPUs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from inflight.run.machines.server_specs import server_spec
 
 
 def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> JobPlan:
-    """Return the processes of the run that a file and overrides describe, so that each finds the others by itself.
+    """Return the processes of the run that a file and overrides describe, with what each needs to find the others.
 
-    Processes are given GPUs unless the configuration says ``cpu``. Raises `ConfigError` for what only one machine has.
+    Processes use GPUs unless the configuration specifies ``cpu``. Raises `ConfigError` for settings that apply to a
+    single machine only.
     """
     servers, train = config.servers, config.train
     if servers.attach.urls or servers.attach.others_may_come:

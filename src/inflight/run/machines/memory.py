@@ -1,19 +1,19 @@
 """How much memory the processes of a run need, and whether it fits into their GPUs.
 
-This is arithmetic from ``config.json``, tensor shapes and settings. What a trainer needs is what its kind of workers
-reports: see `inflight.contracts.WorkerKind.memory`.
+The estimates are computed from ``config.json``, tensor shapes and settings. The worker kind reports what a trainer
+needs: see `inflight.contracts.WorkerKind.memory`.
 
 A server:
 
 - weights: c times all elements, over the GPUs that share a copy
-- KV cache: of the embedded engine, its limit: ``max_concurrent`` sequences of the whole context at 2 c K D bytes per
+- KV cache (embedded engine): its limit, which is ``max_concurrent`` sequences of the whole context at 2 c K D bytes per
   token and layer, at most half of the memory that the weights leave
-- engine: of another engine, its share of each GPU, which holds weights, KV cache and activations
+- engine (any other engine): its share of each GPU, which holds weights, KV cache and activations
 - staged update: c times all elements, where an update waits in GPU memory for its commit
 
 With ``servers.release_memory`` trainers and servers take turns: while trainers train, servers hold nothing.
 
-Each process also has `CONTEXT_BYTES`, all the time. Nothing here was compared with a GPU.
+Each process also needs `CONTEXT_BYTES` all the time. These estimates have not been compared with measurements.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ON_THE_GPU = ("nccl", "ipc")
 """Transports whose buckets arrive in GPU memory."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Memory = Mapping[str, tuple[MemoryTerm, ...]]
-"""What each process with GPUs needs on each of them, by its name."""
+"""The memory that each process with GPUs needs on each of them, by process name."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ Memory = Mapping[str, tuple[MemoryTerm, ...]]
 
 
 def trainer_terms(config: RunConfig) -> tuple[MemoryTerm, ...]:
-    """Return what the largest rank needs on its GPU; nothing if its kind does not know. Raises `ConfigError`."""
+    """Return what the largest rank needs on its GPU; empty if its kind does not report it. Raises `ConfigError`."""
     terms = load_worker_kind(config.train.trainer).memory(worker_settings(config), training_load(config))
     if terms is None:
         return ()
@@ -67,7 +67,7 @@ def server_terms(
 ) -> tuple[MemoryTerm, ...]:
     """Return what one server needs on each of its GPUs, which have ``memory_bytes`` (0: unknown).
 
-    Raises `ConfigError` if the engine's own share of that does not hold the model and one sequence.
+    Raises `ConfigError` if the engine's share of it cannot hold the model and one sequence.
     """
     dtype = config.model.dtype
     size_bytes = DTYPE_SIZES[dtype] * model.num_elements
@@ -111,7 +111,7 @@ def server_terms(
 
 
 def gib(size_bytes: int) -> str:
-    """Return a size as people read it, such as ``12.3 GiB``."""
+    """Return a size in a readable form, such as ``12.3 GiB``."""
     return f"{size_bytes / (1 << 30):.1f} GiB"
 
 
@@ -121,15 +121,15 @@ def gib(size_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """What all processes on one GPU need together."""
+    """The memory that all processes on one GPU need together."""
 
     index: int
     memory_bytes: int
     needed_bytes: int
-    """In the phase that needs more, where trainers and servers take turns."""
+    """The total, or that of the larger phase if trainers and servers take turns."""
     processes: tuple[str, ...]
     phase: Phase | None = None
-    """That phase; None if all of it is needed all the time."""
+    """The larger phase; None if the memory does not depend on the phase."""
 
 
 def memory_of(config: RunConfig, model: ModelShape, placement: Placement) -> Memory:

@@ -1,7 +1,7 @@
-"""Which GPUs each trainer rank and each server of a run gets.
+"""Assigns GPUs to the trainer ranks and servers of a run.
 
-Trainer ranks get one GPU each, then servers as many as their engine runs on, in order, unless the configuration names
-them. Pure: knows the configuration and a list of devices, and starts nothing.
+Trainer ranks get one GPU each. Then each server, in order, gets as many GPUs as its engine runs on. The configuration
+may name GPUs instead.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from inflight.run.machines.devices import Device
 
 @dataclass(frozen=True, slots=True)
 class GpuPlacement:
-    """One process of a run, and its GPUs: none if it computes on the CPU, or there are none."""
+    """One process of a run and its GPUs, which are none if it computes on the CPU."""
 
     name: str
     role: Literal["trainer", "server"]
     devices: tuple[Device, ...] = ()
     num_gpus: int = 0
-    """GPUs that the launcher chooses, on whichever host it takes."""
+    """The number of GPUs that the launcher chooses, on a host of its choice."""
 
     @property
     def has_gpu(self) -> bool:
@@ -33,7 +33,7 @@ class GpuPlacement:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables with which the process sees its devices only, as devices 0, 1 and so on."""
+        """Environment variables that limit the process to its devices, numbered from 0."""
         if not self.devices:
             return {}
         # Without the order, CUDA counts the fastest GPU first and nvidia-smi does not.
@@ -64,7 +64,7 @@ class Placement:
 
 
 def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
-    """Return where each process of a run continues a machine with these devices.
+    """Return the GPUs of each process of a run, on a machine with these devices.
 
     Raises `ConfigError` if there are too few, or if processes would share a device that cannot be shared.
     """
@@ -107,15 +107,16 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
 
 
 def place_extra(name: str, config: RunConfig, member: FleetMember, num_gpus: int | None) -> GpuPlacement:
-    """Return where a server goes that is started while the run continues; ``num_gpus`` as `Launcher` specifies."""
+    """Return the placement of a server that is started during the run; ``num_gpus`` is as in `Launcher`."""
     on_gpu = bool(num_gpus) and wants_gpu(config.servers.device)
     return GpuPlacement(name, "server", (), gpu_use(member).num_gpus if on_gpu else 0)
 
 
 def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
-    """Return the processes of a run whose launcher finds hosts with GPUs for them; ``num_gpus`` is what all hosts have.
+    """Return the placement of the processes of a run whose launcher chooses hosts and GPUs.
 
-    Raises `ConfigError` if they are too few, or if the configuration numbers GPUs, which only one host can.
+    ``num_gpus`` counts the GPUs of all hosts. Raises `ConfigError` if there are too few, or if the configuration names
+    GPUs by index, which is only possible on one host.
     """
     servers = config.servers
     if config.train.devices is not None or any(member.devices is not None for member in servers.members):
@@ -144,12 +145,12 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
 
 
 def server_name(index: int, member: FleetMember) -> str:
-    """Return the name of a server that a run starts, with its engine unless that runs in the server's own process."""
+    """Return the name of a server that a run starts; it includes the engine unless that runs in the server process."""
     return f"server-{index}" if member.kind.runs_in_process else f"server-{index}-{member.engine}"
 
 
 def gpu_use(member: FleetMember) -> GpuUse:
-    """Return what one server of a member takes of GPUs. Raises `ConfigError` for an unknown engine."""
+    """Return the GPUs that one server of a fleet member takes. Raises `ConfigError` for an unknown engine."""
     return member.kind.gpu_use(member.engine_arguments)
 
 
@@ -172,7 +173,7 @@ class _Wanted:
     role: Literal["trainer", "server"]
     num_devices: int
     explicit: tuple[int, ...] = ()
-    """Indices that the configuration names; empty: whichever are free."""
+    """The indices that the configuration names; empty for any free GPUs."""
 
 
 def _of_trainers(config: RunConfig) -> list[tuple[int, ...]]:
@@ -206,9 +207,9 @@ def _of_servers(member: FleetMember, num_devices: int) -> list[tuple[int, ...]]:
 
 
 def _filled(wanted: Sequence[_Wanted], devices: Sequence[Device], *, shares: bool) -> list[GpuPlacement]:
-    """Give each process its configured devices, or else those that are free, first come first served.
+    """Return the devices of each process: those that the configuration names, or else free ones in order.
 
-    With ``shares`` servers take devices that no other server has, whether or not a trainer has them.
+    With ``shares``, a server takes devices that no other server has, even if a trainer has them.
     """
     for it in wanted:
         if unknown := [index for index in it.explicit if index >= len(devices)]:
@@ -244,7 +245,7 @@ def _too_few(wanted: Sequence[_Wanted], num_devices: int, *, shares: bool) -> st
 
 
 def _check_releases(servers: Sequence[GpuPlacement], config: RunConfig) -> None:
-    """Raise `ConfigError` if a server is to release its memory and computes on the CPU, where engines cannot."""
+    """Raise `ConfigError` if a server that must release its memory computes on the CPU."""
     for it, member in zip(servers, config.servers.started, strict=True):
         if member.kind.releases_memory == "on_gpu" and not it.devices:
             raise ConfigError(
@@ -254,7 +255,7 @@ def _check_releases(servers: Sequence[GpuPlacement], config: RunConfig) -> None:
 
 
 def _check_sharing(places: Sequence[GpuPlacement], config: RunConfig) -> None:
-    """Raise `ConfigError` if two processes share a device and must not."""
+    """Raise `ConfigError` if two processes share a device without permission."""
     on: dict[int, list[GpuPlacement]] = {}
     for it in places:
         for device in it.devices:

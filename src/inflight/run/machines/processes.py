@@ -1,6 +1,7 @@
-"""Server and trainer processes of a run: what is started, and when each is ready. Launchers start and watch them.
+"""The server and trainer processes of a run, which launchers start and watch.
 
-Each ends by itself when the run dies, because its standard input ends. Output goes to files; errors quote its end.
+Each process ends when the run dies, because its standard input is closed. Its output goes to a file, whose end is
+quoted in errors.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from inflight.run.ranks.channel import RunChannel
 from inflight.run.ranks.handshake import RUN_VARIABLE, Meeting
 from inflight.run.ranks.messages import Here
 from inflight.run.record.run_directory import RunDirectory
-from inflight.run.servers.leases import taken_over
+from inflight.run.servers.leases import reconnect_leased_server
 
 _POLL_S = 0.05
 STOP_S = 10.0
-"""How long a process may take to end once its standard input has ended."""
+"""How long a process may take to end after its standard input is closed."""
 _STOP_ENGINE_S = 30.0
-"""The same for a server that must first stop an engine's own server."""
+"""The same for a server that must first stop the server of its engine."""
 NUM_LINES = 24
-"""How many lines of a traceback an error quotes."""
+"""The number of lines of a traceback that an error quotes."""
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One process of the run, and what it was started from."""
+    """One process of the run, and the program that it was started from."""
 
     name: str
     process: Launched
@@ -54,7 +55,7 @@ class Process:
         return f"{how}; the end of {self.log}:\n{quoted}" if quoted else how
 
     async def stop(self) -> None:
-        """End its standard input and wait; kill it if it takes too long."""
+        """Close its standard input and wait for it to end; kill it if it takes too long."""
         await self.process.stop(self.stop_s)
 
 
@@ -69,27 +70,27 @@ class ServerProcess(Process):
     is_ready: bool = False
     """Since it was last started."""
     is_leased: bool = False
-    """Whether it continues when its standard input ends."""
+    """Whether it keeps running when its standard input is closed."""
     has_served: bool = False
     """Whether it has held a version since it was last started."""
-    end_is_told: bool = False
-    """Whether the user was told how it ended; reset when it is started again."""
+    is_end_reported: bool = False
+    """Whether the user has been notified of how it ended; reset when it is restarted."""
 
     async def stop(self) -> None:
-        """Stop it like any process, but with a signal where the end of its input would not end it.
+        """Stop it like any process, but send a signal if closing its input would not end it.
 
-        While it is starting it does not watch its input yet.
+        A server that is still starting does not watch its input yet.
         """
         if not self.is_ready or self.is_leased:
             self.process.send_signal(signal.SIGTERM)
         await Process.stop(self)
 
     async def restart(self, timeout_s: float, *, same_port: bool) -> None:
-        """Start it again after its process has ended, and wait until it is ready; then ``url`` is where it is now.
+        """Restart it after its process has ended, and wait until it is ready; ``url`` is then its new address.
 
         Raises `ConfigError` with the end of its log if it does not become ready; the process has ended then.
         """
-        await Process.stop(self)  # abandons where it ran
+        await Process.stop(self)  # it may restart elsewhere
         port = urlsplit(self.url).port if same_port and self.url else 0
         program = replace(self.program, command=_command(self.spec, port or 0), appends=True)
         self.is_ready = False
@@ -110,23 +111,23 @@ class ServerProcess(Process):
 
 @dataclass(slots=True, eq=False)
 class Rank(Process):
-    """A trainer rank, which meets the run by itself."""
+    """A trainer rank, which connects to the run."""
 
     rank: int
     meeting: Meeting
     doing: str = "starting"
-    """What it last reported to be doing; empty between requests."""
+    """The activity that it last reported; empty between requests."""
     _channel: RunChannel | None = None
 
     async def channel(self) -> RunChannel:
-        """Return the channel to it, once it is there. Raises `WorkerDiedError` if it ends before that."""
+        """Return the channel to it, once it has connected. Raises `WorkerDiedError` if it ends before that."""
         if self._channel is None:
             early = WorkerDiedError(f"trainer rank {self.rank} ended before it had met the run")
             self._channel = await result_unless(self.meeting.channel(self.rank), self.process.wait(), lambda: early)
         return self._channel
 
     async def rendezvous(self) -> str:
-        """Return where the other ranks meet this one, as it indicates when it comes; empty for a single rank."""
+        """Return the address where the other ranks meet this one, which it reports; empty for a single rank."""
         said = await (await self.channel()).receive()
         assert isinstance(said, Here), "a rank first states that it is here"
         return said.rendezvous
@@ -142,7 +143,7 @@ class Rank(Process):
 async def start_servers(
     config: RunConfig, directory: RunDirectory, token: str, places: Sequence[GpuPlacement], launcher: Launcher
 ) -> list[ServerProcess]:
-    """Start all servers together and wait until they are ready. With updates ``pull`` they follow the run's store.
+    """Start all servers together and wait until they are ready. With ``pull``, they load stored versions.
 
     Raises `ConfigError` with the end of a server's log; no server is left running then.
     """
@@ -154,8 +155,8 @@ async def start_servers(
         program = _program(config, spec, member, directory, token, place)
         process: Launched | None = None
         if config.servers.lease_s and program.ready_file is not None:
-            process = await taken_over(program.ready_file, token, directory.run_id)
-        # Each by itself: it may be started again elsewhere, without the others.
+            process = await reconnect_leased_server(program.ready_file, token, directory.run_id)
+        # Each one separately, because it may be restarted elsewhere without the others.
         servers[place.name] = server = await _launched(member, spec, program, launcher, timeout_s, process)
         server.is_leased = config.servers.lease_s > 0
         await _ready(server)
@@ -184,7 +185,7 @@ async def start_joining_server(
     launcher: Launcher,
     at: str,
 ) -> ServerProcess:
-    """Start a server that joins the run by itself ``at`` its URL, and wait until it is ready.
+    """Start a server that joins the run at the URL ``at``, and wait until it is ready.
 
     Raises `ConfigError` with the end of its log; it is not left running then.
     """
@@ -204,7 +205,7 @@ async def _launched(
     timeout_s: float,
     process: Launched | None,
 ) -> ServerProcess:
-    """Return the server of a process, or of a new one."""
+    """Return the server of a given process, or start a new one."""
     if process is None:
         (process,) = await launcher.start([program], timeout_s)
     stop_s = STOP_S if member.kind.runs_in_process else _STOP_ENGINE_S
@@ -212,7 +213,7 @@ async def _launched(
 
 
 def _spec(config: RunConfig, member: FleetMember, directory: RunDirectory, name: str) -> ServerSpec:
-    """Return what a server with this name is started with; its port is any free one."""
+    """Return the specification of a server with this name, on any free port."""
     spec = server_spec(config, member)
     listen = ListenOptions(
         port=0,
@@ -241,7 +242,7 @@ def _program(
         num_cpus=config.servers.threads,
         num_gpus=place.num_gpus,
         place=member.place,
-        # Whoever holds the lock is not left running when the run is resumed.
+        # A process that holds the lock is ended when the run is resumed.
         inherits=() if spec.listen.lease_s else (directory.lock,),
     )
 
@@ -252,7 +253,7 @@ def _command(spec: ServerSpec, port: int) -> list[str]:
 
 
 async def _ready(server: ServerProcess) -> None:
-    """Return once a server has said where it answers. Raises `ConfigError` if its process ends before."""
+    """Return once a server has reported its address. Raises `ConfigError` if its process ends before."""
     while (text := await server.process.ready()) is None:
         if server.process.ended is not None:
             raise ConfigError(server.how_it_ended())
@@ -264,7 +265,7 @@ async def _ready(server: ServerProcess) -> None:
 async def start_ranks(
     config: RunConfig, logs: Path, token: str, lock: int | None, places: Sequence[GpuPlacement], launcher: Launcher
 ) -> list[Rank]:
-    """Start the trainer ranks together, which meet the run and wait for their first request."""
+    """Start all trainer ranks, which connect to the run and wait for their first request."""
     meeting = await Meeting.open(launcher.address, token, len(places), launcher.port)
     environment = {
         TOKEN_VARIABLE: token,
@@ -276,7 +277,7 @@ async def start_ranks(
         Program(
             place.name,
             [sys.executable, "-m", "inflight.run.ranks.rank"],
-            # A rank that sees only its own GPU is the first one there.
+            # A rank that sees only its own GPU has local rank 0.
             environment | {"RANK": str(rank), "LOCAL_RANK": "0" if place.has_gpu else str(rank)} | place.environment,
             logs / f"{place.name}.log",
             num_cpus=config.train.threads,

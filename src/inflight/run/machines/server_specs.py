@@ -1,4 +1,4 @@
-"""What the servers of a run are started with, wherever they run."""
+"""The specifications with which the servers of a run are started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inflight.run.fleet_config import FleetMember
 
 
 def server_spec(config: RunConfig, member: FleetMember) -> ServerSpec:
-    """Return what one server of a member is started with, but where it listens and which run it joins."""
+    """Return the specification of one server of a fleet member, without its address and the run that it joins."""
     servers = config.servers
     released = member.kind.release_arguments if servers.release_memory else ()
     options = EngineOptions(

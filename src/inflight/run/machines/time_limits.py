@@ -1,4 +1,4 @@
-"""How long steps, publishes and saves of a run may take: as configured, or grown with the model's bytes."""
+"""Time limits for the steps, publishes and saves of a run: configured, or derived from the size of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.run.config import RunConfig
 from inflight.wire import DTYPE_SIZES
 
 STEP_S = 900.0
-"""Longest wait for a batch, and for a step of a small model with its publish."""
+"""The limit for a batch, and for a step of a small model with its publish."""
 _SAVE_S = 900.0
 _PUBLISH_S = 60.0
 _COLLECTIVE_S = 1800.0
@@ -19,7 +19,7 @@ _COLLECTIVE_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """In seconds."""
+    """Time limits in seconds."""
 
     publish_s: float
     step_s: float

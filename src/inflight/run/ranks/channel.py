@@ -29,7 +29,7 @@ _REPLY: pydantic.TypeAdapter[Reply] = pydantic.TypeAdapter(Reply)
 
 
 def encode(message: Message, tensors: Mapping[str, torch.Tensor] | None = None) -> bytes:
-    """Return one frame."""
+    """Return one encoded frame."""
     head = message.model_dump_json().encode()
     payload = safetensors.torch.save(dict(tensors)) if tensors else b""
     return _LENGTHS.pack(len(head), len(payload)) + head + payload
@@ -61,7 +61,7 @@ class WorkerChannel:
 
 
 class RunChannel:
-    """The run's end of the channel to one rank; async. `send` and `receive` raise `WorkerDiedError` if it is gone."""
+    """The run's end of the channel to one rank; async. `send` and `receive` raise `WorkerDiedError` if it is lost."""
 
     def __init__(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._rank = rank

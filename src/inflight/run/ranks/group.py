@@ -1,4 +1,4 @@
-"""The trainer ranks as the run sees them: one group that it starts, feeds, tells to save, and stops."""
+"""The group of trainer ranks, which the run starts, sends requests to, and stops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ A = TypeVar("A", bound=RankAnswer)
 T = TypeVar("T")
 
 _ANSWER_S = 10.0
-"""How long a rank may take to report that it abandoned waiting."""
+"""How long a rank may take to report that its own wait has timed out."""
 _STOP_AFTER_FAILURE_S = 2.0
 """How long ranks may take to end once one has failed: others may be waiting for it in a collective."""
 _GRACE_S = 2.0
@@ -57,11 +57,11 @@ class TrainerGroup:
     logs: Path
     token: str
     on_note: Callable[[str], None]
-    """Called once with each different note of a rank."""
+    """Called once for each distinct note of a rank."""
     lock: int | None = None
     """Inherited by the ranks' processes."""
     places: Sequence[GpuPlacement] = ()
-    """Name and GPUs of each rank; none: as `place` names them on a machine without GPUs."""
+    """The name and GPUs of each rank; if empty, `place` names them as on a machine without GPUs."""
     launcher: Launcher = field(default_factory=LocalLauncher)
     ranks: Sequence[Rank] = ()
     data_ranks: Sequence[int] = ()
@@ -73,21 +73,21 @@ class TrainerGroup:
 
     @functools.cached_property
     def limits(self) -> TimeLimits:
-        """How long the ranks may take for what they are asked."""
+        """How long the ranks may take for each request."""
         return time_limits(self.config)
 
     async def spawn(self) -> None:
-        """Start the processes, which load nothing yet."""
+        """Start the processes; they do not load the model yet."""
         places = self.places or place(self.config, ()).trainers
         self.ranks = await start_ranks(self.config, self.logs, self.token, self.lock, places, self.launcher)
 
     @property
     def num_shares(self) -> int:
-        """Shares of the data; each is computed by one rank, or by several together."""
+        """The number of shares of the data, each of which one or several ranks compute."""
         return max(self.data_ranks) + 1
 
     async def load_and_connect(self, members: Members | None, run_id: str, checkpoint: Path | None) -> Ready:
-        """Load the model or a checkpoint, connect to the servers if there are any, and bring them to these weights.
+        """Load the model or a checkpoint, connect to the servers if there are any, and update them to these weights.
 
         Returns rank 0's answer.
         """
@@ -104,7 +104,7 @@ class TrainerGroup:
         return answers[0]
 
     async def _met(self) -> str:
-        """Wait until every rank has come; return where they meet."""
+        """Wait until every rank has connected; return the address where they meet."""
         timeout_s = self.config.run.start_timeout_s
         async with self._in_turn():
             return (await _all_of(self.ranks, [_came(rank) for rank in self.ranks], timeout_s))[0]
@@ -112,7 +112,7 @@ class TrainerGroup:
     async def train(self, frames: Sequence[bytes]) -> list[Trained]:
         """Take one optimizer step on the frame of each share; return every rank's answer.
 
-        Of ranks that compute a share together, only the first answers with metrics and logprobs.
+        If several ranks compute a share together, only the first answers with metrics and logprobs.
         """
         answers = await self._ask([frames[share] for share in self.data_ranks], Trained, self.limits.step_s)
         firsts = {share: rank for rank, share in reversed(list(enumerate(self.data_ranks)))}
@@ -128,7 +128,7 @@ class TrainerGroup:
     async def publish(self, members: Members) -> Done:
         """Publish the present version, for the first time or again, once the ranks are free; return rank 0's answer.
 
-        It asks every server that was left out, without waiting for its next turn.
+        It retries every server that was left out, without waiting for the backoff of the server.
         """
         request = PublishPresent(members=members.model_copy(update={"ask_all": True}))
         return (await self._ask_alike(request, self.limits.step_s))[0]
@@ -152,7 +152,7 @@ class TrainerGroup:
             raise WorkerDiedError(self.ranks[number].how_it_ended())
 
     async def stop(self) -> None:
-        """End the ranks' input, wait for them to end, and remove weights that a killed rank left behind."""
+        """Close the ranks' input, wait for them to end, and remove weights that a killed rank has left."""
         for rank in self.ranks:
             rank.meeting.close()
         await finish_all(*(rank.stop() for rank in self.ranks))
@@ -165,7 +165,7 @@ class TrainerGroup:
 
     @contextlib.asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[None]:
-        """Wait until no other question to the ranks is open."""
+        """Wait until no other request to the ranks is in progress."""
         try:
             async with self._asking:
                 yield
@@ -184,7 +184,7 @@ class TrainerGroup:
         return answers
 
 
-# ------------------------------------------------------------------------------------------ one question to all ranks
+# ------------------------------------------------------------------------------------------ one request to all ranks
 
 
 class _RankError(Exception):
@@ -199,9 +199,9 @@ async def _all_of(ranks: Sequence[Rank], calls: Iterable[Coroutine[Any, Any, T]]
     """Return the answer of every rank to its call.
 
     The first rank that dies or answers with an error ends the wait for all. Raises `WorkerDiedError` with the end of a
-    dead rank's log, or a rank's error, with the rank's name unless all ranks say the same. A rank that only lost its
-    connection to another counts as the cause if no other cause shows within two seconds. Ranks must not be asked again
-    after a failure.
+    dead rank's log, or a rank's error, with the rank's name unless all ranks report the same error. A rank that only
+    lost its connection to another counts as the cause if no other cause shows within two seconds. Ranks must not be
+    asked again after a failure.
     """
     asking = [start(call) for call in calls]
     try:
@@ -251,13 +251,13 @@ async def _came(rank: Rank) -> str:
 
 
 async def _unless_lost(rank: Rank, call: Coroutine[Any, Any, T]) -> T:
-    """Await a call to a rank; soon after its process has ended, abandon. Raises `_RankError`.
+    """Await a call to a rank, and abandon it soon after the process of the rank has ended. Raises `_RankError`.
 
     A host that is lost does not close its connections.
     """
     gone = WorkerDiedError(f"{rank.name} is gone")
     try:
-        # What it said last may still be on its way.
+        # Its last message may still be in transit.
         return await result_unless(call, rank.process.wait(), lambda: gone, _GRACE_S)
     except WorkerDiedError as error:
         raise _RankError(rank, WorkerDiedError(await _last_words(rank))) from error
@@ -292,7 +292,7 @@ async def _failures(asking: Sequence[asyncio.Future[T]]) -> list[_RankError]:
 
 
 def _named(cause: _RankError, failures: Sequence[_RankError], num_ranks: int) -> InflightError:
-    """Return the error of a rank with its name added, unless all ranks say the same or it already names one."""
+    """Return the error of a rank with its name added, unless all ranks report the same or it already names one."""
     text, name = str(cause.error), cause.rank.name
     all_say_so = len(failures) == num_ranks and len({str(failure.error) for failure in failures}) == 1
     if all_say_so or name in text or text.startswith("rank "):

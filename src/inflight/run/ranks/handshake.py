@@ -1,6 +1,6 @@
-"""Where trainer ranks meet their run: a TCP port on which each proves that it knows the run's token, as the run does.
+"""The handshake of trainer ranks with their run: a TCP port on which both sides prove that they know the run's token.
 
-The token itself is not sent, and nothing is encrypted: off loopback, the hosts of a run share a private network.
+The token itself is not sent. The connection is not encrypted, so the hosts of a run must share a private network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _RANK = struct.Struct("<I")
 _PROVE_S = 30.0
-"""How long either side may take to prove itself."""
+"""How long either side may take to prove that it knows the token."""
 _CONNECT_S = 300.0
 """How long a rank tries to reach its run, which may start later."""
 
@@ -51,7 +51,7 @@ class Meeting:
                 if rank >= num_ranks or ranks[rank].done():
                     raise WorkerDiedError(f"rank {rank} is not expected")
             except (TimeoutError, OSError, asyncio.IncompleteReadError, WorkerDiedError):
-                writer.close()  # whoever that is: the run waits for its own ranks
+                writer.close()  # not one of our ranks: keep waiting for those
                 return
             _keep_alive(writer.get_extra_info("socket"))
             ranks[rank].set_result(RunChannel(rank, reader, writer))
@@ -60,11 +60,11 @@ class Meeting:
         return cls(server, address, ranks)
 
     async def channel(self, rank: int) -> RunChannel:
-        """Wait for a rank and return the channel to it."""
+        """Wait for a rank to connect, and return the channel to it."""
         return await asyncio.shield(self._ranks[rank])
 
     def close(self) -> None:
-        """Close the port and every channel: the ranks see the end of their input."""
+        """Close the port and every channel; the ranks then see the end of their input."""
         self._server.close()
         for rank in self._ranks:
             if rank.done() and not rank.cancelled():
@@ -73,9 +73,9 @@ class Meeting:
 
 
 def meet_run(where: str, token: str, rank: int) -> socket.socket:
-    """Connect to the run and prove the token to each other; return the connection. Blocks.
+    """Connect to the run, exchange proofs of the token, and return the connection. Blocks.
 
-    Raises `TrainerError` if nobody answers there in time, or whoever answers does not know the token.
+    Raises `TrainerError` if nothing answers in time, or if the other side does not know the token.
     """
     host, _, port = where.rpartition(":")
     try:
@@ -94,9 +94,9 @@ def meet_run(where: str, token: str, rank: int) -> socket.socket:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; None for loopback and if none has it.
+    """Return the network interface that has an IPv4 address; None for loopback, or if no interface has it.
 
-    Gloo and NCCL take an interface, and else choose one by the host's name.
+    Without an explicit interface, Gloo and NCCL choose one by the name of the host.
     """
     import fcntl
 
@@ -104,15 +104,15 @@ def interface_of(address: str) -> str | None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
+            with contextlib.suppress(OSError):  # the interface has no address
                 answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None
 
 
-def tell_collectives(address: str) -> None:
-    """Have torch's collectives use the interface with this address, unless the environment names one."""
+def set_collective_interface(address: str) -> None:
+    """Make the collectives of torch use the interface with this address, unless the environment names one."""
     if (name := interface_of(address)) is not None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, name)
@@ -156,7 +156,7 @@ def _received(connection: socket.socket, size: int) -> bytes:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Have the kernel notice within a minute that the other host is gone."""
+    """Make the kernel detect within a minute that the other host is unreachable."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):

@@ -1,7 +1,7 @@
 """The messages between the run and its trainer ranks.
 
 The run sends a request to every rank. A rank reports what it begins to do, any number of times, and then answers. The
-tensors of micro-batches travel beside the message, by name.
+tensors of micro-batches are sent along with the message, by name.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class Message(BaseModel):
 
 
 class Members(Message):
-    """The servers that a publish is for, as far as they can be reached."""
+    """The servers that a publish is for."""
 
     urls: tuple[str, ...] = ()
     ask_all: bool = False
-    """Whether the publish asks every server that was left out, without waiting for its next turn."""
+    """Whether the publish retries every server that was left out, without waiting for its backoff."""
 
 
 class Start(Message):
-    """Load the model, or a checkpoint, and bring the servers to its weights. Answered by `Ready`."""
+    """Load the model or a checkpoint, and update the servers to its weights. Answered by `Ready`."""
 
     type: Literal["start"] = "start"
     config: RunConfig
     run_id: str
     members: Members | None
-    """None: nothing is ever published."""
+    """None: the run never publishes."""
     checkpoint: Path | None
     rendezvous: str
     """``HOST:PORT`` of rank 0's store, in which the ranks meet; empty for a single rank."""
@@ -80,11 +80,11 @@ class Train(Message):
     publish: Members | None
     """None: the new version is not published."""
     returns_logprobs: bool = False
-    """Whether the answer has the trainer logprobs."""
+    """Whether the answer includes the trainer logprobs."""
 
 
 class PublishPresent(Message):
-    """Publish the present version, for the first time or again. Answered by `Done`."""
+    """Publish the current version, for the first time or again. Answered by `Done`."""
 
     type: Literal["publish"] = "publish"
     members: Members
@@ -111,7 +111,7 @@ Request = Annotated[Start | Train | PublishPresent | Save | FinishSave, Field(di
 
 
 class PublishResult(Message):
-    """What a publish cost and which servers it reached; no server is named when servers pull."""
+    """The duration of a publish and the servers that it reached; no server is named when servers pull."""
 
     span: tuple[float, float]
     """Start and end, in wall-clock seconds."""
@@ -150,13 +150,13 @@ class PublishResult(Message):
         return self.model_dump(include=set(events.WeightsPublished.model_fields))
 
     def metrics(self) -> dict[str, Any]:
-        """Return what a row of metrics says of it."""
+        """Return its fields in a row of metrics."""
         gb_per_s = self.sent_bytes / 1e9 / self.wire_s if self.wire_s > 0 else None
         return {**self.event_fields(), "gb_per_s": gb_per_s}
 
 
 class Here(Message):
-    """The rank has met its run. Its first message."""
+    """The first message of a rank, after the handshake."""
 
     type: Literal["here"] = "here"
     rendezvous: str = ""
@@ -164,7 +164,7 @@ class Here(Message):
 
 
 class StatusMessage(Message):
-    """What the rank begins to do; its answer follows."""
+    """The activity that the rank begins; its answer follows later."""
 
     type: Literal["doing"] = "doing"
     what: str
@@ -199,7 +199,7 @@ Floats = Annotated[
 
 
 class RankAnswer(Message):
-    """Base of the answers to a fulfilled request."""
+    """The base of the answers to successful requests."""
 
     version: int
     published: PublishResult | None = None
@@ -207,17 +207,17 @@ class RankAnswer(Message):
     saved: int | None = None
     """Version whose checkpoint this rank has completed since the last answer."""
     notes: tuple[str, ...] = ()
-    """What the user should know since the last answer: warnings of lost precision, and what the worker logged."""
+    """Messages for the user since the last answer: warnings of lost precision, and log messages of the worker."""
 
 
 class Done(RankAnswer):
-    """The request is fulfilled."""
+    """The request has succeeded."""
 
     type: Literal["done"] = "done"
 
 
 class Ready(RankAnswer):
-    """The model is loaded, and the servers are at its weights."""
+    """The model is loaded, and the servers hold its weights."""
 
     type: Literal["ready"] = "ready"
     data_rank: int
@@ -225,7 +225,7 @@ class Ready(RankAnswer):
 
 
 class Trained(RankAnswer):
-    """The optimizer step that makes ``version`` is done."""
+    """The optimizer step that produced ``version`` is complete."""
 
     type: Literal["trained"] = "trained"
     gradient_norm: float
@@ -235,7 +235,8 @@ class Trained(RankAnswer):
     span: tuple[float, float]
     """Start and end of the training, without the publish."""
     logprobs: tuple[Floats, ...] = ()
-    """Trainer logprobs [T] of each micro-batch before the step, 0.0 where there is no target; empty if not asked."""
+    """Trainer logprobs [T] of each micro-batch before the step, 0.0 where there is no target; empty if not
+    requested."""
 
 
 Reply = Annotated[Here | StatusMessage | Failed | Done | Ready | Trained, Field(discriminator="type")]

@@ -80,7 +80,7 @@ class PushPublishing(Publishing):
 
 
 class PullPublishing(Publishing):
-    """Stores each version without waiting for any server."""
+    """Stores each version without waiting for servers."""
 
     def __init__(self, updates: UpdatesSection, run_id: str, deadline_s: float) -> None:
         assert updates.directory is not None
@@ -92,7 +92,7 @@ class PullPublishing(Publishing):
         self._incarnation = newest_incarnation(self._directory, run_id) + 1
 
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
-        """Raises `FencedError` if a later incarnation has stored a version: servers then refuse those of this one."""
+        """Raises `FencedError` if a later incarnation has stored a version, because servers then refuse this one's."""
         started = time.time()
         newest = newest_incarnation(self._directory, self._run_id)
         report = store_weights(
@@ -121,7 +121,7 @@ class PullPublishing(Publishing):
 
 
 def _own_address(updates: UpdatesSection) -> str:
-    """Return this host's address as the servers see it: the configured one, or else the launcher's."""
+    """Return the address at which servers reach this host: the configured one, or else that of the launcher."""
     if "address" in updates.model_fields_set:
         return updates.address
     return os.environ.get(ADDRESS_VARIABLE, updates.address)

@@ -1,4 +1,4 @@
-"""One trainer rank in its own process: ``python -m inflight.run.ranks.rank``, with what it needs in its environment.
+"""One trainer rank in its own process: ``python -m inflight.run.ranks.rank``, configured by environment variables.
 
 It connects to the run, takes requests from it, drives a `TrainerWorker` through them, and answers. Every rank gets
 the same requests and makes the same calls. It reports what it begins to do, so that the run knows what a rank was doing
@@ -31,7 +31,7 @@ from inflight.launchers.launcher import ADDRESS_VARIABLE
 from inflight.losses import LossOutput, LossPlan, Metric, Metrics, PolicyLoss, add_metrics, encode_metrics, prepare
 from inflight.run.machines.time_limits import time_limits
 from inflight.run.ranks.channel import WorkerChannel
-from inflight.run.ranks.handshake import RUN_VARIABLE, meet_run, tell_collectives
+from inflight.run.ranks.handshake import RUN_VARIABLE, meet_run, set_collective_interface
 from inflight.run.ranks.messages import (
     Done,
     Failed,
@@ -58,9 +58,9 @@ from inflight.weights.transports.groups import host_store
 
 _MEET_S = 300.0
 """How long rank 0's store waits for what the other ranks put into it."""
-Dist: Any = dist  # its stubs leave out the stores
+Dist: Any = dist  # the stubs lack the stores
 _SAID_OF_OTHERS = ("gloo/transport", "NCCL")
-"""Words in the errors of collectives, which fail on every rank when one ends."""
+"""Fragments of the errors of collectives, which fail on every rank when one rank ends."""
 
 
 def collectives_backend(device: str) -> str:
@@ -72,7 +72,7 @@ def collectives_backend(device: str) -> str:
 
 
 def blames_another_rank(error: Exception) -> bool:
-    """Return whether an error only states that another rank is gone."""
+    """Return whether an error only reports that another rank has failed."""
     return isinstance(error, dist.DistError) or any(words in str(error) for words in _SAID_OF_OTHERS)
 
 
@@ -119,7 +119,7 @@ class TrainerRank:
                 )
             self._saver = self._worker
         self._saving: int | None = None
-        """Version that is being saved, until the run has been told that it is complete."""
+        """The version that is being saved, until the run has been notified that it is complete."""
         self._save_timeout_s = limits.save_s
         self._loss = config.loss.policy_loss()
         self._reference = kind.create(settings) if "reference_logprobs" in self._loss.needs else None
@@ -143,7 +143,7 @@ class TrainerRank:
         """Fulfil a request of the run. After an error the rank must not be asked again."""
         answer = self._answer(request, tensors)
         if self._shares_memory:
-            torch.cuda.empty_cache()  # torch would keep what was freed for itself, and the servers take their turn
+            torch.cuda.empty_cache()  # otherwise torch keeps freed memory that the servers need now
         return answer
 
     def _answer(self, request: Request, tensors: Mapping[str, torch.Tensor]) -> RankAnswer:
@@ -278,8 +278,8 @@ def planned(
     return batches, plan
 
 
-def answer_requests(channel: WorkerChannel, told: list[str], hosted: Any) -> None:
-    """Answer requests until the run ends. Each answer carries the notes in ``told``, which is then cleared.
+def answer_requests(channel: WorkerChannel, notes: list[str], hosted: Any) -> None:
+    """Answer requests until the run ends. Each answer carries ``notes``, which is then cleared.
 
     ``hosted`` is the store that this rank hosts for the others, None on all but rank 0.
 
@@ -289,11 +289,11 @@ def answer_requests(channel: WorkerChannel, told: list[str], hosted: Any) -> Non
     try:
         for request, tensors in channel.requests():
             if trainer is None:
-                assert isinstance(request, Start), "the first request states what to load"
+                assert isinstance(request, Start), "the first request must be Start"
                 trainer = TrainerRank(request, lambda what: channel.send(StatusMessage(what=what)), hosted)
             answer = trainer.answer(request, tensors)
-            channel.send(answer.model_copy(update={"notes": tuple(told)}))
-            told.clear()
+            channel.send(answer.model_copy(update={"notes": tuple(notes)}))
+            notes.clear()
     except Exception as error:
         code = error.code if isinstance(error, InflightError) else None
         message = f"{type(error).__name__}: {error}" if code is None else str(error)
@@ -307,28 +307,28 @@ def answer_requests(channel: WorkerChannel, told: list[str], hosted: Any) -> Non
 
 
 def main() -> None:
-    """Run one rank, which the environment describes. The rank ignores SIGINT; the run handles it."""
+    """Run one rank, as the environment describes it. It ignores SIGINT, which the run handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    told: list[str] = []
+    notes: list[str] = []
     warnings.simplefilter("always", PrecisionWarning)
     show = warnings.showwarning
 
-    def show_and_tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    def show_and_note(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         show(message, category, *where, **more)
         if issubclass(category, PrecisionWarning):
-            told.append(str(message))
+            notes.append(str(message))
 
-    warnings.showwarning = show_and_tell
-    report_log_records(told.append)
+    warnings.showwarning = show_and_note
+    report_log_records(notes.append)
     rank, address = int(os.environ["RANK"]), os.environ[ADDRESS_VARIABLE]
-    tell_collectives(address)
+    set_collective_interface(address)
     channel = WorkerChannel(meet_run(os.environ[RUN_VARIABLE], os.environ[TOKEN_VARIABLE], rank))
     hosted, here = None, Here()
     if rank == 0 and int(os.environ["WORLD_SIZE"]) > 1:
         hosted, port = host_store(address, _MEET_S)
         here = Here(rendezvous=f"[{address}]:{port}" if ":" in address else f"{address}:{port}")
     channel.send(here)
-    answer_requests(channel, told, hosted)
+    answer_requests(channel, notes, hosted)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run asks of its kind of workers: their settings, and whether they can train what is configured."""
+"""The settings of the workers of a run, and the checks that they support its configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def worker_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def training_load(config: RunConfig) -> TrainingLoad:
-    """Return what a run gives each rank to compute. Raises `ConfigError` if its loss is unknown."""
+    """Return the objective that each rank computes. Raises `ConfigError` if its loss is unknown."""
     return TrainingLoad(
         num_ranks=config.train.num_ranks,
         tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,

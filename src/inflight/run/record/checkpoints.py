@@ -19,7 +19,7 @@ def checkpoint_path(directory: Path, version: int) -> Path:
 
 
 def finish_checkpoint(directory: Path, version: int, state: Mapping[str, Any], keep: int) -> None:
-    """Write the run's state beside the saved weights, make both the latest checkpoint, and remove older ones.
+    """Write the run's state next to the saved weights, make both the latest checkpoint, and remove older ones.
 
     Raises `CheckpointError` if the state cannot be written; the previous checkpoint then remains the latest.
     """

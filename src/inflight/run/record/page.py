@@ -1,4 +1,4 @@
-"""The page of a run, served beside it by ``inflight watch`` in a process of its own."""
+"""The page of a run, which ``inflight watch`` serves in a separate process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARTING_S = 5.0
 
 
 async def serve_page(directory: Path, logs: Path, note: Callable[[str], None]) -> None:
-    """Serve the page until cancelled, and report its address. The run continues without it if it ends by itself."""
+    """Serve the page until cancelled, and report its address. If that process ends, the run continues without it."""
     environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}  # it gets its own
     command = [sys.executable, "-m", "inflight", "watch", str(directory), "--port", "0", "--exit-with-stdin"]
     log = logs / "page.log"

@@ -1,6 +1,6 @@
-"""A run keeps what decided its steps: `inflight.observe.trace.records` is the format, and here is when it is written.
+"""Writes the record of a run, in the format of `inflight.observe.trace.records`.
 
-Steps are written in a thread, one behind the training. A checkpoint begins once every step before it is written, so
+Each step is written in a thread while the next one trains. A checkpoint begins once every step before it is written, so
 that a killed run continues with a whole record.
 """
 

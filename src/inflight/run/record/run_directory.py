@@ -1,7 +1,7 @@
 """The directory of a run: which process owns it, and where a run in it begins.
 
 Ownership is an operating-system lock on the file ``lock``. The run's children inherit it, so that a resumed run never
-works beside processes of a killed one.
+works alongside processes of a killed one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inflight.errors import ConfigError
 from inflight.run.record.checkpoints import latest_checkpoint, remove_unfinished
 
 _ORPHANS_S = 20.0
-"""How long processes of a killed run may take to end by themselves."""
+"""How long processes of a killed run may take to end without being killed."""
 _OWNER_S = 2.0
 """How long an owner that was just killed may take to disappear."""
 _POLL_S = 0.1

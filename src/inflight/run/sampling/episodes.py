@@ -49,7 +49,7 @@ class _Played:
         finally:
             self.moving.leave()
             if not self.failed.cancel():
-                self.failed.exception()  # it was told, or the episode is over all the same
+                self.failed.exception()  # mark the error as retrieved
 
     def fail(self, error: Exception) -> None:
         if not self.failed.done():

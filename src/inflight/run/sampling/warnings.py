@@ -1,4 +1,4 @@
-"""What the user is shown about dropped groups, failed episodes, biased training and ages that do not add up."""
+"""Warnings for the user about dropped groups, failed episodes, biased training and inconsistent ages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHY_FILTERED = "The composer accepts none like the last one: see rollouts.compo
 
 @dataclass(slots=True)
 class SamplingWarnings:
-    """Counts what may be wrong with the sampling of a run, and warns the user at once and after each doubling."""
+    """Counts problems with the sampling of a run, and warns the user immediately and after each doubling."""
 
     note: Callable[[str], None]
     num_dropped: Mapping[str, int]
@@ -41,7 +41,7 @@ class SamplingWarnings:
         self._num_dropped_in_a_row = 0
 
     def group_dropped(self, group: Group, reason: str) -> None:
-        """Take note of a finished group that no step will use; warn if that happens many times in a row."""
+        """Record a finished group that no step will use; warn if that happens many times in a row."""
         why = _WHY_FILTERED
         if reason == "stale":  # what is dropped for its rewards is meant to differ from what is trained on
             self.group_settled(group, [False] * len(group.rollouts))
@@ -54,7 +54,7 @@ class SamplingWarnings:
         self._count_drop(why)
 
     def item_dropped(self, item: DroppedItem) -> None:
-        """Take note of an item that was dropped before it was scored; the first one of each reason is shown."""
+        """Record an item that was dropped before it was scored; the first one of each reason is shown."""
         if item.reason not in self._shown_reasons:
             self._shown_reasons.add(item.reason)
             self.note(

@@ -52,7 +52,7 @@ class Work(Protocol):
 
     @abstractmethod
     def prompt_of(self, item: TaskItem) -> tuple[int, ...]:
-        """Return the prompt as token ids; of an environment, what tells start states apart. Raises `TaskError`."""
+        """Return the prompt as token ids; for an environment, ids of its start state. Raises `TaskError`."""
 
     @abstractmethod
     def too_long(self, prompt_token_ids: Sequence[int]) -> str | None:

@@ -1,4 +1,4 @@
-"""The servers of a run as endpoints: listed in a file, connected by URL, and checked against the run's needs."""
+"""Checks the servers of a run: their settings, the file that lists them, and their capabilities."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from inflight.run.fleet_config import ServersSection
 from inflight.wire import Capabilities, Needs
 
 _MAX_FILE_BYTES = 1 << 20
-"""Only this much of a list of servers is read."""
+"""The largest part of a list of servers that is read."""
 
 
 def check_servers(servers: ServersSection) -> None:
-    """Raise `ConfigError` for engines, interpreters and URLs that cannot be used. Starts and contacts nothing."""
+    """Raise `ConfigError` for engines, interpreters and URLs that cannot be used. Contacts no server."""
     for member in servers.members:
         if member.kind.releases_memory == "never" and servers.release_memory:
             raise ConfigError(
@@ -40,7 +40,7 @@ def check_servers(servers: ServersSection) -> None:
 def read_server_list(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     """Return the URLs in a file, by endpoint name, and the problems found in it.
 
-    Comments begin with ``#``. Lines that are not a URL are left out. The URLs are None if the file cannot be read.
+    Comments begin with ``#``. Lines that are not URLs are skipped. The URLs are None if the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -89,7 +89,7 @@ _ADVICE = {
 
 
 async def check_endpoint(config: RunConfig, vocab_size: int, endpoint: InferenceEndpoint) -> Capabilities:
-    """Return what an endpoint can do. Raises `ConfigError` if it cannot take part in this run."""
+    """Return the capabilities of an endpoint. Raises `ConfigError` if it cannot take part in this run."""
     can = await endpoint.capabilities()
     if missing := can.missing(needs_of(config, vocab_size)):
         problems = [f"does not support {what}: {_ADVICE[need]}" for need, what in missing.items()]

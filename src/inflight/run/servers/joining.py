@@ -1,6 +1,6 @@
-"""Where servers from anywhere join a run, and leave it: one HTTP route, guarded by the run's token.
+"""The HTTP route at which servers join a run and leave it, protected by the run's token.
 
-A server says again and again that it is there; one that falls silent, or states that it leaves, is no longer listed.
+A server renews its registration repeatedly. It is no longer listed once it stops doing so or announces that it leaves.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MAX_BODY_BYTES = 4096
 class _JoinedServer:
     url: str
     renewed: float
-    has_said_goodbye: bool = False
+    has_left: bool = False
 
 
 def host_and_port(at: str) -> tuple[str, int]:
-    """Return the parts of ``servers.attach.join``. Raises `ConfigError` if it has others."""
+    """Return the host and port of ``servers.attach.join``. Raises `ConfigError` if it has any other form."""
     host, _, port = at.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"servers.attach.join {at!r} is not HOST:PORT, such as 10.0.0.1:8100")
@@ -42,14 +42,14 @@ def host_and_port(at: str) -> tuple[str, int]:
 
 
 class JoinServer:
-    """Lists the servers that have joined. ``at`` is HOST:PORT; off loopback, hosts share a private network."""
+    """Lists the servers that have joined. ``at`` is HOST:PORT on loopback or a private network."""
 
     def __init__(self, at: str, token: str, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._at = at
         self._token = token
         self._run_id = run_id
         self._clock = clock
-        self._guests: dict[str, _JoinedServer] = {}
+        self._joined: dict[str, _JoinedServer] = {}
         self._server: InLoopServer | None = None
 
     async def open(self) -> str:
@@ -64,22 +64,18 @@ class JoinServer:
             await self._server.aclose()
 
     def listed(self) -> dict[str, str]:
-        """Return the URLs of the servers that are there, by endpoint name."""
+        """Return the URLs of the servers that are registered, by endpoint name."""
         now = self._clock()
-        return {
-            name: it.url
-            for name, it in self._guests.items()
-            if not it.has_said_goodbye and now - it.renewed < _SILENT_S
-        }
+        return {name: it.url for name, it in self._joined.items() if not it.has_left and now - it.renewed < _SILENT_S}
 
     def hands_on(self, name: str) -> bool:
-        """Return whether a server that is no longer listed has said goodbye, and so can still hand on its requests."""
-        return name in self._guests and self._guests[name].has_said_goodbye
+        """Return whether an unlisted server has announced that it leaves, and so can hand on its requests."""
+        return name in self._joined and self._joined[name].has_left
 
     async def _answer(self, request: Request) -> Response:
         given = request.headers.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            return _refusal(401, "the token is missing or wrong: set INFLIGHT_TOKEN to the run's")
+            return _refusal(401, "the token is missing or wrong: set INFLIGHT_TOKEN to the token of the run")
         body = b""
         async for piece in request.stream():
             body += piece
@@ -93,7 +89,7 @@ class JoinServer:
         except ConfigError as error:
             return _refusal(400, str(error).splitlines()[0])
         leaves = request.method == "DELETE"
-        self._guests[name] = _JoinedServer(joining.url, self._clock(), has_said_goodbye=leaves)
+        self._joined[name] = _JoinedServer(joining.url, self._clock(), has_left=leaves)
         return JSONResponse(JoinAnswer(run_id=self._run_id).model_dump())
 
 

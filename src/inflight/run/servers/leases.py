@@ -1,7 +1,7 @@
-"""Servers that outlive their run for a while, and are taken over when it is resumed: ``servers.lease_s``.
+"""Servers that outlive their run for a while, and are reused when it is resumed (``servers.lease_s``).
 
-A server whose run is gone keeps its weights, its caches and its histories as long as somebody who knows its token calls
-within the lease. Works where processes can outlive the run, on this machine.
+A server whose run has ended keeps its weights, caches and histories as long as a client with its token calls it within
+the lease. Only processes on this machine can outlive their run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from inflight.run.config import RunConfig
 _BEAT_S = 0.5
 _ASK_S = 5.0
 _PATIENCE_S = 15.0
-"""A server that has not answered for so long has ended."""
+"""A server that has not answered for this long counts as ended."""
 
 
 class LeasedServer(Launched):
-    """A server that an earlier life of this run started. Calling it renews its lease."""
+    """A server that an earlier process of this run started. Each call renews its lease."""
 
     def __init__(self, url: str, pid: int, endpoint: InferenceEndpoint) -> None:
         self.url = url
@@ -70,7 +70,7 @@ class LeasedServer(Launched):
         await self._endpoint.aclose()
 
     async def _gone(self) -> None:
-        while _is_alive(self._pid):  # noqa: ASYNC110 - it is no child, so nothing tells of its end
+        while _is_alive(self._pid):  # noqa: ASYNC110 - it is not a child process, so nothing reports its end
             await asyncio.sleep(0.05)
 
     async def _watch(self) -> ProcessEnd:
@@ -82,13 +82,13 @@ class LeasedServer(Launched):
                 answered = time.monotonic()
             await asyncio.sleep(_BEAT_S)
         self._ended = ProcessEnd(
-            None, cause=f"an earlier life of this run had started it; {self.url} no longer answers"
+            None, cause=f"it was started by an earlier process of this run; {self.url} no longer answers"
         )
         return self._ended
 
 
-async def taken_over(ready_file: Path, token: str, run_id: str) -> LeasedServer | None:
-    """Return the server of an earlier life of the run that wrote the file, if it still serves the run's weights."""
+async def reconnect_leased_server(ready_file: Path, token: str, run_id: str) -> LeasedServer | None:
+    """Return the server that wrote the ready file, if it still serves the weights of the run; otherwise None."""
     said = _announced(ready_file)
     if said is None:
         return None
@@ -103,7 +103,7 @@ async def taken_over(ready_file: Path, token: str, run_id: str) -> LeasedServer 
 
 
 def _announced(ready_file: Path) -> tuple[str, int] | None:
-    """Return URL and process id of a server that wrote a ready file and is alive."""
+    """Return the URL and process id of the server that wrote a ready file, or None if it has ended."""
     try:
         said = json.loads(ready_file.read_text())
         url, pid = str(said["url"]), int(said["pid"])
@@ -113,13 +113,13 @@ def _announced(ready_file: Path) -> tuple[str, int] | None:
 
 
 def token_of(config: RunConfig, directory: Path) -> str:
-    """Return the control token of a run: that of the environment, else a new one; servers with a lease keep theirs."""
+    """Return the control token of a run: from the environment, or else a new one; servers with a lease keep theirs."""
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
-    return kept_token(directory, token) if config.servers.lease_s else token
+    return load_or_store_token(directory, token) if config.servers.lease_s else token
 
 
-def kept_token(directory: Path, token: str) -> str:
-    """Return the token that an earlier life of the run kept for its servers; keep this one if there is none.
+def load_or_store_token(directory: Path, token: str) -> str:
+    """Return the token that an earlier process of the run stored for its servers; store this one if there is none.
 
     Only the user can read the file.
     """
@@ -138,5 +138,5 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except ProcessLookupError:
         return False
-    except OSError:  # there is no /proc
+    except OSError:  # this system has no /proc
         return True

@@ -33,7 +33,7 @@ class FleetMembership:
     """URLs by endpoint, including those that are leaving."""
     departed: list[InferenceEndpoint] = field(default_factory=list)
     """Endpoints that have left; their connections are closed at the end."""
-    has_somebody_come: bool = False
+    has_new_servers: bool = False
     """Whether a server has come, or come back, since the last publish."""
 
     async def attach(self, limits: Mapping[str, int]) -> None:
@@ -64,7 +64,7 @@ class FleetMembership:
 
     def add(self, endpoint: InferenceEndpoint, url: str, num_slots: int, capabilities: Capabilities) -> None:
         """Let an endpoint that was checked take part from the next publish on."""
-        self.has_somebody_come = True
+        self.has_new_servers = True
         self.taking_part[endpoint] = url
         self.actor.add(endpoint, num_slots, capabilities)
 
@@ -81,8 +81,8 @@ class FleetMembership:
 
     def take_members(self) -> Members:
         """Return the servers that the next publish is for; from here on, servers come for the one after it."""
-        members = Members(urls=tuple(self.taking_part.values()), ask_all=self.has_somebody_come)
-        self.has_somebody_come = False
+        members = Members(urls=tuple(self.taking_part.values()), ask_all=self.has_new_servers)
+        self.has_new_servers = False
         return members
 
     async def disconnect(self) -> None:

@@ -1,7 +1,7 @@
-"""Whose turn it is to have the GPUs' memory: the servers' while they sample, the trainers' while they train.
+"""Passes GPU memory between servers, which hold it while they sample, and trainers, which hold it while they train.
 
-A server that does not give its memory up, or does not get it back, is left out like any other that fails, until a
-publish reaches it again.
+A server that fails to release or to restore its memory is left out, like any other server that fails, until a publish
+reaches it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inflight.observe.trace import events
 from inflight.run.servers.servers import Servers
 
 _IDLE_S = 10.0
-"""How long a server may take to notice that its last callers have left."""
+"""How long a server may take to notice that its last clients have disconnected."""
 _ASK_AGAIN_S = 0.1
 
 
@@ -69,7 +69,7 @@ class MemoryTurns:
     async def _ask(
         self, endpoint: InferenceEndpoint, ask: Callable[[ReleasingEndpoint], Awaitable[object]]
     ) -> str | None:
-        """Return why it did not do it, None if it did."""
+        """Return None if it succeeded, or else the reason why it failed."""
         try:
             if not isinstance(endpoint, ReleasingEndpoint):
                 raise UnsupportedError(f"{type(endpoint).__name__} has no release_memory")
@@ -83,7 +83,7 @@ class MemoryTurns:
 
 
 async def _release(endpoint: ReleasingEndpoint) -> None:
-    """Release an endpoint's memory. Requests whose callers have left may still run for a moment."""
+    """Release the memory of an endpoint. Requests of disconnected clients may still run for a moment."""
     deadline = time.monotonic() + _IDLE_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A fleet that grows and shrinks by a rule: servers that the run starts and that join it as any others do."""
+"""Scaling of the fleet by a rule: the run starts additional servers, which join it as any others do."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from inflight.run.record.journal import Journal
 
 _LOOK_S = 0.25
 _LEAVE_S = 120.0
-"""How long a server that leaves may take; what it has sampled is handed on within its grace."""
+"""How long a server that leaves may take to end; it hands on what it has sampled within its grace period."""
 
 
 class StartServer(Protocol):
-    """Starts one more server under a name, and waits until it answers. Raises `ConfigError`."""
+    """Starts one more server with the given name, and waits until it answers."""
 
     async def __call__(self, name: str) -> ServerProcess:
-        """Return the server."""
+        """Return the server. Raises `ConfigError` if it could not be started."""
 
 
 class Scaling:
-    """Starts and stops the servers in ``running`` as the rule says, one at a time.
+    """Starts and stops the servers in ``running`` as the rule requires, one at a time.
 
     ``load`` returns whether training waits, the slots of the fleet, and how many of them are free.
     """
@@ -71,7 +71,7 @@ class Scaling:
     async def _grow(self) -> None:
         self._num_started += 1
         name = f"extra-{self._num_started}"
-        self._note(f"training waits for samples while all slots are taken: {name} is started")
+        self._note(f"training waits for samples while all slots are in use: starting {name}")
         try:
             self._running.append(await self._start(name))
         except ConfigError as error:
@@ -79,13 +79,13 @@ class Scaling:
 
     async def _shrink(self) -> None:
         server = self._running.pop()
-        self._note(f"slots stand free: {server.name} at {server.url} leaves")
+        self._note(f"slots are free: stopping {server.name} at {server.url}")
         server.process.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(_LEAVE_S):
                 await server.process.wait()
         except TimeoutError:
-            self._note(f"{server.name} has not left within {_LEAVE_S:g} s: it is killed")
+            self._note(f"{server.name} has not ended within {_LEAVE_S:g} s: killing it")
         finally:
             await server.stop()
 

@@ -1,6 +1,6 @@
 """The servers of a run: those that it starts, attaches to or reads from a file, and those that join by themselves.
 
-Starts, watches and restarts the run's own servers, and indicates which servers the next publish is for.
+This module starts, watches and restarts the run's own servers, and selects the servers of the next publish.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from inflight.run.servers.scaling import Scaling
 
 _MAX_PAUSE_S = 30.0
 _MAX_FAILURES = 3
-"""A server that ends this many times in a row without holding a version is not started again."""
+"""A server that ends this many times in a row without holding a version is not restarted."""
 _RESTART_PAUSE_S = 1.0
-"""First pause before a server is started again."""
+"""First pause before a server is restarted."""
 REAP_S = 0.5
 """How long a server's process may take to end after its connections have broken."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Servers:
-    """The fleet of one run. ``actor`` learns of every endpoint, and ``note`` shows messages to the user."""
+    """The fleet of one run. Every endpoint is added to ``actor``, and ``note`` shows messages to the user."""
 
     config: RunConfig
     token: str
@@ -47,19 +47,19 @@ class Servers:
     actor: Actor
     journal: Journal
     note: Callable[[str], None]
-    places: Sequence[GpuPlacement]
+    placements: Sequence[GpuPlacement]
     """Name and GPUs of each server that the run starts."""
     launcher: Launcher
     is_training: Callable[[], bool]
-    """Whether the ranks train; otherwise they wait for samples."""
+    """Whether the ranks are training; otherwise they wait for samples."""
     own: list[ServerProcess] = field(default_factory=list)
     extra: list[ServerProcess] = field(default_factory=list)
-    """Servers that were started because training waited, with ``servers.scaling``; they joined by themselves."""
+    """Servers that ``servers.scaling`` has started because training waited, and that have joined."""
     scaling: Scaling | None = None
     num_abandoned: int = 0
-    """Own servers that will not be started again."""
+    """The number of own servers that will not be restarted."""
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
-    """Cleared while trainers have the memory that a server would need to start."""
+    """Cleared while the trainers hold the memory that a server needs to start."""
 
     def __post_init__(self) -> None:
         self.may_start.set()
@@ -75,14 +75,14 @@ class Servers:
     async def start(self, directory: RunDirectory) -> None:
         """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part.
 
-        Own servers that run already stay unchanged; those of them that have ended are started again later.
+        Own servers that are already running are kept. Those that have ended are restarted later.
         """
         servers = self.config.servers
         self.membership.run_id = directory.run_id
         running = [server for server in self.own if server.process.ended is None]
         if not servers.attach.urls and not running and not self.launcher.port:
             await finish_all(*(server.stop() for server in self.own))
-            self.own = await start_servers(self.config, directory, self.token, self.places, self.launcher)
+            self.own = await start_servers(self.config, directory, self.token, self.placements, self.launcher)
         limits = {server.url: server.spec.options.num_slots for server in running or self.own}
         await self.membership.attach(limits | dict.fromkeys(servers.attach.urls, servers.slots_of_attached))
         if servers.attach.join is not None:
@@ -110,7 +110,7 @@ class Servers:
     def watching(self) -> list[Coroutine[Any, Any, None]]:
         """Return calls that keep the run's own servers running and follow the list, until cancelled.
 
-        One of them raises `EndpointError` once all own servers are abandoned and no list can bring others.
+        One of them raises `EndpointError` once all own servers are abandoned and no others can join.
         """
         following = [self.listed.follow()] if self.config.servers.attach.others_may_come else []
         scaling = [] if self.scaling is None else [self.scaling.run()]
@@ -119,7 +119,7 @@ class Servers:
     def members(self) -> Members:
         """Return the servers that the next publish is for; call it once for each publish.
 
-        If a server has come since the last call, that publish asks every server that was left out.
+        If a server has joined or been restarted since the last call, that publish asks every server that was left out.
         """
         return self.membership.take_members()
 
@@ -128,13 +128,13 @@ class Servers:
         for server in self.own:
             server.has_served |= server.url in names
 
-    async def tell_dead(self) -> None:
+    async def report_ended_servers(self) -> None:
         """Report how the run's own servers ended, after waiting briefly: connections break before a process ends."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REAP_S):
                 await run_together(*(server.process.wait() for server in self.own))
         for server in self.own:
-            if server.process.ended is not None and not server.end_is_told:
+            if server.process.ended is not None and not server.is_end_reported:
                 self.note(server.how_it_ended())
 
     async def stop(self) -> None:
@@ -153,7 +153,7 @@ class Servers:
         return not self.is_training(), *self.actor.dispatcher.endpoints.count()
 
     async def _keep_running(self, server: ServerProcess) -> None:
-        """Start a server again whenever its process ends, until it ends repeatedly without having held a version."""
+        """Restart a server whenever its process ends, until it ends repeatedly without having held a version."""
         backoff, num_failures = Backoff(_RESTART_PAUSE_S, _MAX_PAUSE_S), 0
         while True:
             await server.process.wait()
@@ -164,7 +164,7 @@ class Servers:
             server.has_served = False
             how = server.how_it_ended()
             self.note(how)
-            server.end_is_told = True
+            server.is_end_reported = True
             self.actor.lose(server.url, how)
             if num_failures >= _MAX_FAILURES:
                 break
@@ -175,8 +175,8 @@ class Servers:
                 await server.restart(self.config.run.start_timeout_s, same_port=num_failures == 1)
                 await self._moved(before, server)
                 self.note(f"{server.name} was restarted and takes part after the next update")
-                server.end_is_told = False
-                self.membership.has_somebody_come = True
+                server.is_end_reported = False
+                self.membership.has_new_servers = True
         self.note(
             f"{server.name} will not be restarted: it ended {_MAX_FAILURES} times in a row before it held a version"
         )
