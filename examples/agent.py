@@ -1,4 +1,4 @@
-"""An agent that knows nothing of inflight: it guesses a number with OpenAI's client, and prints its reward.
+"""An agent that does not import inflight: it guesses a number with OpenAI's client, and prints its reward.
 
     inflight train examples/agent.toml
 

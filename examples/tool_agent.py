@@ -1,4 +1,4 @@
-"""The tool task of tool_task.py, played by a program that knows nothing of inflight: only Python's own library.
+"""The tool task of tool_task.py, played by a program that does not import inflight, only Python's standard library.
 
 Its item comes as a line of JSON, its model from OPENAI_BASE_URL, and its reward is the last line that it prints.
 """

@@ -34,7 +34,7 @@ def call(at):
 
 
 class Vault(Environment):
-    """The prompt names a place; the tool says there which other place has the code; the code is the answer."""
+    """The prompt names a place, the tool reports there which other place has the code, and the code is the answer."""
 
     name = "vault"
 
