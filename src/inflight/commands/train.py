@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--launcher", metavar="NAME", help="launcher of the servers and trainers: local or ray (default: run.launcher)"
     )
     parser.add_argument(
-        "--resume-if-begun", action="store_true", help="resume if there is a checkpoint, else start a new run"
+        "--resume-if-begun", action="store_true", help="resume if run.directory holds a run, else start a new one"
     )
     parser.add_argument(
         "--dry-run",

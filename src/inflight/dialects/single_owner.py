@@ -95,7 +95,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         return can
 
     async def _served(self) -> ServedVersion:
-        """Return the model that the server serves, or its start checkpoint if the server does not report one."""
+        """Return the version that the server serves; 0, the start checkpoint, if the server does not report one."""
         return ServedVersion(0, None)
 
     async def capabilities(self) -> Capabilities:
