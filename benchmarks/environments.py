@@ -77,7 +77,7 @@ class Case:
 CASES = {
     "tictactoe": Case("textarena", random_cell),
     "guess_number": Case("guess_number", random_number),
-    "again": Case("again", ()),
+    "retry": Case("retry", ()),
     "tool_task": Case("tool_task", ("--task", "tool_task:vault_turns", "--style", "answer")),
     "tool_agent": Case("tool_agent", ("--task", "tool_task:vault_turns", "--style", "answer")),
     "trl": Case("trl_environment", random_guess, num_steps=400),

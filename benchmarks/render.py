@@ -190,7 +190,7 @@ def main() -> None:
     plot_quickstart(read_results("losses")["rows"]["learning"], "preset", "presets.png")
     loras = read_results("lora")["rows"]
     plot_quickstart([{"trained": name, **row} for name, row in loras.items()], "trained", "lora.png")
-    plot_environments(["tool_task", "tool_agent", "tictactoe", "guess_number", "again", "pictures"])
+    plot_environments(["tool_task", "tool_agent", "tictactoe", "guess_number", "retry", "pictures"])
     plot_policies(read_results("policies")["rows"])
     compile_s = dict.fromkeys(row["compile_cpu_s"] for row in compiled["rows"])
     template = (Path(__file__).parent / "performance.template.md").read_text()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 
-def board(game: Any, player: int, told: Any) -> str:
+def board(game: Any, player: int, messages: Any) -> str:
     """Show a player of tic-tac-toe its own marks as x, the other's as o, and nothing else."""
     own = "X" if player == 1 else "O"
     cells = [cell for row in game.state.game_state["board"] for cell in row]
     return "".join("." if not cell else "x" if cell == own else "o" for cell in cells)
 
 
-def hint(game: Any, player: int, told: Any) -> str:
+def hint(game: Any, player: int, messages: Any) -> str:
     """Show a player who guesses a number the last hint, or the range at the start."""
     history = game.state.game_state["guess_history"]
     return history[-1][1] if history else f"{game.min_number}-{game.max_number}?"

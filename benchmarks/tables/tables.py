@@ -391,7 +391,7 @@ ENVIRONMENTS = {
     "tool_agent": "the same, played by a program of its own behind the proxy",
     "tictactoe": "TextArena's `TicTacToe-v0` against an opponent that moves at random",
     "guess_number": "TextArena's `GuessTheNumber-v0`, six guesses",
-    "again": "reasoning-gym's `spell_backward`, asked again after a wrong answer",
+    "retry": "reasoning-gym's `spell_backward`, asked again after a wrong answer",
     "pictures": "the colour of squares in pictures, `examples/pictures.py`",
 }
 """Results of benchmarks/environments.py, and what they are of."""

@@ -15,7 +15,7 @@ from inflight.errors import InflightError
 
 
 class Command(NamedTuple):
-    """One command: its module in `inflight.commands`, and what ``inflight --help`` says of it.
+    """One command: its module in `inflight.commands`, and its line in ``inflight --help``.
 
     The module has two functions: ``add_arguments(parser)``, and ``run(arguments)``, which returns the exit status.
     """
@@ -25,23 +25,23 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": Command("serve", "serve a model directory with the embedded engine, vLLM, SGLang or your own"),
+    "serve": Command("serve", "serve a model directory with the embedded engine, vLLM, SGLang or your own engine"),
     "tiny-model": Command("tiny_model", "create a byte-level model and warm-start it on a task"),
     "train": Command("train", "run reinforcement learning from a TOML file"),
-    "launch": Command("launch", "print a run as a job of Slurm or Kubernetes"),
-    "policies": Command("policies", "list the schedulers, staleness policies and composers of a run"),
+    "launch": Command("launch", "print a Slurm or Kubernetes job that executes a run"),
+    "policies": Command("policies", "list the schedulers, staleness policies and composers, or describe one"),
     "losses": Command("losses", "list the loss presets, or describe one"),
-    "trace": Command("trace", "write a run's events for a program that shows traces"),
-    "proxy": Command("proxy", "record episodes of agents that only know an OpenAI URL"),
-    "relay": Command("relay", "keep the newest stored weights of a run on this host too, for the servers here"),
-    "dialect": Command("dialect", "speak the protocol of another codebase's inference server in front of servers"),
-    "plan": Command("plan", "simulate configurations of a run, and print those that no other beats"),
-    "bench": Command("bench", "measure this machine and compare it with its own limits"),
+    "trace": Command("trace", "export a run's events for a trace viewer or an OpenTelemetry collector"),
+    "proxy": Command("proxy", "serve an OpenAI-compatible API that records the episodes of agents"),
+    "relay": Command("relay", "mirror the newest stored weights of a run for the servers on this host"),
+    "dialect": Command("dialect", "expose running servers through another codebase's inference protocol"),
+    "plan": Command("plan", "simulate configurations of a run and print the best trade-offs"),
+    "bench": Command("bench", "measure weight publishes and token times on this machine"),
     "check": Command("check", "check an endpoint, a worker, a transport or a fleet against the contract"),
-    "replay": Command("replay", "train or sample again what a run recorded"),
-    "import": Command("import_rollouts", "make a record of the rollouts that another framework stored"),
-    "watch": Command("watch", "show runs on a page in the browser, while they run or afterwards"),
-    "report": Command("report", "write the page of runs to one HTML file that needs no network"),
+    "replay": Command("replay", "repeat the training or sampling that a run recorded, and compare the results"),
+    "import": Command("import_rollouts", "convert the rollouts that another framework stored into a record for replay"),
+    "watch": Command("watch", "show active or finished runs on a page in the browser"),
+    "report": Command("report", "write the page of one or more runs to a single offline HTML file"),
 }  # fmt: skip
 
 
@@ -49,11 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
-        prog="inflight", description="In-flight weight updates for reinforcement learning."
+        prog="inflight",
+        description="In-flight weight updates for reinforcement learning.",
+        epilog="Run 'inflight COMMAND --help' for the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"inflight {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    parsers = {name: subparsers.add_parser(name, help=command.help) for name, command in COMMANDS.items()}
+    parsers = {
+        name: subparsers.add_parser(
+            name, help=command.help, description=f"{command.help[0].upper()}{command.help[1:]}."
+        )
+        for name, command in COMMANDS.items()
+    }
     name = next((word for word in words if not word.startswith("-")), None)
     if name not in COMMANDS:
         parser.parse_args(words)  # prints the help or the version, or reports wrong usage; it does not return

@@ -17,7 +17,7 @@
     │   │   └── FencedError          another incarnation of this run's trainer has taken over; stop
     │   ├── UpdateAbortedError       before any byte was applied: the old weights serve on
     │   ├── TransferError            the weight group is unusable and must be formed again
-    │   └── PublishError             the report says, endpoint by endpoint, who serves what
+    │   └── PublishError             the report lists which weights each endpoint serves
     ├── TrainerError
     │   ├── NonFiniteError           loss, gradient, logprobs or weights are not finite; nothing changed
     │   ├── CheckpointError          nothing was loaded, or the previous checkpoint is still whole

@@ -59,7 +59,7 @@ class Rollout:
     turns: Sequence[Turn] = ()
     """Empty: all completion tokens are one turn."""
     episode: int | None = None
-    """Which episode of its group it belongs to, if several rollouts may belong to one. None: it is one by itself."""
+    """Which episode of its group it belongs to, if several rollouts may belong to one. None: it is a whole episode."""
     role: str = ""
     """Who speaks, in episodes with several speakers; rewards are compared within a role."""
     images: Sequence[PromptImage] = ()
@@ -293,7 +293,7 @@ class EngineStats:
     num_accepted: int = 0
     """Tokens of drafts that were also drawn."""
     num_verifications: int = 0
-    """Drafts. Each brought the tokens accepted of it, and one more."""
+    """Drafts. Each yielded its accepted tokens and one more."""
 
 
 # ---------------------------------------------------------------------------------------------------------------

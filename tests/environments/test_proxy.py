@@ -252,7 +252,7 @@ def test_a_stream_brings_the_tokens_logprobs_and_spans_of_the_record(
         assert (tuple(token_ids), tuple(logprobs)) == (call.completion.token_ids, call.completion.logprobs)
         assert spans == [{"version": 0, "start": 0, "end": call.completion.num_tokens}]
         assert tuple(prompt) == call.prompt_token_ids
-        heard = it.episode.template.heard(call.completion.token_ids, call.completion.finish_reason)
+        heard = it.episode.template.decode_reply(call.completion.token_ids, call.completion.finish_reason)
         assert "".join(texts) == heard.spoken
 
     on_engine(shared_server, model_dir, play)
@@ -620,7 +620,7 @@ def test_completions_continue_texts_and_tokens(shared_server: ServerProcess, mod
         async for chunk in stream:
             text += chunk.choices[0].text
         sampled = it.episode.recording.calls[1].completion
-        assert text == it.episode.template.heard(sampled.token_ids, sampled.finish_reason).spoken
+        assert text == it.episode.template.decode_reply(sampled.token_ids, sampled.finish_reason).spoken
         refused = await post(it.url, "/v1/completions", {"prompt": [5, 99_999]})
         assert (refused.status_code, "99999" in refused.text) == (400, True)
         assert (await post(it.url, "/v1/completions", {"prompt": ""})).status_code == 400

@@ -99,7 +99,7 @@ def test_qwen3_drops_reasoning_before_a_new_question_and_keeps_it_before_the_res
     call = '{"name": "python", "arguments": {"code": "6*7"}}'
     reply = f"<think>\nthe tool knows\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
     before = after("qwen3", prompt, reply)
-    heard = chat.heard(before.token_ids[len(prompt.token_ids) :], "stop")
+    heard = chat.decode_reply(before.token_ids[len(prompt.token_ids) :], "stop")
     assert heard.tool_calls == (ToolCall("call_0", "python", {"code": "6*7"}),)
     result = chat.following(before, [{"role": "tool", "content": "42"}])
     assert result.rewritten is None
@@ -132,7 +132,7 @@ def test_a_turn_that_ended_with_another_token_than_the_template_writes_is_found(
 
 def test_llama3_calls_a_tool_with_one_json_object() -> None:
     _, chat = made("llama3_2")
-    heard = chat.heard(encode("llama3_2", '{"name": "python", "parameters": {"code": "1"}}'), "length")
+    heard = chat.decode_reply(encode("llama3_2", '{"name": "python", "parameters": {"code": "1"}}'), "length")
     assert (heard.text, heard.tool_calls) == ("", (ToolCall("call_0", "python", {"code": "1"}),))
 
 
@@ -141,7 +141,7 @@ def test_llama3_calls_a_tool_with_one_json_object() -> None:
     ["<tool_call>not json</tool_call>", '<tool_call>{"name": 3}</tool_call>', "{}", '{"name": "x"}', "<tool_call>"],
 )
 def test_what_cannot_be_read_as_a_call_stays_text(text: str) -> None:
-    heard = made("qwen3")[1].heard(encode("qwen3", text), "length")
+    heard = made("qwen3")[1].decode_reply(encode("qwen3", text), "length")
     assert (heard.text, heard.tool_calls) == (text, ())
 
 

@@ -180,7 +180,7 @@ def test_turns_that_overlap_have_a_track_of_their_own_and_no_environment_beside_
         ("environment", 15.0, 1.0),
         ("turn 4 v5", 16.0, 4.0),
     ]
-    assert [row["name"] for row in found[A, "turns beside others"]] == ["turn 2 v4"]
+    assert [row["name"] for row in found[A, "overlapping turns"]] == ["turn 2 v4"]
 
 
 def test_times_of_a_step_are_those_of_the_process_that_made_it(tmp_path: Path) -> None:

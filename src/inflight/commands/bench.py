@@ -39,14 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(weights)
     engine = subjects.add_parser(
         "engine",
-        help="measure token times of a running server, by how many completions run, for inflight plan",
-        epilog=f"${TOKEN_VARIABLE} is the server's token. Nothing else should use the server meanwhile.",
+        help="measure token times of a running server at several concurrencies, for inflight plan",
+        epilog=f"${TOKEN_VARIABLE} is the server's token. No other client should use the server meanwhile.",
     )
     engine.add_argument("url", metavar="URL", help="http://HOST:PORT, or an engine's own ENGINE+http://HOST:PORT")
     engine.add_argument("--batches", default="1,8,32,64", metavar="N,N,...", help="default: %(default)s")
-    engine.add_argument("--tokens", type=int, default=128, help="of a long completion (default: %(default)s)")
+    engine.add_argument("--tokens", type=int, default=128, help="length of a long completion (default: %(default)s)")
     engine.add_argument("--prompt-tokens", type=int, default=32, help="default: %(default)s")
-    engine.add_argument("--rounds", type=int, default=3, help="of long and short ones (default: %(default)s)")
+    engine.add_argument(
+        "--rounds", type=int, default=3, help="rounds of long and short completions (default: %(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from inflight.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Check an implementation against the contract. Exit status: 0 it conforms, 1 it does not."
+    parser.description = "Check an implementation against the contract. Exit status: 0 if it conforms, 1 if not."
     parser.add_argument(
         "--compare",
         nargs=2,
@@ -37,10 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND")
     shared = _shared_arguments()
 
-    endpoint = kinds.add_parser("endpoint", parents=[shared], help="an inference server, or an engine in a process")
+    endpoint = kinds.add_parser(
+        "endpoint", parents=[shared], help="check an inference server, or an engine in a process"
+    )
     add_endpoint_arguments(endpoint)
 
-    worker = kinds.add_parser("worker", parents=[shared], help="a trainer worker; under torchrun, on its ranks")
+    worker = kinds.add_parser("worker", parents=[shared], help="check a trainer worker; under torchrun, on its ranks")
     worker.add_argument(
         "target", nargs="?", metavar="TARGET", help="module:attribute, or an installed worker such as fsdp"
     )
@@ -54,14 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     worker.add_argument("--experts", action="store_true", help="check with a mixture of experts")
 
-    transport = kinds.add_parser("transport", parents=[shared], help="a transport of weights")
+    transport = kinds.add_parser("transport", parents=[shared], help="check a weight transport")
     transport.add_argument(
         "target", nargs="?", metavar="TARGET", help="an installed transport such as gloo, or module:attribute"
     )
 
-    check_fleet.add_arguments(kinds.add_parser("fleet", help="servers under faults, while trainers publish to them"))
+    check_fleet.add_arguments(
+        kinds.add_parser("fleet", help="check a fleet of servers under faults while trainers publish to it")
+    )
     check_parity.add_arguments(
-        kinds.add_parser("parity", help="how far an engine's logprobs are from a trainer's, and why")
+        kinds.add_parser("parity", help="measure and explain logprob differences between an engine and a trainer")
     )
 
 
@@ -108,7 +112,7 @@ def _shared_arguments() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="for the factory, repeatable; VALUE is read as JSON if possible, else as a string",
+        help="option of the factory; may be repeated; VALUE is read as JSON if possible, else as a string",
     )
     shared.add_argument("--check", action="append", default=[], metavar="ID", help="only this check, repeatable")
     shared.add_argument("--level", action="append", default=[], metavar="NAME", help="only this level, repeatable")

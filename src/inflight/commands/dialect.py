@@ -18,28 +18,36 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.epilog = "PipelineRL starts its servers with the options of the group, under the same names."
-    parser.add_argument("name", choices=("pipelinerl",), help="whose protocol")
-    parser.add_argument("urls", nargs="+", metavar="URL", help="servers that sample, such as http://127.0.0.1:8000")
+    parser.add_argument("name", choices=("pipelinerl",), help="protocol to serve")
+    parser.add_argument(
+        "urls", nargs="+", metavar="URL", help="inference servers to expose, such as http://127.0.0.1:8000"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8080, help="port to listen on, 0 for any free one (default: 8080)")
     parser.add_argument(
         "--token-file", type=Path, help=f"file with the control token of the servers (default: ${TOKEN_VARIABLE})"
     )
-    group = parser.add_argument_group("weights", "Without --weight-update-group-init-method there is no update route.")
-    group.add_argument("--weight-update-group-init-method", metavar="tcp://HOST:PORT", help="where the group meets")
-    group.add_argument("--weight-update-group-world-size", type=int, metavar="N", help="ranks of the group")
+    group = parser.add_argument_group(
+        "weights", "The weight update route is served only if --weight-update-group-init-method is set."
+    )
     group.add_argument(
-        "--actor-llm-idx", type=int, default=0, metavar="I", help="this is rank 1 + I of the group (default: 0)"
+        "--weight-update-group-init-method",
+        metavar="tcp://HOST:PORT",
+        help="rendezvous address of the weight update group",
+    )
+    group.add_argument("--weight-update-group-world-size", type=int, metavar="N", help="number of ranks in the group")
+    group.add_argument(
+        "--actor-llm-idx", type=int, default=0, metavar="I", help="join the group as rank 1 + I (default: 0)"
     )
     group.add_argument("--run-id", default="pipelinerl", help="name of the run (default: %(default)s)")
     group.add_argument(
         "--in-flight",
         choices=("keep", "recompute", "drain", "abort"),
         default="keep",
-        help="what happens to running requests (default: keep, as in PipelineRL)",
+        help="what to do with running requests during an update (default: keep, as in PipelineRL)",
     )
     group.add_argument(
-        "--transport", default="gloo", help="how weights travel from here to the servers (default: %(default)s)"
+        "--transport", default="gloo", help="transport from this process to the servers (default: %(default)s)"
     )
     group.add_argument(
         "--timeout",

@@ -14,14 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     sources = parser.add_subparsers(dest="source", required=True, metavar="FRAMEWORK")
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("files", type=Path, nargs="+", metavar="FILE", help="each is one step")
+    shared.add_argument("files", type=Path, nargs="+", metavar="FILE", help="stored rollouts, one file per step")
     shared.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write the record")
     shared.add_argument(
         "--advantages", choices=get_args(AdvantageEstimator), default="std", help="default: %(default)s"
     )
-    shared.add_argument("--temperature", type=float, default=1.0, help="of the sampling (default: %(default)s)")
+    shared.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
     slime = sources.add_parser("slime", parents=[shared], help="files of slime's --save-debug-rollout-data")
-    slime.add_argument("--reward-key", metavar="KEY", help="which of several rewards to take")
+    slime.add_argument("--reward-key", metavar="KEY", help="key of the reward to use, if there are several")
     verl = sources.add_parser("verl", parents=[shared], help="files of verl's trainer.rollout_data_dir")
     verl.add_argument("--tokenizer", type=Path, required=True, metavar="DIR", help="the model directory of the run")
 

@@ -12,14 +12,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.epilog = "Every field can be overridden, as for inflight train."
     parser.set_defaults(overrides=())
-    parser.add_argument("config", type=Path, metavar="RUN.toml", help="as the processes of the job find it")
+    parser.add_argument(
+        "config",
+        type=Path,
+        metavar="RUN.toml",
+        help="run configuration, at the path where the processes of the job find it",
+    )
     parser.add_argument("--emit", choices=("sbatch", "jobset"), required=True)
     parser.add_argument(
-        "--option", action="append", default=[], metavar="=--KEY=VALUE", help="an option for every part of a batch job"
+        "--option",
+        action="append",
+        default=[],
+        metavar="=--KEY=VALUE",
+        help="scheduler option for every component of a batch job; may be repeated",
     )
     parser.add_argument("--image", help="container image of a JobSet")
     parser.add_argument(
-        "--volume", metavar="CLAIM:PATH", help="volume claim of a JobSet, and where all processes mount it"
+        "--volume", metavar="CLAIM:PATH", help="persistent volume claim of a JobSet and its mount path in every process"
     )
 
 

@@ -20,29 +20,39 @@ _LINE_EVERY_S = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Costs come from PLAN.toml, from runs that were made (--from), or from both: what the plan leaves out is "
-        "measured."
+        "Simulate configurations of a run, and print those that no other configuration beats. Costs come from "
+        "PLAN.toml, from the events of earlier runs (--from), or from both: --from fills in what the plan leaves out."
     )
-    parser.add_argument("plan", type=Path, nargs="?", metavar="PLAN.toml")
+    parser.add_argument("plan", type=Path, nargs="?", metavar="PLAN.toml", help="costs and configurations to compare")
     parser.add_argument(
         "--from", type=Path, action="append", default=[], dest="runs", metavar="RUN_DIR",
-        help="measure costs from the events of this run; several are measured together, and the first is the base",
+        help="measure costs from the events of this run; may be repeated; the first run is the baseline",
     )  # fmt: skip
     parser.add_argument(
         "--measure", type=Path, metavar="RUN.toml",
         help="make a short run of each configuration on this machine, instead of simulating it",
     )  # fmt: skip
     parser.add_argument(
-        "--limit", type=float, default=600.0, metavar="SECONDS", help="of one run of --measure (default: %(default)g)"
+        "--limit",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="time limit of each run of --measure (default: %(default)g)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens per second against token age")
     add_json_argument(parser, "every configuration and its figures")
-    parser.add_argument("--all", action="store_true", help="print every configuration, not only those that none beats")
-    parser.add_argument("--apply", type=Path, metavar="RUN.toml", help="write a copy of this file with the chosen one")
     parser.add_argument(
-        "--choose", type=int, default=1, metavar="NUMBER", help="of the table (default: 1, the fastest)"
+        "--all", action="store_true", help="print every configuration, not only those that no other beats"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the copy (default: RUN.planned.toml)")
+    parser.add_argument(
+        "--apply", type=Path, metavar="RUN.toml", help="write a copy of this file with the chosen configuration"
+    )
+    parser.add_argument(
+        "--choose", type=int, default=1, metavar="NUMBER", help="row of the table to apply (default: 1, the fastest)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="where --apply writes the copy (default: RUN.planned.toml)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

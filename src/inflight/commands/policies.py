@@ -9,7 +9,7 @@ from inflight.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("name", nargs="?", help="describe this one")
+    parser.add_argument("name", nargs="?", help="policy to describe (default: list all policies)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -21,24 +21,34 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.epilog = (
-        "POST /episodes opens an episode and returns its URL, POST /episodes/KEY/finish returns its rollouts."
+        "POST /episodes opens an episode and returns its URL; POST /episodes/KEY/finish returns its rollouts."
     )
-    parser.add_argument("urls", nargs="+", metavar="URL", help="servers that sample, such as http://127.0.0.1:8000")
-    parser.add_argument("--model", type=Path, required=True, metavar="MODEL_DIR", help="directory with the tokenizer")
+    parser.add_argument(
+        "urls", nargs="+", metavar="URL", help="inference servers to sample from, such as http://127.0.0.1:8000"
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="MODEL_DIR", help="model directory, for its tokenizer"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8100, help="port to listen on, 0 for any free one (default: 8100)")
     parser.add_argument(
         "--token-file", type=Path, help=f"file with the token of /episodes (default: ${TOKEN_VARIABLE}, or a new one)"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="of every turn (default: %(default)g)")
-    parser.add_argument("--max-tokens", type=int, default=None, help="of every turn (default: what the context holds)")
-    parser.add_argument("--max-episodes", type=int, default=1024, help="episodes open at once (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature of every turn (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=None, help="token limit of every turn (default: the rest of the context)"
+    )
+    parser.add_argument(
+        "--max-episodes", type=int, default=1024, help="largest number of open episodes (default: %(default)s)"
+    )
     parser.add_argument(
         "--idle-timeout",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="close an episode that nobody has used for this long (default: %(default)g)",
+        help="close an episode after this long without a request (default: %(default)g)",
     )
 
 

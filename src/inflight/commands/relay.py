@@ -20,21 +20,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Servers follow a relay as they follow a trainer: --follow DIR on this host, --follow URL elsewhere."
     )
     parser.add_argument("source", metavar="DIR_OR_URL", help="where the trainer, or another relay, stores versions")
-    parser.add_argument("--run", required=True, metavar="RUN_ID", help="run_id that the trainer stores under")
+    parser.add_argument(
+        "--run", required=True, metavar="RUN_ID", help="run_id under which the trainer stores its versions"
+    )
     parser.add_argument(
         "--token-file",
         type=Path,
-        help=f"file with the token for a URL, which readers of this relay need too (default: ${TOKEN_VARIABLE})",
+        help=f"file with the token for a source URL; its readers need the same token (default: ${TOKEN_VARIABLE})",
     )
-    parser.add_argument("--directory", type=Path, help="where versions are kept (default: in memory of this host)")
-    parser.add_argument("--host", metavar="ADDRESS", help="serve them over HTTP at this address too")
+    parser.add_argument("--directory", type=Path, help="where to keep versions (default: in memory)")
+    parser.add_argument("--host", metavar="ADDRESS", help="also serve the versions over HTTP at this address")
     parser.add_argument("--port", type=int, default=0, help="with --host: port to listen on (default: any free one)")
     parser.add_argument(
         "--deadline",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="how long one version may take to come (default: %(default)g)",
+        help="longest time to copy one version (default: %(default)g)",
     )
 
 

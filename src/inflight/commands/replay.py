@@ -23,29 +23,35 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Train again from the record of a run, without engines, and report where it differs. Exit status: 0 nothing "
-        "differs by more than rounding, 1 something does."
+        "Repeat the training that a run recorded, without engines, and report the differences. Exit status: 0 if all "
+        "differences are within rounding, 1 otherwise."
     )
-    parser.add_argument("record", type=Path, metavar="RUN_DIR_OR_RECORD")
-    parser.add_argument("--trainer", help="fsdp, torchtitan, deepspeed or another (default: the run's)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="trainer ranks (default: the run's)")
+    parser.add_argument("record", type=Path, metavar="RUN_DIR_OR_RECORD", help="run directory, or its record")
+    parser.add_argument("--trainer", help="trainer to use: fsdp, torchtitan, deepspeed or another (default: the run's)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of trainer ranks (default: the run's)")
     parser.add_argument(
-        "--trainer-option", action="append", default=[], metavar="KEY=VALUE", help="as in train.trainer_options"
+        "--trainer-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="trainer option, as in train.trainer_options; may be repeated",
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="where the start weights are now")
-    parser.add_argument("--config", type=Path, metavar="RUN.toml", help="for an imported record, which has none")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="model directory with the initial weights, if it has moved"
+    )
+    parser.add_argument("--config", type=Path, metavar="RUN.toml", help="run configuration for an imported record")
     parser.add_argument("--steps", type=int, metavar="N", help="train the first N steps only")
     parser.add_argument("--to", type=Path, metavar="DIR", help="keep the logs and the final weights here")
     parser.add_argument(
         "--engine",
         metavar="URL",
-        help="sample again on this server instead, which serves the start weights; vllm+http://... for an engine's own",
+        help="repeat the sampling on this server, which serves the initial weights; vllm+http://... is vLLM's own API",
     )
     parser.add_argument(
-        "--version", type=int, default=0, metavar="N", help="the recorded version that the server has (default: 0)"
+        "--version", type=int, default=0, metavar="N", help="recorded version that the server serves (default: 0)"
     )
     parser.add_argument(
-        "--groups", type=int, default=16, metavar="N", help="requests to sample again (default: %(default)s)"
+        "--groups", type=int, default=16, metavar="N", help="number of requests to repeat (default: %(default)s)"
     )
     parser.add_argument(
         "--tolerance",

@@ -13,7 +13,7 @@ from inflight.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("output", type=Path, metavar="OUTPUT_DIR")
+    parser.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="where to write the model")
     parser.add_argument(
         "--task",
         default="spell_backward",

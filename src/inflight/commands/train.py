@@ -20,16 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.epilog = "Every field can be overridden: --train.learning_rate 1e-4, --run.mode conventional, ..."
     parser.set_defaults(overrides=())
-    parser.add_argument("config", type=Path, metavar="RUN.toml")
+    parser.add_argument("config", type=Path, metavar="RUN.toml", help="run configuration")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint of the run directory")
     parser.add_argument(
-        "--launcher", metavar="NAME", help="what starts servers and trainers, as run.launcher: local or ray"
+        "--launcher", metavar="NAME", help="launcher of the servers and trainers: local or ray (default: run.launcher)"
     )
-    parser.add_argument("--resume-if-begun", action="store_true", help="the same if there is one; otherwise begin")
+    parser.add_argument(
+        "--resume-if-begun", action="store_true", help="resume if run.directory holds a run, else start a new one"
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print processes, GPUs, memory and updates, and start nothing; fail as the run would if it cannot work",
+        help="print the processes, GPUs, memory and updates of the run, and start nothing; fail if it cannot work",
     )
     add_json_argument(parser, "the dry run")
     parser.add_argument(

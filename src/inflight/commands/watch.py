@@ -19,7 +19,7 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="several are compared with each other")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directory; several are compared")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8200, help="port to listen on, 0 for any free one (default: 8200)")
     parser.add_argument(
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     for run in arguments.runs:
         if not run.is_dir():
-            raise ConfigError(f"there is no run directory {str(run)!r}: give the run.directory of a run")
+            raise ConfigError(f"there is no run directory {str(run)!r}: pass the run.directory of a run")
     collect_garbage_rarely()
     token = read_token(arguments.token_file) or secrets.token_urlsafe(24)
     with bind(arguments.host, arguments.port) as listener, following(arguments.runs) as runs:

@@ -14,7 +14,7 @@ TOKEN_PREFIX = "token_id:"
 
 
 def body_of(request: GenerateRequest, *, model: str, room: int) -> dict[str, Any]:
-    """Return the body that asks for one completion; ``room`` is how many tokens fit behind the prompt.
+    """Return the body that asks for one completion; ``room`` is the number of tokens that fit after the prompt.
 
     Everything that changes the distribution is said, so that no default of the server applies. Raises
     `UnsupportedError` for filters in another order than the server's.

@@ -64,7 +64,7 @@ class DynamoOptions:
     directory: str = ""
     """Where updates are written for the workers to load; they see it under the same path."""
     dtype: str = ""
-    """What the workers compute in; by default, what the checkpoint says."""
+    """The dtype in which the workers compute (default: the dtype of the checkpoint)."""
     max_model_len: int = 0
     """Of the workers; by default, what the checkpoint says."""
     max_concurrent: int = 256

@@ -97,7 +97,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         return can
 
     async def _served(self) -> ServedVersion:
-        """Return what the server serves; of a server that cannot tell, the checkpoint that it was started from."""
+        """Return the version that the server serves; 0, the start checkpoint, if the server does not report one."""
         return ServedVersion(0, None)
 
     async def capabilities(self) -> Capabilities:

@@ -15,19 +15,19 @@ T = TypeVar("T")
 def options_of_query(kind: type[T], query: str) -> T:
     """Return a dataclass of options, all of which have defaults, from ``key=value&...``. Raises `ConfigError`."""
     try:
-        told = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+        values = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError as error:
         raise ConfigError(f"?{query} is not understood: {error}") from error
-    return options_of(kind, told)
+    return options_of(kind, values)
 
 
-def options_of(kind: type[T], told: Mapping[str, Any]) -> T:
+def options_of(kind: type[T], values: Mapping[str, Any]) -> T:
     """Return a dataclass of options from values or their texts. Raises `ConfigError`."""
     defaults = kind()
     kinds: dict[str, type] = {it.name: type(getattr(defaults, it.name)) for it in fields(defaults)}  # type: ignore[arg-type]
-    if unknown := sorted(set(told) - set(kinds)):
+    if unknown := sorted(set(values) - set(kinds)):
         raise ConfigError(f"unknown options {', '.join(unknown)}; known: {', '.join(kinds)}")
     try:
-        return kind(**{name: kinds[name](value) for name, value in told.items()})
+        return kind(**{name: kinds[name](value) for name, value in values.items()})
     except ValueError as error:
         raise ConfigError(f"an option cannot be used: {error}") from error

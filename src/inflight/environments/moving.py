@@ -34,10 +34,10 @@ class TurnSampler:
 
 
 class Moving:
-    """Samples the turns of one episode, at one place after the other.
+    """Samples the turns of one episode, at one endpoint after the other.
 
-    ``failures`` are the errors of a place after which a turn continues elsewhere; each is told to ``on_failure``, which
-    may raise it to give the turn up. Until `go_to` names another place, turns wait.
+    ``failures`` are the errors after which a turn continues at another endpoint. Each is passed to ``on_failure``,
+    which may raise it to abandon the turn. Turns wait until `go_to` names another endpoint.
     """
 
     def __init__(self, failures: tuple[type[Exception], ...], on_failure: Callable[[Exception], None]) -> None:
@@ -62,7 +62,7 @@ class Moving:
         self._asking.cancel()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Return the one completion of a request. Raises what ``on_failure`` raises, and what is no failure."""
+        """Return the completion of a request. Errors outside ``failures`` propagate, as do those of ``on_failure``."""
         done: Completion | None = None
         for number in range(2**31):
             place = await self._here()
@@ -166,7 +166,7 @@ def _ended(done: Completion) -> Completion:
 
 
 def _part(chunks: list[CompletionChunk]) -> Completion | None:
-    """Return what chunks bring, as aborted if their end is missing."""
+    """Return the completion that the chunks make up, marked as aborted if their end is missing."""
     if not chunks:
         return None
     *before, last = chunks

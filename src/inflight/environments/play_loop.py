@@ -47,7 +47,7 @@ class PlayLoop:
         self._has_blocked = False
         self._watched: set[_Thread] = set()
         self._left: set[_Thread] = set()
-        """Threads that have been told to end."""
+        """Threads that have been asked to end."""
         self._watching: asyncio.Task[None] | None = None
 
     async def run(self, call: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
@@ -110,7 +110,7 @@ class PlayLoop:
 
 
 class _Thread:
-    """One thread and what runs there. Everything here is called from the home loop, unless it says otherwise."""
+    """One thread and the episodes that it runs. Unless noted, methods are called from the home loop."""
 
     def __init__(self) -> None:
         self._home = asyncio.get_running_loop()

@@ -133,7 +133,7 @@ class PlayingEpisode(Episode):
         sampling: SamplingParams | None = None,
         images: Sequence[PromptImage] = (),
     ) -> AsyncGenerator[CompletionChunk | tuple[int, Completion], None]:
-        """Yield the chunks of one turn as they are sampled; at the end record it, and yield what `sample` returns.
+        """Yield the chunks of one turn as they are sampled; at the end, record it and yield what `sample` returns.
 
         Called in the event loop that the episode was made in. Where the endpoint does not stream, there are no chunks.
         Closing the iterator before the end ends the request, and nothing is recorded. Raises as `sample`.
@@ -218,7 +218,7 @@ class PlayedConversation(Conversation):
         ids = (() if before is None else before.token_ids) + tuple(token_ids)
         if not ids:
             raise InvalidRequestError("a conversation cannot begin without any token")
-        added = self.episode.template.heard(token_ids, "length").raw
+        added = self.episode.template.decode_reply(token_ids, "length").raw
         messages, images = ((), ()) if before is None else (before.messages, before.images)
         return await self._answer(Prompt(messages, self.tools, text + added, ids, images))
 
@@ -235,11 +235,11 @@ class PlayedConversation(Conversation):
         self.episode.num_rewritten += prompt.rewritten is not None
         template = self.episode.template
         self._last = number
-        heard = template.heard(completion.token_ids, completion.finish_reason)
-        self.transcript = template.transcript(prompt, completion.token_ids, completion.finish_reason, heard)
+        reply_text = template.decode_reply(completion.token_ids, completion.finish_reason)
+        self.transcript = template.transcript(prompt, completion.token_ids, completion.finish_reason, reply_text)
         return Reply(
-            text=heard.text,
-            tool_calls=heard.tool_calls,
+            text=reply_text.text,
+            tool_calls=reply_text.tool_calls,
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
             version_spans=completion.version_spans,

@@ -100,7 +100,7 @@ class ChatTemplate:
         added, images = self._placed(added, messages, start=len(before.token_ids))
         return Prompt(everything, before.tools, text, before.token_ids + added, before.images + images)
 
-    def heard(self, token_ids: Sequence[int], finish_reason: str) -> ReplyText:
+    def decode_reply(self, token_ids: Sequence[int], finish_reason: str) -> ReplyText:
         """Return what sampled tokens say."""
         is_ended = self.is_ended(token_ids, finish_reason)
         spoken = list(token_ids[:-1] if is_ended else token_ids)
@@ -114,7 +114,7 @@ class ChatTemplate:
         return self._decoded(token_ids, without_special=True)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token by itself."""
+        """Return the text of each token, decoded on its own."""
         return [self._decoded([token_id]) for token_id in token_ids]
 
     def encoded(self, text: str, *, is_start: bool) -> tuple[int, ...]:
@@ -129,14 +129,14 @@ class ChatTemplate:
             raise InvalidRequestError(f"token id {unknown} is outside of 0..{num_known - 1}, which the tokenizer knows")
 
     def transcript(
-        self, prompt: Prompt, token_ids: Sequence[int], finish_reason: str, heard: ReplyText | None = None
+        self, prompt: Prompt, token_ids: Sequence[int], finish_reason: str, reply_text: ReplyText | None = None
     ) -> Transcript:
-        """Return the conversation after a reply to a prompt. Give what was `heard` if it is known."""
-        heard = heard or self.heard(token_ids, finish_reason)
+        """Return the conversation after a reply to a prompt. Pass ``reply_text`` if it is already decoded."""
+        reply_text = reply_text or self.decode_reply(token_ids, finish_reason)
         return Transcript(
-            messages=(*prompt.messages, {"role": "assistant", "content": heard.raw}),
+            messages=(*prompt.messages, {"role": "assistant", "content": reply_text.raw}),
             tools=prompt.tools,
-            text=prompt.text + heard.raw,
+            text=prompt.text + reply_text.raw,
             token_ids=prompt.token_ids + tuple(token_ids),
             images=prompt.images,
             is_ended=self.is_ended(token_ids, finish_reason),
@@ -188,7 +188,7 @@ class ChatTemplate:
     def _encode(self, text: str, *, is_start: bool) -> tuple[int, ...]:
         """Return the tokens of a text that the template wrote, which names its special tokens itself.
 
-        Some tokenizers put a space before every text. What continues a text is then encoded behind a special token.
+        Some tokenizers put a space before every text. A continuation of a text is then encoded after a special token.
         """
         special = is_start and not self._tokenizer.chat_template
         token_ids = tuple(self._tokenizer(text, add_special_tokens=special)["input_ids"])

@@ -40,7 +40,7 @@ class OutsideLauncher(Launcher):
 
 
 class _Elsewhere(Launched):
-    """A process of which only its own connections tell anything."""
+    """A process that the launcher did not start and can observe only through its connections."""
 
     @property
     def address(self) -> str:

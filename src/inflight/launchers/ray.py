@@ -36,7 +36,7 @@ _MAX_CAUSE = 300
 class RayLauncher(Launcher):
     """Starts processes on a Ray cluster.
 
-    ``address`` is the cluster's; None: what RAY_ADDRESS says, or a cluster that runs on this machine, or else a new one
+    ``address`` is the cluster's; None: RAY_ADDRESS, or a cluster that runs on this machine, or else a new one
     on this machine that ends with this process. A ``place`` is a host's address or a custom resource that hosts
     declare. Raises `ConfigError` if the cluster does not answer.
     """
@@ -222,7 +222,7 @@ class _Actor(Launched):
     async def ready(self) -> str | None:
         if self._ended is not None:
             return None
-        with contextlib.suppress(TimeoutError, self._ray.exceptions.RayError):  # its end is told by `wait`
+        with contextlib.suppress(TimeoutError, self._ray.exceptions.RayError):  # `wait` reports its end
             text: str | None = await self._ask(_ANSWER_S, "ready")
             return text
         return None

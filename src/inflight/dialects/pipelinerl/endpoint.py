@@ -68,7 +68,7 @@ class PipelineRlOptions:
     world_size: int = 2
     """Of --weight-update-group-world-size."""
     dtype: str = ""
-    """What the server computes in; by default, what the checkpoint says."""
+    """The dtype in which the server computes (default: the dtype of the checkpoint)."""
     max_concurrent: int = 64
     """Of --max-num-seqs."""
     timeout_s: float = 300.0
@@ -154,7 +154,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
             raise DeadlineError(f"not healthy within {self._options.timeout_s:g} s", self.name) from error
 
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """Raises `TransferError` if the server's own group is gone, which only a restart of the server brings back."""
+        """Raises `TransferError` if the server's own group is gone; only a restart of the server restores it."""
         await self.capabilities()
         if self._options.group and (self._group is None or not self._group.is_formed):
             raise TransferError(f"{self.name}: the group of this server is gone; start the server again")
@@ -201,7 +201,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
             return chat_completion_of(request, asked, response, texts, [[token["token"] for token in content]])
 
     async def _replace(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Post the update and broadcast it, as PipelineRL's trainer does. Raises unless the server says ``ok``."""
+        """Post the update and broadcast it, as PipelineRL's trainer does. Raises unless the server answers ``ok``."""
         group, timeout_s = self._group, self._options.timeout_s
         assert group is not None  # transports are declared only then
         message = update_request(update.version, update.manifest.tensors)

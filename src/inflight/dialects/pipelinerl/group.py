@@ -60,7 +60,7 @@ def place_of(init_method: str, *, rank: int, world_size: int, timeout_s: float =
     if parts.scheme != "tcp" or not host or not port:
         raise ConfigError(f"{init_method!r} is not the address of a group; write tcp://HOST:PORT")
     if not 0 <= rank < world_size or world_size < 2:
-        raise ConfigError(f"rank {rank} of {world_size} is no rank of a group; rank 0 is the trainer's")
+        raise ConfigError(f"rank {rank} of {world_size} is not a rank of the group; rank 0 is the trainer's")
     if not timeout_s > 0:
         raise ConfigError(f"the timeout of the group must be above 0, not {timeout_s:g}")
     return GroupRank(host, port, rank, world_size, timeout_s)

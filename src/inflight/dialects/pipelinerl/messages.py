@@ -76,16 +76,16 @@ def chat_body(body: Any) -> dict[str, Any]:
     """
     if not isinstance(body, dict):
         raise InvalidRequestError("the body of a chat request is a JSON object")
-    told = dict(body)
-    told["logprobs"] = bool(told.get("logprobs"))
+    fields = dict(body)
+    fields["logprobs"] = bool(fields.get("logprobs"))
     # Tokens are listed whole in any case. Only a stop string would make the text differ from what was asked for.
-    with_stop = told.pop("include_stop_str_in_output", False)
-    told.pop("skip_special_tokens", None)
-    if with_stop and told.get("stop"):
+    with_stop = fields.pop("include_stop_str_in_output", False)
+    fields.pop("skip_special_tokens", None)
+    if with_stop and fields.get("stop"):
         raise InvalidRequestError("include_stop_str_in_output together with stop: texts end before a stop string here")
-    if told.get("top_k") == -1:  # vLLM's word for none
-        told["top_k"] = 0
-    return told
+    if fields.get("top_k") == -1:  # vLLM's word for none
+        fields["top_k"] = 0
+    return fields
 
 
 def chat_answer(completion: ChatCompletion) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Weights that PipelineRL's trainer broadcasts, brought to endpoints of the contract.
+"""Weights that PipelineRL's trainer broadcasts, published to endpoints of the contract.
 
 Each update is one publish: the endpoints accept the manifest or refuse it, every tensor is received whole and compared
 on its way, and they commit together.
@@ -40,7 +40,7 @@ class ArrivingWeights(WeightSource):
         return self._specs
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Receives as it is exhausted, whether or not anybody wants the weights: the trainer sends them all the same.
+        """Receives the weights even if no endpoint wants them, because the trainer sends them in any case.
 
         Raises `TransferError`; the group is then abandoned.
         """

@@ -34,7 +34,7 @@ _MAX_LINE_BYTES = 64 * 1024
 class AgentCommand(Environment):
     """Runs a command for each episode, in a process group of its own, and ends all of the group with the episode.
 
-    Each of ``roles`` has a URL of its own, which the item says under ``roles``, and may be given a reward of its own.
+    Each of ``roles`` has its own URL, which the item lists under ``roles``, and may receive its own reward.
     ``tasks`` is a file with one JSON object per line, or ``module:function`` that returns the object of an index; the
     command is run in ``directory``. Raises `TaskError` if they cannot be used.
     """

@@ -1,4 +1,4 @@
-"""Any task with further tries: after a wrong answer, the model is told so and asked again."""
+"""An environment that gives the model further tries at a task after a wrong answer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from inflight.rollouts.tasks import load_task
 from inflight.types import TaskItem
 
 
-class Again(Environment):
-    """A task, by the name and parameters that it has as ``task.name`` and ``task.params``, in up to ``tries`` turns.
+class Retry(Environment):
+    """An episode poses one item of a task and gives the model up to ``tries`` turns to answer it.
 
-    An answer that scores 1 ends the episode. The reward is the score of the last answer, times ``discount`` for each
-    try before it; each turn is also given what it added to the best score so far, for runs that assign credit by turn.
+    ``task`` and ``params`` name the task as ``task.name`` and ``task.params`` do in a run. An answer that scores 1
+    ends the episode. The reward is the score of the last answer, times ``discount`` for each try before it. For runs
+    that assign credit by turn, each turn is rewarded for what it added to the best score so far.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Again(Environment):
         """Raise `TaskError` if the task is unknown, or is an environment itself."""
         made = load_task(task, params or {}, seed)
         if not isinstance(made, Task):
-            raise TaskError(f"{task!r} is an environment, which asks by itself: name a task")
+            raise TaskError(f"{task!r} is an environment, not a task: set the parameter task to the name of a task")
         if tries < 1 or not 0 < discount <= 1:
             raise TaskError(f"tries must be at least 1 and discount in (0, 1], not {tries} and {discount}")
         self._task = made

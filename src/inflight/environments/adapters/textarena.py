@@ -1,6 +1,6 @@
 """The games of TextArena as environments: one model plays every player, or one of them against an opponent.
 
-A turn shows a player what the game has told it since its last turn, so that each player's game is one conversation.
+A turn shows a player what the game has sent it since its last turn, so that each player's game is one conversation.
 Games draw from Python's global randomness and are not made for threads: here each has randomness of its own, and one
 game of the process moves at a time, in a thread.
 """
@@ -24,10 +24,10 @@ from inflight.contracts import Conversation, Environment, Episode
 from inflight.errors import ConfigError, TaskError
 from inflight.types import TaskItem
 
-Told = tuple[int, str, textarena.ObservationType]
-"""What a game tells a player: who speaks (-1 is the game), the text, and its kind."""
-Render = Callable[[Any, int, Sequence[Told]], str]
-"""Returns what a player's turn shows, from the game, the player and what the game told it since its last turn."""
+Message = tuple[int, str, textarena.ObservationType]
+"""A message from a game to a player: who speaks (-1 is the game), the text, and its kind."""
+Render = Callable[[Any, int, Sequence[Message]], str]
+"""Returns what a player's turn shows, from the game, the player and the messages since its last turn."""
 Opponent = Callable[[str, random.Random], str]
 """Returns an action, from what the model would be shown and a source of randomness."""
 
@@ -54,9 +54,9 @@ _WAIT_S = 60.0
 """How long a game may wait for another one to move; a move takes milliseconds."""
 
 
-def listed_moves(told: Sequence[Told]) -> list[str]:
+def listed_moves(messages: Sequence[Message]) -> list[str]:
     """Return the moves that a game has listed last, as ``'[move]'``; examples in its rules do not count."""
-    lists = (_MOVE.findall(text) for _, text, kind in reversed(told) if kind != textarena.ObservationType.PROMPT)
+    lists = (_MOVE.findall(text) for _, text, kind in reversed(messages) if kind != textarena.ObservationType.PROMPT)
     return next((moves for moves in lists if moves), [])
 
 
@@ -85,12 +85,12 @@ class Game:
             game = game.env
         self.game = game
 
-    def turn(self) -> tuple[int, list[Told]]:
-        """Return whose turn it is, and what the game has told this player since it was last asked here."""
+    def turn(self) -> tuple[int, list[Message]]:
+        """Return whose turn it is, and the messages that this player has received since its last turn."""
         with self._own_randomness():
-            player, told = self.game.get_observation()
-        is_own = [sender == player and kind == textarena.ObservationType.PLAYER_ACTION for sender, _, kind in told]
-        return player, [one for one, own in zip(told, is_own, strict=True) if not own]
+            player, messages = self.game.get_observation()
+        is_own = [sender == player and kind == textarena.ObservationType.PLAYER_ACTION for sender, _, kind in messages]
+        return player, [one for one, own in zip(messages, is_own, strict=True) if not own]
 
     def move(self, action: str) -> bool:
         """Take the action of the player whose turn it is; return whether the game is over."""
@@ -127,7 +127,7 @@ class TextArena(Environment):
     reward that the game gives this player; the episode's reward is their mean. Otherwise the model plays one player,
     which changes from item to item, and its reward is the episode's. The opponent is ``"random"``, which picks one of
     the moves that the game lists, or ``module:function``, called with what is shown to a player and a `random.Random`.
-    ``render`` names a function that decides what is shown (`Render`); by default everything that the game says.
+    ``render`` names a function that decides what is shown (`Render`); by default all messages of the game.
     ``options`` go to the game, and ``players`` is only needed where the game does not start with the first number of
     players that it accepts.
 
@@ -178,15 +178,15 @@ class TextArena(Environment):
         conversations: dict[int, Conversation] = {}
         is_over = False
         while not is_over:
-            player, told = await asyncio.to_thread(game.turn)
+            player, messages = await asyncio.to_thread(game.turn)
             if own is not None and player != own:
-                listed[player] = listed_moves(told) or listed.get(player, [])
-                action = self._opponents_move(game, player, told, listed[player], rng)
+                listed[player] = listed_moves(messages) or listed.get(player, [])
+                action = self._opponents_move(game, player, messages, listed[player], rng)
             else:
                 if player not in conversations:
                     role = f"player {player}" if self._num_players > 1 else ""
                     conversations[player] = episode.conversation(role=role)
-                reply = await conversations[player].say(self._render(game.game, player, told))
+                reply = await conversations[player].say(self._render(game.game, player, messages))
                 action = reply.text
             is_over = await asyncio.to_thread(game.move, action)
         rewards = game.rewards()
@@ -197,19 +197,19 @@ class TextArena(Environment):
         return sum(rewards.values()) / len(rewards)
 
     def _opponents_move(
-        self, game: Game, player: int, told: Sequence[Told], listed: Sequence[str], rng: random.Random
+        self, game: Game, player: int, messages: Sequence[Message], listed: Sequence[str], rng: random.Random
     ) -> str:
         if self._opponent is not None:
-            return str(self._opponent(self._render(game.game, player, told), rng))
+            return str(self._opponent(self._render(game.game, player, messages), rng))
         if not listed:
-            raise TaskError(f"{self._game} lists no moves for player {player}: {shown(game.game, player, told)!r}")
+            raise TaskError(f"{self._game} lists no moves for player {player}: {shown(game.game, player, messages)!r}")
         return rng.choice(listed)
 
 
-def shown(game: Any, player: int, told: Sequence[Told]) -> str:
-    """Return all that a game told a player, as TextArena writes it."""
+def shown(game: Any, player: int, messages: Sequence[Message]) -> str:
+    """Return all messages of a game to a player, as TextArena writes it."""
     names = {-1: "GAME", **{one: f"Player {one}" for one in range(game.state.num_players)}, **game.state.role_mapping}
-    return "\n".join(f"[{names[sender]}] {text}" for sender, text, _ in told) or "[GAME] It is your turn."
+    return "\n".join(f"[{names[sender]}] {text}" for sender, text, _ in messages) or "[GAME] It is your turn."
 
 
 def _check_game(game: str) -> None:

@@ -1,4 +1,4 @@
-"""TRL's environments as they are: the objects that its trainers make with ``environment_factory``.
+"""TRL's environments, unmodified: the objects that its trainers make with ``environment_factory``.
 
 ``reset(**row)`` takes a row of the data set and may return what is added to its prompt. Public methods are tools.
 ``get_reward()``, if there is one, is called at the end. The protocol is that of TRL 1.16,

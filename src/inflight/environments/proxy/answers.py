@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """A part of an answer, as it is streamed."""
+    """One streamed piece of an answer."""
 
     id: str
     text: str
@@ -106,7 +106,7 @@ class Answers:
         return self._answered(asked, number, completion)
 
     async def stream(self, request: Request) -> AsyncGenerator[AnswerPiece | Answer, None]:
-        """Yield an answer in pieces as it is sampled; last the whole of it, which is recorded by then."""
+        """Yield an answer in pieces as it is sampled; the complete, recorded answer comes last."""
         asked = self._asked(request)
         text = StreamedText(self.episode.template.plain, asked.sampling.stop)
         sent = ""
@@ -152,7 +152,7 @@ class Answers:
                     prompt.token_ids,
                     request.sampling(self.episode.sampling),
                     request.may_call,
-                    lambda answer, heard: self._note_chat(history, prompt, answer, heard),
+                    lambda answer, reply_text: self._note_chat(history, prompt, answer, reply_text),
                     prompt.images,
                 )
             case CompletionRequest():
@@ -162,23 +162,23 @@ class Answers:
                     token_ids,
                     request.sampling(self.episode.sampling),
                     False,
-                    lambda answer, heard: self._note_text(before, answer, heard),
+                    lambda answer, reply_text: self._note_text(before, answer, reply_text),
                 )
             case ProxyGenerateRequest():
                 asked = request.sampling_params
                 self.episode.template.check_known((*request.token_ids, *(asked.stop_token_ids or ())))
                 sampling = asked.sampling(self.episode.sampling)
-                return _Asked(f"gen-{number}", request.token_ids, sampling, False, lambda answer, heard: None)
+                return _Asked(f"gen-{number}", request.token_ids, sampling, False, lambda answer, reply_text: None)
 
     def _answered(self, asked: _Asked, number: int, completion: Completion, sent: str = "") -> Answer:
         """Return the answer that a recorded turn makes; it begins with the text that was sent already."""
-        heard = self.episode.template.heard(completion.token_ids, completion.finish_reason)
-        said = before_stop(heard.spoken, asked.sampling.stop)
+        reply_text = self.episode.template.decode_reply(completion.token_ids, completion.finish_reason)
+        said = before_stop(reply_text.spoken, asked.sampling.stop)
         text, calls = split_tool_calls(said) if asked.may_call else (said, ())
         calls = tuple(ToolCall(f"call_{next(self._num_calls)}", call.name, call.arguments) for call in calls)
         answer = Answer(asked.id, asked.token_ids, completion, text if text.startswith(sent) else sent, calls)
         self._turns[asked.id] = number
-        asked.note(answer, heard)
+        asked.note(answer, reply_text)
         return answer
 
     # ----------------------------------------------------------------------------------------------------------- chat
@@ -194,10 +194,12 @@ class Answers:
         transcript, num_known = found
         return history, template.following(transcript, messages[num_known:])
 
-    def _note_chat(self, history: Sequence[bytes], prompt: Prompt, answer: Answer, heard: ReplyText) -> None:
+    def _note_chat(self, history: Sequence[bytes], prompt: Prompt, answer: Answer, reply_text: ReplyText) -> None:
         self.episode.num_rewritten += prompt.rewritten is not None
         completion = answer.completion
-        transcript = self.episode.template.transcript(prompt, completion.token_ids, completion.finish_reason, heard)
+        transcript = self.episode.template.transcript(
+            prompt, completion.token_ids, completion.finish_reason, reply_text
+        )
         self._histories.add([*history, identity(answer.message)], transcript)
 
     # ------------------------------------------------------------------------------------------------------ plain text
@@ -217,10 +219,10 @@ class Answers:
             raise InvalidRequestError("prompt is empty: send a text or token ids")
         return prompt, token_ids
 
-    def _note_text(self, before: str | None, answer: Answer, heard: ReplyText) -> None:
+    def _note_text(self, before: str | None, answer: Answer, reply_text: ReplyText) -> None:
         """Remember text and tokens, without the token that ended the answer: no client sends that back."""
         if before is not None:
             template, completion = self.episode.template, answer.completion
             is_ended = template.is_ended(completion.token_ids, completion.finish_reason)
             said = completion.token_ids[: completion.num_tokens - is_ended]
-            self._texts.append((before + heard.raw, answer.prompt_token_ids + said))
+            self._texts.append((before + reply_text.raw, answer.prompt_token_ids + said))

@@ -89,7 +89,7 @@ class ServedEpisodes:
     """The episodes that one proxy serves, by key."""
 
     def __init__(self) -> None:
-        # By their digests, so that how long a look-up takes tells nothing about a key.
+        # Keys are looked up by digest, so that the time of a lookup reveals nothing about a key.
         self._episodes: dict[bytes, ServedEpisode] = {}
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class ServedEpisodes:
 
 
 def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = None) -> list[Route]:
-    """Return the routes that agents call. ``note`` is told once if a client asks for other sampling than the run's."""
+    """Return the routes that agents call. ``note`` is called once if a client asks for other sampling settings."""
     has_noted = False
 
     async def chat(request: HttpRequest, served: ServedEpisode) -> Response:
@@ -209,7 +209,7 @@ def proxy_app(routes: list[Route]) -> Starlette:
 
 
 def error_response(error: InflightError, status: int | None = None) -> Response:
-    """Return an error in OpenAI's shape. Its clients would repeat some requests by themselves, and are told not to."""
+    """Return an error in OpenAI's shape. A header keeps its clients from retrying."""
     code, message = error.code, str(error)[:_MAX_ERROR_CHARACTERS]
     status = (
         status or {"context_full": 400, "episode_over": 409, "busy": 429}.get(code) or STATUS_OF_CODE.get(code, 500)

@@ -11,7 +11,7 @@ from inflight.environments.proxy.requests import ChatRequest, CompletionRequest,
 from inflight.environments.tools.tool_calls import openai_tool_calls
 
 Pieces = Callable[[Sequence[int]], list[str]]
-"""Returns the text of each token by itself."""
+"""Returns the text of each token, decoded on its own."""
 
 
 def answer_json(request: Request, answer: Answer, model: str, pieces: Pieces) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class ChunkWriter:
         self._has_begun = False
 
     def piece(self, piece: AnswerPiece) -> dict[str, Any] | None:
-        """Return the chunk of a piece; None if it brings nothing that the client has asked for."""
+        """Return the chunk of a piece; None if it has nothing that the client has asked for."""
         is_first, self._has_begun = not self._has_begun, True
         wants_tokens = piece.chunk is not None and bool(self._request.return_token_ids or self._request.wants_logprobs)
         if not (piece.text or wants_tokens or (is_first and self._is_chat)):
@@ -143,7 +143,7 @@ class GenerateWriter:
         self._has_begun = False
 
     def piece(self, piece: AnswerPiece) -> dict[str, Any] | None:
-        """Return the chunk of a piece; None if it brings no token."""
+        """Return the chunk of a piece; None if it has no token."""
         chunk = piece.chunk
         if chunk is None or not chunk.token_ids:
             return None

@@ -112,7 +112,7 @@ class _Sampled(_Body):
         return self.max_tokens
 
     def overridden(self, settings: SamplingParams) -> Iterator[str]:
-        """Yield what the request specifies of how tokens are drawn, and the run says otherwise."""
+        """Yield the sampling settings of the request that differ from those of the run."""
         for name in _DRAWN:
             asked, used = getattr(self, name), getattr(settings, name)
             if asked is not None and asked != used and not (name == "top_k" and asked < 1 and used == 0):

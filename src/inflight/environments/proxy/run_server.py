@@ -13,7 +13,7 @@ from inflight.http.listening import InLoopServer, bind
 class ProxyServer:
     """Serves episodes to agents on loopback, as long as its context is open.
 
-    ``model`` is the name under which the model is listed. ``note`` is told, once, that an agent asks for other sampling
+    ``model`` is the name under which the model is listed. ``note`` is called once, if an agent asks for other sampling
     than the run's.
     """
 

@@ -46,7 +46,7 @@ Isolation = Literal["namespaces", "limits"]
 Status = Literal["ok", "error", "timeout", "memory", "output", "killed"]
 
 _SANDBOX = str(Path(__file__).with_name("sandbox.py"))
-_START = (  # runs the compiled module that Python keeps beside its source
+_START = (  # runs the compiled module that Python keeps next to its source
     "import sys; from importlib.machinery import SourceFileLoader; names = {'__name__': 'sandbox'}; "
     "exec(SourceFileLoader('sandbox', sys.argv[1]).get_code('sandbox'), names); names['main'](sys.argv[2:])"
 )
@@ -228,7 +228,7 @@ class _Output:
         self.is_flood = False
 
     async def read(self, stream: ByteReceiveStream) -> bool:
-        """Read until the end and return True, or return False as soon as it is too much."""
+        """Read until the end and return True, or return False as soon as the limit is exceeded."""
         async for chunk in stream:
             self._size_bytes += len(chunk)
             if self._size_bytes > _FLOOD * self._max_bytes:

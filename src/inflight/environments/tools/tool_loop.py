@@ -49,10 +49,10 @@ async def use_tools(conversation: Conversation, *messages: Message | str, tools:
         if not reply.tool_calls or len(replies) >= max_turns:
             break
         results = [await call_tool(call, tools) for call in reply.tool_calls]
-        heard = [message for message, _ in results]
+        answers = [message for message, _ in results]
         outcomes += [outcome for _, outcome in results]
-        said += heard
-        messages = tuple(heard)
+        said += answers
+        messages = tuple(answers)
     return ToolUse(
         replies=tuple(replies),
         messages=tuple(said),

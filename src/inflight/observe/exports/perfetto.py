@@ -29,7 +29,7 @@ _COUNTERS = {
 }
 """Metrics of a step, and what they are called."""
 _INSTANTS = ("item_dropped", "episode_failed", "checkpoint_saved", "fleet_scaled", "failure", "run_ended")
-"""Kinds without a duration that are told on the run's own track."""
+"""Kinds without a duration that are shown on the run's own track."""
 
 
 def write_perfetto(directory: Path, out: Path) -> int:
@@ -131,12 +131,12 @@ class _Trace:
         if error:
             facts["error"] = error
         span = _span(event, shift_s)
-        brought = _first_to_last(versions) or {None: "without tokens", "cancelled": "cancelled"}.get(error, "lost")
-        name = f"item {event['item']} {brought}"
-        inner, beside = _within(event, shift_s)
+        result = _first_to_last(versions) or {None: "without tokens", "cancelled": "cancelled"}.get(error, "lost")
+        name = f"item {event['item']} {result}"
+        inner, overlapping = _within(event, shift_s)
         yield from self._slice(event["endpoint"], "requests", name, span, facts, inner)
-        for turn in beside:
-            yield from self._slice(event["endpoint"], "turns beside others", turn.name, turn.span, turn.facts)
+        for turn in overlapping:
+            yield from self._slice(event["endpoint"], "overlapping turns", turn.name, turn.span, turn.facts)
         if error not in (None, "cancelled"):
             yield from self._mark(event["endpoint"], "failures", error, span[1], facts)
 
@@ -265,7 +265,7 @@ def _within(request: Row, shift_s: float) -> tuple[list[_Inner], list[_Inner]]:
     Where no turn is sampled, the episode's environment is at work.
     """
     inner: list[_Inner] = []
-    beside: list[_Inner] = []
+    overlapping: list[_Inner] = []
     free_s = sampled_s = request["start_s"]
     for turn in turns_of(request):
         if turn.start_s > sampled_s:
@@ -274,11 +274,11 @@ def _within(request: Row, shift_s: float) -> tuple[list[_Inner], list[_Inner]]:
             inner.append(_drawn(turn, request["item"], shift_s))
             free_s = turn.end_s
         else:
-            beside.append(_drawn(turn, request["item"], shift_s))
+            overlapping.append(_drawn(turn, request["item"], shift_s))
         sampled_s = max(sampled_s, turn.end_s)
     if inner and request["end_s"] > sampled_s:
         inner.append(_environment(sampled_s + shift_s, request["end_s"] + shift_s))
-    return inner, beside
+    return inner, overlapping
 
 
 def _environment(start_s: float, end_s: float) -> _Inner:

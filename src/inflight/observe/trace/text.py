@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _OVERLAP = 8
-"""Tokens that are decoded again for the sake of those behind them, since some tokenizers join neighbours."""
+"""Tokens that are decoded again as context for the tokens after them, because some tokenizers join neighbours."""
 _UNFINISHED = "\ufffd"
 
 

@@ -1,4 +1,4 @@
-"""MLflow, at ``tracking_uri`` (default: as MLFLOW_TRACKING_URI says) in the experiment ``experiment``."""
+"""MLflow, at ``tracking_uri`` (default: MLFLOW_TRACKING_URI), in the experiment ``experiment``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tracker of runs is told."""
+"""The interface of an experiment tracker."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from inflight.observe.trackers.tracker import TrackedRun, Tracker
 class WeightsAndBiases(Tracker):
     """Logs each optimizer step as the step of that number.
 
-    W&B keeps what it was told first: steps that a resumed run makes again after a kill keep their earlier values.
+    W&B keeps the first value that it receives: steps that a resumed run repeats after a kill keep their earlier values.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -30,7 +30,7 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
     runs = []
     for directory in directories:
         if not any((directory / name).exists() for name in (EVENTS, STEPS)):
-            raise ConfigError(f"{str(directory)!r} holds no events of a run: give the run.directory of a run")
+            raise ConfigError(f"{str(directory)!r} holds no events of a run: pass the run.directory of a run")
         run = RunModel(directory)
         follower = EventFollower(directory)
         run.fold(follower.read())

@@ -127,7 +127,7 @@ _ORDERS = {
 def longest_part(parts: Sequence[Mapping[str, Any]], before: Mapping[int, Part]) -> list[tuple[float, int]]:
     """Return, for the longest completion of a request, where each of its versions ends, as a share of its tokens.
 
-    Tokens that an earlier request brought (``before``) do not count.
+    Tokens that an earlier request sampled (``before``) do not count.
     """
     longest, first = None, 0
     for part in parts:

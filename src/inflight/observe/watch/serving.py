@@ -83,9 +83,9 @@ class Follower(threading.Thread):
 
 
 def create_app(runs: Sequence[RunModel], token: str, closing: threading.Event | None = None) -> ASGIApp:
-    """Return the application that shows runs to whoever has the token; the page itself, without data, to everyone.
+    """Return the application that shows runs to clients with the token; the page itself, without data, is public.
 
-    Once ``closing`` is set, pages are no longer told of changes, so that the server can end.
+    Once ``closing`` is set, pages no longer receive changes, so that the server can end.
     """
     closing = closing or threading.Event()
 

@@ -129,6 +129,6 @@ def _at(config: Any, *path: str) -> Any:
 
 
 def run_name(directories: Sequence[Path], directory: Path) -> str:
-    """Return the shortest name that tells a run from the others."""
+    """Return the shortest name that distinguishes a run from the others."""
     same = [other for other in directories if other.name == directory.name]
     return directory.name if len(same) < 2 else f"{directory.parent.name}/{directory.name}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inflight.environments.adapters.retry import Again
+from inflight.environments.adapters.retry import Retry
 from inflight.environments.recording import PlayedEpisode
 from inflight.errors import TaskError
 from tests.environments.scripted import play_scripted, text_of
@@ -15,7 +15,7 @@ TASK: dict[str, Any] = {"task": "spell_backward", "params": {"min_word_len": 4, 
 
 
 def said(*answers: str, **params: Any) -> PlayedEpisode:
-    environment = Again(0, **TASK, **params)
+    environment = Retry(0, **TASK, **params)
     turns = iter(answer.replace("RIGHT", environment.item(0).answer or "") for answer in answers)
     return play_scripted(environment, 0, lambda prompt: next(turns))
 
@@ -39,7 +39,7 @@ def test_there_are_as_many_tries_as_the_run_says() -> None:
 
 
 def test_the_turns_of_an_answer_that_gets_worse_earn_nothing_more() -> None:
-    environment = Again(0, **TASK)
+    environment = Retry(0, **TASK)
     answer = environment.item(0).answer or ""
     almost = answer[:-1] + "#"
     first = environment._task.score(environment.item(0), almost)
@@ -60,4 +60,4 @@ def test_the_turns_of_an_answer_that_gets_worse_earn_nothing_more() -> None:
 )
 def test_what_cannot_be_asked_again_is_refused(params: dict[str, Any], words: str) -> None:
     with pytest.raises(TaskError, match=words):
-        Again(0, **params)
+        Retry(0, **params)
