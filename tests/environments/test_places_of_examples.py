@@ -20,7 +20,7 @@ INSTALLED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["ent
     ("example", "first", "turn_tokens"),
     [
         ("textarena", "TicTacToe-v0, start 0", 4),
-        ("again", "Spell this word backward", 6),
+        ("retry", "Spell this word backward", 6),
         ("trl_environment", "0-9?", 70),
     ],
 )

@@ -100,10 +100,10 @@ def test_a_run_starts_a_server_and_lets_it_go_and_its_items_add_up(start_run: Ca
     scale = "{ most = 1, window_s = 2, wait_share = 0.05, free_share = 0.6, server = { max_concurrent = 512 } }"
     settings = ("--servers.attach.join", at, "--servers.count", "1", "--servers.max_concurrent", "4")
     run = start_run(*settings, "--servers.scaling", scale, "--run.num_steps", "100000", "--rollouts.max_lag", "1")
-    run.wait_for_output("extra-1 is started")
+    run.wait_for_output("starting extra-1")
     (grown, *_) = run.wait_for_events("fleet_scaled", lambda event: event["change"] == "grow")
     (extra,) = grown["servers"]
-    run.wait_for_output("extra-1 at " + extra + " leaves")
+    run.wait_for_output("stopping extra-1 at " + extra)
     run.wait_for_output(f"{extra} is no longer listed: it hands on what it has sampled and leaves")
     run.wait_for_events("fleet_scaled", lambda event: event["change"] == "shrink")
 
