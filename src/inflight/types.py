@@ -337,7 +337,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model said in one turn."""
+    """The model's reply in one turn."""
 
     text: str
     """Without special tokens, and without the calls of tools."""

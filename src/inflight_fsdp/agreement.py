@@ -1,4 +1,4 @@
-"""How ranks agree that something failed, so that none of them waits for a rank that has stopped."""
+"""How ranks agree on a failure, so that none of them waits for a rank that has stopped."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def first_failure(failure: str | None, device: torch.device, group: dist.Process
 
 
 def on_every_rank(do: Callable[[], T], device: torch.device) -> T:
-    """Return what ``do`` returns, unless it fails on any rank; collective over the default group.
+    """Return the result of ``do``, unless it fails on any rank; collective over the default group.
 
     If it fails, that rank raises its own error, and the others a `ConfigError` that names the rank and the error.
     """
     try:
         result, error = do(), None
-    except Exception as caught:  # whatever it is, the other ranks must not wait for this one
+    except Exception as caught:  # for any error, the other ranks must not wait for this one
         result, error = None, caught
     failure = first_failure(None if error is None else f"{type(error).__name__}: {error}", device)
     if error is not None:

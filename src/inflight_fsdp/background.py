@@ -1,6 +1,6 @@
 """A checkpoint that is written while training continues: shards copied to host memory, and one thread that saves them.
 
-The thread uses a process group of its own, so that its collectives cannot be mixed up with those of training.
+The thread uses a separate process group, so that its collectives cannot interfere with those of training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def copy_to_host(state: TrainerState) -> TrainerState:
 
 
 class BackgroundSave:
-    """One save that a thread of this rank takes part in. The thread does not keep the process alive."""
+    """One save in which a thread of this rank takes part. The thread does not keep the process alive."""
 
     def __init__(self, path: Path, save: Callable[[], None]) -> None:
         self.path = path

@@ -66,7 +66,7 @@ def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | 
     """Write a checkpoint at ``path``, replacing an earlier one once the new one is complete; collective.
 
     Ranks agree and gather over ``group``, which is of all ranks (None: the default one). Raises `CheckpointError` on
-    every rank, with what was at ``path`` still whole.
+    every rank; an earlier checkpoint at ``path`` is then still complete.
     """
     path = path.absolute()
     fresh = path.with_name(f".{path.name}.new")
@@ -129,9 +129,7 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
 def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
     """Make the directory to write in, with every file that holds no tensor."""
     if path.exists() and not (path / _TRAINER).is_file() and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError(
-            "the path exists but is not a checkpoint of a worker; move it away or choose another path"
-        )
+        raise FileExistsError("the path exists but is not a checkpoint of a worker; move it or choose another path")
     shutil.rmtree(fresh, ignore_errors=True)
     (fresh / _OPTIMIZER).parent.mkdir(parents=True)
     _write_file(fresh / "config.json", state.model_config)
@@ -245,7 +243,7 @@ def _header(tensors: Sequence[ShardedTensor]) -> tuple[bytes, dict[str | None, i
 
 def _read_counters(source: Path) -> dict[str, int]:
     if not (source / _TRAINER).is_file():
-        raise FileNotFoundError(f"it has no {_TRAINER}; give a directory that a worker saved")
+        raise FileNotFoundError(f"it has no {_TRAINER}; pass a directory that a worker saved")
     counters = json.loads((source / _TRAINER).read_text())
     if not isinstance(counters, dict) or counters.get("edition") != _EDITION:
         raise ValueError(f"{_TRAINER} does not have edition {_EDITION}: {str(counters)[:200]}")
@@ -255,7 +253,7 @@ def _read_counters(source: Path) -> dict[str, int]:
 
 
 def _check_lora(file: Path, described: str) -> None:
-    """Raise ``ValueError`` if the LoRA of a checkpoint is another one than ``described``."""
+    """Raise ``ValueError`` if the LoRA of a checkpoint differs from the ``described`` one."""
     stored, mine = json.loads(file.read_text()), json.loads(described)
     for key in ("r", "lora_alpha", "target_modules", "use_rslora"):
         if stored.get(key) != mine[key]:
@@ -263,7 +261,7 @@ def _check_lora(file: Path, described: str) -> None:
 
 
 def _read_shards(file: Path, tensors: Sequence[ShardedTensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each local shard with what the file holds for it. Raises ``ValueError`` if the file does not fit."""
+    """Return each local shard with its contents in the file. Raises ``ValueError`` if the file does not fit."""
     shards: list[tuple[torch.Tensor, torch.Tensor]] = []
     with safe_open(file, framework="pt") as stored, torch.no_grad():
         names = set(stored.keys())

@@ -34,11 +34,11 @@ class RankLayout:
 
     @property
     def data_size(self) -> int:
-        """Ranks or groups of ranks that get micro-batches of their own."""
+        """Number of ranks, or groups of ranks, with their own micro-batches."""
         return self.num_ranks // (self.tensor * self.context * self.stages)
 
     def data_rank(self, rank: int) -> int:
-        """Return whose micro-batches a rank gets."""
+        """Return the index of the share of micro-batches that a rank receives."""
         return rank // (self.tensor * self.context) % self.data_size
 
 
@@ -53,7 +53,7 @@ class WorkerConfig(OptimizerSettings):
     """Dtype of forward, backward and published weights. The head computes at least in float32."""
     master_dtype: Literal["float32", "bfloat16"] | None = None
     """Of parameters, summed gradients and optimizer states; None: float32, or float64 if ``dtype`` is. If it is wider
-    than ``dtype``, parameters are cast when a layer is gathered. bfloat16 takes half the memory, but rounds away most
+    than ``dtype``, parameters are cast when a layer is gathered. bfloat16 uses half the memory, but rounds away most
     updates of a small learning rate: the worker warns, and measures how many."""
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype in which ranks sum their gradients; None: the stored dtype. bfloat16 sends half the bytes, and rounds each
@@ -72,7 +72,7 @@ class WorkerConfig(OptimizerSettings):
     is computing and the activations. On a CPU the numbers are those of a worker without it. Not yet run on a GPU."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, by shell patterns of their names: ``model.layers.[0-9].*``. They have no
-    gradients and no optimizer states. Checkpoints still hold them, and a publish leaves them out, so endpoints must
+    gradients and no optimizer states. Checkpoints still contain them, but a publish omits them, so endpoints must
     support ``partial_updates``. Tied parameters go by the name of the first."""
     lora: LoraSettings | None = None
     """Train a LoRA and nothing else. It alone is published; see `LoraSettings`."""
@@ -80,7 +80,7 @@ class WorkerConfig(OptimizerSettings):
     """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
     context_parallel: int = Field(default=1, ge=1)
     """Neighbouring ranks that share each packed row: every rank computes an equal part of its tokens, and in attention
-    all tokens of some heads. They get the same micro-batches."""
+    all tokens of some heads. They receive the same micro-batches."""
     wire_dtype: WireDtype | None = None
     """Of published weights; None: ``dtype``, so that servers and trainer compute with the same values."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
@@ -105,18 +105,16 @@ class WorkerConfig(OptimizerSettings):
         if self.master_dtype is not None and _BITS[self.master_dtype] < _BITS[self.dtype]:
             raise ValueError(
                 f"master_dtype {self.master_dtype!r} is narrower than dtype {self.dtype!r}: layers would compute "
-                "with more digits than the weights have; leave master_dtype out"
+                "with more digits than the weights have; omit master_dtype"
             )
         if self.reduce_dtype is not None and self.dtype == "float64":
-            raise ValueError(
-                f"reduce_dtype {self.reduce_dtype!r} would round gradients of dtype 'float64': leave it out"
-            )
+            raise ValueError(f"reduce_dtype {self.reduce_dtype!r} would round gradients of dtype 'float64': omit it")
         if self.optimizer == "adamw8bit" and self.dtype == "float64":
             raise ValueError("optimizer 'adamw8bit' needs dtype 'float32' or 'bfloat16', not 'float64'")
         if self.float8 and self.dtype == "float64":
             raise ValueError("float8 needs dtype 'float32' or 'bfloat16', not 'float64'")
         if self.lora is not None and self.frozen:
-            raise ValueError("lora freezes everything but the LoRA: leave out frozen")
+            raise ValueError("lora freezes everything but the LoRA: omit frozen")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         return self

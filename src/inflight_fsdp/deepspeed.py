@@ -1,7 +1,7 @@
 """`DeepSpeedWorker`: one rank of a trainer on transformers' models that DeepSpeed's ZeRO shards.
 
-DeepSpeed cuts weights and gradients, and calls an optimizer of ours where the gradients of a step are complete. The
-rest, such as norms, clipping, AdamW and checkpoints, is that of the other workers, on ranges of flattened parameters.
+DeepSpeed shards weights and gradients, and calls our optimizer when the gradients of a step are complete. Norms,
+clipping, AdamW and checkpoints are those of the other workers, applied to ranges of flattened parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DeepSpeedConfig(WorkerConfig):
             raise ValueError("DeepSpeed computes in float32 or bfloat16 here, and keeps weights in float32")
         for name in ("float8", "compile", "frozen", "shard_size", "lora"):
             if getattr(self, name):
-                raise ValueError(f"{name} is not a setting of the DeepSpeed worker; leave it out")
+                raise ValueError(f"{name} is not a setting of the DeepSpeed worker; omit it")
         return self
 
     def engine_settings(self, num_parameters: int, device: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class DeepSpeedConfig(WorkerConfig):
         return {
             "train_micro_batch_size_per_gpu": 1,
             "managed_gradient_accumulation": False,
-            "gradient_allreduce_op": "mean" if self.zero_stage == 3 else "sum",  # stage 3 knows only averages
+            "gradient_allreduce_op": "mean" if self.zero_stage == 3 else "sum",  # stage 3 supports only averages
             "gradient_clipping": 0.0,
             "communication_data_type": "bf16" if self.reduce_dtype == "bfloat16" else "fp32",
             "data_types": {"grad_accum_dtype": "fp32"},
@@ -119,7 +119,7 @@ class DeepSpeedWorker(ShardedWorker):
         self._engine.backward(loss)
 
     def _update(self) -> StepResult:
-        """Let DeepSpeed step, which does not come to the boundary if it finds a gradient that is not finite."""
+        """Let DeepSpeed step. It does not reach the boundary if it finds a gradient that is not finite."""
         self._has_gradients = False
         self._boundary.update = super()._update
         self._engine.step()
@@ -200,7 +200,7 @@ class _ZeroPart:
         return self.flat.grad[self.within]
 
     def clear_gradient(self) -> None:
-        """DeepSpeed does it."""
+        """Do nothing, because DeepSpeed clears it."""
 
 
 def _range_of(parameter: Any, zero: Any) -> tuple[slice, _ZeroPart] | None:
@@ -231,8 +231,8 @@ def _import_deepspeed(device: torch.device) -> Any:
         raise ConfigError(f"the DeepSpeed worker needs deepspeed ({error}): see docs/trainers.md") from error
     if (kind := get_accelerator().device_name()) != device.type:
         raise ConfigError(f"DeepSpeed was imported for {kind}: set DS_ACCELERATOR={device.type} for this device")
-    # On a CPU it starts by compiling an all-reduce for inference, which training has no use for. A killed build
-    # leaves its lock behind, and every later start waits for it forever.
+    # On a CPU it starts by compiling an all-reduce for inference, which training does not use. A killed build leaves
+    # its lock in place, and every later start waits for it forever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", message=".torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor). is")
     if groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:  # of a default group that has ended

@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""The device on which a rank computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in float8, by torchao."""
+"""Linear layers that multiply in float8, using torchao."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CAPABILITY = (8, 9)
 
 
 def multiply_in_float8(module: nn.Module, device: torch.device) -> None:
-    """Make every linear layer within a module multiply in float8; its parameters stay what they are.
+    """Make every linear layer within a module multiply in float8; its parameters stay unchanged.
 
     The forward and the gradient of the inputs are in float8, with a scale for each token; the gradient of the weight is
     not. So neither depends on the tokens that others are packed with, and a product over T tokens, which need be no

@@ -1,4 +1,4 @@
-"""The kinds of workers of this package. What makes workers is imported when one is made."""
+"""The kinds of workers in this package. Their implementations are imported when a worker is created."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from inflight_fsdp.worker import FsdpWorker
 class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
     """One trainer rank. Its weights, as it publishes them, are those of the LoRA.
 
-    Checkpoints hold the LoRA as PEFT stores it in ``adapter/``, from where `load` reads it. Next to config.json are the
+    Checkpoints hold the LoRA as PEFT stores it in ``adapter/``, from which `load` reads it. Next to config.json are the
     weights with the LoRA merged, so that the directory can be loaded as a model.
     """
 
@@ -37,7 +37,7 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
         self._changed = [name.removesuffix(PARTS[0]) for name in self._parameters.layouts if name.endswith(PARTS[0])]
         """The layers that the LoRA changes."""
         self._num_forwards = 0
-        """With gradients since the last step; the dropout of each is another one."""
+        """Number of forwards with gradients since the last step; each has different dropout."""
 
     def lora_spec(self) -> LoraSpec:
         return self._lora.spec
@@ -57,7 +57,7 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
         if not (self._lora.dropout and torch.is_grad_enabled()):
             return super()._compute(rows)
         with torch.random.fork_rng(devices=[] if self._device.type == "cpu" else None):
-            # A sequence of its own: a resumed worker drops what it would have dropped.
+            # A separate random sequence, so that a resumed worker applies the same dropout.
             torch.manual_seed(hash((self._lora.seed, self.version, self.rank, self._num_forwards)) % (1 << 63))
             self._num_forwards += 1
             return super()._compute(rows)

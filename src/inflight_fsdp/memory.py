@@ -10,16 +10,16 @@ c of ``dtype``, T the tokens of a micro-batch.
 - gathered layers: 2 c L + (c + m) L + (2 c + m) E. L: elements of the largest layer, which is gathered while the next
   one already is, with its gradient before and after it is summed over the ranks. E: what is outside of the layers
   (embedding, head), gathered from the forward to the end of the backward.
-- activations: T times what autograd keeps of one token, for each layer, or with activation checkpointing c H for each
-  layer and the rest for one. Of a layer, with A heads and K key-value heads of D elements, hidden size H and
+- activations: T times the bytes that autograd keeps per token, for each layer, or with activation checkpointing c H for
+  each layer and the rest for one. Of a layer, with A heads and K key-value heads of D elements, hidden size H and
   intermediate size I:  2 (4 + 2 c) H  for the norms, which compute in float32,  c (5 / 4) (2 A + 2 K) D + 4 A  for
   attention with segments padded by a quarter,  c A D  for its projection,  4 c I  for the MLP, and
   (4 + c) (A + K) D  for norms of queries and keys. With experts, 4 c I + c H  for each that a token goes to.
 - head: 2 tiles of C x 4,096 logits and 2 of 4,096 x H weights, in float32, and 4 H + c H for each token.
-- publish: where trainers and servers take turns, what rank 0 holds while servers sample: three buckets of 64 MiB, or of
-  the largest tensor, at c bytes per element, and that tensor once more at m.
+- publish: where trainers and servers alternate, the memory of rank 0 while servers sample: three buckets of 64 MiB, or
+  of the largest tensor, at c bytes per element, and that tensor once more at m.
 
-Nothing here was compared with a GPU.
+None of this has been compared with measurements on a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def memory_terms(config: WorkerConfig, load: TrainingLoad) -> tuple[MemoryTerm, ...]:
-    """Return what the largest rank needs on its GPU, at the end of its first step. Raises `ConfigError`."""
+    """Return the GPU memory of the largest rank at the end of its first step. Raises `ConfigError`."""
     model = model_shape(config.model_path)
     compute, stored = DTYPE_SIZES[config.dtype], DTYPE_SIZES[config.stored_dtype]
     layout = config.rank_layout(load.num_ranks)
@@ -77,7 +77,7 @@ def memory_terms(config: WorkerConfig, load: TrainingLoad) -> tuple[MemoryTerm, 
 
 
 def publish_bytes(model: ModelShape, compute_size: int, master_size: int) -> int:
-    """Return the bytes of what rank 0 gathers and has not sent yet."""
+    """Return the bytes that rank 0 has gathered but not sent yet."""
     largest = max(map(prod, model.tensors.values()))
     return 3 * max(DEFAULT_BUCKET_BYTES, compute_size * largest) + master_size * largest
 
@@ -105,7 +105,7 @@ def _layer_elements(tensors: Mapping[str, Sequence[int]]) -> tuple[list[int], in
 
 
 def activation_bytes(model: ModelShape, dtype: str, num_tokens: int, *, checkpointing: bool) -> int:
-    """Return what autograd keeps of ``num_tokens`` packed tokens in all layers."""
+    """Return the bytes that autograd keeps for ``num_tokens`` packed tokens in all layers."""
     c, hidden, wide = DTYPE_SIZES[dtype], model.hidden_size, model.intermediate_size
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     layer = 2 * (4 + 2 * c) * hidden
@@ -119,6 +119,6 @@ def activation_bytes(model: ModelShape, dtype: str, num_tokens: int, *, checkpoi
 
 
 def head_bytes(model: ModelShape, dtype: str, num_tokens: int) -> int:
-    """Return the most bytes that the head needs in addition to its weight, if every token is a target."""
+    """Return the peak memory of the head in addition to its weight, if every token is a target."""
     tiles = 2 * 4 * min(_TILE_TOKENS, num_tokens) * _TILE_VOCAB + 2 * 4 * _TILE_VOCAB * model.hidden_size
     return tiles + num_tokens * (4 + DTYPE_SIZES[dtype]) * model.hidden_size

@@ -188,7 +188,7 @@ def _freeze(causal_lm: nn.Module, patterns: Sequence[str]) -> None:
             raise ConfigError(f"frozen: {pattern!r} matches no parameter; the parameters are {sorted(names)[:5]} ...")
     frozen = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
     if frozen == names:
-        raise ConfigError(f"frozen: {list(patterns)} matches every parameter, so nothing is left to train")
+        raise ConfigError(f"frozen: {list(patterns)} matches every parameter, so there is nothing to train")
     for name in frozen:
         causal_lm.get_parameter(name).requires_grad_(False)
 

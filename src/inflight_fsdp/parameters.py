@@ -1,4 +1,4 @@
-"""The parameters of a model as one rank of a trainer holds them."""
+"""One rank's parts of the parameters of a model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShardedParameters:
         self.shardings = dict(shardings)
         self.layouts = dict(layouts)
         self.owned = [name for name in self.trained if rank in shardings[name].owners]
-        """Parameters of whose parts this rank answers for its own."""
+        """Names of the parameters whose parts this rank owns."""
         self.wire_dtype = wire_dtype
         self._device = device
         self._nothing = torch.empty(0, dtype=stored_dtype, device=device)
@@ -107,7 +107,7 @@ class ShardedParameters:
         ]
 
     def owned_shards(self) -> list[torch.Tensor]:
-        """Return this rank's shards of the trained parameters that it answers for."""
+        """Return this rank's shards of the trained parameters that it owns."""
         return [self.trained[name].local for name in self.owned]
 
     def clear_gradients(self) -> None:

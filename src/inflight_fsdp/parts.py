@@ -1,4 +1,4 @@
-"""This rank's part of each parameter, and of its gradient, whatever holds them."""
+"""This rank's part of each parameter and of its gradient, regardless of the sharding library."""
 
 from __future__ import annotations
 

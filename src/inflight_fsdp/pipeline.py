@@ -1,7 +1,7 @@
-"""The stages of a pipeline: hidden states travel from stage to stage within autograd.
+"""The stages of a pipeline: hidden states are sent from stage to stage within autograd.
 
-`forward` and `backward` thus stay separate calls, as the worker contract wants them. A stage sends each row on before
-it computes the next, so stages compute different rows at the same time; autograd runs the backwards of the rows in the
+`forward` and `backward` thus stay separate calls, as the worker contract requires. A stage sends each row before it
+computes the next, so stages compute different rows at the same time; autograd runs the backwards of the rows in the
 reverse order, the same on every stage (GPipe, arXiv:1811.06965).
 
 Shape suffixes: R tokens of a row, H hidden, N targets of all rows.
@@ -28,7 +28,7 @@ class Pipeline:
         self.stage, self.num_stages = group.rank(), group.size()
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self._sent: list[tuple[Any, torch.Tensor]] = []
-        """Sends under way, and their memory."""
+        """Pending sends, and their memory."""
 
     @property
     def is_first(self) -> bool:

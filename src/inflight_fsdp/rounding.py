@@ -1,4 +1,4 @@
-"""How many updates of an optimizer step a narrow dtype rounds away."""
+"""The share of an optimizer step's updates that a narrow dtype rounds away."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.errors import PrecisionWarning
 _SAMPLE = 1 << 20
 """Elements of one rank that are compared."""
 _NUM_STEPS = 3
-"""Steps after which the lost updates are reported."""
+"""Number of steps after which the lost updates are reported."""
 
 
 def spread_sample(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -55,7 +55,7 @@ class LostUpdates:
         )
 
     def note(self, share: float | None) -> None:
-        """Note the share of a step, as `lost_share` returned it."""
+        """Record the share of a step, as returned by `lost_share`."""
         if share is None or len(self._shares) == _NUM_STEPS:
             return
         self._shares.append(share)

@@ -124,7 +124,7 @@ def _row(
         if padding:
             experts_TLK = torch.cat([experts_TLK, experts_TLK.new_full((padding, *experts_TLK.shape[1:]), FREE_EXPERT)])
         experts_RLK = experts_TLK[first:last].to(device, torch.int64)
-    # The token after each of this rank's. Indices are all that a batch on a GPU is waited for.
+    # The token after each of this rank's. Reading the indices is the only synchronisation with a batch on a GPU.
     rows_N = batch.loss_mask_T[tokens][first + 1 : last + 1].nonzero().squeeze(1)
     targets_N = rows_N + first + 1
     targets = HeadTargets(
@@ -153,9 +153,9 @@ def head_exchange(ranks: RankLayout, device: torch.device) -> HeadExchange | Non
 
 
 def sum_over_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of what the ranks of a group hold, in which each has the same gradient, that of one of them.
+    """Return the sum over the ranks of a group; each receives the gradient of one of them, which is the same for all.
 
-    For a loss that all of them compute alike from the result: what it depends on must be counted once.
+    For a loss that all of them compute identically from the result: its gradient must be counted once.
     """
     total: torch.Tensor = _SummedForAll.apply(x, group)  # type: ignore[no-untyped-call]
     return total

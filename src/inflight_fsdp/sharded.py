@@ -1,4 +1,4 @@
-"""`ShardedWorker`: one rank of a trainer that holds a part of each parameter, whatever cut them.
+"""`ShardedWorker`: one rank of a trainer that holds a part of each parameter, with any sharding library.
 
 Shape suffixes: T packed tokens, N targets, H hidden, V vocabulary.
 """
@@ -79,8 +79,8 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         rank takes part in the same collectives. ``parts`` are of the parameters of which this rank has one, by the
         trainer's names; ``shardings`` and ``layouts`` are of all parameters, on every rank in the same order. What is
         not trained is not published either. ``optimizer`` updates the trained parts, in the same order.
-        ``summed_over`` are the parameters that this rank computes with apart from the ranks of a group: their gradients
-        are still to be summed.
+        ``summed_over`` are the parameters that this rank computes with separately from the other ranks of a group:
+        their gradients remain to be summed.
         """
         self._config = config
         self._device = device
@@ -155,7 +155,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         if lengths and (longest := max(lengths)) > self._context_length:
             raise TrainerError(
                 f"segment {lengths.index(longest)} of the micro-batch has {longest} tokens, but the model's context is "
-                f"{self._context_length} (max_position_embeddings): leave it out, or sample shorter completions"
+                f"{self._context_length} (max_position_embeddings): omit it, or sample shorter completions"
             )
         rows = rows_of(batch, self.num_rows, self._exchange, self._config.logprob_chunk_size, self._device)
         if images is not None:
@@ -177,8 +177,8 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
             return None
         if not self.takes_images:
             raise UnsupportedError(
-                "the micro-batch has images, but this worker takes none: its model has no vision tower, or several "
-                "ranks share a row"
+                "the micro-batch has images, but this worker does not accept any: its model has no vision tower, or "
+                "several ranks share a row"
             )
         moved = {name: tensor.to(self._device) for name, tensor in batch.image_tensors.items()}
         return PackedImages(batch.image_rows_M.to(self._device), moved)
@@ -240,7 +240,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         )
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Frozen parameters are left out."""
+        """Omit frozen parameters."""
         return self._parameters.specs()
 
     def frozen_names(self) -> Sequence[str]:
@@ -259,7 +259,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         save_checkpoint(path, self._saved_state())
 
     def begin_save(self, path: Path) -> None:
-        """The copy takes as much host memory as the shards and their moments."""
+        """Begin a save; its copy uses as much host memory as the shards and their moments."""
         self._saves.finish()
         self._saves.begin(path, self._saved_state())
 
@@ -286,7 +286,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
     def close(self) -> None:
         """Wait for a save in the background, and end the process groups that this worker made. Idempotent.
 
-        Call `finish_save` before to learn how the save ended.
+        Call `finish_save` first to find out how the save ended.
         """
         self._saves.close()
         if self._owns_group:
@@ -294,7 +294,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
             dist.destroy_process_group()
 
     def _saved_state(self) -> TrainerState:
-        """Return what a checkpoint holds now; every rank calls it."""
+        """Return the current state to save; every rank calls it."""
         return self._state(self._optimizer.states)
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from inflight_fsdp.layout import Box, ShardedTensor, Sharding
 
 
 def box_of(parameter: DTensor) -> Box:
-    """Return what this rank holds of a parameter."""
+    """Return the box of a parameter that this rank holds."""
     sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
 
@@ -27,7 +27,7 @@ def box_of(parameter: DTensor) -> Box:
 def shardings_of(
     boxes: Mapping[str, Box], shapes: Mapping[str, tuple[int, ...]], device: torch.device, *, is_flat: bool = False
 ) -> dict[str, Sharding]:
-    """Return who holds what of each parameter in ``shapes``, the same on every rank; collective.
+    """Return which rank holds which box of each parameter in ``shapes``, the same on every rank; collective.
 
     ``boxes`` are those of this rank, which may have only some of the parameters. ``device`` is one that the default
     group communicates from.
@@ -97,7 +97,7 @@ def gather_on_first(
 
 @torch.no_grad()
 def local_part(tensor: ShardedTensor, content: Any) -> torch.Tensor:
-    """Return this rank's part as an open safetensors file holds it, in the file's dtype."""
+    """Return this rank's part from an open safetensors file, in the file's dtype."""
     box = tensor.sharding.boxes[dist.get_rank()]
     if box is None:
         return tensor.local

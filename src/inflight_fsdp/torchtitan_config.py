@@ -18,11 +18,11 @@ class TorchTitanConfig(WorkerConfig):
     optimizer_implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """Of TorchTitan's optimizer container."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Neighbouring ranks that share each matrix of the layers and the vocabulary. They get the same micro-batches."""
+    """Neighbouring ranks that share each matrix of the layers and the vocabulary, with the same micro-batches."""
     expert_parallel: int = Field(default=1, ge=1)
     """Ranks that share the experts of each layer, tokens travelling to their experts. Each has tokens of its own."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the layers, in stages of about equal numbers. They get the same micro-batches."""
+    """Ranks that share the layers, in stages of about equal numbers. They receive the same micro-batches."""
     pipeline_chunks: int | None = Field(default=None, ge=1)
     """Parts that a pipeline cuts each micro-batch into, between segments, so that stages compute at the same time;
     None: twice the stages."""
@@ -30,11 +30,11 @@ class TorchTitanConfig(WorkerConfig):
     @model_validator(mode="after")
     def _has_no_settings_of_fsdp(self) -> TorchTitanConfig:
         if self.reduce_dtype == "bfloat16":
-            raise ValueError("reduce_dtype 'bfloat16': TorchTitan sums gradients in float32; leave it out")
+            raise ValueError("reduce_dtype 'bfloat16': TorchTitan sums gradients in float32; omit it")
         if self.float8:
-            raise ValueError("float8 is for the worker 'fsdp' only; leave it out")
+            raise ValueError("float8 is supported only by the worker 'fsdp'; omit it")
         if self.lora is not None:
-            raise ValueError("lora is for the worker 'fsdp' only; leave it out")
+            raise ValueError("lora is supported only by the worker 'fsdp'; omit it")
         return self
 
     @model_validator(mode="after")
@@ -42,9 +42,9 @@ class TorchTitanConfig(WorkerConfig):
         sizes = {name: getattr(self, name) for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel")}
         used = [name for name, size in sizes.items() if size > 1]
         if self.compile and used:
-            raise ValueError(f"compile cannot be combined with {', '.join(used)}: leave one out")
+            raise ValueError(f"compile cannot be combined with {', '.join(used)}: omit one")
         if self.expert_parallel > 1 and len(used) > 1:
-            raise ValueError(f"{' and '.join(used)} cannot be combined yet: leave one out")
+            raise ValueError(f"{' and '.join(used)} cannot be combined yet: omit one")
         return self
 
     def rank_layout(self, num_ranks: int) -> RankLayout:

@@ -78,9 +78,9 @@ FAMILIES = {
 
 
 def supported_config(config: TorchTitanConfig) -> Any:
-    """Return the transformers config of the checkpoint. Raises `UnsupportedError` for what is not translated."""
+    """Return the transformers config of the checkpoint. Raises `UnsupportedError` for unsupported settings."""
     if config.frozen:
-        raise ConfigError("the TorchTitan worker trains every parameter and does not support frozen; leave it out")
+        raise ConfigError("the TorchTitan worker trains every parameter and does not support frozen; omit it")
     hf = load_config(config.model_path)
     if hf.model_type not in FAMILIES:
         raise UnsupportedError(

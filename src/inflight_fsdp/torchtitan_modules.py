@@ -66,7 +66,7 @@ class LogprobHead(Linear):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):  # type: ignore[misc]
-        """TorchTitan makes the module of the class that its settings belong to."""
+        """Selects this class, because TorchTitan creates the module whose settings these are."""
 
     targets: HeadTargets | None = None
 
@@ -121,10 +121,13 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):  # type: ignore[misc]
-        """TorchTitan makes the module of the class that its settings belong to."""
+        """Selects this class, because TorchTitan creates the module whose settings these are."""
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Return [R, D]; tokens come sorted by expert. An expert without tokens takes part with none."""
+        """Return [R, D]; tokens come sorted by expert.
+
+        An expert without tokens still takes part, with an empty batch.
+        """
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
         tokens = torch.split(x_RD, num_tokens_per_expert_E.tolist())
         outputs = [
@@ -139,7 +142,7 @@ class Router(TokenChoiceTopKRouter):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):  # type: ignore[misc]
-        """TorchTitan makes the module of the class that its settings belong to."""
+        """Selects this class, because TorchTitan creates the module whose settings these are."""
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None

@@ -28,7 +28,7 @@ class Attached:
 
 
 async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates | None) -> Attached:
-    """Return what the server can do. Raises `ConfigError` with the command that starts it correctly.
+    """Return the server's properties. Raises `ConfigError` with the command that starts it correctly.
 
     ``updates`` None chooses staged updates where possible, but not for servers on CUDA, whose own groups take NCCL.
     """

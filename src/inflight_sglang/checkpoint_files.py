@@ -1,7 +1,7 @@
 """Updates that are staged in this process and handed to SGLang as a checkpoint directory, which SGLang itself loads.
 
-The files lie in this host's memory if they fit there, in a directory that only this user can enter. They are written as
-buckets arrive, and exist as long as their update is open: once it is loaded, SGLang needs none of them. A LoRA is
+The files lie in this host's memory if they fit there, in a directory that only this user can enter. They are written
+as buckets arrive, and exist as long as their update is open: after loading, SGLang no longer needs them. A LoRA is
 merged here, and the weights that it changes are written.
 """
 
@@ -55,7 +55,7 @@ class CheckpointFiles:
         self._write(bucket.index, tensors, flat, f"bucket {bucket.index}")
 
     def write_more(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Store tensors that came in no bucket, after the last bucket; blocks. Raises `TransferError`."""
+        """Store tensors that were not in any bucket, after the last bucket; blocks. Raises `TransferError`."""
         from inflight.weights.encode.bucket_bytes import pack
         from inflight.weights.send.module import tensor_spec
 
@@ -92,7 +92,7 @@ class CheckpointFiles:
     def _made(self) -> PrivateDirectory:
         with self._lock:
             if self._is_removed:
-                raise TransferError("the update ended meanwhile")
+                raise TransferError("the update has ended")
             if self._home is None:
                 try:
                     self._home = PrivateDirectory(_parent(self._update.manifest.size_bytes))
@@ -106,7 +106,7 @@ class CheckpointFiles:
 class CheckpointSink(BucketSink):
     """Compares and decodes buckets in this process, then writes them for SGLang.
 
-    ``clear`` is called before a group is joined, and ends what a dead publisher left behind on the server.
+    ``clear`` is called before a group is joined, and ends the session and the pause of a dead publisher.
     ``make_loaded`` makes the record of the weights that the server has loaded, into which LoRAs are merged. It is
     called for the first update, because it loads torch.
     """
@@ -141,7 +141,7 @@ class CheckpointSink(BucketSink):
         return self._files
 
     async def join(self, spec: TransportSpec) -> None:
-        """This process joins, in place of the engine."""
+        """Join the group from this process, in place of the engine."""
         await self._clear(spec)
         await self._staged.join(spec)
 

@@ -52,9 +52,9 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
 
     ``updates`` selects where weights are received. ``staged`` updates arrive in this process, are compared, and the
     commit loads them from files that both sides see. ``native`` updates are received by the engine itself as they come,
-    which poisons it if they stop half way. None means staged for a server on this host's CPU with one rank, and native
-    otherwise. With staged updates SGLang's own ``/model_info`` and ``/v1/models`` name the files last loaded, which no
-    longer exist; nothing here reads them.
+    which poisons it if the update stops halfway. None means staged for a server on this host's CPU with one rank, and
+    native otherwise. With staged updates SGLang's own ``/model_info`` and ``/v1/models`` name the files last loaded,
+    which no longer exist; nothing here reads them.
 
     Only servers with ``--enable-deterministic-inference`` honour seeds; others ignore them. A drain waits for the
     requests of other clients too.
@@ -133,7 +133,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         num_running, (status, _), _ = await asyncio.gather(
             self._engine.num_running(), self._routes.ask("GET", "/ready"), self._refresh_label()
         )
-        # A paused server reports what ran before; with torn weights every request was ended.
+        # A paused server reports the earlier number; with torn weights every request was ended.
         answer = self._updates.weight_version(
             num_running=0 if session.state is EndpointState.POISONED else num_running,
             last_update=self._last.timings,

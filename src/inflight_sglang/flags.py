@@ -65,7 +65,7 @@ def restart_command(url: str, info: Mapping[str, Any], remedy: Sequence[str]) ->
 
 
 def missing_routes(paths: Mapping[str, Any]) -> Problem | None:
-    """Return which needed routes a server does not offer, None if it offers all of them."""
+    """Return which required routes a server does not offer, None if it offers all of them."""
     missing = [route for route in NEEDED_ROUTES if route not in paths]
     if not missing:
         return None
@@ -87,14 +87,14 @@ _SETTINGS: tuple[tuple[str, Callable[[Any], bool], str, tuple[str, ...]], ...] =
     (
         "disable_overlap_schedule",
         lambda value: value is not True,
-        "with the overlap scheduler a forward pass is still under way when weights change, so a step may be torn "
+        "with the overlap scheduler a forward pass is still running when weights change, so a step may be torn "
         "and its token may carry the wrong version",
         ("--disable-overlap-schedule",),
     ),
     (
         "dp_size",
         _is_above_one,
-        "SGLang takes weights over a group only if it has one data-parallel replica; start one server for each replica",
+        "SGLang receives weights over a group only with one data-parallel replica; start one server for each replica",
         ("--dp-size", "1"),
     ),
     (
@@ -118,7 +118,7 @@ _SETTINGS: tuple[tuple[str, Callable[[Any], bool], str, tuple[str, ...]], ...] =
     (
         "speculative_algorithm",
         lambda value: value is not None,
-        "the draft model would keep the old weights, and version spans may be wrong; leave it out",
+        "the draft model would keep the old weights, and version spans may be wrong; omit it",
         (),
     ),
     (
@@ -130,7 +130,7 @@ _SETTINGS: tuple[tuple[str, Callable[[Any], bool], str, tuple[str, ...]], ...] =
     (
         "enable_watermark",
         bool,
-        "a watermark changes the distribution that tokens are drawn from; leave it out",
+        "a watermark changes the distribution that tokens are drawn from; omit it",
         (),
     ),
 )

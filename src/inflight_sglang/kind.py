@@ -1,4 +1,4 @@
-"""How to start an SGLang server, and attach to one by its URL."""
+"""How to start an SGLang server, and how to attach to one by its URL."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _CPU_ARGUMENTS = (
     "--sleep-on-idle",  # otherwise it keeps a core busy
 )
 _CPU_SEQUENCES = 64
-"""How many run at a time on a CPU, unless the options specify it or the cache holds fewer at full length."""
+"""Number of sequences that run at a time on a CPU, unless the options specify it or the cache holds fewer."""
 _CPU_CACHE_BYTES = 2 << 30
-"""Most bytes of keys and values on a CPU, unless the options imply more."""
+"""Maximum size of keys and values on a CPU, unless the options imply more."""
 
 _NO_DRAFTS = (
     "SGLang drafts every request from one corpus, which it takes as text only, not from completions of its prompt; and "
@@ -70,7 +70,7 @@ class SglangKind(EngineKind):
         return [*words, *flags.NEEDED_ARGUMENTS, *options.arguments]
 
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
-        # How long SGLang takes to notice that a request's caller has left; the default is 4 s.
+        # How long SGLang takes to notice that a request's caller has disconnected; the default is 4 s.
         words = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
         return words if options.threads is None else {**words, "OMP_NUM_THREADS": str(options.threads)}
 

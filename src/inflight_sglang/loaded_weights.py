@@ -1,6 +1,6 @@
 """The weights that one SGLang server has loaded, as far as this process knows: its checkpoint, and updates from here.
 
-LoRAs are merged into them here. If another process has made the server load weights, those are not known, and LoRAs are
+LoRAs are merged into them here. Weights that another process made the server load are not known; LoRAs are then
 refused until all weights are sent again.
 """
 
@@ -35,7 +35,7 @@ class LoadedWeights:
         self._load: AdaptedLoad | None = None
 
     def begin(self, update: WeightUpdate) -> None:
-        """Note the update that comes next. Raises `UpdateRefusedError` for a LoRA whose base is not known."""
+        """Record the update that is about to arrive. Raises `UpdateRefusedError` for a LoRA whose base is not known."""
         served, is_torn = self._served()
         attempted = self._update.ref if self._update is not None and is_torn else None
         if served is None:
@@ -55,7 +55,7 @@ class LoadedWeights:
         self._base.require(name for name in changed_names(update.manifest) if name not in adapted)
 
     def prepare(self, update: WeightUpdate, arrived: Named) -> Named:
-        """Return what to load in addition to the tensors that arrived, or in place of them for a LoRA. Blocks."""
+        """Return the tensors to load in addition to the received ones, or instead of them for a LoRA. Blocks."""
         if self._base is None:
             return []
         load = self._adapted.prepare(update.manifest, arrived, self._base.tensor)
@@ -64,7 +64,7 @@ class LoadedWeights:
         return load.tensors if update.manifest.lora is not None else load.tensors[len(arrived) :]
 
     def note_committed(self, arrived: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Note that the update that was begun last is loaded."""
+        """Record that the update begun last is loaded."""
         update, load = self._update, self._load
         assert update is not None  # `begin` came first
         if self._base is None and not update.manifest.frozen:

@@ -2,8 +2,8 @@
 
 An update that ends after its first bucket leaves torn weights. SGLang's session is therefore opened only for the first
 bucket: a client that finds it open knows that bytes may have been loaded. A broadcast in the engine cannot be
-cancelled, so the engine enters one only when the sender is ready. If the sender stops half way, the call remains
-pending in the engine, and its outcome is examined when it ends.
+cancelled, so the engine enters one only when the sender is ready. If the sender stops halfway, the call remains
+pending in the engine, and its outcome is checked when it ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from inflight.weights.transports.groups import AnnouncedRanks
 
 _NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed must run between")
-"""How SGLang's refusals begin if no part of the bucket was loaded."""
+"""Prefixes of SGLang's errors if no part of the bucket was loaded."""
 
 
 class NativeSink(BucketSink):
@@ -53,7 +53,7 @@ class NativeSink(BucketSink):
 
     @property
     def has_applied(self) -> bool:
-        """A bucket under way may already be in the model."""
+        """True as well while a bucket is being loaded, which may already be in the model."""
         return self._engine.has_loaded or self._engine.is_loading
 
     @property
@@ -62,7 +62,7 @@ class NativeSink(BucketSink):
         return None
 
     async def join(self, spec: TransportSpec) -> None:
-        """Clears what a dead publisher left behind first."""
+        """End the session and the pause of a dead publisher first, then join."""
         from inflight.weights.transports.groups import AnnouncedRanks
 
         assert isinstance(spec, ProcessGroupSpec)  # the only supported transport
@@ -108,10 +108,10 @@ class NativeSink(BucketSink):
         self._engine.has_loaded = False
 
     def note_committed(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because nothing is kept."""
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """Asks SGLang once the bucket is being sent. That call cannot be cancelled."""
+        """Ask SGLang to receive once the bucket is being sent. That call cannot be cancelled."""
         if self._group is None or self._ranks is None:
             raise TransferError("no weight group is formed")
         timeout_s = transfer.timeout_s
@@ -119,14 +119,14 @@ class NativeSink(BucketSink):
         self._num_received += 1
         await run_abandonable(lambda: ranks.await_send(index, timeout_s), "inflight-await-send")
         if self._group is None:
-            raise TransferError(f"the weight group was abandoned before bucket {bucket.index} travelled")
+            raise TransferError(f"the weight group was abandoned before bucket {bucket.index} was sent")
         loading = self._engine.begin_load(self._load(bucket, tensors, self._group))
         self._left = left = asyncio.get_running_loop().create_future()
         await asyncio.wait({loading, left}, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             return loading.result()
         if left.done():
-            raise TransferError(f"the weight group was abandoned while bucket {bucket.index} travelled")
+            raise TransferError(f"the weight group was abandoned while bucket {bucket.index} was being sent")
         raise TransferError(f"receiving bucket {bucket.index} failed: not done after {timeout_s:g} s")
 
     async def _load(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], group: str) -> None:

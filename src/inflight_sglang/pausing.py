@@ -40,7 +40,7 @@ async def stop(routes: EngineRoutes, policy: InFlightPolicy, num_sent: Callable[
         if not is_empty:
             raise UpdateRefusedError(
                 "SGLang did not empty its prefix cache, so running requests would keep using "
-                "what the old weights computed"
+                "keys and values of the old weights"
             )
     return paused_since
 
@@ -85,7 +85,7 @@ async def set_label(routes: EngineRoutes, label: str) -> None:
 async def poison(routes: EngineRoutes, label: str) -> None:
     """End every request, then label the weights as torn, so that no span names the label; the server stays paused.
 
-    A server that cannot be reached any more has no weights to label.
+    A server that can no longer be reached has no weights to label.
     """
     with contextlib.suppress(InflightError):
         await _pause(routes, "retract")

@@ -1,4 +1,4 @@
-"""The contract's requests as SGLang's `/generate` takes them, and its answers as the contract has them.
+"""Conversion of the contract's requests to SGLang's `/generate` format, and of its answers to the contract's.
 
 A request for n completions is one batch of n, each with its own id and, where the server honours seeds, its own seed:
 SGLang's ``n`` gives all of them the same seed.
@@ -27,7 +27,7 @@ class RequestLimits:
     vocab_size: int
     max_model_len: int
     largest_kept_set: int
-    """Most tokens that a filter may keep: ``--sampling-mask-max-tokens``."""
+    """Maximum number of tokens that a filter may keep: ``--sampling-mask-max-tokens``."""
     has_seeds: bool
     """Whether the server honours ``sampling_seed``: ``--enable-deterministic-inference``. Min-p ends such a server."""
 
@@ -49,8 +49,8 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     has_top_k = limits.has_top_k(sampling)
     if has_top_k and sampling.top_p < 1:
         raise UnsupportedError(
-            f"top_k {sampling.top_k} together with top_p {sampling.top_p:g}: SGLang takes the nucleus of the whole "
-            "distribution, the contract takes that of what top-k leaves. Set only one of them"
+            f"top_k {sampling.top_k} together with top_p {sampling.top_p:g}: SGLang uses the nucleus of the whole "
+            "distribution, the contract uses that of the tokens that top-k keeps. Set only one of them"
         )
     if has_top_k and sampling.top_k > limits.largest_kept_set:
         raise UnsupportedError(
@@ -154,7 +154,7 @@ def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, l
     else:
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
     if any(logprob is None for logprob in logprobs):  # how SGLang writes NaN and infinity
-        raise NonFiniteError("sampled logprobs are not finite: the weights served are broken; publish whole ones")
+        raise NonFiniteError("sampled logprobs are not finite: the served weights are broken; publish valid weights")
     num_tokens = len(token_ids)
     if reason == "abort":
         # SGLang samples one more token, without looking whether it ends the completion. A request that is aborted in
@@ -189,14 +189,14 @@ def _refuse_cut_sets(masks: Sequence[Sequence[int]], sampling: SamplingParams, l
 
 
 def misaligned(update: WeightUpdate) -> str | None:
-    """Return what SGLang cannot take of an update's buckets: a tensor not aligned to its own element size."""
+    """Return why SGLang cannot load an update's buckets: a tensor that is not aligned to its element size."""
     for bucket in update.buckets:
         offset = 0
         for tensor in update.manifest.tensors[bucket.start : bucket.stop]:
             if offset % DTYPE_SIZES[tensor.dtype]:
                 return (
                     f"tensor {tensor.name!r} ({tensor.dtype}) begins at byte {offset} of bucket {bucket.index}, which "
-                    "SGLang cannot take; order tensors of larger dtypes first"
+                    "SGLang cannot load; order tensors of larger dtypes first"
                 )
             offset += tensor.size_bytes
     return None

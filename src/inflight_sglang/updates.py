@@ -32,7 +32,7 @@ from inflight_sglang.checkpoint_files import CheckpointFiles
 STUCK_S = 1860.0
 """A little longer than torch waits for a broadcast in a group that SGLang joined."""
 _NO_FILES = "Failed to get weights iterator: Cannot find any model weights"
-"""SGLang's answer for an empty directory that it sees; a directory that it does not see it looks up in the Hub."""
+"""SGLang's answer for an empty directory that it sees; it looks up a directory that it cannot see in the Hub."""
 
 
 class SglangUpdates(PausableEngine, ReleasableEngine):
@@ -67,7 +67,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         """Whether a byte of the open update may be in the model."""
 
     async def clear(self, spec: TransportSpec, also: Callable[[], Awaitable[None]] | None = None) -> None:
-        """End what a dead publisher left behind on the server, and run ``also`` first.
+        """Run ``also``, then end the session and the pause of a dead publisher on the server.
 
         Raises `TransferError` if that takes too long.
         """
@@ -84,7 +84,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             ) from error
 
     async def run_alone(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Run a call once no other call is left behind in the engine."""
+        """Run a call once no other call is pending in the engine."""
         async with self._exclusive_access():
             await call()
 
@@ -133,7 +133,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             self._is_draining = False
 
     async def apply(self, update: WeightUpdate) -> None:
-        """The label changes while nothing is sampled, so that spans change with the weights."""
+        """Change the label while nothing is sampled, so that spans change with the weights."""
         async with self._exclusive_access():
             started = time.monotonic()
             if self.files is not None:
@@ -167,7 +167,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         """The engine stays paused; its label shows every other client that its weights are torn.
 
         While the engine still waits for a bucket this continues in the background: if nothing was loaded in the end,
-        the weights are whole after all, and the engine samples again.
+        the weights are still whole, and the engine samples again.
         """
         self.is_torn = True
         is_stuck = self.is_loading
@@ -192,7 +192,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
                     await pausing.abort(self._routes, rids)
 
     async def free_memory(self) -> None:
-        """Waits for requests of other clients of the engine, but not for long: a release while one runs ends SGLang.
+        """Wait briefly for requests of other clients of the engine, because a release while one runs ends SGLang.
 
         The label changes last: a resume without a release ends SGLang too.
         """
@@ -214,7 +214,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             await pausing.resume_sampling(self._routes)
 
     async def num_running(self) -> int:
-        """Includes the requests of other clients."""
+        """Return the number of running requests, including those of other clients."""
         loads = await self._routes.get("/v1/loads")
         return sum(int(load["num_running_reqs"]) for load in loads["loads"])
 
@@ -244,7 +244,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         status, answer = await self._routes.ask("POST", "/update_weights_from_disk", _body_of_files(files.probe))
         if status == 200 or not error_text_of(answer).startswith(_NO_FILES):
             raise UpdateRefusedError(
-                "the server does not see the files of this process, though its address is this host's: attach with "
+                "the server cannot see the files of this process, although its address is this host's: attach with "
                 f"?updates=native. Its answer: {error_text_of(answer)}"
             )
         self._has_seen_files = True
@@ -302,7 +302,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
 
     @contextlib.asynccontextmanager
     async def _exclusive_access(self) -> AsyncIterator[None]:
-        """Hold the lock, with no call left behind in the engine."""
+        """Hold the lock while no call is pending in the engine."""
         while True:
             while unsettled := self._pending_calls():
                 await asyncio.wait(unsettled)

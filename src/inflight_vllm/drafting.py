@@ -1,9 +1,9 @@
 """The drafts of one vLLM worker: a proposer that vLLM's ``--speculative-config`` names, of method ``custom_class``.
 
-vLLM makes it in the worker and asks it for drafts after every step. The completions that it drafts from arrive through
-``collective_rpc``, like all other calls of the endpoint on the engine's half: it works over any distance, and no worker
-reads a file that another process writes. They are kept in the worker's memory, so a new process starts without any.
-Never imports vLLM.
+vLLM creates it in the worker and requests drafts from it after every step. The completions that it drafts from arrive
+through ``collective_rpc``, like all other calls of the endpoint on the engine's half: it works over any distance, and
+no worker reads a file that another process writes. They are kept in the worker's memory, so a new process starts
+without any. This module never imports vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.wire import DraftHistory
 
 CONTINUED = "inflight_num_continued"
 """Extra argument of a request: how many of its prompt's last tokens an earlier request sampled, which it continues."""
-_LOG = logging.getLogger("vllm.inflight")  # vLLM shows what is logged below its own name
+_LOG = logging.getLogger("vllm.inflight")  # vLLM only shows records of loggers below its own name
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class HistoryProposer:
         self._longest = int(vllm_config.speculative_config.num_speculative_tokens)
         self._runner: Any = None
         self._rows: dict[str, _Row] = {}
-        _LOG.info("Drafts come from recorded completions; this process starts without any")
+        _LOG.info("Drafts are taken from recorded completions; this process starts without any")
 
     @property
     def num_prompts(self) -> int:
@@ -52,7 +52,7 @@ class HistoryProposer:
         return self._source.num_prompts
 
     def load_model(self, *_: object) -> None:
-        """Does nothing, since there is no drafting model."""
+        """Do nothing, because there is no drafting model."""
 
     def record(self, history: DraftHistory, runner: Any) -> None:
         """Replace the recorded completions of these prompts. ``runner`` is the worker's, which knows its requests."""
@@ -106,9 +106,9 @@ def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:
 
 
 def record_history(worker: Any, history: Mapping[str, Any]) -> dict[str, Any]:
-    """Record the body of a `DraftHistory` in one worker, and return how many prompts it remembers.
+    """Record the body of a `DraftHistory` in one worker, and return the number of prompts that it stores.
 
-    A worker that proposes nothing, such as all but the last stage of a pipeline, remembers nothing.
+    A worker without a proposer, such as any but the last stage of a pipeline, records nothing.
     """
     runner = worker.model_runner
     proposer = getattr(runner, "drafter", None)

@@ -92,7 +92,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
                 raise await self._refusal(problem)
             raise ConfigError(
                 f"{self.name}: cannot attach to this vLLM server: {problem}. "
-                "Install another release of vLLM: 0.32.0 is known to work"
+                "Install a different release of vLLM: 0.32.0 is known to work"
             )
         version, models, config = await asyncio.gather(
             self._routes.get("/version"),
@@ -117,8 +117,8 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         for status in statuses:
             if status.get("protocol") != PLUGIN_PROTOCOL:
                 raise ConfigError(
-                    f"{self.name}: the server's plug-in speaks protocol {status.get('protocol')}, "
-                    f"but this client speaks {PLUGIN_PROTOCOL}: install the same release of inflight next to vLLM"
+                    f"{self.name}: the server's plug-in uses protocol {status.get('protocol')}, "
+                    f"but this client uses {PLUGIN_PROTOCOL}: install the same release of inflight next to vLLM"
                 )
         self._speculates = flags.speculates(settings)
         vocab_size, specs = checkpoint_of(self.name, self._model_dir or Path(root), dtype)
@@ -157,7 +157,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         return can
 
     async def _scale_out_problem(self, model: str) -> str | None:
-        """Return a problem if generating from token ids is locked. It sends a request that is refused in any case."""
+        """Return a problem if generating from token ids is disabled. Sends a request that is always rejected."""
         body = {"model": model, "request_id": "inflight-attach", "token_ids": [], "sampling_params": {}}
         try:
             await self._requests.ask("POST", GENERATE, body)
@@ -183,14 +183,14 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         await receiver.request(update)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """Does not ask the server: its answer would come a step later."""
+        """Return without querying the server, whose answer would take one more step."""
         await (await self.receiver()).commit(ref)
         return self._version(self._updates.session.state, await self.capabilities())
 
     async def weight_version(self) -> WeightVersion:
         """Also PAUSED while another client has paused the server.
 
-        ``num_running`` counts this client's sequences: vLLM's own count may lag behind by any time.
+        ``num_running`` counts this client's sequences: vLLM's own count may be arbitrarily outdated.
         """
         can = await self.capabilities()
         session = self._updates.session
@@ -212,7 +212,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
     # ------------------------------------------------------------------------------------------------ generation
 
     async def record_history(self, history: DraftHistory) -> None:
-        """Sends the history in parts, between which the server samples. They stay recorded if a later one fails."""
+        """Send the history in parts, between which the server samples. Parts stay recorded if a later one fails."""
         if not (await self.capabilities()).drafts:
             raise UnsupportedError(f"{self.name} does not support drafts; start the server with --drafts history")
         for part in divided(history.entries, _PART_TOKENS):
@@ -249,7 +249,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
 
     async def _end(self, names: Sequence[str]) -> None:
         await self._routes.post("/abort_requests", {"request_ids": ids_of(names)})
-        # vLLM has answered them; the engine takes calls in turn, so that after this one it samples them no more.
+        # vLLM has answered them. The engine handles calls in order, so after this one it no longer samples them.
         await self._routes.get("/weight_info")
 
     async def _render(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:

@@ -1,8 +1,8 @@
 """The commit of an update in vLLM's engine core, which alone can pause, label and resume. Only vLLM loads this module.
 
 vLLM's routes do each of these separately. With a client's round trip between each two of them, and the 20 ms that
-``/pause`` sleeps, a model that loads in 5 ms is paused for 100. Here they follow each other in the thread that samples,
-in one call of ``collective_rpc``, the one route of vLLM that takes any method.
+``/pause`` sleeps, a model that loads in 5 ms is paused for 100 ms. Here they run one after another in the sampling
+thread, in one call of ``collective_rpc``, the only route of vLLM that accepts any method.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def register() -> None:
 
 
 def commit(core: Any, *, label: str, pauses: bool, resumes: bool) -> Answer | Future[Answer]:
-    """Load what the workers have staged, under ``label``, and return the seconds it took.
+    """Load the weights that the workers have staged, under ``label``, and return how many seconds that took.
 
-    With ``pauses`` sampling is paused first, as with ``keep``, and the answer comes later if a step is under way. With
-    ``resumes`` sampling continues at once. After any error it stands still.
+    With ``pauses`` sampling is paused first, as with ``keep``, and the answer comes later if a step is in progress.
+    With ``resumes`` sampling resumes immediately. After any error it stays paused.
     """
     started = time.monotonic()
     paused = core.pause_scheduler("keep", False) if pauses else None

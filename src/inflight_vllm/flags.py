@@ -84,7 +84,7 @@ def restart_command(url: str, model: str, further: Sequence[str] = ()) -> str:
 
 
 def missing_routes(paths: Mapping[str, Any]) -> str | None:
-    """Return which needed routes a server does not offer, None if it offers all of them."""
+    """Return which required routes a server does not offer, None if it offers all of them."""
     missing = [route for route in NEEDED_ROUTES if route not in paths]
     if not missing:
         return None
@@ -114,11 +114,11 @@ def wrong_settings(config: Mapping[str, Any]) -> str | None:
     if mode != "processed_logprobs":
         return (
             f"--logprobs-mode is {mode}: logprobs do not describe the distribution that tokens are sampled from "
-            "(temperature and filters are left out); processed_logprobs is needed"
+            "(temperature and filters are ignored); processed_logprobs is required"
         )
     transfer = config.get("weight_transfer_config") or {}
     if transfer.get("backend") != BACKEND:
-        return f"--weight-transfer-config names the backend {transfer.get('backend')!r}; {BACKEND!r} is needed"
+        return f"--weight-transfer-config names the backend {transfer.get('backend')!r}; {BACKEND!r} is required"
     return None
 
 
@@ -131,8 +131,9 @@ def takes_images(config: Mapping[str, Any]) -> bool:
 def honours_seeds(config: Mapping[str, Any]) -> bool:
     """Return whether a server with these settings accepts requests with seeds.
 
-    None does that verifies drafts: a seed then gives other tokens with other drafts. On a CPU, a seed ends vLLM 0.32 if
-    the prompt does not fit into one step: vLLM then turns back the seed's generator, which CPU generators cannot do.
+    A server that verifies drafts does not: the tokens for a seed then depend on the drafts. On a CPU, a seed ends vLLM
+    0.32 if the prompt does not fit into one step: vLLM then rewinds the seed's generator, which CPU generators do not
+    support.
     """
     if speculates(config):
         return False

@@ -1,4 +1,4 @@
-"""How to start a vLLM server, and attach to one by its URL."""
+"""How to start a vLLM server, and how to attach to one by its URL."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class VllmKind(EngineKind):
         return variables
 
     def drafts_problem(self, provider: DraftProvider) -> str | None:
-        return None if provider == "history" else "vLLM drafts from recorded completions only; choose 'history'"
+        return None if provider == "history" else "vLLM drafts only from recorded completions; choose 'history'"
 
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
         sharding = (

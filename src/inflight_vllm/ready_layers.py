@@ -48,7 +48,7 @@ class ReadyLayer:
 def ready_layers(
     model: Any, traced: TracedLoad, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> tuple[list[ReadyLayer], set[str]]:
-    """Return the layers that can be made ready, and the tensors that they take. Changes nothing of the model."""
+    """Return the layers that can be made ready, and the tensors that they take. Does not change the model."""
     layers: list[ReadyLayer] = []
     loaded: set[str] = set()
     for layer in traced.repeatable(tensors, lambda it: _is_copied(it, device) or _is_packed(it, device)):

@@ -3,7 +3,7 @@
 Layers whose load is known to be copies are prepared before sampling is paused; the others use vLLM's layerwise reload.
 
 This module handles four facts of vLLM 0.32. A partly loaded layer becomes whatever its memory held, so its other
-tensors must be loaded too. A failed reload leaves half-loaded layers behind, which would corrupt the next reload. On a
+tensors must be loaded too. A failed reload leaves half-loaded layers, which would corrupt the next reload. On a
 CPU linear layers are packed, and a head tied to the embedding keeps its old packing until it is packed again. Experts
 are packed on a CPU too, but only once.
 """
@@ -41,7 +41,7 @@ class PreparedLoad:
 
 
 class ReloadedModel:
-    """A model in a worker. Call its methods in the worker's main thread, while no forward is under way."""
+    """A model in a worker. Call its methods in the worker's main thread, while no forward is running."""
 
     def __init__(self, model: Any, model_config: Any, device: torch.device) -> None:
         self._model = model
@@ -63,9 +63,9 @@ class ReloadedModel:
 
     @torch.no_grad()
     def load(self, prepared: PreparedLoad) -> None:
-        """Load what was prepared; layers that take none of it keep theirs. After any error the model is torn.
+        """Load the prepared tensors; layers that receive none keep their weights. After any error the model is torn.
 
-        On return the device has read the tensors: their memory may be used again.
+        On return the device has read the tensors: their memory may be reused.
         """
         if self.is_dirty:
             self._put_back()
@@ -103,7 +103,7 @@ class ReloadedModel:
         if traced.problem is not None:
             raise UnsupportedError(
                 f"inflight cannot determine which checkpoint tensors make {traced.problem}: "
-                "this model takes complete updates only"
+                "this model supports only complete updates"
             )
         given = wanted = set(names)
         while True:

@@ -1,4 +1,4 @@
-"""The contract's requests as vLLM takes them, and vLLM's answers as the contract has them."""
+"""Conversion of the contract's requests to vLLM's format, and of vLLM's answers to the contract's."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _FLOOR = -9999.0
 def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bool = False) -> None:
     """Raise `InvalidRequestError` if the request does not fit.
 
-    Raises `UnsupportedError` for filters in another order, for seeds that the server does not honour, and for min-p if
-    it ``speculates``, that is, verifies drafts.
+    Raises `UnsupportedError` for filters in a different order, for seeds that the server does not honour, and for min-p
+    if it ``speculates``, that is, verifies drafts.
     """
     check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
     sampling = request.sampling
@@ -44,8 +44,8 @@ def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bo
         )
     if speculates and sampling.seed is not None:
         raise UnsupportedError(
-            f"seed {sampling.seed}: vLLM draws other tokens for a seed where it verifies a draft, so they would depend "
-            "on the drafts; start the server without drafts"
+            f"seed {sampling.seed}: vLLM draws different tokens for a seed where it verifies a draft, so they "
+            "would depend on the drafts; start the server without drafts"
         )
     if sampling.seed is not None and not can.seeds:
         raise UnsupportedError(
@@ -63,8 +63,8 @@ def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bo
 def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, SentRequest]) -> list[dict[str, Any]]:
     """Return the bodies of ``POST /inference/v1/generate`` for completions, which are given by their index.
 
-    There are several bodies where vLLM does not take n completions at once, or counts drafts, which it does only of a
-    single completion.
+    There are several bodies if vLLM does not support n completions at once, or if it counts drafts, which it does
+    only for a single completion.
     """
     largest_n = 1 if can.draft_counts else can.max_concurrent_sequences
     bodies = []
@@ -77,7 +77,7 @@ def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, S
 
 
 def ids_of(names: Sequence[str]) -> list[str]:
-    """Return what vLLM calls the requests that `bodies_of` makes of completions with these names, and more names.
+    """Return vLLM's ids of the requests that `bodies_of` makes for completions with these names, and possibly others.
 
     A request for several completions has the name of the first.
     """
@@ -132,7 +132,7 @@ def check_placed(request: GenerateRequest, answers: Sequence[Any]) -> None:
         raise InvalidRequestError(
             f"vLLM fills {list(places)} (first token, number of tokens) of {len(token_ids)} tokens with images, the "
             f"request has {list(wanted)} of {len(request.prompt_token_ids)}: expand placeholders with the model's own "
-            "processor, and leave the placeholder's token out elsewhere, which vLLM takes for an image"
+            "processor, and remove the placeholder's token elsewhere, which vLLM treats as an image"
         )
 
 
@@ -195,7 +195,7 @@ def _completion(choice: Mapping[str, Any], index: int) -> Completion:
     content = (choice["logprobs"] or {}).get("content") or []
     logprobs = tuple(float(token["logprob"]) for token in content)
     if any(logprob <= _FLOOR for logprob in logprobs):
-        raise NonFiniteError("sampled logprobs are not finite: the weights served are broken; publish whole ones")
+        raise NonFiniteError("sampled logprobs are not finite: the served weights are broken; publish valid weights")
     return Completion(
         index=index,
         token_ids=token_ids,
@@ -207,7 +207,7 @@ def _completion(choice: Mapping[str, Any], index: int) -> Completion:
 
 
 def _draft_counts(metrics: Mapping[str, Any] | None) -> DraftCounts | None:
-    """Return what vLLM counted of one request; None if it did not, as of one that was aborted."""
+    """Return vLLM's draft counts of one request; None if it has none, for example because the request was aborted."""
     counted = (metrics or {}).get("speculative_decoding")
     if counted is None:
         return None

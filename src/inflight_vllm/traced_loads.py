@@ -1,7 +1,7 @@
 """The writes of a model's weight loaders, found by one load without memory. Only vLLM loads this module.
 
-vLLM finds its way through a model's loaders again for each load, which takes it about a millisecond for each tensor. So
-the writes of the loaders are recorded once, on meta tensors. A layer whose loaders only copy parts of checkpoint
+vLLM runs through a model's loaders again for each load, which takes about a millisecond per tensor. The writes of the
+loaders are therefore recorded once, on meta tensors. A layer whose loaders only copy parts of checkpoint
 tensors, or write constants, and thereby fill each of its parameters, is loaded as well by repeating these writes.
 """
 
@@ -24,7 +24,7 @@ _DTYPE = torch.float32
 
 @dataclass(frozen=True, slots=True)
 class StridedRegion:
-    """Some elements of a tensor, counted from its first."""
+    """A strided region of a tensor, with an offset from its first element."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,7 +57,7 @@ class TracedLayer:
 
     module: torch.nn.Module
     parameters: Mapping[str, torch.Tensor]
-    """As the loaders see them, most without memory."""
+    """The layer's parameters as passed to the loaders, most without memory."""
     sources: set[str] = field(default_factory=set)
     writes: list[Write] = field(default_factory=list)
     does_more: bool = False
@@ -114,9 +114,9 @@ class TracedLoad:
     def repeatable(
         self, tensors: Mapping[str, torch.Tensor], suits: Callable[[TracedLayer], bool]
     ) -> list[TracedLayer]:
-        """Return the layers that repeating their writes loads, and which ``suits`` admits.
+        """Return the layers that can be loaded by repeating their writes, and for which ``suits`` returns True.
 
-        No other layer needs any of their tensors. There are none if a tensor has not the shape that was traced.
+        No other layer needs any of their tensors. There are none if a tensor does not have the traced shape.
         """
         if self.problem is not None or any(
             tuple(tensor.shape) != tuple(self.shapes.get(name, ())) for name, tensor in tensors.items()
@@ -137,7 +137,7 @@ class TracedLoad:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what loaders do with parameters and sources. Memory of the model that serves is not written to."""
+    """Records the operations of loaders on parameters and sources. The serving model's memory is not written."""
 
     def __init__(self, layers: Sequence[TracedLayer], sources: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return answer
 
     def _note_write(self, func: Any, target: torch.Tensor, value: Any = 0.0, *others: Any) -> bool:
-        """Note a copy of a source, or of a constant, to a parameter. Returns whether it is one."""
+        """Record a copy of a source, or of a constant, to a parameter. Return whether it is one."""
         if _storage(target) not in self._parameters or others:
             return False
         layer, name = self._parameters[_storage(target)]
@@ -210,7 +210,7 @@ def trace(model: Any, shapes: Mapping[str, Sequence[int]], put_back: Callable[[]
         try:
             with _Writes(layers, meta) as writes:
                 model.load_weights(meta.items())
-        except Exception as error:  # a loader that asks for values, or anything else that a model's own code may do
+        except Exception as error:  # a loader that reads values, or any other error of a model's own code
             return TracedLoad([], shapes, (), f"its weights, because of {type(error).__name__}: {error}")
         problem = None
         for layer in layers:

@@ -1,10 +1,10 @@
 """The engine's half: a weight transfer engine that vLLM finds by its entry point and loads in each of its workers.
 
-    join -> start_weight_update -> update_weights: begin, then once for each bucket -> finish_weight_update
+join -> start_weight_update -> update_weights: begin, then once for each bucket -> finish_weight_update
 
 A bucket is received in a thread and staged where its transport delivers it: in host memory, or on the worker's GPU,
-where a stream of its own keeps it from waiting for the model. So the worker keeps answering, a receive can be ended,
-and only ``finish_weight_update`` touches the model: any failure before it leaves the old weights serving.
+where it uses a separate stream so that it does not wait for the model. The worker therefore keeps answering, a receive
+can be ended, and only ``finish_weight_update`` changes the model: any failure before it leaves the old weights serving.
 ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, since vLLM's own calls cannot return it.
 
 That thread also prepares the load. It completes a partial update with the tensors that vLLM keeps in the same layers,
@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
-    """Return what the worker's transfer engine reports, waiting up to ``wait_s`` seconds for work under way."""
+    """Return the status of the worker's transfer engine, waiting up to ``wait_s`` seconds for work in progress."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if not isinstance(engine, InflightTransferEngine):
         return {"protocol": None, "backend": type(engine).__name__}
@@ -66,14 +66,15 @@ def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
 
 @dataclass
 class JoinInfo:
-    """``init_info``: the contract's `TransportSpec`. Each worker joins as a rank of its own."""
+    """``init_info``: the contract's `TransportSpec`. Each worker joins as a separate rank."""
 
     spec: dict[str, Any]
 
 
 @dataclass
 class UpdateInfo:
-    """``update_info``: ``begin`` an update, receive one ``bucket`` of it, ``forget`` what came, or ``drop`` the group.
+    """``update_info``: ``begin`` an update, receive one ``bucket`` of it, ``forget`` the received buckets, or ``drop``
+    the group.
 
     ``update`` is the body of a `WeightUpdate`, ``transfer`` of a `BucketTransfer`.
     """
@@ -131,7 +132,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._begin(join)
 
     def start_weight_update(self) -> None:
-        """Forget what an earlier session left. Only `finish_weight_update` changes the model."""
+        """Discard the remains of an earlier session. Only `finish_weight_update` changes the model."""
         self._forget()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -149,7 +150,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
             self._begin_bucket(BucketTransfer.model_validate(update_info.transfer))
 
     def finish_weight_update(self) -> None:
-        """Load what was staged, if all of it has arrived; if nothing has, change nothing."""
+        """Load the staged weights if all have arrived; if none have, change nothing."""
         if self._phase == "busy":
             raise RuntimeError("a bucket is still being received")
         staging, update, prepared = self._staging, self._update, self._prepared
@@ -173,7 +174,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     # --------------------------------------------------------------------------------------------------- status
 
     def status(self, wait_s: float) -> dict[str, Any]:
-        """Return the progress of the work under way, after up to ``wait_s`` seconds."""
+        """Return the progress of the current work, after up to ``wait_s`` seconds."""
         if wait_s > 0:
             self._work.wait(wait_s)
         return {
@@ -189,7 +190,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         }
 
     def _begin(self, work: Callable[[], None]) -> None:
-        """Do ``work`` in a thread of its own, which is abandoned if the group is abandoned meanwhile."""
+        """Do ``work`` in a separate thread, which is abandoned if the group is abandoned in the meantime."""
         self._phase, self._problem = "busy", ""
         done = self._work = threading.Event()
 

@@ -42,7 +42,7 @@ from inflight.wire import (
 )
 
 PLUGIN_PROTOCOL = 5
-"""Grows when a client of the previous protocol would misread the engine's half. An attaching client compares it."""
+"""Increased when a client of the previous protocol would misread the engine's half. Compared when a client attaches."""
 COMMIT = "inflight_commit"
 """The method of ``/collective_rpc`` that loads, labels and resumes: see `inflight_vllm.engine_core`."""
 _PAUSES = {
@@ -78,7 +78,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         self._update: WeightUpdate | None = None
         self._kept: UpdateRef | None = None
         self._joining: TransportSpec | None = None
-        """The latest join, pending or done. One that is not this has been abandoned."""
+        """The latest join, pending or done. Any other join has been abandoned."""
         self._session_is_open = False
         self._is_torn = False
         self._paused_since = 0.0
@@ -94,11 +94,11 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
 
     @property
     def kept(self) -> UpdateRef | None:
-        """As the engine reported when its group was formed; no other group has been formed since."""
+        """The update that the engine reported when its group was formed; no other group has been formed since."""
         return self._kept
 
     async def join(self, spec: TransportSpec) -> None:
-        """Clears what a dead publisher left behind first."""
+        """End the session and the pause of a dead publisher first, then join."""
         self._joining = spec
         async with self._lock:
             self._require(spec)
@@ -147,7 +147,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
     # ----------------------------------------------------------------------------------------------- the engine
 
     async def pause(self, update: WeightUpdate) -> None:
-        """Leaves the pause to `apply` where the engine's half can pause on its own."""
+        """Leave the pause to `apply` if the engine's half can pause on its own."""
         self._gate.is_open.clear()
         if self._pauses_in_commit(update):
             return
@@ -195,7 +195,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         return UpdateTimings.model_validate(answer["results"][0])
 
     async def resume(self) -> None:
-        """Continues in the background if the caller is cancelled."""
+        """Resume sampling; continues in the background if the caller is cancelled."""
         await asyncio.shield(self._background.start(self._end_and_resume()))
 
     async def _end_and_resume(self) -> None:
@@ -208,7 +208,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             self._gate.is_open.set()  # waiting requests themselves notice that the server is unreachable
 
     async def fail_requests(self) -> None:
-        """The engine stays paused; its label shows every other client that its weights are torn."""
+        """End all requests. The engine stays paused, and its label tells other clients that its weights are torn."""
         await asyncio.shield(self._background.start(self._fail_requests()))
 
     async def _fail_requests(self) -> None:
@@ -224,7 +224,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             self._gate.is_open.set()  # waiting requests are now refused
 
     async def free_memory(self) -> None:
-        """Waits for requests of other clients of the engine, but not for long: vLLM would end them, or sleep later."""
+        """Wait briefly for requests of other clients of the engine, because vLLM would end them, or sleep later."""
         self._gate.refuse_if_busy()
         async with self._lock:
             try:
@@ -236,7 +236,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             await self._routes.post("/sleep?level=1&mode=keep", timeout_s=MOVE_S)  # level 2 would drop the weights
 
     async def take_memory(self) -> None:
-        """Waking lets the engine sample; clients of inflight send nothing before they find the label."""
+        """Wake the engine, which can then sample; clients of inflight send nothing before they see the label."""
         async with self._lock:
             answer = await self._routes.post("/wake_up", timeout_s=MOVE_S)
             if answer.get("status") != "awake":
@@ -313,7 +313,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             await self._resume()
 
     async def _end_session(self, *, force: bool = False) -> None:
-        """Forget what was staged and close vLLM's session, without loading anything."""
+        """Discard the staged weights and close vLLM's session, without loading anything."""
         if not (self._session_is_open or force):
             return
         self._session_is_open = False
@@ -334,7 +334,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
                     await self._routes.post("/shutdown_weight_transfer_engine")  # otherwise it is another publisher's
 
     async def _resume(self) -> None:
-        """Resume. vLLM briefly refuses while an abandoned drain is still pending in it."""
+        """Resume. vLLM briefly refuses while it still has an abandoned drain pending."""
         deadline = time.monotonic() + 5.0
         while True:
             try:

@@ -2,7 +2,7 @@
 
 On a CPU, `expand_batch_to_tokens` writes into a copy of its result, so that drafted tokens are judged at a temperature,
 top-k and top-p of uninitialised memory (vLLM's issue 55005). There, the token -1, with which vLLM pads the drafts of a
-new request, is accepted with the probability that memory in front of the right row holds. And in a step without any
+new request, is accepted with the probability stored in memory before the correct row. And in a step without any
 draft, top-k asks for the largest element of an empty tensor, which ends the engine. All concern every method of
 speculation.
 

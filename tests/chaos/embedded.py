@@ -158,7 +158,7 @@ class EmbeddedServer(TestedServer):
 
     async def shade(self) -> Shade | None:
         if self._process is None:
-            raise UnreachableError("it is down", self.name)
+            raise UnreachableError("the server is down", self.name)
         return await self.seen(self._process)
 
     async def seen(self, process: ServerProcess) -> Shade | None:

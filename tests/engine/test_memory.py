@@ -183,7 +183,7 @@ def test_a_limit_that_holds_no_sequence_is_no_configuration(model_dir: Path, opt
         async with serving(model_dir, **options):
             pass
 
-    with pytest.raises(ConfigError, match=f"kv_cache_bytes {options['kv_cache_bytes']} does not hold one sequence"):
+    with pytest.raises(ConfigError, match=f"kv_cache_bytes {options['kv_cache_bytes']} is too small for one sequence"):
         asyncio.run(run())
 
 

@@ -159,8 +159,8 @@ def test_each_completion_of_a_server_that_counts_drafts_is_a_request_of_its_own_
 @pytest.mark.parametrize(
     ("kind", "drafts", "words"),
     [
-        (KIND, "siblings", "recorded completions only"),
-        (KIND, "both", "recorded completions only"),
+        (KIND, "siblings", "only from recorded completions"),
+        (KIND, "both", "only from recorded completions"),
         (inflight_sglang.KIND, "history", "as text only"),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_completion_that_vllm_was_not_asked_for_is_aborted_without_a_token() -
 
 def test_logprobs_that_are_not_finite_are_told_as_broken_weights() -> None:
     broken = choice([1], logprobs={"content": [{"logprob": -9999.0}]})
-    with pytest.raises(NonFiniteError, match="weights served are broken"):
+    with pytest.raises(NonFiniteError, match="served weights are broken"):
         response_of(request(), [broken])
 
 

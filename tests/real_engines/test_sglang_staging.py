@@ -333,7 +333,7 @@ def test_a_server_that_does_not_see_the_files_goes_on_with_its_weights(
     before = sampled(sglang)
     monkeypatch.setattr(CheckpointFiles, "probe", Path("/nowhere/that/the/server/sees"))
     with publishing(sglang, "unseen") as publisher:
-        with pytest.raises(PublishError, match="does not see the files") as caught:
+        with pytest.raises(PublishError, match="cannot see the files") as caught:
             publish(publisher, muted(sglang.tensors), 1)
         assert [e.outcome for e in caught.value.report.endpoints] == [EndpointOutcome.REFUSED]
     assert served(sglang).state is EndpointState.READY

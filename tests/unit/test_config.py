@@ -117,7 +117,7 @@ def test_unknown_tasks_and_parameters_are_named_with_the_nearest_known() -> None
         TaskError, match=r"unknown task 'spel_backward'; nearest reasoning-gym datasets: spell_backward"
     ):
         load_task("spel_backward", {}, 0)
-    with pytest.raises(TaskError, match="refuses its parameters"):
+    with pytest.raises(TaskError, match="rejects its parameters"):
         load_task("spell_backward", {"word_size": 3}, 0)
     with pytest.raises(TaskError, match="'nowhere:task' cannot be imported"):
         load_task("nowhere:task", {}, 0)

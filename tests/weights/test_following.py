@@ -141,9 +141,9 @@ def test_storing_needs_a_sender_that_stores(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--follow", "weights"], "--follow needs --follow-run"),
-        (["--follow-run", "x"], "need --follow DIR_OR_URL"),
-        (["--follow", "http://127.0.0.1:9", "--follow-run", "x"], "asks for a token"),
+        (["--follow", "weights"], "--follow requires --follow-run"),
+        (["--follow-run", "x"], "require --follow DIR_OR_URL"),
+        (["--follow", "http://127.0.0.1:9", "--follow-run", "x"], "requires a token"),
     ],
 )
 def test_what_to_follow_is_said_whole(

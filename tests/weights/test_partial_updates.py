@@ -144,7 +144,7 @@ def test_torn_weights_take_a_partial_update_only_if_it_brings_all_that_is_torn(f
     with failing_loads(fleet), pytest.raises(PublishError, match="applying version 1 failed"):
         fleet.publish(PartialWorker(part(fleet.tensors, "norm"), 1, fleet.tensors))
     assert fleet.state() is EndpointState.POISONED
-    with pytest.raises(PublishError, match="weights are torn, and it leaves out tensors"):
+    with pytest.raises(PublishError, match="weights are torn, and it omits tensors"):
         fleet.publish(PartialWorker(part(fleet.tensors, "q_proj"), 2, fleet.tensors))
     with pytest.raises(PublishError, match="weights are torn, and a LoRA needs whole weights"):
         fleet.publish(LoraWorker(lora_of(fleet.tensors, ["q_proj"], 4, seed=0), 2))

@@ -187,7 +187,7 @@ def relay_process(source: str, token_file: Path, directory: Path, *more: str) ->
     [
         (["weights", "--run", "r", "--port", "80"], "--port needs --host"),
         (["weights", "--run", "r", "--host", "127.0.0.1"], "--host needs a token"),
-        (["http://127.0.0.1:1", "--run", "r"], "asks for a token"),
+        (["http://127.0.0.1:1", "--run", "r"], "requires a token"),
         (["weights", "--run", "r", "--directory", "weights"], "is the source itself"),
         (["weights", "--run", "r", "--deadline", "0"], "--deadline must be a number above 0"),
     ],

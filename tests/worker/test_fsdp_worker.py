@@ -794,7 +794,7 @@ def test_frozen_parameters_stay_and_the_others_train_as_without_them(tmp_path, m
 
 @pytest.mark.parametrize(
     ("patterns", "says"),
-    [(["model.layers.7.*"], "'model.layers.7.*' matches no parameter"), (["*"], "nothing is left")],
+    [(["model.layers.7.*"], "'model.layers.7.*' matches no parameter"), (["*"], "nothing to train")],
 )
 def test_patterns_that_freeze_nothing_or_everything_are_refused(make_worker, patterns, says):
     with pytest.raises(ConfigError, match=re.escape(says)):

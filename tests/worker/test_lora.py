@@ -221,9 +221,9 @@ def test_settings_that_cannot_be_trained_are_refused(directory: Path, change: di
 
 
 def test_what_does_not_go_with_a_lora_is_refused(directory: Path) -> None:
-    with pytest.raises(ConfigError, match="leave out frozen"):
+    with pytest.raises(ConfigError, match="omit frozen"):
         made(directory, frozen=("*norm*",))
-    with pytest.raises(ConfigError, match="lora is for the worker 'fsdp' only"):
+    with pytest.raises(ConfigError, match="lora is supported only by the worker 'fsdp'"):
         parse_config({"model_path": "here", "lora": LORA}, TorchTitanConfig)
 
 

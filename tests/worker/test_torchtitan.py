@@ -288,7 +288,7 @@ def test_what_torchtitan_does_not_have_is_refused_by_name(tmp_path, model_path):
         create_worker(options(model_path, dtype="float64"))
     with pytest.raises(ConfigError, match="TorchTitan sums gradients in float32"):
         create_worker({"model_path": str(model_path), "reduce_dtype": "bfloat16"})
-    with pytest.raises(ConfigError, match="float8 is for the worker 'fsdp' only"):
+    with pytest.raises(ConfigError, match="float8 is supported only by the worker 'fsdp'"):
         create_worker({"model_path": str(model_path), "float8": True})
     with pytest.raises(ConfigError, match="the TorchTitan worker trains every parameter"):
         create_worker(options(model_path, frozen=["*.k_proj.*"]))

@@ -1,1 +1,1 @@
-"""Code without a subject of its own: threads, entry points, retries, progress lines."""
+"""Shared utilities: threads, entry points, retries, progress lines."""

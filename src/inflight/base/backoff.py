@@ -1,4 +1,4 @@
-"""When to retry after a failure: soon at first, then after twice as long each time. The caller supplies the clock."""
+"""Exponential backoff: when to retry after a failure. The caller supplies the clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Backoff:
     """When to try again, by the caller's clock."""
 
     def next(self, now: float) -> float:
-        """Note a failure, and return how many seconds to pause."""
+        """Record a failure, and return how many seconds to pause."""
         self.pause_s = min(2 * self.pause_s or self.first_s, self.most_s)
         self.due_at = now + self.pause_s
         return self.pause_s
@@ -26,5 +26,5 @@ class Backoff:
         return now >= self.due_at
 
     def reset(self) -> None:
-        """Note a success: the next pause is ``first_s`` again."""
+        """Record a success: the next pause is ``first_s`` again."""
         self.pause_s = self.due_at = 0.0

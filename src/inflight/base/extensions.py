@@ -1,4 +1,4 @@
-"""Parts that other packages add: installed under an entry point, or named as ``module:attribute``."""
+"""Extensions from other packages: installed under an entry point, or named as ``module:attribute``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_reference(text: str) -> None:
 
 
 def import_object(text: str) -> Any:
-    """Return what ``module:attribute`` names. Raises `ConfigError`."""
+    """Return the object that ``module:attribute`` names. Raises `ConfigError`."""
     check_reference(text)
     try:
         return pkgutil.resolve_name(text)
@@ -37,7 +37,7 @@ def resolve(text: str) -> Any:
 
 
 def find_entry_points(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points ``inflight.GROUP`` by name. Raises `ConfigError` if two packages install one name."""
+    """Return the entry points ``inflight.GROUP`` by name. Raises `ConfigError` if two packages share a name."""
     return _find_entry_points(group, tuple(sys.path))
 
 

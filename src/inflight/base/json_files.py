@@ -17,7 +17,7 @@ def check_writable(files: Mapping[str, Path | None]) -> None:
     for name, file in given.items():
         where = f"--{name} {str(file)!r} cannot be written"
         if not file.parent.is_dir():
-            raise ConfigError(f"{where}: its directory does not exist; make it first")
+            raise ConfigError(f"{where}: its directory does not exist; create it first")
         if file.is_dir():
             raise ConfigError(f"{where}: it is a directory")
         if not os.access(file.parent, os.W_OK):

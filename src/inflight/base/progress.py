@@ -1,4 +1,4 @@
-"""Lines for the user: how much of long work is done, how much time is left, and what the library logs."""
+"""Lines for the user: the progress of long work, the estimated time left, and the library's log records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LINE_EVERY_S = 5.0
 
 
 class ProgressLines:
-    """Reports every few seconds how much of ``total`` is done, and how much time is left at the rate so far."""
+    """Reports the progress towards ``total`` every few seconds, and the time left at the current rate."""
 
     def __init__(
         self, what: str, total: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -19,7 +19,7 @@ class ProgressLines:
         self._started = self._last_line = clock()
 
     def update(self, done: int, more: str = "") -> None:
-        """Report that ``done`` is done, unless the last report is recent and work remains."""
+        """Report the progress ``done``, unless the last report is recent and work remains."""
         now = self._clock()
         if now - self._last_line < LINE_EVERY_S and done < self._total:
             return
@@ -35,7 +35,7 @@ class ProgressLines:
 
 
 def report_log_records(say: Callable[[str], None]) -> None:
-    """Pass on what the loggers below ``inflight`` report, from level INFO, for as long as this process lives."""
+    """Pass the records of the loggers below ``inflight``, from level INFO up, to ``say`` until this process ends."""
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("inflight")

@@ -1,4 +1,4 @@
-"""Refusing what an endpoint does not support."""
+"""Checks of what an endpoint supports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tasks with owners: each has ended before its owner returns, and no failure is lost when several fail.
 
-A failure that cannot be raised, because an earlier one is, becomes a note of that one. The event loop reports the
+If an earlier failure is raised instead of a later one, the later one becomes a note of it. The event loop reports the
 failure of a task that nobody awaits.
 """
 
@@ -26,7 +26,7 @@ _END_S = 30.0
 
 @contextlib.asynccontextmanager
 async def running(*calls: Awaitable[object]) -> AsyncIterator[None]:
-    """Run calls while the body runs. The first exception ends all of them and is raised once they have ended.
+    """Run calls while the body runs. The first exception cancels all of them and is raised once they have ended.
 
     Failures that occur while they end become notes of that exception, as in `first_of`.
     """
@@ -50,7 +50,7 @@ async def running(*calls: Awaitable[object]) -> AsyncIterator[None]:
 
 
 async def run_together(*calls: Awaitable[T]) -> list[T]:
-    """Return the results of all calls. The first exception ends the others and is raised once they have ended."""
+    """Return the results of all calls. The first exception cancels the others and is raised once they have ended."""
     failures: ExceptionGroup | None = None
     tasks: list[asyncio.Task[T]] = []
     try:
@@ -77,7 +77,7 @@ async def finish_all(*calls: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def any_of(*calls: Awaitable[T]) -> tuple[int, T]:
-    """Return the number and the result of the first call that ends, once the others are cancelled and have ended."""
+    """Return the index and the result of the first call to end, after cancelling the others and awaiting their end."""
     tasks = [start(call) for call in calls]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +120,7 @@ class EndedByOwnerError(Exception):
 
 
 class TaskOwner:
-    """Tasks that continue when the calls that started them have returned. Belongs to one event loop."""
+    """Tasks that outlive the calls that started them. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -148,14 +148,14 @@ class TaskOwner:
         return task.result()
 
     def cancel(self) -> None:
-        """Cancel all tasks, which may take a while to end."""
+        """Cancel all tasks. They may take a while to end."""
         for task in self._tasks:
             task.cancel()
 
     async def aclose(self, wait_s: float | None = 0.0) -> None:
-        """Wait up to ``wait_s`` seconds for the tasks, or without limit, then cancel the rest; return at their end.
+        """Wait up to ``wait_s`` seconds for the tasks, or without limit, then cancel the rest and await their end.
 
-        Tasks that ignore for a while that they are cancelled are logged, and keep running.
+        Tasks that do not end soon after they are cancelled are logged, and keep running.
         """
         try:
             if self._tasks and wait_s != 0:
@@ -170,7 +170,7 @@ def start(call: Awaitable[T]) -> asyncio.Task[T]:
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any], timeout_s: float = math.inf) -> None:
-    """Cancel tasks and return once they have ended, also if the caller is cancelled meanwhile.
+    """Cancel tasks and return once they have ended, even if the caller is cancelled meanwhile.
 
     Their results and exceptions remain in the tasks. Tasks that have not ended after ``timeout_s`` seconds are logged,
     and keep running.
@@ -194,7 +194,7 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any], timeout_s: float = math.i
 
 
 def _coroutine_of(call: Awaitable[T]) -> Coroutine[Any, Any, T]:
-    # A coroutine is not wrapped in another one, which would not await it if the task is cancelled before it begins.
+    # Not wrapped: a wrapper would never await the coroutine if the task is cancelled before it begins.
     return call if isinstance(call, Coroutine) else _awaited(call)
 
 

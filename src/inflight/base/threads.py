@@ -1,4 +1,4 @@
-"""Blocking calls that can be abandoned: each runs in a daemon thread, which keeps running when nobody waits for it."""
+"""Blocking calls that can be abandoned: each runs in a daemon thread, which keeps running without a waiting caller."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def result_unless_abandoned(abandoned: Future[str], result: Future[T], name: str
 def _settle(result: Future[T], call: Callable[[], T]) -> None:
     try:
         result.set_result(call())
-    except BaseException as raised:  # handed to the caller
+    except BaseException as raised:  # raised in the caller
         result.set_exception(raised)
         del result, call  # as above

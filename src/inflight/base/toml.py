@@ -25,8 +25,8 @@ S = TypeVar("S", bound=BaseModel)
 def load_settings(kind: type[S], path: Path, what: str, overrides: Sequence[str] = ()) -> S:
     """Return the settings in a TOML file, with overrides such as ``["--train.learning_rate", "1e-4"]``.
 
-    Raises `ConfigError`, which calls the file ``what`` and names every wrong key and its value, and for an unknown key
-    the nearest known one. Relative paths start from the current directory.
+    Raises `ConfigError`, which describes the file as ``what`` and names every invalid key and its value, and for an
+    unknown key the nearest known one. Relative paths start from the current directory.
     """
     values = read_toml(path, what)
     for key, value in _pairs(overrides):
@@ -35,7 +35,7 @@ def load_settings(kind: type[S], path: Path, what: str, overrides: Sequence[str]
 
 
 def check_settings(kind: type[S], values: Mapping[str, Any], what: str) -> S:
-    """Return the settings that the values make. Raises `ConfigError`, which begins with ``what``."""
+    """Return the settings with these values. Raises `ConfigError`, whose text begins with ``what``."""
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
@@ -43,7 +43,7 @@ def check_settings(kind: type[S], values: Mapping[str, Any], what: str) -> S:
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Return the values in a TOML file. Raises `ConfigError`, which calls the file ``what``."""
+    """Return the values in a TOML file. Raises `ConfigError`, which describes the file as ``what``."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 BYTES_PER_S = 0.5e9
-"""Assumed at least, of disks and networks, with gathering and checksums."""
+"""Assumed minimum rate of disks and networks, including gathering and checksums."""
 MOVE_S = 300.0
-"""How long weights may take from a GPU to the host's memory, or back, where the model's size is not known."""
+"""Time limit for moving weights between a GPU and host memory if the model's size is not known."""
 
 
 def with_transfer_s(base_s: float, size_bytes: int) -> float:
-    """Return a limit for what takes ``base_s`` at most with a small model, if ``size_bytes`` have to be moved."""
+    """Return a time limit: ``base_s``, which suits a small model, plus the time to move ``size_bytes``."""
     return base_s + size_bytes / BYTES_PER_S

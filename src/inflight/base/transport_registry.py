@@ -1,4 +1,4 @@
-"""How installed transports are found by name.
+"""Lookup of installed transports by name.
 
 Every transport, ours included, is an entry point of the group ``inflight.transports``. This module names none of them.
 """
@@ -27,7 +27,7 @@ def receivable(*, on_gpu: bool) -> tuple[str, ...]:
 
 
 def refusal(capabilities: Capabilities, name: str) -> str | None:
-    """Return why an endpoint does not take a transport, in words that follow "does not support"; None if it does."""
+    """Return why an endpoint does not support a transport, as text that follows "does not support"; None if it does."""
     lack = capabilities.missing(Needs(transport=name)).get("transport")
     if lack is None or name not in (found := find_entry_points(GROUP)) or not find_transport(name).needs_gpu:
         return lack

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 _MAX_LISTED = 100
-"""Most problems of one value that are described; only unknown keys can be more."""
+"""Maximum number of problems described for one value; unknown keys are not limited."""
 _MAX_SHOWN = 5
 _MAX_VALUE = 80
 _MAX_MESSAGE = 300
@@ -28,7 +28,7 @@ _values.maxstring = _values.maxother = _values.maxlong = _MAX_VALUE
 
 
 def describe_problems(error: ValidationError, kind: type[BaseModel] | None = None) -> str:
-    """Return key, reason and value of the first few problems, in about 2,500 characters at most.
+    """Return key, reason and value of the first few problems, in at most about 2,500 characters.
 
     For an unknown key of a ``kind``, the text names the nearest known key, or all of them if none is near.
     """
@@ -39,7 +39,7 @@ def describe_problems(error: ValidationError, kind: type[BaseModel] | None = Non
     earlier: list[tuple[int | str, ...]] = []
     for problem in error.errors(include_url=False, include_context=False):
         where = problem["loc"]
-        # A sequence that ends at a bad element is reported as too short as well.
+        # pydantic also reports a sequence that ends at an invalid element as too short.
         if not any(where == it[: len(where)] for it in earlier):
             subject, value = _subject(problem, kind)
             words = reasons.setdefault(subject, [])
@@ -53,7 +53,7 @@ def describe_problems(error: ValidationError, kind: type[BaseModel] | None = Non
 
 
 def _subject(problem: ErrorDetails, kind: type[BaseModel] | None) -> tuple[str, str]:
-    """Return how the description of a problem begins, and how it ends."""
+    """Return the beginning and the end of the description of a problem."""
     where = [str(part) for part in problem["loc"]]
     is_unknown = problem["type"] == "extra_forbidden"
     path = _cut(".".join(part for part in where if is_unknown or not _TYPE.fullmatch(part)), _MAX_VALUE)
@@ -63,7 +63,7 @@ def _subject(problem: ErrorDetails, kind: type[BaseModel] | None) -> tuple[str, 
         return f"unknown key {path!r}", f"{known}{value}"
     if problem["type"] == "missing":
         return f"key {path!r} is missing", ""
-    # A check of a whole section names the values in question itself, and a token stays secret.
+    # A check of a whole section itself names the offending values, and tokens stay secret.
     is_of_section = problem["type"] == "value_error" and isinstance(problem["input"], Mapping)
     is_hidden = is_of_section or (where[-1:] == ["token"])
     return f"{path}: " if path else "", "" if is_hidden else f" (got {_values.repr(problem['input'])})"
@@ -94,7 +94,7 @@ def _known_instead(kind: type[BaseModel], where: Sequence[str]) -> str:
 
 
 def _paths_of(key: str, kind: type[BaseModel], sections: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the keys that have a name, in sections of sections at most."""
+    """Yield the paths of the keys with this name, at most two sections deep."""
     for name, field in kind.model_fields.items():
         if name == key and sections:
             yield (*sections, name)

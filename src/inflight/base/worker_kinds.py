@@ -1,4 +1,4 @@
-"""How installed kinds of trainers are found by name."""
+"""Lookup of installed kinds of trainers by name."""
 
 from __future__ import annotations
 

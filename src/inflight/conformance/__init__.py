@@ -1,6 +1,6 @@
 """The conformance kit: checks numerically whether an implementation satisfies a contract.
 
-Importing it loads no torch; listing checks and running them does.
+Importing it does not import torch; listing and running checks does.
 """
 
 from __future__ import annotations

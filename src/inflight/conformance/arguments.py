@@ -42,7 +42,7 @@ def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Endpo
         raise ConfigError("specify which endpoint to check: exactly one of a URL, module:factory and --serve COMMAND")
     if arguments.model is not None and not arguments.model.is_dir():
         raise ConfigError(
-            f"--model {str(arguments.model)!r} is not a directory; give one with a Hugging Face checkpoint"
+            f"--model {str(arguments.model)!r} is not a directory; pass one that contains a Hugging Face checkpoint"
         )
     tolerance = arguments.tolerance
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
@@ -58,7 +58,7 @@ def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Endpo
             raise ConfigError("--option is for a factory; a URL accepts none")
         return endpoint_target(arguments.target, token=read_token(arguments.token_file), **given)
     if arguments.token_file is not None:
-        raise ConfigError("--token-file is for a URL; with --serve the kit makes a token, and a factory needs none")
+        raise ConfigError("--token-file is for a URL; with --serve the kit generates a token, and a factory needs none")
     if arguments.target is not None:
         return endpoint_target(arguments.target, **given)
     if options:

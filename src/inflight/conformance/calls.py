@@ -77,7 +77,7 @@ class PendingCall(Generic[T]):
 
 
 def results(calls: Sequence[PendingCall[Any]], within_s: float) -> list[Any]:
-    """Return what these calls return, or raise at once what the first to fail raises. Raises `Hung`."""
+    """Return the results of these calls, or immediately raise the error of the first one to fail. Raises `Hung`."""
     deadline = time.monotonic() + within_s
     while not all(call.has_ended() for call in calls) and time.monotonic() < deadline:
         for call in calls:

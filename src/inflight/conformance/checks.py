@@ -32,7 +32,7 @@ class CheckFailed(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class CheckSkipped(Exception):  # noqa: N818 - an outcome, not an error
-    """The subject does not support what the check needs, or the user did not provide it."""
+    """The subject does not support a feature that the check needs, or the user did not provide it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,9 @@ def check(
     after: Callable[[Any], Any] | None = None,
     **parameters: Any,
 ) -> Callable[[Function], Function]:
-    """Return a decorator that makes the function a check. Several of them on one function make several checks.
+    """Return a decorator that registers the function as a check.
+
+    Several of them on one function register several checks.
 
     ``needs`` are words separated by spaces. The check calls the function with the subject and ``parameters``. The
     first paragraph of the docstring is the requirement, in which ``{name}`` stands for a parameter. ``LEVEL`` of the

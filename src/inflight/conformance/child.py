@@ -41,7 +41,7 @@ class ChildSetup(WireModel):
 
 
 class ChildReady(WireModel):
-    """The subject was made, with these facts for the certificate, or ``problem`` states why it was not."""
+    """The subject was created, with these facts for the certificate, or ``problem`` states why it was not."""
 
     facts: dict[str, object] = Field(default_factory=dict)
     problem: str = ""
@@ -71,7 +71,7 @@ def main(file_number: int) -> int:
     except InflightError as error:
         send(ChildReady(problem=str(error)))
         return 0
-    except Exception as error:  # whatever a factory raises is reported to its author
+    except Exception as error:  # any error of a factory is reported to its author
         where = own_frame(error) or innermost_frame(error)
         send(ChildReady(problem=f"{setup.target.label} could not be made: {type(error).__name__} at {where}: {error}"))
         raise
@@ -135,4 +135,4 @@ if __name__ == "__main__":
     status = main(int(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # threads that a check left behind must not keep the process alive
+    os._exit(status)  # threads that a check left running must not keep the process alive

@@ -1,4 +1,4 @@
-"""Locates where an implementation raised an error: its own line, not a line of a library or of the kit."""
+"""Finds the line of an implementation that raised an error, as opposed to a line of a library or of the kit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LIBRARIES = tuple(
 
 
 def own_frame(error: BaseException) -> str | None:
-    """Return the innermost frame outside installed packages, the standard library and inflight; None without one.
+    """Return the innermost frame outside installed packages, the standard library and inflight, or None.
 
-    If the error was raised from another error, the frame of that error comes first.
+    If the error was raised from another error, the frame of that error takes precedence.
     """
     causes = [error]
     while (cause := causes[-1].__cause__) is not None:

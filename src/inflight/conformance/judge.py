@@ -22,7 +22,7 @@ class Hung(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class Subject(Protocol):
-    """What is checked, in the process that checks it."""
+    """The subject under check, in the process that runs the checks."""
 
     @property
     @abstractmethod
@@ -44,7 +44,7 @@ class Subject(Protocol):
 
     @abstractmethod
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
-        """Call a check's function. Raises what it raises, and `Hung`."""
+        """Call a check's function. Its errors propagate; also raises `Hung`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Judgement(WireModel):
 
 
 def judge(subject: Subject, check: Check, stage: Callable[[Any], Any] | None = None) -> Judgement:
-    """Return the judgement of one check, or of the stage that is given in place of its function."""
+    """Return the judgement of one check, or of the stage that replaces its function."""
     subject.evidence.clear()
     if (reason := subject.missing(check.needs)) is not None:
         return Judgement(verdict=verdict_of(check, CheckOutcome.SKIPPED, message=reason))
@@ -92,7 +92,7 @@ def _outcome_of(call: Callable[[], object]) -> tuple[CheckOutcome, str, str]:
         return CheckOutcome.FAILED, str(failure), ""
     except Hung as hung:
         return CheckOutcome.HUNG, str(hung.args[0]), str(hung.args[1])
-    except Exception as error:  # whatever an implementation raises is evidence
+    except Exception as error:  # any error of an implementation is evidence
         where = own_frame(error) or ("" if isinstance(error, InflightError) else innermost_frame(error))
         return CheckOutcome.FAILED, f"{type(error).__name__} was raised{f' at {where}' if where else ''}: {error}", ""
     return CheckOutcome.PASSED, "", ""

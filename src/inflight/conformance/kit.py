@@ -51,7 +51,7 @@ class Kit:
     """
 
     is_over = False
-    """Whether no further check can be run: never, because each check can have new processes."""
+    """Always False: each check can have new processes, so further checks can always run."""
 
     def __init__(self, target: Target, *, start_deadline_s: float = 90.0, deadline_scale: float = 1.0) -> None:
         self._target = target

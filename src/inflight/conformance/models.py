@@ -1,4 +1,4 @@
-"""Checkpoints that the kit makes: tiny, random, and with distributions far from uniform."""
+"""Checkpoints that the kit creates: tiny, random, and with distributions far from uniform."""
 
 from __future__ import annotations
 

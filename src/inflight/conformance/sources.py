@@ -1,4 +1,4 @@
-"""The digest of the sources that a certificate depends on: an unchanged adapter need not be certified again.
+"""The digest of the sources that a certificate depends on: an unchanged adapter does not need a new certificate.
 
     python -m inflight.conformance.sources CERTIFICATE.json
 
@@ -33,7 +33,7 @@ _OF_ALL = ("inflight.conformance.suite", "inflight.weights.transports.installed"
 _OF_ENDPOINTS = ("inflight.engines.serving",)
 """The module that ``inflight serve --engine`` runs."""
 _NOT_FOLLOWED = ("inflight", "inflight.conformance.sources")
-"""Of the first, other modules use only the version; the second judges nothing."""
+"""Modules that are not followed: others use only the version of the first, and the second does not affect verdicts."""
 
 
 class _Module(NamedTuple):
@@ -163,7 +163,7 @@ def main(path: Path) -> int:
     except ConfigError as error:
         print(error)
         return 1
-    print(f"{path} {'was made with these sources' if holds else 'must be made again'}")
+    print(f"{path} {'was made with these sources' if holds else 'is out of date: certify again'}")
     return 0 if holds else 1
 
 

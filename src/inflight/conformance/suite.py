@@ -1,4 +1,4 @@
-"""Runs checks on one target and makes the certificate, which contains neither tokens nor passwords."""
+"""Runs checks on one target and creates the certificate, which contains neither tokens nor passwords."""
 
 from __future__ import annotations
 

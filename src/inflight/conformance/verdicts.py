@@ -22,7 +22,7 @@ class CheckOutcome(StrEnum):
     HUNG = "hung"
     """It did not end before its deadline; the verdict carries the stacks."""
     SKIPPED = "skipped"
-    """The subject does not support what the check needs, or the user did not provide it."""
+    """The subject does not support a feature that the check needs, or the user did not provide it."""
     EXPECTED_FAILURE = "expected failure"
     """It failed or hung, and a file of expected failures states why."""
     UNEXPECTED_PASS = "unexpected pass"

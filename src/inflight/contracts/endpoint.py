@@ -27,7 +27,7 @@ from inflight.wire import (
 
 @runtime_checkable
 class InferenceEndpoint(Protocol):
-    """An inference server, as inflight uses it: these methods are all that it needs.
+    """An inference server: these methods are all that inflight needs.
 
     docs/contract.md has the table of its states. A failure after the first byte was applied leads to POISONED, where
     `generate` raises `PoisonedError` until a complete update or a restart. Calls of an update whose session has a name
@@ -42,15 +42,15 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def capabilities(self) -> Capabilities:
-        """Return what this endpoint can do, which never changes while it exists."""
+        """Return this endpoint's capabilities, which never change while it exists."""
 
     @abstractmethod
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """Leave any earlier group and take weights as ``spec`` specifies; returns when all ranks have joined.
+        """Leave any earlier group and receive weights as ``spec`` specifies; returns when all ranks have joined.
 
         The sender joins concurrently. From now on the endpoint accepts updates only from the run that owns the group.
-        Raises `TransferError` if the group is not formed in ``spec.timeout_s``: the endpoint then belongs to no group
-        and serves as before. Raises `FencedError` if a later incarnation of the run's trainer has called.
+        Raises `TransferError` if the group is not formed within ``spec.timeout_s`` seconds. The endpoint then belongs
+        to no group and serves as before. Raises `FencedError` if a later incarnation of the run's trainer has called.
         """
 
     @abstractmethod
@@ -75,7 +75,7 @@ class InferenceEndpoint(Protocol):
         """Switch to the new weights and resume: every later token is sampled from ``ref.version``.
 
         A staged update pauses sampling here, as ``in_flight`` specifies. Raises `UpdateRefusedError` if buckets are
-        missing, or if a drain does not end in time: the update is then over and the old weights keep being served.
+        missing, or if a drain does not end in time: the update has then ended and the old weights keep being served.
         Raises `PoisonedError` if applying the weights fails.
         """
 
@@ -83,7 +83,7 @@ class InferenceEndpoint(Protocol):
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """End the update. If no byte was applied, the old weights keep being served (READY); otherwise POISONED.
 
-        Idempotent: without an open update it returns the present version.
+        Idempotent: without an open update it returns the current version.
         """
 
     @abstractmethod
@@ -102,11 +102,11 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def weight_version(self) -> WeightVersion:
-        """Return which weights are served now, and the state."""
+        """Return the version of the served weights, and the state."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Release what this object holds; a remote server keeps running. Called last.
+        """Release this object's resources; a remote server keeps running. Called last.
 
         If a context manager made the endpoint, the manager exits after this call.
         """
@@ -145,7 +145,7 @@ class ReleasingEndpoint(InferenceEndpoint, Protocol):
 
     @abstractmethod
     async def release_memory(self) -> WeightVersion:
-        """Release the memory of weights, keys and values; on return others may take it, and the state is RELEASED.
+        """Release the memory of weights, keys and values for other processes; on return the state is RELEASED.
 
         The endpoint keeps its weights elsewhere, under the same version, and forgets cached prefixes. Raises
         `BusyError` if requests run or wait, or an update is open, and `PoisonedError` if the weights are torn: nothing
@@ -154,7 +154,7 @@ class ReleasingEndpoint(InferenceEndpoint, Protocol):
 
     @abstractmethod
     async def restore_memory(self) -> WeightVersion:
-        """Take the memory back; on return the weights from before the release are served again.
+        """Reacquire the memory; on return the weights from before the release are served again.
 
         Raises `EndpointError` if the memory cannot be allocated: the state is still RELEASED.
         """
@@ -168,7 +168,7 @@ class DraftingEndpoint(InferenceEndpoint, Protocol):
     async def record_history(self, history: DraftHistory) -> None:
         """Remember finished completions; later requests with one of these prompts take their drafts from them.
 
-        Replaces what was remembered of those prompts. Raises `UnsupportedError` if drafts are not supported.
+        Replaces the earlier history of those prompts. Raises `UnsupportedError` if drafts are not supported.
         """
 
 
@@ -178,4 +178,4 @@ class CountingEndpoint(Protocol):
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Return the counts, which the route ``/metrics`` reports."""
+        """Return the counters that the route ``/metrics`` reports."""

@@ -1,4 +1,4 @@
-"""The Protocol of an engine: how a server of it is started, how to attach to one, and how it uses GPUs.
+"""The Protocol of an engine: how to start its server, how to attach to one, and how it uses GPUs.
 
 Adapters register an `EngineKind` under the entry point group ``inflight.engines``.
 """
@@ -17,7 +17,7 @@ from inflight.errors import ConfigError
 EMBEDDED = "embedded"
 """Name of the engine that a server has unless another one is chosen."""
 DEFAULT_MAX_CONCURRENT = 64
-"""Sequences that a server decodes at a time, unless its options say otherwise."""
+"""Number of sequences that a server decodes at a time by default."""
 
 DraftProvider = Literal["history", "siblings", "both"]
 """Where drafts come from: recorded completions of the prompt, those of this engine, or both."""
@@ -40,7 +40,7 @@ class EngineOptions:
     name: str | None = option("name of the served model (default: the directory's)")
     dtype: str | None = option("default: as stored", choices=("float32", "bfloat16", "float64"))
     device: str | None = option("cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    max_model_len: int | None = option("longest sequence in tokens (default: what the model allows)")
+    max_model_len: int | None = option("longest sequence in tokens (default: the model's maximum)")
     max_concurrent: int | None = option(f"sequences decoded at a time (default: {DEFAULT_MAX_CONCURRENT})")
     kv_cache_bytes: int | None = option(
         "memory limit for keys and values, such as 2GB; requests wait for free memory (default: enough for "
@@ -76,21 +76,21 @@ class GpuUse:
 
     num_gpus: int = 1
     num_copies: int = 1
-    """Copies of the model among these GPUs, each sharded over as many of them as the others."""
+    """Copies of the model on these GPUs, each sharded over the same number of GPUs."""
     memory_share: float | None = 0.9
-    """Share of each GPU's memory that the engine fills with weights, KV cache and activations. None: it takes what the
-    weights and its sequences need."""
+    """Share of each GPU's memory that the engine fills with weights, KV cache and activations. None: as much as the
+    weights and sequences need."""
     context: int | None = None
-    """Tokens of the longest sequence; None: what the model allows."""
+    """Length of the longest sequence in tokens; None: the model's maximum."""
     stages_on_gpu: bool = False
     """Whether an update that arrives over NCCL or CUDA IPC waits in GPU memory, whole on each GPU, for its commit."""
 
 
 class EngineKind(Protocol):
-    """One kind of engine. Its values hold no state.
+    """One kind of engine. Instances hold no state.
 
     An engine either runs in the process that serves it (`runs_in_process`, `load`), or in a process of its own
-    (`command`, `environment`, `health_path`, `liveness_path`). One that does neither can only be attached to.
+    (`command`, `environment`, `health_path`, `liveness_path`). An engine that does neither can only be attached to.
     """
 
     @property
@@ -127,7 +127,7 @@ class EngineKind(Protocol):
         return GpuUse()
 
     def load(self, options: EngineOptions) -> InferenceEndpoint:
-        """Return an endpoint that computes in this process, its engine running. Raises `ConfigError` if it cannot."""
+        """Return an endpoint with a running engine in this process. Raises `ConfigError` if it cannot be loaded."""
         raise ConfigError(f"{self.name} does not run in the process that serves it")
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
@@ -147,8 +147,8 @@ class EngineKind(Protocol):
     def liveness_path(self) -> str | None:
         """Return the path that answers in milliseconds, with status 503 once a part of the engine has died.
 
-        None if the server has no such path. A path that samples a token does not qualify, nor does a path that a pause
-        keeps from answering.
+        None if the server has no such path. A path that samples a token does not qualify, nor does one that does not
+        answer during a pause.
         """
         return None
 

@@ -47,11 +47,11 @@ class Conversation(Protocol):
 
     @abstractmethod
     def reward_turn(self, reward: float) -> None:
-        """Give the last turn a reward of its own, which counts if the run assigns credit by turn."""
+        """Give the last turn its own reward, which is used if the run assigns credit by turn."""
 
     @abstractmethod
     def reward(self, reward: float) -> None:
-        """Give the conversations of this role another reward than the rest of the episode."""
+        """Give the conversations of this role a different reward from the rest of the episode."""
 
 
 class Episode(Protocol):
@@ -64,7 +64,7 @@ class Episode(Protocol):
 
     @abstractmethod
     def conversation(self, *, system: str = "", tools: Sequence[Tool] = (), role: str = "") -> Conversation:
-        """Begin a conversation; an episode may have several, at the same time too.
+        """Begin a conversation; an episode may have several, also concurrently.
 
         ``tools`` are the functions that the model may call; the environment executes them. Conversations with
         different roles are compared separately.
@@ -102,6 +102,6 @@ class Environment(Protocol):
     async def play(self, item: TaskItem, episode: Episode) -> float:
         """Play one episode and return its reward.
 
-        Many plays run at once in one event loop: use threads or processes for what blocks. A play is cancelled if it
+        Many plays run at once in one event loop: use threads or processes for blocking work. A play is cancelled if it
         takes too long. An exception, or a reward that is not finite, fails this episode only.
         """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """One rank's source of weights: all that a publish needs. All ranks make the same calls in the same order."""
+    """One rank's source of weights for a publish. All ranks make the same calls in the same order."""
 
     @property
     @abstractmethod
@@ -53,11 +53,11 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class PartialWeightSource(WeightSource, Protocol):
-    """A source that leaves out tensors that training does not change; `parameter_specs` does not list them."""
+    """A source that omits tensors that training does not change; `parameter_specs` does not list them."""
 
     @abstractmethod
     def frozen_names(self) -> Sequence[str]:
-        """Return the names of the tensors that are left out, which are as in the checkpoint. Never communicates."""
+        """Return the names of the omitted tensors, which equal the checkpoint's. Never communicates."""
 
 
 @runtime_checkable
@@ -77,14 +77,14 @@ class MergingLoraSource(LoraSource, Protocol):
     def merged(self, bucket_bytes: int) -> PartialWeightSource:
         """Return the weights under the LoRA as a source; rank 0 only.
 
-        Its gathering makes the collective calls of this source's with buckets of ``bucket_bytes``, so that the other
-        ranks gather the LoRA, whichever of the two rank 0 publishes.
+        Its gathering makes the same collective calls as this source with buckets of ``bucket_bytes``. The other ranks
+        therefore always gather the LoRA, whichever of the two sources rank 0 publishes.
         """
 
 
 @runtime_checkable
 class TrainerWorker(WeightSource, Protocol):
-    """One trainer rank: all that inflight needs of it. All ranks make the same calls in the same order.
+    """One trainer rank: everything that inflight needs from it. All ranks make the same calls in the same order.
 
     With several ranks, each is a process that has formed torch's default process group before it calls the factory.
     ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set, and no ``MASTER_ADDR`` is needed.
@@ -133,15 +133,15 @@ class TrainerWorker(WeightSource, Protocol):
 class ModelParallelWorker(TrainerWorker, Protocol):
     """A `TrainerWorker` of which several ranks compute the same micro-batches together.
 
-    Ranks with the same ``data_parallel_rank`` get the same micro-batches. On each of them `forward` returns all
-    logprobs, and each computes the same loss and passes it to `backward`, which counts it once. A worker that is not a
-    `ModelParallelWorker` gives every rank micro-batches of its own; `data_ranks_of` is right for both.
+    Ranks with the same ``data_parallel_rank`` receive the same micro-batches. On each of them `forward` returns all
+    logprobs, and each computes the same loss and passes it to `backward`, which counts it once. For a worker that is
+    not a `ModelParallelWorker`, every rank has its own micro-batches; `data_ranks_of` handles both.
     """
 
     @property
     @abstractmethod
     def data_parallel_rank(self) -> int:
-        """Return which share of the data this rank computes, 0 <= data_parallel_rank < data_parallel_size."""
+        """Return the index of this rank's share of the data, 0 <= data_parallel_rank < data_parallel_size."""
 
     @property
     @abstractmethod
@@ -151,15 +151,15 @@ class ModelParallelWorker(TrainerWorker, Protocol):
 
 @runtime_checkable
 class ImageWorker(Protocol):
-    """A `TrainerWorker` that reports whether its model takes images. A worker without this method takes none."""
+    """A `TrainerWorker` that reports whether its model accepts images. A worker without this method accepts none."""
 
     @property
     @abstractmethod
     def takes_images(self) -> bool:
-        """Return whether `TrainerWorker.forward` takes `MicroBatch.image_tensors`; if not, it refuses them.
+        """Return whether `TrainerWorker.forward` accepts `MicroBatch.image_tensors`.
 
-        Raises `UnsupportedError` then. Other ranks may receive micro-batches with images while this rank's has none,
-        and vice versa.
+        If not, `forward` raises `UnsupportedError` for them. Other ranks may receive micro-batches with images while
+        this rank's has none, and vice versa.
         """
 
 
@@ -170,11 +170,11 @@ class ReplayingWorker(Protocol):
     @property
     @abstractmethod
     def replays_routing(self) -> bool:
-        """Return whether `TrainerWorker.forward` takes `MicroBatch.routed_experts_TLK`; if not, it refuses them.
+        """Return whether `TrainerWorker.forward` accepts `MicroBatch.routed_experts_TLK`.
 
-        Raises `UnsupportedError` then. The recorded experts take the place of those that the model's routers would
-        choose, weighted by the present routers. Other ranks may receive micro-batches with a record while this rank's
-        has none, and vice versa.
+        If not, `forward` raises `UnsupportedError` for them. The recorded experts replace those that the model's
+        routers would choose, weighted by the current routers. Other ranks may receive micro-batches with a record while
+        this rank's has none, and vice versa.
         """
 
 
@@ -182,13 +182,13 @@ class ReplayingWorker(Protocol):
 class BackgroundSaver(Protocol):
     """A `TrainerWorker` that can also save while it trains.
 
-    At most one save is under way. Meanwhile every method of `TrainerWorker` may be called; `save` and `load` wait for
+    At most one save is in progress. Meanwhile every method of `TrainerWorker` may be called; `save` and `load` wait for
     it first.
     """
 
     @abstractmethod
     def begin_save(self, path: Path) -> None:
-        """Begin to save the present state, as `TrainerWorker.save` does; collective.
+        """Begin to save the current state, as `TrainerWorker.save` does; collective.
 
         Returns once the state is copied; later changes are not saved. Waits for an earlier save first. If that save
         failed, its `CheckpointError` is raised on every rank and no new save begins.
@@ -206,23 +206,23 @@ class BackgroundSaver(Protocol):
     @property
     @abstractmethod
     def save_pending(self) -> bool:
-        """Return whether a save is under way on this rank; False once it succeeded or failed. Never waits."""
+        """Return whether a save is in progress on this rank; False once it succeeded or failed. Never waits."""
 
 
 Phase = Literal["training", "sampling"]
-"""Of a run in which trainers and servers take turns on the same GPUs."""
+"""The phases of a run in which trainers and servers alternate on the same GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerm:
-    """Some memory of one process on each of its GPUs."""
+    """One part of the GPU memory of a process, per GPU."""
 
     name: str
     size_bytes: int
     remedy: str = ""
     """How to reduce it."""
     phase: Phase | None = None
-    """When the process needs it; None: all the time."""
+    """The phase in which the process needs it; None: always."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +237,13 @@ class TrainingLoad:
 
 @runtime_checkable
 class WorkerKind(Protocol):
-    """A kind of trainer: makes its ranks, and reports what a run has to know before it starts them.
+    """A kind of trainer: creates its ranks, and reports what a run has to know before it starts them.
 
-    Entry points of the group ``inflight.workers`` name one, and so does ``module:attribute``.
+    Named by an entry point of the group ``inflight.workers``, or by ``module:attribute``.
     """
 
     trains_lora: bool = False
-    """Whether workers with ``lora`` in their settings are a `LoraSource`. A run sets it for no others."""
+    """Whether workers with ``lora`` in their settings are a `LoraSource`. A run sets ``lora`` for no other workers."""
 
     @abstractmethod
     def create(self, settings: Mapping[str, object]) -> TrainerWorker:
@@ -251,14 +251,14 @@ class WorkerKind(Protocol):
 
         A run sets ``model_path``, ``dtype`` and ``wire_dtype``, ``master_dtype``, ``total_steps``, the fields of
         `inflight.model.optimizer_settings.OptimizerSettings`, ``device`` and ``lora`` where they are configured, and
-        what ``train.trainer_options`` holds. Raises `ConfigError` or `UnsupportedError` on every rank if the settings
-        or the model cannot be used.
+        the options in ``train.trainer_options``. Raises `ConfigError` or `UnsupportedError` on every rank if the
+        settings or the model cannot be used.
         """
 
     def memory(self, settings: Mapping[str, object], load: TrainingLoad) -> Sequence[MemoryTerm] | None:
         """Return the estimated GPU memory of the largest rank, without its CUDA context; None: not known.
 
-        Terms of the phase ``sampling`` are left out where trainers and servers do not take turns. Raises `ConfigError`
+        Terms of the phase ``sampling`` are omitted if trainers and servers do not alternate. Raises `ConfigError`
         if the settings or the model cannot be used.
         """
         return None

@@ -1,4 +1,4 @@
-"""The Protocols of a transport of weights: a sender, a receiver, and the pair of them under a name."""
+"""The Protocols of a weight transport: a sender, a receiver, and a named pair of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WeightSender(Protocol):
 
     @abstractmethod
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> Sequence[TransportSpec]:
-        """Open a new group and return a spec for each endpoint; endpoint i takes ``num_ranks[i]`` ranks."""
+        """Open a new group and return a spec for each endpoint; endpoint i has ``num_ranks[i]`` ranks."""
 
     @abstractmethod
     def join(self) -> None:
@@ -45,7 +45,7 @@ class WeightSender(Protocol):
 
     @abstractmethod
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """Send one bucket; blocks until it has left. Raises `TransferError`; the group is unusable then."""
+        """Send one bucket; blocks until it has left. Raises `TransferError`; the group is then unusable."""
 
     @abstractmethod
     def end(self, *, is_done: bool) -> None:
@@ -74,7 +74,7 @@ class WeightReceiver(Protocol):
 
     @abstractmethod
     def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        """Return the tensors of the next bucket, in order. Raises `TransferError`; the group is unusable then."""
+        """Return the tensors of the next bucket, in order. Raises `TransferError`; the group is then unusable."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -87,7 +87,7 @@ class ReceivesAhead(Protocol):
 
     @abstractmethod
     def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
-        """Start to receive the next bucket in the background; the next `receive` returns it, or raises what failed.
+        """Start to receive the next bucket in the background; the next `receive` returns it or raises the failure.
 
         Returns at once. At most one bucket is ahead; ``specs`` are those of that `receive`, and ``timeout_s`` bounds
         how long the sender may take to begin and to end.
@@ -106,9 +106,9 @@ class SendsFromDevice(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """One way for weights to travel: how its two ends are made. Values of it hold no state.
+    """One way to transfer weights: creates its two ends. Instances hold no state.
 
-    The entry point group ``inflight.transports`` names them. Making a value loads no torch.
+    Registered in the entry point group ``inflight.transports``. Creating an instance does not import torch.
     """
 
     @property
@@ -130,13 +130,13 @@ class Transport(Protocol):
     def sender(self, *, address: str, directory: Path | None) -> WeightSender:
         """Return the trainer's end.
 
-        ``address`` is this machine's address as the endpoints see it. Where the transport stores buckets, they lie in
-        ``directory``, or in one that the sender makes if that is None. Raises `ConfigError`.
+        ``address`` is this machine's address as the endpoints see it. A transport that stores buckets keeps them in
+        ``directory``, or in one that the sender creates if it is None. Raises `ConfigError`.
         """
 
     @abstractmethod
     def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
         """Return the end of one rank of an endpoint, for a spec of `spec_type`.
 
-        ``rank`` counts the endpoint's own ranks from 0, and ``device`` is where they have their weights.
+        ``rank`` counts the endpoint's own ranks from 0, and ``device`` is where the rank has its weights.
         """

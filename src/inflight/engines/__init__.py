@@ -1,1 +1,1 @@
-"""Inference engines: the embedded one, and what adapters share to start and attach to other engines."""
+"""Inference engines: the embedded one, and shared code for starting other engines and attaching to them."""

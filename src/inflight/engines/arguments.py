@@ -22,8 +22,8 @@ def integer_in(arguments: Sequence[str], *flags: str) -> int | None:
 def number_in(arguments: Sequence[str], *flags: str) -> float | None:
     """Return the number that an engine's arguments give a flag, whose names are ``flags``; None if they give none.
 
-    Understands ``--flag N``, ``--flag=N`` and underscores in place of dashes; the last one counts. Raises `ConfigError`
-    if it is not a number.
+    Accepts ``--flag N``, ``--flag=N`` and underscores in place of dashes; the last occurrence counts. Raises
+    `ConfigError` if it is not a number.
     """
     found: float | None = None
     for i, argument in enumerate(arguments):
@@ -36,5 +36,5 @@ def number_in(arguments: Sequence[str], *flags: str) -> float | None:
         try:
             found = float(text)
         except ValueError as error:
-            raise ConfigError(f"engine argument {argument!r} needs a number, not {text!r}") from error
+            raise ConfigError(f"engine argument {argument!r} requires a number, not {text!r}") from error
     return found

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 class AttachedEndpoint(ABC):
     """One engine's server, called over ``routes``; ``label_path`` is the route that returns the label of its weights.
 
-    A subclass names `ReceivingEndpoint`, `AbortingEndpoint` and `ReleasingEndpoint` as further bases after this one.
+    A subclass lists `ReceivingEndpoint`, `AbortingEndpoint` and `ReleasingEndpoint` as further bases after this one.
 
     An instance belongs to the event loop in which it is first used. Its state is the server's: another instance may
-    publish, and a replaced server is detected. Closing waits ``close_s`` seconds for calls under way.
+    publish, and a replaced server is detected. Closing waits up to ``close_s`` seconds for calls in progress.
     """
 
     _release_arguments: Sequence[str]
@@ -68,7 +68,10 @@ class AttachedEndpoint(ABC):
 
     @abstractmethod
     async def _attach(self) -> Capabilities:
-        """Set ``_updates``, and return what the server can do. Raises `ConfigError` if it was not started correctly."""
+        """Set ``_updates``, and return the server's capabilities.
+
+        Raises `ConfigError` if it was not started correctly.
+        """
 
     def _is_torn(self, served: ServedVersion) -> bool:
         """Return whether the weights are torn, given the parsed label of the server."""
@@ -83,13 +86,13 @@ class AttachedEndpoint(ABC):
         return self._updates
 
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """Clears what another client left open on the server."""
+        """Also abort any update that another client left open on the server."""
         await (await self.receiver()).join(spec)
         await self._refresh_label()
         self._was_replaced = False  # the group just formed belongs to the process that answers now
 
     async def _refresh_label(self, timeout_s: float | None = None) -> str:
-        """Return the server's label for its weights, and adopt it, unless it may have changed meanwhile."""
+        """Return the server's label for its weights, and adopt it, unless it may have changed in the meantime."""
         session, num_changes = self._updates.session, self._updates.session.num_changes
         label = str((await self._routes.get(self._label_path, timeout_s))["weight_version"])
         served = parse_label(label)
@@ -135,7 +138,7 @@ class AttachedEndpoint(ABC):
     async def generate(self, request: GenerateRequest) -> GenerateResponse: ...
 
     async def abort_requests(self, requests: AbortRequests) -> None:
-        """Ends requests of this instance only: ids are unique among the requests of one caller."""
+        """End only requests of this instance: ids are unique among the requests of one caller."""
         require(await self.capabilities(), Needs(partial_rollouts=True), self.name)
         await self._gate.abort(requests.request_ids, self._end)
 
@@ -152,7 +155,7 @@ class AttachedEndpoint(ABC):
         """Return the text of each token sequence."""
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """The server renders the messages and decodes the tokens."""
+        """Render the messages and decode the tokens on the server."""
         can = await self.capabilities()
         check_chat(request, can)
         generate_request = generate_request_of(request, *await self._render(request))
@@ -163,7 +166,7 @@ class AttachedEndpoint(ABC):
         return chat_completion_of(request, generate_request, response, texts, pieces)
 
     async def aclose(self) -> None:
-        """Ends an open update first, so that the server does not stay paused."""
+        """End an open update first, so that the server does not stay paused."""
         if self._attaching.has_succeeded:
             if (update := self._updates.session.update) is not None:
                 with contextlib.suppress(InflightError):

@@ -1,4 +1,4 @@
-"""Endpoints made by a factory that is named as ``module:function``, and its keyword arguments.
+"""Endpoints from a factory named ``module:function``, and the keyword arguments of the factory.
 
 The factory takes a model directory and keyword arguments. It returns an `InferenceEndpoint` in this process, or an
 awaitable or an async context manager of one.
@@ -26,17 +26,17 @@ def keyword_arguments(pairs: Sequence[str], flag: str) -> dict[str, Any]:
         if not has_value or not key.isidentifier():
             raise ConfigError(f"{flag} {pair!r} is not KEY=VALUE, where KEY is a valid argument name")
         if key in options:
-            raise ConfigError(f"{flag} {key} is given twice")
+            raise ConfigError(f"{flag} {key} is specified twice")
         options[key] = _value(text)
     return options
 
 
 @contextlib.asynccontextmanager
 async def open_endpoint(factory: str, model: Path, options: Mapping[str, Any]) -> AsyncIterator[InferenceEndpoint]:
-    """Yield the endpoint that ``module:function`` makes; on exit leave its context manager, if there is one.
+    """Yield the endpoint that ``module:function`` makes; on exit, exit its context manager, if there is one.
 
     The caller closes the endpoint with ``aclose`` before that. Raises `ConfigError` if the factory cannot be imported,
-    does not take the options, or returns something else. What the factory raises passes through.
+    does not accept the options, or returns something else. Errors of the factory propagate.
     """
     make = resolve(factory)
     with contextlib.suppress(ValueError):  # some functions have no signature

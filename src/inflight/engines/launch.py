@@ -1,4 +1,4 @@
-"""An engine's own server as a child process: started, waited for, and stopped with every process that it started.
+"""An engine's own server as a child process: started, awaited, and stopped with every process that it started.
 
 The server listens on loopback only. Its output goes to a file, which errors quote.
 """
@@ -37,13 +37,15 @@ _WATCH_S = 0.1
 _ASK_S = 0.5
 """Seconds between two health checks of a running engine, and how long each may take."""
 _PATIENCE_S = 10.0
-"""How long an engine may take to end before it is killed; half a second if a part of it has died."""
+"""How long an engine may take to end before it is killed: half a second if a part of it has died."""
 _QUOTED_LINES = 20
 _QUOTED_WIDTH = 300
 
 
 class EngineProcess:
-    """An engine's server that this process started. Use it as a context manager: leaving it ends all of its processes.
+    """An engine's server that this process started.
+
+    Use it as a context manager: on exit, all of its processes are ended.
 
     ``log`` holds the engine's output. A temporary log is deleted if nothing failed.
     """
@@ -196,7 +198,7 @@ def start_engine(
             number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         except OSError as error:
             raise ConfigError(f"log {str(path)!r} cannot be written: {error.strerror}") from error
-    # The engine must not see the token of the server in front of it.
+    # The engine must not receive the token of the server in front of it.
     inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     command = [sys.executable, "-I", supervise.__file__, str(_PATIENCE_S)]
     try:
@@ -214,7 +216,7 @@ def start_engine(
 
 
 async def _status_of(client: BoundedClient, path: str, timeout_s: float) -> int:
-    """Return the status that a GET is answered with, 0 without an answer."""
+    """Return the status of the answer to a GET, or 0 if there is no answer."""
     with contextlib.suppress(EndpointError):
         status, _ = await client.request("GET", path, timeout_s=timeout_s)
         return status
@@ -228,7 +230,7 @@ def _interpreter(python: str | None) -> str:
     if found is None:
         why = "is not executable" if Path(python).exists() else "does not exist"
         raise ConfigError(
-            f"Python interpreter {python!r} {why}; name the one of the environment that has the engine, "
+            f"Python interpreter {python!r} {why}; pass the one of the environment in which the engine is installed, "
             "such as ENVIRONMENT/bin/python"
         )
     return str(Path(found).absolute())  # the link identifies the virtual environment: do not resolve it

@@ -1,4 +1,4 @@
-"""The processes that an engine cannot live without, read from /proc. Without /proc none are known.
+"""The vital processes of an engine, read from /proc. Without /proc none are known.
 
 An engine's own server may outlive the process that samples.
 """
@@ -32,7 +32,7 @@ class VitalProcess:
 
     @property
     def how(self) -> str:
-        """How it ended, as far as this is visible to others than its parent."""
+        """How it ended, as far as processes other than its parent can see."""
         if self.is_alive or not self.status:
             return "ended"
         number = self.status & 0x7F
@@ -40,10 +40,10 @@ class VitalProcess:
 
 
 def vital_parts(supervisor: int) -> tuple[int, Mapping[int, VitalProcess]]:
-    """Return the engine's first process, and the parts it cannot live without, among what ``supervisor`` started.
+    """Return the engine's first process and its vital parts, among the processes that ``supervisor`` started.
 
     The parts are the children of the first process, and every process that the engine gave a title. Other descendants
-    do not count: pools of compilers come and go.
+    do not count, because compiler pools start and stop at any time.
     """
     processes = _processes()
     started = [part for part in processes.values() if part.parent == supervisor]
@@ -65,7 +65,7 @@ def dead_part(first: int, parts: Mapping[int, VitalProcess]) -> VitalProcess | N
             continue
         leader = _process(first)
         if leader is None or not leader.is_alive:
-            return None  # the first process took the others with it
+            return None  # the first process ended, and the others with it
         return now if now is not None and now.started == part.started else part
     return None
 

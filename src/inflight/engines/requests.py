@@ -21,7 +21,7 @@ from inflight.wire import Completion, GenerateRequest
 Item = TypeVar("Item")
 
 _AGAIN_S = 0.05
-"""Seconds after which an engine is asked again to end a request that it has not answered."""
+"""Seconds after which an engine is again asked to end a request that it has not answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class SentRequest:
     """The engine's request for one completion."""
 
     name: str
-    """The engine's name for it: a new name each time, and not the prefix of another name."""
+    """The engine's name for it: unique, and not a prefix of another name."""
     cache_key: str
     """Completions with different keys share no cached prefix."""
 
@@ -49,7 +49,7 @@ def check_fit(request: GenerateRequest, *, max_model_len: int, vocab_size: int) 
 
 @contextlib.contextmanager
 def protocol_errors(path: str) -> Iterator[None]:
-    """Turn errors from reading a malformed answer into `ProtocolError`."""
+    """Convert errors from reading a malformed answer into `ProtocolError`."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -61,13 +61,13 @@ class _Running:
     """One request of this client."""
 
     asked: Mapping[int, SentRequest] = field(default_factory=dict)
-    """The completions that the engine has received and not answered, by their index."""
+    """The completions that the engine has received but not answered, by their index."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RequestGate:
-    """The requests of one client, which wait for ``is_open`` while it changes the engine's weights."""
+    """The requests of one client, which wait for ``is_open`` while the client changes the engine's weights."""
 
     def __init__(self) -> None:
         self.is_open = asyncio.Event()
@@ -117,7 +117,7 @@ class RequestGate:
                 late = [i for i in indices if began_under_another(labelled(found[i]), current)]
             for index in set(indices) - set(late):
                 items[index] = found[index]
-            if late and await self._wait_at_gate(label, running) is not None:  # an update under way takes precedence
+            if late and await self._wait_at_gate(label, running) is not None:  # an update in progress takes precedence
                 again = await _sent(send, running, _sent_requests(request, {index: uuid.uuid4().hex for index in late}))
                 for index, item in zip(late, again, strict=True):
                     items[index] = item
@@ -127,7 +127,9 @@ class RequestGate:
             running.over.set()
 
     async def abort(self, request_ids: Iterable[str], end: Callable[[Sequence[str]], Awaitable[None]]) -> None:
-        """End requests, and return once they are over. ``end`` asks the engine to end the completions of these names.
+        """End requests, and return once they have ended.
+
+        ``end`` asks the engine to end the completions with these names.
 
         It is repeated until the engine has answered, because an engine ignores names that have not arrived yet.
         """
@@ -145,7 +147,7 @@ class RequestGate:
     async def _wait_at_gate(self, label: Callable[[], Awaitable[str]], running: _Running) -> str | None:
         """Return the label of the engine's weights, once requests may be sent; None if ``running`` was aborted.
 
-        Asks for each request, because any other client may have changed the weights.
+        Fetched for each request, because any other client may have changed the weights.
         """
         while True:
             await _first_of(self.is_open, running.aborted)

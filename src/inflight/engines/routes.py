@@ -21,7 +21,7 @@ from inflight.http.bounded_client import BoundedClient
 Answer = Coroutine[Any, Any, tuple[int, Any]]
 
 _LIVENESS_S = 0.8
-"""Seconds without an answer before the server is asked whether its engine is alive; that answer may take as long."""
+"""Seconds without an answer before the server is asked whether its engine is alive, and the limit for that answer."""
 
 
 class EngineRoutes:

@@ -1,4 +1,4 @@
-"""``inflight serve``: the contract in front of an engine, in this process or in one that it starts and ends."""
+"""``inflight serve``: serves the contract for an engine in this process or in one that it starts and ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Note = Callable[[str], None]
 
 
 def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready: Note) -> None:
-    """Serve what ``spec`` describes at ``host`` until SIGINT, SIGTERM, or what else ends it; then end the engine too.
+    """Serve ``spec`` at ``host`` until SIGINT, SIGTERM or another reason to stop; then end the engine too.
 
     ``on_ready`` receives the line that indicates where the server answers, ``note`` all other lines. Raises
     `ConfigError` if the server cannot be started, and `EndpointError` with the engine's last lines if the engine ends
@@ -46,7 +46,7 @@ def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready:
     serving = partial(serve, token=token, listen=listen, joins=_join_settings(spec, note))
     follow = _follower(spec, note)
     if kind is None:
-        _handle_signals(signal.SIGTERM, signal.SIGINT)  # at once: asyncio would cancel the clean-up
+        _handle_signals(signal.SIGTERM, signal.SIGINT)  # immediately: asyncio would cancel the clean-up
         sys.path.insert(0, os.getcwd())
         with bind(host, listen.port) as listener:
             asyncio.run(_serve_function(spec, listener, serving, follow, on_ready))
@@ -125,7 +125,7 @@ def _serve_process(
             await engine.wait_until_healthy(
                 process.start_timeout_s, lambda seconds: note(f"waiting for {kind.name} ... {seconds:.0f} s")
             )
-            await endpoint.capabilities()  # refuses an engine with unsuitable settings
+            await endpoint.capabilities()  # raises for an engine with unsuitable settings
 
         asyncio.run(
             serving(
@@ -149,7 +149,7 @@ def _check(spec: ServerSpec, kind: EngineKind | None) -> None:
         raise ConfigError(f"--start-timeout must be above 0, not {process.start_timeout_s:g}")
     wrong = _non_default_options(options).keys() & {*(_NOT_OF_FUNCTIONS if kind is None else kind.unsupported_options)}
     if wrong:
-        raise ConfigError(f"{flag_of(min(wrong))} does not apply to engine {spec.engine!r}: leave it out")
+        raise ConfigError(f"{flag_of(min(wrong))} does not apply to engine {spec.engine!r}: omit it")
     if kind is not None and not kind.runs_in_process:
         if spec.following.follow is not None:
             raise ConfigError("--follow works only with an engine in this process; publish to this --engine instead")
@@ -158,7 +158,7 @@ def _check(spec: ServerSpec, kind: EngineKind | None) -> None:
     elif process.python is not None or process.engine_port or process.log is not None:
         raise ConfigError(
             f"--python, --engine-port and --log apply only to engines in a process of their own, but {spec.engine} "
-            "runs in this one: leave them out"
+            "runs in this one: omit them"
         )
 
 
@@ -172,10 +172,10 @@ def _join_settings(spec: ServerSpec, note: Note) -> JoinSettings | None:
     joining = spec.joining
     if joining.join is None:
         if joining.join_as is not None:
-            raise ConfigError("--join-as needs --join, the URL of the run")
+            raise ConfigError("--join-as requires --join, the URL of the run")
         return None
     if read_token(spec.listen.token_file) is None:
-        raise ConfigError(f"--join needs the token of the run: set {TOKEN_VARIABLE}, or give --token-file")
+        raise ConfigError(f"--join requires the token of the run: set {TOKEN_VARIABLE}, or pass --token-file")
     return JoinSettings(joining.join, joining.grace_s, joining.join_as, note)
 
 
@@ -184,10 +184,10 @@ def _follower(spec: ServerSpec, note: Note) -> Callable[[InferenceEndpoint], Awa
     following = spec.following
     if following.follow is None:
         if following.follow_run is not None or following.follow_token_file is not None:
-            raise ConfigError("--follow-run and --follow-token-file need --follow DIR_OR_URL")
+            raise ConfigError("--follow-run and --follow-token-file require --follow DIR_OR_URL")
         return None
     if not following.follow_run:
-        raise ConfigError("--follow needs --follow-run, the run_id that the trainer stores under")
+        raise ConfigError("--follow requires --follow-run, the run_id under which the trainer stores versions")
     from inflight.weights.receive.following import follow, store_spec
 
     token = None if following.follow_token_file is None else read_token(following.follow_token_file)

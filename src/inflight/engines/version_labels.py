@@ -4,8 +4,9 @@
 from. ``torn:8/SESSION@RUN`` means that an update to version 8 failed while it was applied; the prefix
 ``released:`` means that the engine's memory is released.
 
-The engine holds the label: a client that attaches later, or after the engine was replaced, learns what it serves. No
-two updates of one engine have the same label, so the label can key the prefix cache: see `began_under_another`.
+The engine holds the label: a client that attaches later, or after the engine was replaced, can read which weights it
+serves. No two updates of one engine have the same label, so the label can key the prefix cache: see
+`began_under_another`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ServedVersion:
 
 
 def label_of(ref: UpdateRef, *, torn: bool = False) -> str:
-    """Return a label for an update's weights. For a session without a name, each call returns another label."""
+    """Return a label for an update's weights. For a session without a name, each call returns a different label."""
     session = ref.session_id or f"{_UNNAMED}{secrets.token_hex(4)}"
     return f"{_TORN if torn else ''}{ref.version}/{session}@{ref.run_id}"
 
@@ -86,7 +87,7 @@ def began_under_another(labelled: Iterable[Mapping[str, Any]] | None, label: str
 def spans_of(labelled: Iterable[Mapping[str, Any]] | None, num_tokens: int) -> tuple[VersionSpan, ...]:
     """Return the version spans of a completion from an engine's ``[{"version": label, "start": i, "end": j}, ...]``.
 
-    Neighbours of one version become one span. Raises `ProtocolError` if they do not cover ``num_tokens`` tokens.
+    Adjacent spans of one version are merged. Raises `ProtocolError` if they do not cover ``num_tokens`` tokens.
     """
     spans: list[VersionSpan] = []
     edge = 0

@@ -1,7 +1,7 @@
-"""Turns that are sampled wherever an episode is just then: one that its endpoint does not finish continues at the next.
+"""Turns of an episode that may move between endpoints: a turn that one endpoint does not finish continues on the next.
 
-A conversation is token ids, so any endpoint can continue it. What was streamed of a turn, or came back aborted, is kept
-with its logprobs and versions.
+A conversation is token ids, so any endpoint can continue it. The tokens of a turn that were streamed or returned by
+an abort are kept with their logprobs and versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnSampler:
-    """Where turns can be sampled."""
+    """An endpoint at which turns can be sampled."""
 
     generate: Generate
     stream: Stream | None
@@ -56,7 +56,7 @@ class Moving:
         self._arrived.set()
 
     def leave(self) -> None:
-        """End what is sampled at the present place; it waits for the next one."""
+        """Abort the turns at the current endpoint; they wait for the next one."""
         self._place = None
         self._arrived.clear()
         self._asking.cancel()
@@ -100,7 +100,7 @@ class Moving:
         return self._place
 
     async def _chunks(self, place: TurnSampler, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """Yield the chunks that a place gives of a request, as far as it comes with it."""
+        """Yield the chunks of a request from an endpoint, until it ends or fails."""
         if place.stream is None:
             completion = await self._answer(place, place.generate(request))
             for chunk in () if completion is None else _chunks_of(request, completion):
@@ -116,7 +116,7 @@ class Moving:
                 self._failed(place, ProtocolError("the stream ended without a finish reason"))
 
     async def _answer(self, place: TurnSampler, call: Awaitable[T]) -> T | None:
-        """Return what a place answers; None if it fails, or is left meanwhile."""
+        """Return an endpoint's answer; None if it fails, or is left in the meantime."""
         try:
             return await self._asking.run(call)
         except EndedByOwnerError:
@@ -136,14 +136,14 @@ _END = CompletionChunk(request_id="end", index=0, start=0, token_ids=(), logprob
 
 
 def fitted(request: GenerateRequest, declared: Capabilities) -> GenerateRequest:
-    """Return a request without its seed if the endpoint takes none."""
+    """Return a request without its seed if the endpoint does not support seeds."""
     if declared.seeds:
         return request
     return request.model_copy(update={"sampling": request.sampling.model_copy(update={"seed": None})})
 
 
 def _rest(request: GenerateRequest, done: Completion | None, number: int) -> GenerateRequest:
-    """Return the request for what is missing of a completion, under an id of its own."""
+    """Return the request for the rest of a completion, with a new id."""
     if number == 0:
         return request
     request_id = f"{request.request_id}-again-{number}"

@@ -1,7 +1,8 @@
-"""A thread with an event loop of its own for users' coroutines, so that one that blocks does not stop the run.
+"""A thread with its own event loop for users' coroutines, so that a blocking one does not stop the run.
 
-One that blocks its thread is found by a heartbeat. It fails; the thread is left to itself, and whatever else ran there
-is cancelled, to be played again elsewhere. Code that never lets go of the interpreter's lock cannot be helped.
+A coroutine that blocks its thread is detected by a heartbeat. It fails, the thread is abandoned, and all other
+coroutines there are cancelled, to be played again elsewhere. Code that never releases the interpreter's lock cannot be
+detected.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _GRACE_S = 5.0
 
 
 class BlockedError(Exception):
-    """A coroutine did not let others run; the message indicates where it stood."""
+    """A coroutine did not let others run; the message indicates where it was."""
 
 
 class OverdueError(Exception):
@@ -37,7 +38,7 @@ class OverdueError(Exception):
 class PlayLoop:
     """Runs coroutines in threads; used from one event loop, and closed there.
 
-    All share one thread, as coroutines are used to, until one blocks it; from then on each gets a thread of its own.
+    All share one thread until one blocks it; from then on each runs in its own thread.
     """
 
     def __init__(self, blocked_s: float = _BLOCKED_S, grace_s: float = _GRACE_S) -> None:
@@ -73,7 +74,7 @@ class PlayLoop:
                 self._leave(thread)
 
     async def aclose(self) -> None:
-        """Cancel everything and end the threads; what does not end in time is left to itself."""
+        """Cancel everything and end the threads; threads that do not end in time are abandoned."""
         watching, self._watching, self._shared = self._watching, None, None
         if watching is not None:
             await cancel_and_wait(watching)
@@ -116,7 +117,7 @@ class _Thread:
         self._home = asyncio.get_running_loop()
         self._loop = asyncio.new_event_loop()
         self._running: dict[asyncio.Future[Any], asyncio.Task[Any] | None] = {}
-        """What was asked for, and the task in the thread once it has begun."""
+        """The result of each requested call, and its task in the thread once it has begun."""
         self._ticked_s = time.monotonic()
         self._is_asked = False
         self._is_left = False
@@ -152,7 +153,7 @@ class _Thread:
         elif (error := task.exception()) is not None:
             if not played.done():
                 played.set_exception(error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}"))
-                played.exception()  # it is looked at only if it came in time
+                played.exception()  # marks it as retrieved; it is used only if it came in time
         elif not played.done():
             played.set_result(task.result())
 
@@ -168,7 +169,7 @@ class _Thread:
             self._loop.call_soon_threadsafe(cancel)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end, for so long at most."""
+        """Wait up to ``timeout_s`` seconds for the thread to end."""
         self._thread.join(timeout_s)
 
     @property
@@ -176,18 +177,18 @@ class _Thread:
         return self._thread.is_alive()
 
     def silent_s(self) -> float:
-        """Return for how long the thread has not answered, and ask it again."""
+        """Return how long the thread has not responded, and send the next heartbeat."""
         if not self._is_asked:
             self._is_asked, self._ticked_s = True, time.monotonic()
             self._loop.call_soon_threadsafe(self._tick)
         return time.monotonic() - self._ticked_s
 
     def _tick(self) -> None:
-        """In the thread: say that it answers."""
+        """Record, in the thread, that the thread responds."""
         self._ticked_s, self._is_asked = time.monotonic(), False
 
     def fail(self, blocked_s: float) -> None:
-        """Fail what blocks the thread, and cancel what else was asked for."""
+        """Fail the call that blocks the thread, and cancel all others."""
         culprit = asyncio.current_task(self._loop)
         where = self._where()
         for played, task in list(self._running.items()):
@@ -205,7 +206,7 @@ class _Thread:
         return f"{lines[-1].filename}, line {lines[-1].lineno}, in {lines[-1].name}" if lines else "at an unknown place"
 
     def leave(self) -> None:
-        """Cancel what runs, and have the thread end with the last of it."""
+        """Cancel all calls, and let the thread end after the last one."""
 
         def stop() -> None:
             running = asyncio.all_tasks(self._loop)

@@ -35,10 +35,10 @@ _LATE_S = 1.0
 
 @dataclass(eq=False)
 class PlayingEpisode(Episode):
-    """An episode that is being played on one endpoint, from any event loop; requests are made in the one it is made in.
+    """An episode that is being played on one endpoint, from any event loop; requests run in the loop that created it.
 
-    The first error of ``generate`` is kept in ``error``: an environment may catch what a turn raises, and the episode
-    is lost all the same.
+    The first error of ``generate`` is kept in ``error``: an environment may catch the error of a turn, but the
+    episode is lost anyway.
     """
 
     request_id: str
@@ -47,14 +47,14 @@ class PlayingEpisode(Episode):
     template: ChatTemplate
     generate: Generate
     sampling: SamplingParams
-    """Of every turn; ``max_tokens`` is lowered where a conversation has less room."""
+    """Of every turn; ``max_tokens`` is lowered if less of the context is left."""
     max_tokens: int
     """Longest conversation."""
     proxy: Proxy | None = None
     stream: Stream | None = None
     """None where the endpoint does not support streaming."""
     routed_experts: bool = False
-    """Whether the experts of each token are asked for, which cannot be streamed."""
+    """Whether the experts of each token are requested, which cannot be streamed."""
     whole_reward: float | None = None
     """What a client has posted for the episode."""
     recording: EpisodeRecording = field(default_factory=EpisodeRecording)
@@ -90,7 +90,7 @@ class PlayingEpisode(Episode):
         if asyncio.get_running_loop() is self._home:
             return await call()
         if self._is_over:  # that loop may be closed
-            raise InvalidRequestError("the episode is over: nothing more is sampled for it")
+            raise InvalidRequestError("the episode has ended: no further turn can be sampled")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._home))
 
     async def aclose(self) -> None:
@@ -107,7 +107,7 @@ class PlayingEpisode(Episode):
     ) -> tuple[int, Completion]:
         """Sample one turn and record it; returns its number and what was sampled.
 
-        Raises `ContextFullError` if the prompt leaves no room, `InvalidRequestError` if the episode is over.
+        Raises `ContextFullError` if the prompt fills the context, `InvalidRequestError` if the episode has ended.
         """
         return await self._at_home(lambda: self._sample(prompt_token_ids, role, sampling, images))
 
@@ -158,7 +158,7 @@ class PlayingEpisode(Episode):
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None, images: Sequence[PromptImage]
     ) -> GenerateRequest:
         if self._is_over:
-            raise InvalidRequestError("the episode is over: nothing more is sampled for it")
+            raise InvalidRequestError("the episode has ended: no further turn can be sampled")
         sampling = sampling or self.sampling
         room = self.max_tokens - len(prompt_token_ids)
         if room < 1:
@@ -181,7 +181,7 @@ class PlayingEpisode(Episode):
         )
 
     def played(self, reward: float) -> PlayedEpisode:
-        """Return what was recorded."""
+        """Return the record of the episode."""
         return PlayedEpisode(
             calls=self.recording.calls,
             reward=reward,
@@ -248,7 +248,7 @@ class PlayedConversation(Conversation):
 
     def reward_turn(self, reward: float) -> None:
         if self._last is None:
-            raise InvalidRequestError("the conversation has no turn yet that could be rewarded")
+            raise InvalidRequestError("the conversation has no turn to reward yet")
         self.episode.recording.reward(self._last, reward)
 
     def reward(self, reward: float) -> None:
@@ -258,9 +258,9 @@ class PlayedConversation(Conversation):
 async def play(
     environment: Environment, item: TaskItem, episode: PlayingEpisode, loop: PlayLoop, timeout_s: float
 ) -> PlayedEpisode:
-    """Play one episode to its end. What the environment does wrong becomes the ``failure`` of what is returned.
+    """Play one episode to its end. Errors of the environment become the ``failure`` of the returned episode.
 
-    Raises what the endpoint raised, if anything: the episode can then be played again.
+    An error of the endpoint is raised: the episode can then be played again.
     """
 
     async def whole() -> tuple[Any, tuple[str, str] | None]:

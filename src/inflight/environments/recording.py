@@ -1,7 +1,7 @@
-"""What was sampled in an episode, and the rollouts that it makes.
+"""The sampled turns of an episode, and the rollouts that they form.
 
 Calls are joined by token ids: one whose prompt begins with the whole of an earlier call continues it. Several that
-continue the same call (a retry, a sub-agent, a compacted context) become rollouts of their own, and no sampled token is
+continue the same call (a retry, a sub-agent, a compacted context) become separate rollouts, and no sampled token is
 trained on twice.
 """
 
@@ -27,7 +27,7 @@ from inflight.wire import (
 
 
 class RecordedCall(WireModel):
-    """One sampled turn: what the model was given, and what it said."""
+    """One sampled turn: the model's prompt and its reply."""
 
     prompt_token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...] = Field(default=(), exclude_if=is_empty)
@@ -36,18 +36,18 @@ class RecordedCall(WireModel):
     reward: float | None = None
     """Of this turn alone."""
     span: tuple[float, float] | None = None
-    """When it was asked for and when it was there, in seconds since 1970; None: not known."""
+    """When it was requested and when it was complete, in seconds since 1970; None: not known."""
 
 
 class PlayedEpisode(WireModel):
-    """A finished episode. ``failure`` states why it counts for nothing, if it does."""
+    """A finished episode. ``failure`` states why it does not count, if it failed."""
 
     calls: tuple[RecordedCall, ...] = ()
     reward: float = 0.0
     role_rewards: Mapping[str, float] = Field(default_factory=dict)
     """Rewards of roles that differ from the episode's."""
     num_rewritten: int = 0
-    """How often a template rendered the past in another way, so that a conversation continued as another rollout."""
+    """How often a template rendered the past differently, so that a conversation continued as a new rollout."""
     failure: str | None = None
     failure_kind: str | None = None
     """One of a few words by which failures are counted."""

@@ -1,8 +1,8 @@
 """Conversations as token ids. Sampled tokens are kept unchanged; only new text is rendered and tokenised.
 
-A chat template states how messages become text. As long as it renders the conversation so far as that was sent and
-sampled, the next prompt is the ids so far and the ids of what the template adds. Where it would render the past in
-another way (it drops reasoning, trims white space, or ends a turn with another token), the conversation continues from
+A chat template converts messages to text. As long as it renders the conversation so far exactly as it was sent and
+sampled, the next prompt is the ids so far and the ids of what the template adds. Where it would render the past
+differently (it drops reasoning, trims white space, or ends a turn with another token), the conversation continues from
 a fresh rendering, and the reason is given.
 """
 
@@ -21,7 +21,7 @@ from inflight.wire import PromptImage
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model is asked to continue."""
+    """The prompt of one turn."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
@@ -31,7 +31,7 @@ class Prompt:
     images: tuple[PromptImage, ...] = ()
     """Of the whole conversation, by indices of ``token_ids``."""
     rewritten: str | None = None
-    """Why it does not begin with the tokens of the conversation so far; None if it does, or nothing came before."""
+    """Why it does not begin with the tokens of the conversation so far; None if it does, or is the first prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Transcript:
 class ChatTemplate:
     """Renders messages with a Hugging Face tokenizer.
 
-    A tokenizer without a chat template makes prompts of one message of the user, as plain text. ``images`` is the
+    A tokenizer without a chat template supports only a single user message, as plain text. ``images`` is the
     processor of a model that takes images; with None a message that has one raises `UnsupportedError`.
     """
 
@@ -101,7 +101,7 @@ class ChatTemplate:
         return Prompt(everything, before.tools, text, before.token_ids + added, before.images + images)
 
     def decode_reply(self, token_ids: Sequence[int], finish_reason: str) -> ReplyText:
-        """Return what sampled tokens say."""
+        """Return the text of sampled tokens."""
         is_ended = self.is_ended(token_ids, finish_reason)
         spoken = list(token_ids[:-1] if is_ended else token_ids)
         raw = self._decoded(spoken)
@@ -118,7 +118,7 @@ class ChatTemplate:
         return [self._decoded([token_id]) for token_id in token_ids]
 
     def encoded(self, text: str, *, is_start: bool) -> tuple[int, ...]:
-        """Return the tokens of plain text, at the start of a stream or behind other tokens."""
+        """Return the tokens of plain text, at the start of a stream or after other tokens."""
         return self._encode(text, is_start=is_start)
 
     def check_known(self, token_ids: Sequence[int]) -> None:
@@ -126,7 +126,7 @@ class ChatTemplate:
         num_known = len(self._tokenizer)
         unknown = next((token_id for token_id in token_ids if not 0 <= token_id < num_known), None)
         if unknown is not None:
-            raise InvalidRequestError(f"token id {unknown} is outside of 0..{num_known - 1}, which the tokenizer knows")
+            raise InvalidRequestError(f"token id {unknown} is outside the tokenizer's range 0 to {num_known - 1}")
 
     def transcript(
         self, prompt: Prompt, token_ids: Sequence[int], finish_reason: str, reply_text: ReplyText | None = None
@@ -143,7 +143,7 @@ class ChatTemplate:
         )
 
     def is_ended(self, token_ids: Sequence[int], finish_reason: str) -> bool:
-        """Return whether the last token ended the turn, instead of being a part of what was said."""
+        """Return whether the last token ended the turn, and is therefore not part of the reply."""
         return finish_reason == "stop" and len(token_ids) > 0 and token_ids[-1] in self._special_ids
 
     def _fresh(self, messages: tuple[Message, ...], before: Transcript, text: str, why: str) -> Prompt:
@@ -211,6 +211,6 @@ class ChatTemplate:
 
 
 def _difference(before: str, now: str) -> str:
-    """Return where the template renders the past in another way."""
+    """Return where the template renders the past differently."""
     at = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now)))
     return f"the template rewrites the past: {before[at : at + 40]!r} became {now[at : at + 40]!r}"

@@ -14,7 +14,7 @@ T = TypeVar("T")
 Message = TypeVar("Message", bound=pydantic.BaseModel)
 
 LONG_BODY_BYTES = 64 * 1024
-"""Longer bodies are parsed in a thread; for shorter ones the thread would cost more than the parsing.
+"""Longer bodies are parsed in a thread; for shorter ones the thread would cost more than the parsing itself.
 
 A parser holds the interpreter lock, some 15 ms for each MB, so a thread lets others run only between two bodies. The
 bound of a body limits how long it stops the event loop.

@@ -17,7 +17,7 @@ from inflight.http.transport import make_transport
 
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 1024 * 1024
-"""Longest body of a response with a status other than 200."""
+"""Maximum body size of a response with a status other than 200."""
 _DISCONNECTED = re.compile("disconnected|peer closed connection")
 """The messages of httpx's own transport for a `httpx.RemoteProtocolError` that is a connection closed early."""
 _FAILURES = (TimeoutError, httpx.HTTPError, httpx.InvalidURL)
@@ -184,7 +184,9 @@ class BoundedClient:
 
 
 def bare_request(method: str, url: httpx.URL, content: str | None, headers: Mapping[str, str]) -> httpx.Request:
-    """Return a request with the given headers and those that HTTP needs. A client takes three times as long for it."""
+    """Return a request with the given headers and those that HTTP needs. httpx's client takes three times as long to
+    build one.
+    """
     body = b"" if content is None else content.encode()
     pairs = [
         (b"host", url.netloc),

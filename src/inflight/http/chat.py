@@ -31,7 +31,7 @@ from inflight.wire import (
 def check_chat(request: ChatCompletionRequest, can: Capabilities) -> None:
     """Raise `UnsupportedError` if the endpoint does not support chat, or images where messages have some.
 
-    Raises `InvalidRequestError` if another model is asked for.
+    Raises `InvalidRequestError` if a different model is requested.
     """
     require(can, Needs.of_chat(request), "this endpoint")
     if request.model != can.model:

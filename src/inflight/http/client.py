@@ -39,15 +39,15 @@ from inflight.wire import (
 
 _MAX_EVENT_BYTES = 1024 * 1024
 _SLACK_S = 5.0
-"""How much longer than the server's deadline the client waits, so that the server's own error arrives."""
+"""Extra time that the client waits beyond the server's deadline, so that the server's own error arrives."""
 
 
 class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint):
     """One inference server at ``url``.
 
     ``client`` sends the requests, with its headers, authentication and proxies but without its timeouts, and stays
-    open. Without one, the endpoint keeps connections of its own and ignores proxies of the environment. ``token`` is
-    sent to control routes only. ``control_timeout_s`` bounds each control call without a deadline of its own,
+    open. Without one, the endpoint keeps its own connections and ignores the proxies of the environment. ``token`` is
+    sent to control routes only. ``control_timeout_s`` bounds each control call that has no deadline of its own,
     ``generate_timeout_s`` each generation; a commit may take as long as its update. A response that is longer than the
     request allows, or than ``max_response_bytes``, raises `ProtocolError`. An instance belongs to the event loop in
     which it is first used.
@@ -150,7 +150,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
     ) -> Response:
         """Return the answer, of at most ``num_tokens`` tokens; None if the server chooses how many.
 
-        ``num_routed`` tokens come with their experts.
+        ``num_routed`` is the number of tokens whose experts are returned.
         """
         content = None if body is None else body.model_dump_json()
         bound = MAX_RESPONSE_BYTES

@@ -1,4 +1,4 @@
-"""A server's membership of a run: it announces its URL periodically, and deregisters before it leaves."""
+"""A server's membership in a run: it announces its URL periodically, and deregisters before it leaves."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class JoinAnswer(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class JoinSettings:
-    """Which run a server joins, and how it leaves."""
+    """The run that a server joins, and how it leaves."""
 
     run_url: str
     grace_s: float
-    """How long the run may take to take back the server's requests once the server is asked to stop."""
+    """How long the run may take to reclaim the server's requests once the server is asked to stop."""
     own_url: str | None
     """Where the run reaches it. None: where it listens."""
     note: Callable[[str], None]
@@ -53,7 +53,7 @@ class JoinSettings:
 
 
 class Membership:
-    """A server's place in a run. It listens at ``url``."""
+    """A server's membership in a run. The server listens at ``url``."""
 
     def __init__(self, settings: JoinSettings, token: str, url: str) -> None:
         self._run = BoundedClient(settings.run_url)
@@ -83,7 +83,7 @@ class Membership:
         with contextlib.suppress(InflightError, TimeoutError):
             async with asyncio.timeout(self._grace_s):
                 if await self._announce("DELETE"):
-                    self._note("left the run, which takes back the requests that run here")
+                    self._note("left the run, which reclaims the requests that are running here")
                 await asyncio.sleep(_TAKEN_BACK_S)
                 while (await endpoint.weight_version()).num_running:  # noqa: ASYNC110 - another process runs it
                     await asyncio.sleep(_IDLE_POLL_S)

@@ -1,4 +1,4 @@
-"""From a URL to an endpoint, by the kinds of engines that are installed."""
+"""Creates the endpoint for a URL, using the installed kinds of engines."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _PARTING_S = 2
 def bind(
     host: str, port: int, remedy: str = "choose another --port, or 0 for any", *, listens: bool = True
 ) -> socket.socket:
-    """Return a listening socket, or with ``listens=False`` one to which nobody can connect; port 0 takes any free one.
+    """Return a listening socket, or with ``listens=False`` one to which nobody can connect; port 0 means any free one.
 
     Raises `ConfigError`, with the remedy, if the address cannot be used.
     """
@@ -41,7 +41,7 @@ def bind(
 
 
 class InLoopServer:
-    """A uvicorn server in the running event loop, which leaves signals to others."""
+    """A uvicorn server in the running event loop, which does not handle signals."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         config = uvicorn.Config(

@@ -68,7 +68,7 @@ def _operation(route: Route[Any]) -> dict[str, Any]:
 
 
 def _requests(route: Route[Any]) -> list[type[BaseModel]]:
-    """Return the models of which a request is one: where it names a transport, the specs of all that are installed."""
+    """Return the models that a request may have: if it names a transport, the specs of all installed ones."""
     if route.request is TransportBody:
         return list(dict.fromkeys(transport.spec_type for transport in installed_transports()))
     return [] if route.request is None else [route.request]

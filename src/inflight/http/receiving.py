@@ -40,7 +40,7 @@ def _too_long(request: Request, length: str, max_body_bytes: int) -> HTTPExcepti
 
 
 async def run_while_connected(request: Request, call: Awaitable[T]) -> T:
-    """Return what ``call`` returns; when the client disconnects, end the call and raise `ClientDisconnect`."""
+    """Return the result of ``call``; if the client disconnects, cancel the call and raise `ClientDisconnect`."""
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":

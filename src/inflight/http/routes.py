@@ -13,7 +13,7 @@ MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Longest body that a message can need: ``fixed_bytes``, and ``token_bytes`` for each token."""
+    """Maximum body size of a message: ``fixed_bytes``, plus ``token_bytes`` for each token."""
 
     fixed_bytes: int
     token_bytes: int = 0
@@ -40,7 +40,7 @@ class Route(Generic[Response]):
 
     ``request_size`` counts the tokens of the endpoint's context, ``response_size`` those of all completions that the
     request asks for. A token id takes 16 bytes with comma and white space; a sampled token adds its logprob and at
-    worst a version span. 64 bytes of chat text make at least one token, except in runs of blanks.
+    worst a version span. 64 bytes of chat text are at least one token, except in runs of blanks.
     """
 
     method: Literal["GET", "POST"]
@@ -95,7 +95,7 @@ ABORT_WEIGHT_UPDATE = _control(
 )
 ABORT_REQUESTS = _control(
     "abort_requests",
-    "End running requests with the tokens that they have sampled",
+    "End running requests with the tokens sampled so far",
     wire.AbortRequests,
     wire.Acknowledgement,
     Size(4 * MB),  # 1024 ids of 256 characters, of which JSON may write each in 12 bytes
@@ -115,7 +115,7 @@ RESTORE_MEMORY = Route(
     "POST",
     "/restore_memory",
     "restore_memory",
-    "Take that memory back, and serve the same weights again",
+    "Reacquire that memory, and serve the same weights again",
     None,
     wire.WeightVersion,
     True,

@@ -1,7 +1,7 @@
 """The contract's HTTP server: serves any `InferenceEndpoint` as a Starlette application.
 
-Control routes take a bearer token, which is checked before the body is read. Each route limits its body to what it can
-need, and answers errors with an `ErrorBody`. A client that disconnects ends its request.
+Control routes take a bearer token, which is checked before the body is read. Each route limits the size of its body,
+and answers errors with an `ErrorBody`. A client that disconnects ends its request.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def create_app(
             except InflightError as error:
                 return error_response(error)
             except ClientDisconnect:
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client has disconnected
 
         return StarletteRoute(route.path, handle, methods=[route.method], name=route.operation)
 

@@ -37,12 +37,12 @@ class ListenOptions:
 
 @dataclass(frozen=True, slots=True)
 class JoinOptions:
-    """Which run the server joins, and how it leaves."""
+    """The run that the server joins, and how it leaves."""
 
     join: str | None = option(f"join the run that listens there; ${TOKEN_VARIABLE} is the run's", metavar="URL")
     join_as: str | None = option("URL at which the run reaches this server (default: where it listens)", metavar="URL")
     grace_s: float = option(
-        "when the server is stopped, how long the run may take to take back requests that run here (default: 20)",
+        "when the server is stopped, how long the run may take to reclaim requests that run here (default: 20)",
         20.0,
         flag="grace",
         metavar="SECONDS",
@@ -51,7 +51,7 @@ class JoinOptions:
 
 @dataclass(frozen=True, slots=True)
 class FollowOptions:
-    """Which stored versions the server loads on its own."""
+    """The stored versions that the server loads on its own."""
 
     follow: str | None = option("load the newest version stored there", metavar="DIR_OR_URL")
     follow_run: str | None = option("run_id of the versions to load", metavar="RUN_ID")
@@ -101,7 +101,10 @@ class ServerSpec:
 
     @classmethod
     def from_argv(cls, argv: Sequence[str]) -> ServerSpec:
-        """Return what the arguments of ``inflight serve`` start. Exits as argparse does where they are wrong."""
+        """Return the server that these arguments of ``inflight serve`` start.
+
+        Exits as argparse does if they are invalid.
+        """
         parser = argparse.ArgumentParser()
         add_server_arguments(parser)
         return server_spec_of(parser.parse_args(argv))
@@ -117,7 +120,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def server_spec_of(arguments: argparse.Namespace) -> ServerSpec:
-    """Return what parsed arguments start. Raises `ConfigError` for a wrong size."""
+    """Return the server that parsed arguments start. Raises `ConfigError` for an invalid size."""
     own: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {"options": {"model": arguments.model}}
     for it in _options():

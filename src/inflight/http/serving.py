@@ -47,13 +47,13 @@ async def serve(
     """Serve until SIGINT, SIGTERM or, with ``exit_with_stdin``, the end of standard input; then abort all requests.
 
     With ``joins`` the server is a member of a run from then on, and leaves the run cleanly before it stops.
-    ``listen`` specifies ``exit_with_stdin``, ``ready_file`` and ``lease_s``; the address is that of ``listener``.
+    ``listen`` specifies ``exit_with_stdin``, ``ready_file`` and ``lease_s``; ``listener`` has the address.
     After the end of standard input the server continues for ``lease_s`` from the last call that carried the token.
 
     Await it in the main thread, which receives the signals; a handled signal is raised again at the end. Once the
     server answers, ``ready_file`` is written atomically with ``{"url", "pid"}`` as JSON. ``until_ready`` is awaited
     before that, and ``while_serving`` runs alongside the server: an `InflightError` from either ends the server and is
-    raised, and running and later requests are answered at once with its first line.
+    raised, and running and later requests are answered immediately with its first line.
     """
     url = _url_of(listener)
     # `_Server` closes the endpoint, once.
@@ -110,7 +110,7 @@ class _Server(uvicorn.Server):
         self.failure: Exception | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait until ready, start, and report it; does nothing if it is asked to stop meanwhile."""
+        """Wait until ready, start, and report it; does nothing if it is asked to stop in the meantime."""
         if self._until_ready is not None:
             await self._run_until_stopped(self._until_ready())
             if self.should_exit:
@@ -158,7 +158,7 @@ class _UntilFailure:
         self._app = app
         self._bearer = f"Bearer {token}".encode()
         self.last_authorized = time.monotonic()
-        """When the last call with the token came."""
+        """When the last call with the token arrived."""
         self._has_failed = asyncio.Event()
         self._error = InflightError()
         self._abandoned: set[asyncio.Future[None]] = set()

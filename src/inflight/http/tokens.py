@@ -25,6 +25,6 @@ def read_token(token_file: Path | None) -> str | None:
             return None
     if not all("!" <= character <= "~" for character in token):
         raise ConfigError(
-            f"{source} holds characters that an HTTP header cannot carry; use printable ASCII without spaces"
+            f"{source} contains characters that are not allowed in an HTTP header; use printable ASCII without spaces"
         )
     return token

@@ -1,4 +1,4 @@
-"""An httpx transport for plain HTTP/1.1 that finds an idle connection in constant time, and the choice of a transport.
+"""An httpx transport for plain HTTP/1.1 that finds an idle connection in constant time, and its selection.
 
 httpx's own pool checks every connection for each call. TLS and proxies are left to httpx.
 """
@@ -36,12 +36,12 @@ def make_transport(url: httpx.URL, *, keeps_alive: bool) -> httpx.AsyncBaseTrans
 
 @functools.cache
 def tls_context() -> ssl.SSLContext:
-    """Return the one context of this process, which trusts what the system trusts; making one takes 40 ms."""
+    """Return this process's only context, which trusts the system's certificates; creating one takes 40 ms."""
     return ssl.create_default_context()
 
 
 class PlainTransport(httpx.AsyncBaseTransport):
-    """Sends each request of ``http://`` on a connection of its own, the one that was idle for the shortest time.
+    """Sends each ``http://`` request on a separate connection, preferring the one that was idle for the shortest time.
 
     The body of a request is read whole before a connection is opened. A connection whose answer was not read to its end
     is closed. An instance belongs to the event loop in which it is
@@ -177,7 +177,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def has_input(self) -> bool:
-        """Whether something arrived on an idle connection, most often its end; it can only be closed then.
+        """Whether data or the end of the stream arrived on an idle connection; it can then only be closed.
 
         The socket itself is polled, since the event loop may not have noticed yet.
         """

@@ -1,9 +1,9 @@
 """Policy losses as pure functions, presets, metrics that add up, and the chunked log-probability head.
 
-A `PolicyLoss` is made of pieces: a ratio at a level, a gate, corrections, penalties, and an aggregation, which alone
-has denominators. It is a plain sum over the targets of packed micro-batches, weighted by what `prepare` counted over
-the whole optimizer step, so any split into micro-batches and ranks gives the same gradient. The package depends on no
-model, worker or rollout.
+A `PolicyLoss` consists of pieces: a ratio at a level, a gate, corrections, penalties, and an aggregation, the only
+piece with denominators. It is a plain sum over the targets of packed micro-batches, weighted by what `prepare` counted
+over the whole optimizer step, so any split into micro-batches and ranks gives the same gradient. The package does not
+depend on models, workers or rollouts.
 """
 
 from inflight.losses.aggregation import (

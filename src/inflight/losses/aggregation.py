@@ -128,7 +128,7 @@ def token_shares(
         case PromptMean():
             if prompts_S is None:
                 raise InvalidRequestError(
-                    "prompt_mean needs the micro-batch's group_ids_S, which say which segments share a prompt"
+                    "prompt_mean needs the micro-batch's group_ids_S, which indicate which segments share a prompt"
                 )
             tokens_P = torch.tensor(counts.tokens_P, dtype=torch.float64, device=prompts_S.device)
             denominator = max(counts.num_prompts, 1) * tokens_P[prompts_S[targets.segments_N]].clamp(min=1)
@@ -142,5 +142,5 @@ def token_shares(
 
 
 def counts_after_rejection(aggregation: Aggregation) -> bool:
-    """Return whether rejected targets are left out of the denominator."""
+    """Return whether rejected targets are excluded from the denominator."""
     return getattr(aggregation, "counted", "before") == "after"

@@ -22,7 +22,7 @@ from inflight.losses.pieces import Piece
 from inflight.losses.targets import Between, Level, Targets
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums a float64 tensor on the CPU over all ranks that share an optimizer step; every rank calls it alike."""
+"""Sums a float64 tensor on the CPU over all ranks that share an optimizer step; every rank makes the same calls."""
 
 
 class Truncate(Piece):

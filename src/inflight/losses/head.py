@@ -101,7 +101,8 @@ def one_pass(
     bias_V: torch.Tensor | None = None,
     chunk_size: int = CHUNK_SIZE // 4,
 ) -> torch.Tensor:
-    """Return the sum of ``loss_of(logprobs_C, rows)`` over chunks of targets; its gradients are computed on the way.
+    """Return the sum of ``loss_of(logprobs_C, rows)`` over chunks of targets; its gradients are computed in the same
+    pass.
 
     ``loss_of`` takes the logprobs of some targets and their rows, and returns their part of the loss, a scalar. The
     loss must therefore be a sum over targets in which no term depends on the logprob of another target. Logits of
@@ -189,7 +190,7 @@ class _Head(torch.autograd.Function):
         active_N = grad_logprobs_N != 0
         if grad_entropy_N is not None:
             active_N |= grad_entropy_N != 0
-        # From here on N counts only targets with a gradient. Their number is all that a GPU is waited for.
+        # From here on N counts only targets with a gradient. Reading their number is the only GPU synchronisation.
         rows_N = active_N.nonzero().squeeze(1)
         everything = len(rows_N) == len(active_N)
 
@@ -253,7 +254,7 @@ def _pull(
     *,
     narrow: bool,
 ) -> None:
-    """Add what the gradient of a tile's logits means for hidden states and weight; may overwrite ``pull_CW``."""
+    """Add the contribution of a tile's logit gradient to those of hidden states and weight; may overwrite it."""
     for part_CW in halves(pull_CW) if narrow else (pull_CW,):
         if grad_hidden_CH is not None:
             add_product(grad_hidden_CH, part_CW, weight_WH)
@@ -338,8 +339,8 @@ class _OnePass(torch.autograd.Function):
 
 
 _DENSE = 0.75
-"""Share of targets with a gradient above which it costs more to leave the others out than it saves. On a GPU none are
-left out in one pass: to learn their number, every tile would wait for the one before."""
+"""Share of targets with a gradient above which skipping the others costs more than it saves. On a GPU none are
+skipped in one pass: to read their number, every tile would wait for the previous one."""
 
 
 def _scalar(part: torch.Tensor, rows: slice) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Metrics that stay exact over micro-batches and ranks, and what a loss returns.
+"""Metrics that stay exact over micro-batches and ranks, and the result of a loss.
 
 A mean is kept as numerator and denominator, both of which add, so no mean of means is taken.
 
@@ -72,7 +72,7 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
 def metric_values(metrics: Metrics) -> dict[str, float]:
     """Return the values to log, with ``effective_sample_size`` if there are ratios. Call it after the reduction.
 
-    A metric without weight (no token was counted) is left out.
+    A metric without weight (no token was counted) is omitted.
     """
     values = {name: m.value for name, m in metrics.items() if not (isinstance(m, Metric) and m.weight == 0)}
     for kind, name in _SAMPLE_SIZES.items():

@@ -23,7 +23,7 @@ NO_GROUP = -1
 
 
 ImageTensors = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
-"""Returns what a model's processor makes of the data URLs of images, such as `ImageProcessor.tensors`."""
+"""Returns the tensors of a model's processor for the data URLs of images, such as `ImageProcessor.tensors`."""
 
 
 def collate(
@@ -74,7 +74,7 @@ def collate(
         values["reference_logprobs_T"] = at_targets(lambda s: s.reference_logprobs or ())
     if any(sample.rollout.routed_experts is not None for sample in samples):
         values["routed_experts_TLK"] = _routed_experts(samples, lengths)
-    # By numpy: for tensors of this size torch starts threads that cost more than the work.
+    # With numpy: for tensors of this size torch starts threads that cost more than the work.
     tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
     return MicroBatch(segment_lengths=lengths, **tensors, **_images_of(samples, lengths, device, image_tensors))
 
@@ -217,7 +217,7 @@ def check_micro_batch(batch: MicroBatch, **of_trainer_T: torch.Tensor | None) ->
 def check_finite(rows_N: torch.Tensor, **values: torch.Tensor | None) -> None:
     """Raise `NonFiniteError` if a value [N] at a target is not finite; ``rows_N`` are their packed tokens."""
     named = {name: values_N for name, values_N in values.items() if values_N is not None}
-    # One question for all, since a GPU is waited for.
+    # One test for all, because it synchronises with a GPU.
     if not named or torch.stack([values_N.isfinite().all() for values_N in named.values()]).all():
         return
     for name, values_N in named.items():

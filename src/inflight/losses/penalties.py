@@ -1,4 +1,4 @@
-"""Penalties: terms added to the policy's, each with a true gradient and, if it wants, a denominator of its own.
+"""Penalties: terms added to the policy's, each with a true gradient and, optionally, its own denominator.
 
 d is the log ratio of trainer to reference, g = -d loss / d trainer logprob before the coefficient. Corrections do not
 apply to them.

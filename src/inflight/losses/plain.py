@@ -1,4 +1,4 @@
-"""The two everyday losses on plain tensors, packed or padded, for loops without micro-batches or plans."""
+"""The two most common losses on plain tensors, packed or padded, for loops without micro-batches or plans."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def reinforce_loss(
     cap: float = 5.0,
     denominator: float | torch.Tensor | None = None,
 ) -> LossOutput:
-    """Return REINFORCE with importance weights truncated at ``cap`` (`inflight.losses.Score`), as PipelineRL has it.
+    """Return REINFORCE with importance weights truncated at ``cap`` (`inflight.losses.Score`), as in PipelineRL.
 
     Tensors, ``denominator``, errors: as in `grpo_loss`. Metrics: those of the ratios, and ``truncated_fraction``.
     """

@@ -1,4 +1,4 @@
-"""`PolicyLoss`: a ratio, a gate, corrections, penalties and denominators put together; and `prepare`, which counts.
+"""`PolicyLoss`: combines a ratio, a gate, corrections, penalties and denominators; and `prepare`, which counts.
 
 `prepare` counts once over the whole optimizer step. After that the loss is a plain sum over targets, so losses and
 gradients add up to the same however the segments are split into micro-batches and ranks.
@@ -68,7 +68,7 @@ class PolicyLoss(Piece):
     level: Level = "token"
     between: Literal["trainer/behaviour", "trainer/proximal"] = "trainer/behaviour"
     """The gate's ratio. Proximal logprobs are the trainer's at the start of the step; without ``proximal_logprobs_T``
-    in the micro-batch they are the present ones, detached."""
+    in the micro-batch they are the current ones, detached."""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
     """``interpolated``: on the line from behaviour to trainer logprobs at (lag - 1) / lag (A-3PO, arXiv 2512.06547)."""
     corrections: tuple[Correction, ...] = ()
@@ -256,7 +256,7 @@ class PolicyLoss(Piece):
         entropy_T: torch.Tensor | None = None,
     ) -> Targets:
         """Return the targets of a micro-batch."""
-        rows_N = self._mask(batch).nonzero().squeeze(1)  # once, since a GPU is waited for
+        rows_N = self._mask(batch).nonzero().squeeze(1)  # once, because it synchronises with a GPU
 
         def take(values_T: torch.Tensor) -> torch.Tensor:
             return values_T.index_select(0, rows_N)
@@ -331,7 +331,7 @@ def prepare(
     num_sequences: int | None = None,
     reduce: Reduce | None = None,
 ) -> LossPlan:
-    """Return what the loss needs to know about a whole optimizer step; without gradients.
+    """Return the counts and statistics of a whole optimizer step that the loss needs; without gradients.
 
     ``batches`` are all micro-batches of this rank, none of which splits a segment. ``reduce`` sums over ranks; every
     rank must call `prepare`, even without a target. A loss that needs a ``first_forward`` needs ``trainer_logprobs``
@@ -340,7 +340,7 @@ def prepare(
     step, if some are in no micro-batch because all their tokens are masked; by default it counts the segments of all
     micro-batches but `empty_micro_batch`.
 
-    Raises `InvalidRequestError` if something is missing, and what `PolicyLoss` raises for its targets.
+    Raises `InvalidRequestError` if something is missing, and the errors that `PolicyLoss` raises for its targets.
     """
     if trainer_logprobs is not None and len(trainer_logprobs) != len(batches):
         raise InvalidRequestError(
@@ -354,11 +354,11 @@ def prepare(
             "micro-batch to prepare"
         )
     if "versions" in loss.needs and current_version is None:
-        raise InvalidRequestError("this loss needs to know how old tokens are: pass current_version to prepare")
+        raise InvalidRequestError("this loss needs the age of tokens: pass current_version to prepare")
     if "group_ids" in loss.needs:
         if any(batch.group_ids_S is None for batch in batches):
             raise InvalidRequestError(
-                "this loss needs group_ids_S, which say which segments share a prompt, in every micro-batch"
+                "this loss needs group_ids_S, which indicate which segments share a prompt, in every micro-batch"
             )
         if num_groups is None and reduce is not None:
             raise InvalidRequestError("one rank cannot count the prompts of the whole step: pass num_groups to prepare")

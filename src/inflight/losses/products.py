@@ -1,4 +1,4 @@
-"""Matrix products of the head: which inputs stay in 16 bits, and how products are added up.
+"""Matrix products of the head: which inputs stay in 16 bits, and how products are accumulated.
 
 A product of two bfloat16 numbers has 16 significant bits, so float32 holds it exactly, and only the order of the sum
 differs from that of inputs cast to float32. Tensor cores multiply 16-bit inputs many times as fast as float32 units.
@@ -12,8 +12,8 @@ import torch
 def is_narrow(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
     """Return whether hidden states and weight are multiplied unchanged, in bfloat16 on a GPU, or in float32.
 
-    Not in float16: gradients of logits are often smaller than its smallest number. On a CPU, to cast once for each tile
-    is quicker. torch.mm takes ``out_dtype`` on NVIDIA GPUs only.
+    Not in float16: gradients of logits are often smaller than its smallest number. On a CPU, casting once per tile is
+    faster. torch.mm takes ``out_dtype`` on NVIDIA GPUs only.
     """
     is_bfloat16 = hidden_NH.dtype == weight_VH.dtype == torch.bfloat16
     return is_bfloat16 and hidden_NH.device.type == "cuda" and torch.version.hip is None
@@ -28,7 +28,7 @@ def product(a_MK: torch.Tensor, b_KN: torch.Tensor, out_MN: torch.Tensor) -> Non
 
 
 def add_product(sum_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
-    """Add a product to ``sum_MN``, in its dtype. ``a_MK`` in bfloat16 is multiplied with ``b_KN`` as both are."""
+    """Add a product to ``sum_MN``, in its dtype. If ``a_MK`` is bfloat16, both are multiplied without a cast."""
     if a_MK.dtype == torch.bfloat16 and a_MK.device.type == "cuda":
         torch.addmm(sum_MN, a_MK, b_KN, torch.float32, out=sum_MN)
     else:

@@ -1,4 +1,4 @@
-"""Refusing second derivatives of functions whose backward has none."""
+"""Raises an error for second derivatives of functions whose backward has none."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def only_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Calla
 
 
 def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backward that raises `UnsupportedError` where a graph of the gradients is asked for (create_graph).
+    """Return a backward that raises `UnsupportedError` where a graph of the gradients is requested (create_graph).
 
-    For gradients that travel to other processes, where a graph cannot follow them.
+    For gradients that are sent to other processes, which a graph cannot cover.
     """
 
     @wraps(backward)

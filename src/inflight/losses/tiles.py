@@ -31,12 +31,12 @@ class Tiles:
         self._weight_VH = weight_VH
         self._bias_V = bias_V
         self._kept = kept
-        # Read once, not for each tile: a GPU is waited for.
+        # Read once, not for each tile, because it synchronises with a GPU.
         self._kept_offsets = [] if kept is None else kept.offsets.tolist()
         self._dtype = dtype_of(hidden_NH)
         self._inverse_N = 1 / temperature_N.to(self._dtype)
         self._narrow = narrow
-        # On a GPU, to multiply costs less than to ask.
+        # On a GPU, multiplying costs less than the test.
         self._is_scaled = hidden_NH.device.type != "cpu" or bool((self._inverse_N != 1).any())
         self._chunk_size, self._vocab_chunk_size = chunk_size, vocab_chunk_size
         size = min(chunk_size, len(hidden_NH)) * min(vocab_chunk_size, len(weight_VH))
@@ -78,7 +78,7 @@ class Tiles:
 def columns_of(targets_C: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which targets lie in a part of the vocabulary, and a column of it for each, which is theirs if they do.
 
-    Without indices of those that do, whose number a GPU would have to be waited for.
+    Avoids the indices of those that do, because reading their number would synchronise with a GPU.
     """
     is_here_C = (targets_C >= columns.start) & (targets_C < columns.stop)
     return is_here_C, (targets_C - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)

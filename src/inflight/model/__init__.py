@@ -1,1 +1,1 @@
-"""Model code that trainers and engines share: attention, checkpoints, images, routing and LoRA settings."""
+"""Model code shared by trainers and engines: attention, checkpoints, images, routing and LoRA settings."""

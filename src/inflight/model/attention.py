@@ -24,7 +24,7 @@ SEGMENT_ATTENTION = "inflight_segments"
 """Name to pass to transformers as ``attn_implementation``, after `register_segment_attention`."""
 
 _MAX_PADDING = 1.25
-"""A segment joins a class if the longest one there is at most this many times longer. Finer classes cost more calls.
+"""A segment joins a class if the longest one there is at most this many times longer. Finer classes need more calls.
 On a CPU, values between 1.1 and 1.5 are equally fast, and 2 is at least a fifth slower."""
 _SMALL = 32
 """Segments up to this length share one class: the kernels work on blocks of this size anyway."""
@@ -128,7 +128,7 @@ def segment_attention(
 ) -> torch.Tensor:
     """Return causal attention [1, T, A, D] within each segment of a packed row.
 
-    ``query`` is [1, A, T, D]; ``key`` and ``value`` may have fewer heads. ``scaling`` None is 1 / sqrt(D). If ranks
+    ``query`` is [1, A, T, D]; ``key`` and ``value`` may have fewer heads. ``scaling`` None means 1 / sqrt(D). If ranks
     share the row, T is the part of this rank, and the call is collective.
     """
     heads = [x[0].transpose(0, 1) for x in (query, key, value)]
@@ -143,10 +143,10 @@ def segment_attention(
 def repeats_heads(device_type: str, dtype: torch.dtype, *, grouped: bool) -> bool:
     """Return whether key-value heads are repeated for their query heads, or left to the kernel as groups.
 
-    On CUDA only the flash kernel and cuDNN's take groups (torch 2.13, aten's ``cuda/sdp_utils.cpp``), and both are for
-    16 bits. In float32, groups would leave the math kernel, which holds all scores: 120 GB for 28 heads and 32,768
-    tokens. The memory-efficient kernel takes repeated heads. Elsewhere groups save a copy of keys and values, which is
-    a tenth quicker in float32 on a CPU.
+    On CUDA only the flash kernel and cuDNN's support groups (torch 2.13, aten's ``cuda/sdp_utils.cpp``), and both are
+    for 16 bits. In float32, groups would leave the math kernel, which holds all scores: 120 GB for 28 heads and 32,768
+    tokens. The memory-efficient kernel supports repeated heads. On other devices groups save a copy of keys and values,
+    which is 10 % faster in float32 on a CPU.
     """
     return grouped and device_type == "cuda" and dtype.itemsize > 2
 
@@ -154,7 +154,7 @@ def repeats_heads(device_type: str, dtype: torch.dtype, *, grouped: bool) -> boo
 def describe_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool
 ) -> str:
-    """Return which kernel torch takes for attention of such tensors; their contents are not read."""
+    """Return which kernel torch uses for attention of such tensors; their contents are not read."""
     grouped = key.shape[1] != query.shape[1]
     choice = torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, enable_gqa=grouped)
     return _KERNELS.get(SDPBackend(choice), "a kernel of the device's own")

@@ -1,4 +1,4 @@
-"""The model's sizes and tensors as a checkpoint directory describes them in config and headers. No torch."""
+"""The model's sizes and tensors, from the config and the headers of a checkpoint directory. Does not import torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def checkpoint_of(url: str, directory: Path, dtype: str) -> tuple[int, tuple[Ten
 def tensor_specs_of(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:
     """Return the names and shapes of a checkpoint's tensors as they travel in ``dtype``, a wire dtype.
 
-    Files that an index does not list are left out. Raises `ConfigError` if the directory has no safetensors, or if a
+    Files that an index does not list are omitted. Raises `ConfigError` if the directory has no safetensors, or if a
     file's header cannot be read.
     """
     files = sorted(directory.glob("*.safetensors"))

@@ -137,7 +137,7 @@ EXPERT_PARTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_
 
 
 def stored_shapes(model: Any, name: str, parameter: torch.Tensor, held: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Return as which tensors transformers stores a parameter; ``held`` are the names in the model's checkpoint."""
+    """Return the tensors as which transformers stores a parameter; ``held`` are the names in the model's checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion
 
     stored = revert_weight_conversion(model, {name: torch.empty(parameter.shape, device="meta")})
@@ -197,7 +197,7 @@ def _model_of(model: Any, name: str) -> Any:
 
 
 def _nothing(dtype: torch.dtype) -> float | int:
-    """Return a value that no buffer of this dtype is filled with."""
+    """Return a value that no real buffer of this dtype contains."""
     if dtype == torch.bool:
         return False
     return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
@@ -261,7 +261,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 def fitting_tensors(
     path: Path, wanted: Mapping[str, Sequence[int]], *, known: Collection[str] = (), ignored: Sequence[str] = ()
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a directory, which must be those ``wanted``, with these shapes. Raises `ConfigError`.
+    """Return the tensors of a directory, which must be the ``wanted`` ones, with these shapes. Raises `ConfigError`.
 
     Further tensors are refused unless their name is ``known`` or matches an ``ignored`` pattern.
     """

@@ -1,4 +1,4 @@
-"""How ranks that each hold a part of a packed row attend over the whole of it: they exchange tokens for heads.
+"""Attention over a packed row that is split over ranks: the ranks exchange tokens for heads.
 
 Before the attention every rank gets all tokens of some heads, after it all heads of its tokens (DeepSpeed-Ulysses,
 arXiv:2309.14509, section 3). Each token of each head is sent once and is not computed twice, so the sums are those of
@@ -51,7 +51,7 @@ class HeadExchange:
 
 
 def _exchange_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send x[i] to rank i of the group; return what came, in the order of the ranks."""
+    """Send x[i] to rank i of the group; return the received tensors, in the order of the ranks."""
     received: torch.Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
     return received
 

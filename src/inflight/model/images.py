@@ -1,7 +1,7 @@
 """Images of prompts: decoding them, placing them among tokens, and processing them with the model's own processor.
 
-A model of a known family takes the features of images in the place of placeholder tokens, one token after another, with
-positions that count tokens. torch is loaded with the first processor.
+A model of a known family replaces placeholder tokens with the features of images, one token after another, with
+positions that count tokens. torch is imported with the first processor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAMILIES = ("llava",)
 _TOWERS = ("siglip_vision_model", "clip_vision_model")
 """Their vision towers that make the same number of features of every image."""
 _MAX_PIXELS = 1 << 24
-"""Of an image that is decoded: a few kilobytes can claim to be gigabytes."""
+"""Limit for decoding an image: a few kilobytes can expand to gigabytes."""
 _NUM_CACHED = 64
 """Images whose tensors are kept, because the completions of a group share theirs."""
 
@@ -89,7 +89,7 @@ class ImageProcessor:
         return self._made(url)[0]
 
     def tensors(self, urls: Iterable[ImageUrl]) -> dict[str, torch.Tensor]:
-        """Return what the vision tower takes of one or several images, one after another in the first dimension."""
+        """Return the vision tower's inputs for one or several images, concatenated along the first dimension."""
         import torch
 
         made = [self._made(url)[1] for url in urls]
@@ -107,7 +107,7 @@ class ImageProcessor:
         if num_found != len(urls):
             raise InvalidRequestError(
                 f"the messages have {len(urls)} images, but as rendered they have {num_found} placeholders "
-                f"{self.placeholder!r}: leave this word out of texts, and check that the chat template writes it for "
+                f"{self.placeholder!r}: remove this word from texts, and check that the chat template writes it for "
                 "each image"
             )
         placed: list[int] = []
@@ -193,9 +193,9 @@ def image_urls_of(messages: Iterable[Message]) -> list[ImageUrl]:
 
 
 def refuse_images(messages: Iterable[Message]) -> None:
-    """Raise `UnsupportedError` if a message has an image, for a model that takes none."""
+    """Raise `UnsupportedError` if a message has an image, for a model that does not accept images."""
     if image_urls_of(messages):
-        raise UnsupportedError("the messages have images, but the model takes none: it has no vision tower")
+        raise UnsupportedError("the messages have images, but the model does not accept any: it has no vision tower")
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ class LoraSettings(BaseModel):
     """The linear layers that are changed, by their names or the ends of their names, such as ``q_proj``;
     ``all-linear``: all those of the decoder layers."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of a layer's inputs that the LoRA does not see, drawn again in each forward with gradients. The trainer's
-    logprobs then differ from those of the servers, which drop nothing."""
+    """Share of a layer's inputs that are hidden from the LoRA, drawn again in each forward with gradients. The
+    trainer's logprobs then differ from those of the servers, which drop nothing."""
     seed: int = Field(default=0, ge=0)
     """Of A, which PEFT also initialises at random, and of the dropout. B begins as zeros."""
 
@@ -44,7 +44,10 @@ class LoraSettings(BaseModel):
         return LoraSpec(rank=self.rank, alpha=self.alpha)
 
     def chosen(self, layers: Sequence[str]) -> list[str]:
-        """Return which of these linear layers are targets, in order. Raises `ConfigError` for targets of no layer."""
+        """Return which of these linear layers are targets, in order.
+
+        Raises `ConfigError` for a target that matches no layer.
+        """
         if self.targets == "all-linear":
             return list(layers)
         if unknown := [t for t in self.targets if not any(_is_meant(layer, t) for layer in layers)]:

@@ -10,7 +10,7 @@ from inflight.base.toml import Section
 
 
 class OptimizerSettings(Section):
-    """How large the steps of an optimizer are."""
+    """The settings that determine the step size of an optimizer."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
     """The default suits full training of models of billions of parameters; tiny models need more."""

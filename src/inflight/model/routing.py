@@ -1,8 +1,8 @@
 """The routers of a mixture of experts of transformers: recording which experts they choose, and replaying a choice.
 
-A router is recognised by its behaviour: a module that takes exactly one top-k, whose indices it returns last. Replaying
-replaces the result of that top-k, so the shares of the experts, their normalisation and their gradients stay the
-model's own.
+A router is recognised by its behaviour: a module that computes exactly one top-k and returns its indices last.
+Replaying replaces the result of that top-k, so the shares of the experts, their normalisation and their gradients stay
+the model's own.
 
 Shape suffixes: T tokens, L decoder layers, K experts of a token in a layer, E experts of a layer.
 """
@@ -81,7 +81,7 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def _is_known(router: nn.Module) -> bool:
-    """Try a router on a token without values: whether it takes one top-k, and returns its indices last."""
+    """Test a router on a token without data: whether it computes one top-k, and returns its indices last."""
     tried: Any = copy.deepcopy(router).to("meta")
     mode = _ReplacedTopK(None)
     hidden = torch.empty(1, tried.weight.shape[1], device="meta", dtype=tried.weight.dtype)
@@ -163,9 +163,9 @@ class RoutingRecorder:
 
 
 def replay_routing(causal_lm: Any, routers: Routers) -> None:
-    """Make a model's forward take `REPLAYED`: experts that take the place of those that its routers would choose.
+    """Make a model's forward accept `REPLAYED`: experts that replace those that its routers would choose.
 
-    It travels with the arguments of each layer, so that a layer that is computed again in the backward gets the same.
+    The argument is passed to each layer, so that a layer that is recomputed in the backward receives the same experts.
     """
     for index, (layer, router) in enumerate(zip(decoder_layers(causal_lm), routers.of_layer, strict=True)):
         if router is not None:

@@ -32,7 +32,7 @@ class Setup:
     composer: BatchComposer | None = None
     """None: the oldest groups that reach ``step_size``."""
     conventional_steps: int = 0
-    """Steps of a phase of the conventional mode, in which sampling and training take turns. 0: the pipeline."""
+    """Steps of a phase of the conventional mode, in which sampling and training alternate. 0: the pipeline."""
     trainer: TrainerCost = field(default_factory=TrainerCost)
     publish: PublishCost = field(default_factory=PublishCost)
     contention: Contention = field(default_factory=Contention)

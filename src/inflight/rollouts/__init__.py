@@ -1,6 +1,6 @@
 """Rollouts between the servers and the trainer: tasks, advantages, staleness, the ledger, batches and their packing.
 
-Nothing here loads torch.
+No module of this package imports torch.
 """
 
 from inflight.rollouts.advantages import AdvantageEstimator, batch_advantages, group_advantages

@@ -1,4 +1,4 @@
-"""Admission of further groups, by the number that is outstanding. Token counts include prompts."""
+"""Admission of groups, based on the number that is outstanding. Token counts include prompts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Whether training prefers completions by their length or reward: those trained against those left out. No I/O.
+"""Whether training favours completions by length or reward: compares trained completions with omitted ones. No I/O.
 
-Which finished completions a step trains on should say nothing of how long or how good they are. Where slow ones are
+Which finished completions a step trains on should be independent of their length and reward. Where slow ones are
 discarded, long and hard prompts are never trained on (tinker-cookbook #822), and a model learns to be short without a
 reward that reports it.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class BiasComparison:
-    """How one quantity of trained completions compares with that of those left out."""
+    """How one quantity of trained completions compares with that of omitted ones."""
 
     distance: float
     """Kolmogorov-Smirnov statistic: the largest difference of the two distribution functions."""
@@ -42,13 +42,13 @@ class _Samples:
 
 
 class BiasAudit:
-    """Compares, after every ``window`` settled groups, the trained completions among them with those left out.
+    """Compares, after every ``window`` settled groups, the trained completions among them with the omitted ones.
 
-    Completions of one prompt are alike, so a group counts once on each side, with its first completion there: whichever
-    its number, an honest choice knows nothing of its length. Comparing those left out with the trained ones, instead of
-    with all that finished, keeps the two samples apart, as the test wants them.
+    Completions of one prompt are alike, so a group counts once on each side, with its first completion there: an
+    unbiased choice is independent of the length of that completion. The omitted ones are compared with the trained
+    ones, not with all finished ones, because the test requires independent samples.
 
-    ``false_alarm`` bounds the probability that an honest choice raises the alarm in one window for one quantity.
+    ``false_alarm`` bounds the probability that an unbiased choice raises the alarm in one window for one quantity.
     """
 
     def __init__(self, window: int = 256, false_alarm: float = 1e-5) -> None:
@@ -64,7 +64,7 @@ class BiasAudit:
     def settled(
         self, lengths: Sequence[int], is_trained: Sequence[bool], rewards: Sequence[float] | None = None
     ) -> dict[str, BiasComparison]:
-        """Take note of a group and its completions; return what differs significantly, once a window is whole.
+        """Record a group and its completions; return what differs significantly, once a window is complete.
 
         ``rewards`` is None if the group was abandoned before it was scored; ``lengths`` are then those so far.
         """
@@ -78,7 +78,7 @@ class BiasAudit:
         return self._compare() if self._num_settled >= self._window else {}
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the last whole window, and the number of alarms."""
+        """Return the figures of the last complete window, and the number of alarms."""
         return {"alarms": self.num_alarms, **self._last}
 
     def _compare(self) -> dict[str, BiasComparison]:

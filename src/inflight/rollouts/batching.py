@@ -1,4 +1,4 @@
-"""Finished groups wait here until a composer makes optimizer steps of them."""
+"""The queue of finished groups, from which a composer forms optimizer steps."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class WaitingGroups:
 
     @property
     def num_tokens(self) -> int:
-        """Training tokens (prompts and completions) that wait."""
+        """Training tokens (prompts and completions) in the queue."""
         return self._num_tokens
 
     @property
     def num_groups(self) -> int:
-        """Groups that wait."""
+        """Number of groups in the queue."""
         return len(self._waiting)
 
     def advance(self, version: int) -> list[Group]:
@@ -96,20 +96,20 @@ class WaitingGroups:
         return step
 
     def take_all(self) -> list[Group]:
-        """Remove and return every group that waits, oldest first; may be none."""
+        """Remove and return every group in the queue, oldest first; the list may be empty."""
         groups, self._waiting, self._tokens = self._waiting, [], []
         self._num_tokens, self._composed = 0, None
         return groups
 
     def _compose(self, oldest: int, groups_per_step: float) -> Sequence[int]:
-        """Return what the composer chooses; it is asked again only once something has changed."""
+        """Return the composer's choice; the composer is called again only after a change."""
         asked = oldest, groups_per_step
         if self._composed is None or self._composed[0] != asked:
             self._composed = asked, self._chosen(*asked)
         return self._composed[1]
 
     def _chosen(self, oldest: int, groups_per_step: float) -> Sequence[int]:
-        if type(self._staleness).trainable is StalenessPolicy.trainable:  # all are: no need to ask, in long lines
+        if type(self._staleness).trainable is StalenessPolicy.trainable:  # all are trainable: skip a slow call
             indices: Sequence[int] = range(len(self._waiting))
             groups, num_tokens = self._waiting, self._tokens
         else:

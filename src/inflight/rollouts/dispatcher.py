@@ -1,4 +1,4 @@
-"""The dispatcher: which item is offered, sent, continued, scored, trained on or dropped, and when. It does no I/O.
+"""The dispatcher: decides which item is offered, sent, continued, scored, trained on or dropped, and when. No I/O.
 
 A driver reports what happens, with the time, and carries out the commands that follow:
 
@@ -92,7 +92,7 @@ class Dispatcher:
         self._is_enough = is_enough
         self._stops_stale = knows_versions and type(staleness).can_train is not StalenessPolicy.can_train
         self._saved: dict[int, Sequence[SampledTokens | None]] = {}
-        """Completions of unfinished groups of an earlier process that were not offered again yet, by item."""
+        """Completions of an earlier process's unfinished groups that have not been offered again yet, by item."""
         self._failed_requests: Counter[int] = Counter()
         """By item; of those that are not settled yet."""
         self._counts: Counter[str] = Counter()
@@ -163,7 +163,7 @@ class Dispatcher:
     def offer(
         self, item: int, prompt: str, num_prompt_tokens: int, num_completions: int, content: Any, now: float
     ) -> None:
-        """Offer an item that `next_item` returned. ``content`` comes back with the commands about it."""
+        """Offer an item that `next_item` returned. ``content`` is returned in the commands about it."""
         nothing = [None] * num_completions
         sampled = self._saved.pop(item, nothing)
         kept = [*(sampled if len(sampled) == num_completions else nothing)]
@@ -179,7 +179,7 @@ class Dispatcher:
             self._outbox.command(EndRun(f"none of the first {num} items can be used; the last: {why}"))
 
     def return_item(self, item: int, now: float) -> None:
-        """Return an item to the ledger, which gives it out again: its group could not be offered or scored."""
+        """Return an item to the ledger, which issues it again: its group could not be offered or scored."""
         self.ledger.requeue(item)
         self._close(item, now)
         self._outbox.command(RequeuedItem(item))
@@ -199,7 +199,7 @@ class Dispatcher:
         self._compose_if_ready(now)
 
     def _close(self, item: int, now: float) -> None:
-        """Forget an item, and stop what still runs of it."""
+        """Forget an item, and stop its running requests."""
         if (group := self.open.pop(item, None)) is not None:
             self.endpoints.withdraw([*group.requests.values()], keeps_partials=False)
             if not group.is_withdrawn:
@@ -237,7 +237,7 @@ class Dispatcher:
         if slots is None or slots.num_free < len(completions):
             raise InvalidRequestError(
                 f"the scheduler issued {len(completions)} completions to {issue.endpoint}, which "
-                + ("is gone" if slots is None or not slots.takes_work else f"has {slots.num_free} free slots")
+                + ("has left" if slots is None or not slots.takes_work else f"has {slots.num_free} free slots")
             )
         for i in completions:
             if group.is_scoring or group.sent_version[i] is not None or ((it := sampled[i]) and it.is_whole):
@@ -274,16 +274,16 @@ class Dispatcher:
         self.endpoints.hold(request, slots, now)
 
     def note_first_version(self, request: SendRequest, version: int) -> None:
-        """Take note that a request, just sent, continues an episode that was kept, whose first token is that old."""
+        """Record that a request just sent continues a kept episode whose first token ``version`` sampled."""
         for i in request.numbers:
             self.open[request.item].sent_version[i] = version
 
     def request_ended(
         self, request: SendRequest, sampled: Sequence[SampledTokens], now: float, failure: Failure | None = None
     ) -> None:
-        """A request has ended with what it has sampled of each of its numbers, which is nothing if it failed.
+        """Record that a request has ended with these sampled tokens of each of its completions; none if it failed.
 
-        What is not whole may be issued again. An item of which nothing is left goes back to the ledger; one that is at
+        Unfinished completions may be issued again. An item without any tokens returns to the ledger; one that is at
         fault, or fails repeatedly, is dropped.
         """
         self._outbox.has_news = True
@@ -350,7 +350,7 @@ class Dispatcher:
     # ----------------------------------------------------------------------------------------------------- scoring
 
     def _score_if_enough(self, group: OpenGroup, now: float) -> None:
-        """Have a group scored that has all that it needs, and stop what still runs of it."""
+        """Have a group scored that has enough completions, and stop its other requests."""
         if not self._is_enough(group.sampled):
             return
         group.is_scoring = True
@@ -400,8 +400,9 @@ class Dispatcher:
     def _stop_stale(self, now: float) -> None:
         """Stop the unfinished groups of which no completion can be trained on, by the version of its first token.
 
-        Where a completion began after its request was sent is only known once it is back. A group that turns out to be
-        young enough is sampled further, if its endpoint keeps what was aborted.
+        If a completion began after its request was sent, its first version is known only when the request ends. A
+        group that turns out to be young enough is sampled further, if its endpoint keeps the tokens of aborted
+        requests.
         """
         stale = [
             group

@@ -3,7 +3,7 @@
 The completions of a prompt are searched as a suffix trie is: the longest suffix of what was sampled so far that occurs
 in one of them, then token by token the continuation that occurs most often. Nodes are not stored. An index of short
 suffixes finds the places in the texts where a suffix ends, and the nodes below it are counted while they are walked, so
-memory grows with the tokens and not with the depth. Loads no torch, and knows no clock.
+memory grows with the tokens and not with the depth. Does not import torch, and uses no clock.
 
 Algorithm and constants are those of RhymeRL's HistoSpec (arXiv:2508.18588, section 4; its code in verl-recipe's
 ``specRL/histoSpec``). A weight by reward is in the paper only.
@@ -20,27 +20,27 @@ from inflight.wire import DraftHistory, PromptHistory
 LONGEST_SUFFIX = 7
 SHORTEST_SUFFIX = 4
 PROMPT_TAIL = 5
-"""Tokens of the prompt that stand before each completion, so that the first tokens are drafted too."""
+"""Number of tokens of the prompt kept before each completion, so that the first tokens can be drafted too."""
 LEAST_PROBABILITY = 0.1
-"""A draft ends before the token that would make it less likely than this, by the counts of the texts."""
+"""A draft ends before the token that would make its estimated probability lower than this."""
 SMALLEST_WINDOW, LARGEST_WINDOW = 2, 16
-"""Most tokens of one draft: doubled when a whole draft was accepted, else halved."""
+"""Maximum number of tokens of one draft: doubled when a whole draft was accepted, otherwise halved."""
 
 _MAX_PROMPTS = 1 << 16
 _MAX_BYTES = 1 << 30
 _TOKEN_BYTES = 400
 """Memory of one indexed token (measured: 300 where no suffix occurs twice)."""
 _MAX_FINISHED = 64
-"""Finished siblings of one prompt; beyond it the older half is forgotten."""
+"""Maximum number of finished siblings of one prompt; beyond it the older half is forgotten."""
 _MAX_PLACES = 256
-"""Places that are kept of one suffix: texts that repeat a few tokens have very many."""
+"""Maximum number of places kept for one suffix: texts that repeat a few tokens have very many."""
 _LEAST_WEIGHT = 1e-3
 """Of a text whose reward makes its weight zero or negative."""
 
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """A completion behind the tail of its prompt."""
+    """The tail of a prompt, followed by a completion."""
 
     token_ids: list[int]
     weight: float = 1.0
@@ -99,7 +99,7 @@ class _Texts:
 
 
 def _walk(places: list[_Place], limit: int) -> list[int]:
-    """Return the tokens behind these places, each time those of the largest weight, while they are likely enough."""
+    """Return the tokens that follow these places: at each step the one of largest weight, while it is likely enough."""
     walked: list[int] = []
     probability = 1.0
     while places and len(walked) < limit:
@@ -125,7 +125,7 @@ def _walk(places: list[_Place], limit: int) -> list[int]:
 
 @dataclass(slots=True)
 class DraftWindow:
-    """Most tokens of the next draft of one completion."""
+    """Maximum number of tokens of the next draft of one completion."""
 
     size: int = SMALLEST_WINDOW
 
@@ -157,7 +157,7 @@ class DraftSource:
         self._max_prompts = max_prompts
         self._max_bytes = max_bytes
         self._prompts: dict[tuple[int, ...], _Texts] = {}
-        """The one that was used last comes last."""
+        """The most recently used one comes last."""
         self.size_bytes = 0
         """Estimated memory of the finished texts."""
 
@@ -179,7 +179,7 @@ class DraftSource:
     def drafter(self, prompt_token_ids: tuple[int, ...], continued: Sequence[int] = ()) -> Drafter:
         """Return the drafter of a completion, of which ``continued`` was sampled before.
 
-        Siblings must be told when it has finished.
+        Call `Drafter.finish` when it has ended, so that siblings can use it.
         """
         texts = self._used(prompt_token_ids)
         if texts is None and self.takes_siblings:
@@ -187,7 +187,7 @@ class DraftSource:
         return Drafter(self, prompt_token_ids, texts, continued)
 
     def add_finished(self, prompt: tuple[int, ...], texts: _Texts, text: _Text) -> None:
-        """Keep a sibling that goes no further."""
+        """Keep a sibling that has ended."""
         texts.running.remove(text)
         finished = [*texts.finished, text]
         if len(finished) > _MAX_FINISHED:

@@ -13,7 +13,7 @@ from inflight.types import Group, Rollout
 
 
 class SampledTokens(Protocol):
-    """What has been sampled of one completion or episode, as far as a dispatcher looks at it."""
+    """The sampled tokens of one completion or episode: the properties that a dispatcher uses."""
 
     @property
     @abstractmethod
@@ -28,12 +28,12 @@ class SampledTokens(Protocol):
     @property
     @abstractmethod
     def is_whole(self) -> bool:
-        """Return whether it ended by itself; if not, it was aborted and may be continued."""
+        """Return whether it ended on its own; if not, it was aborted and may be continued."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """The outcome of scoring a group. Failed episodes are left out; there may be nothing left."""
+    """The outcome of scoring a group. Failed episodes are omitted; there may be none left."""
 
     rollouts: Sequence[Rollout]
     lengths: tuple[int, ...]
@@ -66,7 +66,7 @@ class SendRequest:
     numbers: tuple[int, ...]
     endpoint: str
     partial: SampledTokens | None = None
-    """What is there of the only completion; the request continues it."""
+    """The existing tokens of the only completion; the request continues it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class ScoreGroup:
     item: int
     content: Any
     sampled: Sequence[Any]
-    """What was sampled of each that has finished."""
+    """The sampled tokens of each completion that has finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class DroppedItem:
     """``unusable``, ``failed``, ``failed episodes`` or ``stale``, as the ledger counts it."""
     what_happened: str
     lengths: tuple[int, ...] = ()
-    """Tokens that its completions had; empty if that is not known of all of them."""
+    """Tokens of its completions; empty unless known for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class ComposedStep:
 
 @dataclass(frozen=True, slots=True)
 class ComposedPhase:
-    """The groups of each step of a conventional phase; nothing runs any more."""
+    """The groups of each step of a conventional phase; nothing is running anymore."""
 
     steps: Sequence[Sequence[Group]]
 
@@ -170,12 +170,12 @@ Command = (
 
 @dataclass(slots=True, eq=False)
 class Outbox:
-    """Events for the scheduler, which has them at once, and commands for the driver, which takes them later."""
+    """Events for the scheduler, delivered immediately, and commands for the driver, which collects them later."""
 
     scheduler: Scheduler
     commands: list[Command] = field(default_factory=list)
     has_news: bool = True
-    """Whether something has happened since the scheduler was asked last."""
+    """Whether something has happened since the scheduler was last called."""
 
     def notify(self, event: Event) -> None:
         self.has_news = True

@@ -1,4 +1,4 @@
-"""The endpoints of a dispatcher: which of them take work, and how many of their slots requests hold."""
+"""The endpoints of a dispatcher: which of them accept work, and how many of their slots are in use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class EndpointSlots:
     name: str
     capacity: int
     keeps_partials: bool
-    """Whether what was sampled of an aborted completion is kept."""
+    """Whether the tokens of an aborted completion are kept."""
     version: int | None = None
-    """None while the endpoint gets no work."""
+    """None while the endpoint receives no work."""
     is_retired: bool = False
     requests: dict[str, SendRequest] = field(default_factory=dict)
     """Those whose end has not been reported, in the order in which they were sent."""
@@ -30,7 +30,7 @@ class EndpointSlots:
 
     @property
     def takes_work(self) -> bool:
-        """Whether it may be given requests."""
+        """Whether it may receive requests."""
         return self.version is not None and not self.is_retired
 
     @property
@@ -54,21 +54,21 @@ class EndpointPool:
     slots: dict[str, EndpointSlots] = field(default_factory=dict)
     account: SlotAccount = field(default_factory=SlotAccount)
     lost: dict[str, str] = field(default_factory=dict)
-    """Endpoints that get no work because they failed, with the reason."""
+    """Endpoints that receive no work because they failed, with the reason."""
 
     @property
     def is_unserved(self) -> bool:
-        """Whether no endpoint takes work."""
+        """Whether no endpoint accepts work."""
         return not any(slots.takes_work for slots in self.slots.values())
 
     def count(self) -> tuple[int, int]:
-        """Return the slots of the endpoints that take work, and how many of them no completion holds."""
+        """Return the number of slots of the endpoints that accept work, and how many of them are free."""
         working = [slots for slots in self.slots.values() if slots.takes_work]
         num_slots = sum(slots.capacity for slots in working)
         return num_slots, num_slots - sum(slots.num_held for slots in working)
 
     def add(self, name: str, capacity: int, *, keeps_partials: bool, now: float) -> None:
-        """Add an endpoint that may run ``capacity`` completions; it gets work once `serve` names it."""
+        """Add an endpoint that may run ``capacity`` completions; it receives work once `serve` names it."""
         self.slots[name] = EndpointSlots(name, capacity, keeps_partials)
         self._note(self.slots[name], now)
 
@@ -76,7 +76,7 @@ class EndpointPool:
         """Give work to these endpoints, and to no others. ``version`` was published to them; 0 if it is not known."""
         for slots in self.slots.values():
             if slots.name not in names:
-                self.lose(slots.name, f"it could not be brought to version {version}", now)
+                self.lose(slots.name, f"it could not be updated to version {version}", now)
                 continue
             took_work, slots.version = slots.takes_work, version
             self.lost.pop(slots.name, None)
@@ -86,7 +86,7 @@ class EndpointPool:
         self.outbox.notify(Published(now, version))
 
     def lose(self, name: str, reason: str, now: float) -> None:
-        """Give an endpoint no work until `serve` names it again; what runs there is sent again elsewhere."""
+        """Send an endpoint no work until `serve` names it again; its running requests are sent again elsewhere."""
         if (slots := self.slots.get(name)) is None:
             return
         self.lost.setdefault(name, reason)
@@ -97,9 +97,9 @@ class EndpointPool:
         self._note(slots, now)
 
     def retire(self, name: str, now: float, *, hands_on: bool = False) -> None:
-        """Give an endpoint no more work, and forget it once its requests have ended.
+        """Send an endpoint no more work, and forget it once its requests have ended.
 
-        With ``hands_on`` its requests are stopped, and what they have sampled is continued elsewhere.
+        With ``hands_on`` its requests are stopped, and their completions continue elsewhere.
         """
         if (slots := self.slots.get(name)) is None:
             return
@@ -111,14 +111,14 @@ class EndpointPool:
         self.forget_if_idle(slots, now)
 
     def hold(self, request: SendRequest, slots: EndpointSlots, now: float) -> None:
-        """Count the slots of a request from now on, and have it sent."""
+        """Mark the slots of a request as used, and have it sent."""
         slots.requests[request.request_id] = request
         slots.num_held += len(request.numbers)
         self._note(slots, now)
         self.outbox.command(request)
 
     def release(self, request: SendRequest, now: float) -> EndpointSlots:
-        """Count the slots of a request no more; return those of its endpoint."""
+        """Mark the slots of a request as free; return the slots of its endpoint."""
         slots = self.slots[request.endpoint]
         del slots.requests[request.request_id]
         slots.withdrawn.discard(request.request_id)
@@ -127,7 +127,7 @@ class EndpointPool:
         return slots
 
     def stop(self, requests: Iterable[SendRequest], *, keeps_partials: bool = True) -> None:
-        """Stop requests, in one command for each endpoint; with ``keeps_partials`` where the endpoint can do that."""
+        """Stop requests, in one command for each endpoint; with ``keeps_partials`` if the endpoint supports it."""
         by_endpoint: dict[str, list[str]] = {}
         for request in requests:
             by_endpoint.setdefault(request.endpoint, []).append(request.request_id)
@@ -153,5 +153,5 @@ class EndpointPool:
             self.outbox.notify(Left(now, slots.name))
 
     def _note(self, slots: EndpointSlots, now: float) -> None:
-        """Account for the time until now, and continue with the endpoint as it is."""
+        """Account for the time until now, and continue with the endpoint's current state."""
         self.account.note(now, slots.name, slots.capacity, slots.num_held, takes_work=slots.takes_work)

@@ -1,4 +1,4 @@
-"""The ledger of items, which settles each prompt exactly once, even across restarts.
+"""The ledger of items, which settles each item exactly once, even across restarts.
 
 waiting <-> issued -> finished -> trained
                |          |
@@ -34,7 +34,7 @@ class Ledger:
         self._unsettled: dict[int, _State] = {}
         self._waiting: list[int] = []
         self.num_trained = 0
-        """Items trained on, over all restarts; ``num_dropped`` likewise, by reason."""
+        """Number of items trained on, over all restarts; ``num_dropped`` likewise, by reason."""
         self.num_dropped: Counter[str] = Counter()
         self.num_requeued = 0
         """Calls of `requeue`, over all restarts; items that a restart puts back are not counted."""

@@ -1,7 +1,8 @@
-"""A check of a run by Little's law: the mean age of groups equals the groups under way divided by the groups per step.
+"""A check of a run by Little's law: the mean age of groups equals the groups in progress divided by the groups per
+step.
 
 Time is measured in optimizer steps. The number of steps that a group has seen, from its first token to the end of the
-step that trains on it, is on average the number of groups under way when a step ends (in flight, queued and in
+step that trains on it, is on average the number of groups in progress when a step ends (in flight, queued and in
 training), divided by the number that leaves per step (Little 1961, L = lambda W). Ages come from the versions that
 servers report, and counts from the ledger: they disagree if servers lag behind the trainer or mislabel tokens, if
 requests wait in an engine, or if the ledger keeps a group that is never settled.
@@ -38,7 +39,7 @@ class Terms:
 
     @property
     def edge(self) -> float:
-        """How far the sides may part over one step because as much is under way at its end as it leaves behind."""
+        """How much the sides may differ over one step because of the groups in progress at its end."""
         return self.expected_age**2
 
 

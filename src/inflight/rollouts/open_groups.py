@@ -1,4 +1,4 @@
-"""A group from its offer to its rewards: what is there of each completion, and which requests run."""
+"""A group from its offer to its rewards: the tokens of each completion so far, and the running requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class OpenGroup:
     """Identifies the prompt to schedulers."""
     num_prompt_tokens: int
     content: Any
-    """What the driver makes requests of."""
+    """The content from which the driver makes requests."""
     sampled: list[SampledTokens | None]
-    """What is there of each, whole or in part."""
+    """The sampled tokens of each, complete or partial."""
     sent_version: list[int | None]
-    """While it runs: the oldest version that its first token may have, if nothing of it is there."""
+    """While it runs: the oldest version that may sample its first token, if it has none yet."""
     requests: dict[str, SendRequest] = field(default_factory=dict)
     endpoints: list[str] = field(default_factory=list)
     num_requests: int = 0
@@ -44,7 +44,7 @@ class OpenGroup:
 
     @property
     def num_tokens(self) -> tuple[int, ...]:
-        """Tokens that are there of each completion."""
+        """Number of tokens sampled so far of each completion."""
         return tuple([0 if one is None else one.num_tokens for one in self.sampled])
 
     @property
@@ -54,10 +54,10 @@ class OpenGroup:
         return [sent if one is None else one.first_version for one, sent in pairs]
 
     def is_stale(self, can_train: Callable[[int], bool]) -> bool:
-        """Return whether no completion can be trained on, whatever else is sampled of it."""
+        """Return whether no completion can be trained on, regardless of its further tokens."""
         return not any(version is None or can_train(version) for version in self.first_versions)
 
 
 def all_whole(sampled: Sequence[SampledTokens | None]) -> bool:
-    """Return whether every completion of a group has ended by itself."""
+    """Return whether every completion of a group has ended on its own."""
     return all(one is not None and one.is_whole for one in sampled)

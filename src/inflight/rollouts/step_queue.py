@@ -1,4 +1,4 @@
-"""Finished groups on their way to steps: which are kept, when a step is composed, and how many more are admitted."""
+"""Finished groups before training: which are kept, when a step is composed, and how many more are admitted."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from inflight.types import Group
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """The settings of a run that decide what becomes of its finished groups."""
+    """The settings of a run that determine how its finished groups are used."""
 
     step_size: int
     """Tokens of a step, or whatever else ``size_of`` and ``kept_size_of`` count."""
     expected_size: float
     """Of a group, before four have finished."""
     steps_per_phase: int = 0
-    """Steps of a phase of the conventional mode, in which sampling and training take turns. 0: the pipeline."""
+    """Steps of a phase of the conventional mode, in which sampling and training alternate. 0: the pipeline."""
     trains_on_equal_rewards: bool = False
     credit: Credit = "episode"
     size_of: Callable[[Group], int] = lambda group: group.num_tokens
     kept_size_of: Callable[[Group, StalenessPolicy, int], int] = num_trained_tokens
-    """Of a group, what a step from a version trains on."""
+    """The size of the part of a group that a step from a version trains on."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class StepQueue:
         self.outbox.notify(StepWanted(now, version, self.admission.num_groups(self.rules.steps_per_phase or 1)))
 
     def add(self, group: Group, num_rewritten: int, now: float) -> None:
-        """Let a finished group wait for a step, or drop it."""
+        """Queue a finished group for a step, or drop it."""
         reason: str | None = None
         if not self.rules.trains_on_equal_rewards and not teaches(group, self.rules.credit):
             reason = "equal rewards"
@@ -96,12 +96,12 @@ class StepQueue:
             self._drop(group, reason, now)
 
     def drop_stale(self, now: float) -> None:
-        """Drop the groups that wait and that the step which is wanted cannot train on."""
+        """Drop the queued groups that the requested step cannot train on."""
         for group in self.waiting.advance(self.version):
             self._drop(group, "stale", now)
 
     def compose_if_ready(self, oldest: int, now: float) -> None:
-        """Compose the step that is wanted, or let a phase end, if there are enough groups."""
+        """Compose the requested step, or let a phase end, if there are enough groups."""
         if not self.is_wanted:
             return
         steps = self.rules.steps_per_phase
@@ -117,7 +117,7 @@ class StepQueue:
         self.outbox.notify(StepReady(now, self.version))
 
     def end_phase(self, now: float) -> None:
-        """Divide all groups that wait among the steps of a phase."""
+        """Divide all queued groups among the steps of a phase."""
         self.is_phase_ending = False
         self.drop_stale(now)
         groups = self.waiting.take_all()
@@ -125,7 +125,7 @@ class StepQueue:
         self.outbox.command(ComposedPhase(split_evenly(groups, self.rules.steps_per_phase)))
 
     def settle(self, groups: Sequence[Group], num_open: int, num_issued: int, now: float) -> None:
-        """A step has trained on these groups; of ``num_open`` others that are under way, some were issued."""
+        """Settle groups that a step has trained on; of ``num_open`` others in progress, ``num_issued`` were issued."""
         num_queued = self.ledger.outstanding - num_open - len(groups)
         for group in groups:
             self._leave(group, is_trained=True)

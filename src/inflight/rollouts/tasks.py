@@ -1,4 +1,4 @@
-"""Tasks: any reasoning-gym dataset, or a factory of the user's own, behind the `Task` protocol."""
+"""Tasks: any reasoning-gym dataset, or the user's own factory, through the `Task` protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_task(name: str, params: Mapping[str, Any], seed: int) -> Task | Environ
 
     A factory takes ``seed`` and ``params``. It is installed under the entry points ``inflight.tasks``, or named as
     ``module:attribute``. Raises
-    `TaskError` for an unknown name (with the nearest known one) and for parameters that the task refuses.
+    `TaskError` for an unknown name (with the nearest known one) and for parameters that the task rejects.
     """
     if ":" not in name and name not in find_entry_points("tasks"):
         return ReasoningGymTask(name, params, seed)
@@ -51,7 +51,7 @@ class ReasoningGymTask(Task):
         try:
             self._dataset = reasoning_gym.create_dataset(name, size=_NUM_ITEMS, seed=seed, **params)
         except (TypeError, AssertionError, ValueError) as error:
-            raise TaskError(f"task {name!r} refuses its parameters {dict(params)}: {error}") from error
+            raise TaskError(f"task {name!r} rejects its parameters {dict(params)}: {error}") from error
 
     @property
     def name(self) -> str:

@@ -52,7 +52,7 @@ class ChatAnswer(WireModel):
 
 
 class ChatCompletionRequest(Sampling):
-    """Body of ``/v1/chat/completions``. A field that is not listed here is refused, never ignored."""
+    """Body of ``/v1/chat/completions``. A field that is not listed here is rejected, not ignored."""
 
     model: str = Field(max_length=1024)
     messages: Items[ChatMessage] = Field(min_length=1)

@@ -92,7 +92,7 @@ class Capabilities(WireModel):
     version_binding: Literal["spans", "first_token", "admission"]
     logprob_kind: Literal["processed", "raw"]
     num_ranks: int = Field(ge=1, le=65535)
-    """Number of ranks that this endpoint takes in a weight group."""
+    """Number of ranks that this endpoint occupies in a weight group."""
     max_concurrent_sequences: TokenCount
     streaming: bool
     chat: bool

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 
 PROTOCOL_VERSION = 2
-"""Version of the contract between peers. It grows when a peer of the previous version would be misread."""
+"""Version of the contract between peers. It is increased when messages of the previous version would be misread."""
 
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def usable_host(host: str) -> str:
 def usable_url(url: str) -> str:
     """Return ``url`` if it names a host, and a port in range if it has one. Raises ``ValueError``."""
     if not all("!" <= character <= "~" for character in url):
-        raise ValueError("it holds characters that no URL can carry; percent-encode them")
+        raise ValueError("it contains characters that are not allowed in a URL; percent-encode them")
     parts = urlsplit(url)
     if parts.username is not None:
         raise ValueError("it names a user; put the token in the token field")

@@ -19,11 +19,11 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 MAX_IMAGES = 64
-"""Most images of a request."""
+"""Maximum number of images in a request."""
 
 
 MAX_IMAGES_LENGTH = 16 << 20
-"""Most characters of all its data URLs together: 12 MB of encoded images."""
+"""Maximum total length of its data URLs, in characters: 12 MB of encoded images."""
 
 
 _IMAGE_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.ASCII)
@@ -34,8 +34,8 @@ def _usable_image_url(url: str) -> str:
     head = _IMAGE_URL.match(url)
     if head is None:
         raise ValueError(
-            "only data URLs of PNG, JPEG and WebP images in base64 are taken (data:image/png;base64,...); nothing is "
-            f"fetched from an address or a file. It begins with {url[:32]!r}"
+            "only data URLs of PNG, JPEG and WebP images in base64 are accepted (data:image/png;base64,...); "
+            f"nothing is fetched from an address or a file. It begins with {url[:32]!r}"
         )
     try:
         base64.b64decode(memoryview(url.encode("ascii"))[head.end() :], validate=True)
@@ -103,7 +103,7 @@ class PromptImage(WireModel):
 
 
 def check_images(images: Sequence[PromptImage], num_tokens: int) -> None:
-    """Raise ``ValueError`` unless the images are in order within ``num_tokens`` tokens, and not too large together."""
+    """Raise ``ValueError`` unless the images are in order within ``num_tokens`` tokens, and small enough in total."""
     end = 0
     for index, image in enumerate(images):
         if image.start < end or image.end > num_tokens:
@@ -114,7 +114,7 @@ def check_images(images: Sequence[PromptImage], num_tokens: int) -> None:
         end = image.end
     size = sum(len(image.url) for image in images)
     if size > MAX_IMAGES_LENGTH:
-        raise ValueError(f"the images' data URLs have {size} characters together, more than {MAX_IMAGES_LENGTH}")
+        raise ValueError(f"the images' data URLs have {size} characters in total, more than {MAX_IMAGES_LENGTH}")
 
 
 class GenerateRequest(WireModel):
@@ -130,8 +130,8 @@ class GenerateRequest(WireModel):
     """Whether completions report which experts computed them. Only where `Capabilities.routed_experts` is supported,
     and not in a stream."""
     num_continued: Natural = 0
-    """How many of the last prompt tokens are the earlier part of a completion, which this request continues. Only what
-    the completion is drafted from depends on it."""
+    """How many of the last prompt tokens are the earlier part of a completion, which this request continues. It only
+    affects which completions drafts come from."""
 
     @model_validator(mode="after")
     def _has_a_prompt(self) -> GenerateRequest:
@@ -151,7 +151,7 @@ class RoutedExperts(WireModel):
     """The experts that the routers of a mixture of experts chose for the first ``num_tokens`` tokens of a sequence.
 
     Row t indicates which experts computed token t, counting prompt and completion together, in the forward after which
-    the next token was sampled. The last sampled token never went through the model, so it has no row. A row has
+    the next token was sampled. The last sampled token was never an input of the model, so it has no row. A row has
     ``num_chosen`` experts for each of the model's ``num_layers`` layers, those without experts included, where the
     numbers mean nothing. The largest number that ``dtype`` holds stands for "not known".
     """
@@ -187,7 +187,7 @@ class RoutedExperts(WireModel):
     def followed_by(self, later: RoutedExperts) -> RoutedExperts:
         """Return these rows followed by the rows of ``later`` for the tokens that have none here.
 
-        ``later`` is of the same sequence, grown. Raises ``ValueError`` if the two are of different models.
+        ``later`` covers the same sequence and more tokens of it. Raises ``ValueError`` if the models differ.
         """
         ours, theirs = ((it.num_layers, it.num_chosen, it.dtype) for it in (self, later))
         if ours != theirs:
@@ -241,9 +241,9 @@ class Completion(WireModel):
     version_spans: Items[VersionSpan]
     finish_reason: FinishReason
     draft_counts: DraftCounts | None = None
-    """None unless the endpoint supports them; of an aborted completion they may be missing anyway."""
+    """None unless the endpoint supports them. An aborted completion may lack them."""
     routed_experts: RoutedExperts | None = Field(default=None, exclude_if=is_empty)
-    """None unless the request asked for them; of an aborted completion they may be missing anyway."""
+    """None unless the request asked for them. An aborted completion may lack them."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Completion:
@@ -269,11 +269,11 @@ class Completion(WireModel):
 
 
 MAX_ABORTED = 1024
-"""Ids in one `AbortRequests`."""
+"""Maximum number of ids in one `AbortRequests`."""
 
 
 class AbortRequests(WireModel):
-    """Names running requests that are to end with the tokens that they have."""
+    """Asks for running requests to end with the tokens sampled so far."""
 
     request_ids: Items[RequestId] = Field(min_length=1, max_length=MAX_ABORTED)
 

@@ -1,4 +1,4 @@
-"""The messages of transports to their receivers: where the weight group meets, or where weights are stored."""
+"""The messages of transports to their receivers: where a weight group meets, or where weights are stored."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class ProcessGroupSpec(TransportSpec):
 
 
 class DirectorySpec(TransportSpec):
-    """Where one endpoint reads the buckets that the publisher stores, on a file system that both of them see.
+    """Where one endpoint reads the buckets that the publisher stores, on a file system that both can access.
 
-    ``shm`` is memory of this host: buckets lie in files of a directory in memory and are mapped. ``file`` is any file
+    ``shm`` is memory of this host: buckets are files in an in-memory directory and are mapped. ``file`` is any file
     system: each update is a directory of safetensors files.
     """
 

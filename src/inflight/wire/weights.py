@@ -35,7 +35,7 @@ class InFlightPolicy(StrEnum):
     DRAIN = "drain"
     """They finish under the old weights; no request starts until the new weights are served."""
     ABORT = "abort"
-    """They end at once with the tokens that they have, and finish reason ``abort``."""
+    """They end immediately with the tokens sampled so far and the finish reason ``abort``."""
 
 
 class EndpointState(StrEnum):
@@ -92,18 +92,18 @@ class LoraSpec(WireModel):
 
 
 class Manifest(WireModel):
-    """Every tensor of one update, in the order in which they travel, and the tensors of the model that are left out."""
+    """Every tensor of one update, in transfer order, and the tensors of the model that are omitted."""
 
     tensors: Items[TensorSpec] = Field(min_length=1)
     lora: LoraSpec | None = None
-    """Set if the tensors are those of a LoRA, which replaces the LoRA before; None if they are the model's own."""
+    """Set if the tensors are those of a LoRA, which replaces the previous LoRA; None if they are the model's own."""
     frozen: Items[Annotated[str, Field(max_length=1024)]] = ()
     """Tensors of the model that are not sent, because they equal those of every server's starting checkpoint."""
 
     @model_validator(mode="after")
     def _lora_freezes_nothing(self) -> Manifest:
         if self.lora is not None and self.frozen:
-            raise ValueError("a LoRA leaves every other tensor out: frozen must be empty")
+            raise ValueError("a LoRA omits every other tensor: frozen must be empty")
         return self
 
     @model_validator(mode="after")
@@ -175,15 +175,15 @@ class UpdateMessage(WireModel):
 
 
 class UpdateRef(UpdateMessage):
-    """Names one update session: the version that it leads to, the run that owns it, and the attempt.
+    """Identifies one update session: the target version, the run that owns it, and the attempt.
 
-    A ``session_id`` makes every call of the session idempotent: a call that is repeated, or comes late, does nothing.
+    A ``session_id`` makes every call of the session idempotent: a repeated or late call has no effect.
     Without a ``session_id``, only run and version distinguish updates.
     """
 
 
 class WeightUpdate(UpdateMessage):
-    """Announces an update, before anything is sent. It is the only message that an endpoint may refuse.
+    """Announces an update before anything is sent. It is the only message that an endpoint may refuse.
 
     ``deadline_s`` bounds the preparation on the endpoint (draining, for instance). ``lease_s`` is how long the endpoint
     keeps the update open without a call from the publisher. After that the endpoint itself ends the update, with
@@ -223,15 +223,15 @@ class WeightUpdate(UpdateMessage):
     @model_validator(mode="after")
     def _delta_has_a_base(self) -> WeightUpdate:
         if ("delta" in self.encodings) != (self.base is not None):
-            raise ValueError("encoding delta and a base come together or not at all")
+            raise ValueError("encoding delta requires a base, and a base requires encoding delta")
         return self
 
 
 class BucketTransfer(UpdateMessage):
     """Asks the endpoint to receive one bucket now. The call is pending until the bucket has arrived and was compared.
 
-    ``size_bytes`` counts the bytes that travel, None for the bucket's own size (``raw``). ``checksum`` is their
-    XXH3-128 in hexadecimal digits, or ``sums64:`` and 32 hexadecimal digits for bytes that travel from GPU to GPU;
+    ``size_bytes`` is the number of bytes sent, None for the bucket's own size (``raw``). ``checksum`` is their
+    XXH3-128 in hexadecimal digits, or ``sums64:`` and 32 hexadecimal digits for bytes that are sent from GPU to GPU;
     None for no comparison.
     """
 
@@ -260,7 +260,7 @@ class WeightVersion(WireModel):
     version: Natural
     run_id: str | None = None
     session_id: str = ""
-    """Session that sent the served version; empty if it had no name, or is not remembered."""
+    """Session that sent the served version; empty if it had no name or has been forgotten."""
     owner_run_id: str | None = None
     """Run whose updates are accepted, or were most recently."""
     incarnation: Natural = 0

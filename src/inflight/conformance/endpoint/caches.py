@@ -19,7 +19,7 @@ LEVEL = "caches"
 _PREFIX_LENGTH = 64
 _NUM_TOKENS = 400
 _LONG_LENGTH = 1100
-"""Length of a prompt that fills several pages of any engine; pages hold 16 to 1024 tokens."""
+"""Length of a prompt that fills several pages on any engine; pages hold 16 to 1024 tokens."""
 _GROUP = 4
 _SHARED_LENGTH = 330
 """Length of the prefix that several clients share: engines cache prefixes by pages of up to 256 tokens."""

@@ -1,4 +1,4 @@
-"""The endpoint under check as the judge sees it: opened, restored before each check, closed."""
+"""The endpoint under check, from the judge's side: opened, restored before each check, closed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _READY_WAIT_S = 8.0
 _IDLE_WAIT_S = 3.0
 _TOKEN_WAIT_S = 15.0
 _GONE_WAIT_S = 1.0
-"""Patience for an endpoint that was not restored the last time either."""
+"""Shorter time limit for an endpoint that could not be restored the previous time."""
 _CLEAN_UP_S = 8.0
 _RESTORE_S = 15.0
 
 
 class JudgedEndpoint(Subject):
-    """Opens the target's endpoint and runs checks on it, in this process. Raises what opening raises.
+    """Opens the target's endpoint and runs checks on it, in this process. Errors of opening propagate.
 
     ``is_suspect`` states that an earlier check, in another process, may have harmed the endpoint.
     """
@@ -46,7 +46,7 @@ class JudgedEndpoint(Subject):
         self._stack = contextlib.AsyncExitStack()
         self._unknown_weights = False
         self._is_suspect = is_suspect
-        """Whether the previous check failed, so that the endpoint may no longer generate."""
+        """Whether the previous check failed, so that the endpoint may be unable to generate."""
         self._gone: Exception | None = None
         """Why the endpoint was not restored the last time."""
         try:
@@ -78,8 +78,8 @@ class JudgedEndpoint(Subject):
     def prepare(self) -> None:
         """Return once the endpoint is READY and idle, and serves the checkpoint's weights.
 
-        An endpoint that the kit made is made again, once, if it cannot be restored. If that fails too, later calls
-        raise the same error at once.
+        If an endpoint that the kit created cannot be restored, it is created again, once. If that also fails, later
+        calls raise the same error immediately.
         """
         if self._gone is not None and self._target.url is None:
             raise self._gone

@@ -51,7 +51,7 @@ resolution of 1e-6, 0.01 and 0.06, and pass through two layers of rounding. The 
 
 
 class EndpointSubject:
-    """An endpoint as checks see it: one object for all checks, with a new publisher for each."""
+    """The endpoint under check: one object for all checks, with a new publisher for each check."""
 
     capabilities: Capabilities
     """What the endpoint reported when it was opened."""

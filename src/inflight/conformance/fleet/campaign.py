@@ -25,7 +25,7 @@ class ScheduleResult:
     injected: tuple[tuple[str, str], ...] = ()
     """Pairs of a step and the kind of fault that was injected there."""
     outcomes: tuple[str, ...] = ()
-    """For each publish ``returned`` or the name of its exception, followed by the outcome of each endpoint."""
+    """For each publish, ``returned`` or the name of its exception, followed by the outcome of each endpoint."""
     slowest_publish_s: float = 0.0
     wall_s: float = 0.0
     num_tokens: int = 0

@@ -59,7 +59,7 @@ async def converse(
 
 
 def problems_of(conversation: Exchange, palette: Palette, capabilities: Capabilities, *, may_abort: bool) -> list[str]:
-    """Return the problems of how a request ended. ``may_abort``: an update used the policy ``abort``."""
+    """Return the problems with the end of a request. ``may_abort``: an update used the policy ``abort``."""
     name, response, server = conversation.request.request_id, conversation.response, conversation.server
     if response is None:
         error = conversation.error

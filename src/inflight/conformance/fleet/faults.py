@@ -1,6 +1,6 @@
 """Fault injection into calls: an endpoint behind a network that loses, repeats and reorders them.
 
-It implements the contract's Protocol, so the library cannot tell it from a real endpoint.
+It implements the contract's Protocol, so the library cannot distinguish it from a real endpoint.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ async def _ignore_errors(call: Awaitable[Any]) -> None:
 
 
 class FaultyEndpoint(InferenceEndpoint):
-    """Server number ``index`` as one trainer or one client sees it, who makes no more calls once ``is_dead`` is set."""
+    """Server number ``index``, for one trainer or client. Once ``is_dead`` is set, that caller makes no more calls."""
 
     def __init__(self, server: TestedServer, index: int, faults: Faults, is_dead: threading.Event) -> None:
         self.server = server
@@ -188,7 +188,7 @@ class FaultyEndpoint(InferenceEndpoint):
         return await self._call(UpdateStep.VERSION, lambda e: e.weight_version())
 
     async def aclose(self) -> None:
-        """Does nothing: the server outlives its callers."""
+        """Do nothing, because the server outlives its callers."""
 
     @property
     def _process(self) -> tuple[TestedServer, int]:

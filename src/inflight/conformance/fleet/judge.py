@@ -71,7 +71,7 @@ def _is_everywhere(published: PublishRecord, before: float) -> bool:
 
 
 async def _seen(server: TestedServer) -> Seen | None:
-    """Return what a server reports and samples from; None if it is down."""
+    """Return a server's report and the weights that it samples from; None if it is down."""
     try:
         said = await version_of(server)
         if said.state is not EndpointState.READY:
@@ -85,7 +85,7 @@ async def _seen(server: TestedServer) -> Seen | None:
 
 
 async def served(servers: Sequence[TestedServer], published: PublishRecord, *, is_alone: bool) -> list[str]:
-    """Return how a report differs from what servers serve. ``is_alone``: no other trainer is publishing."""
+    """Return the differences between a report and the served weights. ``is_alone``: no other trainer is publishing."""
     problems = []
     reports = {} if published.report is None else {e.endpoint: e for e in published.report.endpoints}
     for server in servers:
@@ -124,7 +124,7 @@ async def _poisoned(server: TestedServer) -> list[str]:
 
 
 async def together(servers: Sequence[TestedServer], shade: Shade) -> list[str]:
-    """Return the servers that the last publish, without injected faults, did not reach."""
+    """Return the servers that the last publish did not reach; no faults were injected into it."""
     problems = []
     for server in servers:
         if server.is_gone:

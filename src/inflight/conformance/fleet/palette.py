@@ -1,7 +1,7 @@
 """Weights with a known effect: each version has its own distribution, independent of what was sampled before.
 
 All rows of the embedding are equal and the layers add almost nothing, so the final norm receives the same vector at
-every position. It keeps the first element, and the logits are exactly the first column of the head. Every tensor
+every position. It keeps only the first element, and the logits are exactly the first column of the head. Every tensor
 differs between any two shades, so a mix of two is neither of them. All values are exact in bfloat16, and in float8 with
 a power of two as scale, so no encoding or dtype changes them.
 
@@ -36,7 +36,7 @@ class Shade(NamedTuple):
 
 CHECKPOINT = Shade(0, 0)
 FROZEN = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight")
-"""Tensors that some schedules leave out. No logprob depends on them."""
+"""Tensors that some schedules omit. No logprob depends on them."""
 
 
 def make_checkpoint(path: Path) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Literal
 Transport = Literal["gloo", "shm", "file", "http"]
 TRANSPORTS: tuple[Transport, ...] = ("gloo", "shm", "file", "http")
 SENDER = -1
-"""Denotes the trainer's end of the data plane, in place of an endpoint's number."""
+"""Stands for the trainer's end of the data plane, in place of an endpoint's number."""
 NUM_BUCKETS = 3
 """Faults are injected into one of this many first buckets, which every update has."""
 
@@ -35,7 +35,7 @@ class UpdateStep(StrEnum):
 
 
 class Kind(StrEnum):
-    """What happens to the call."""
+    """The effect on the call."""
 
     DELAY = "delay"
     LOSE_REQUEST = "lose_request"

@@ -24,7 +24,7 @@ from inflight.conformance.fleet.trainer import FleetTrainer, TrainerSettings
 from inflight.errors import ConfigError
 
 _END_S = 15.0
-"""Seconds that clients may take to end their last request."""
+"""Time limit for clients to end their last request, in seconds."""
 _FINAL_DEADLINE_S = 10.0
 _PAUSE_SLACK_S = 3.0  # the machine may be busy with other schedules
 _JUDGE_S = 60.0
@@ -117,7 +117,7 @@ class _Schedule:
             self._faults.take_over.set()
             challenger.join(_END_S * self._testbed.scale + 20 * self._settings.deadline_s)
             if challenger.is_alive():
-                self._problems.append("the trainer that took over hangs")
+                self._problems.append("the second trainer hangs")
         elif first.is_dead.is_set():
             self._train(self._trainer(None), 2, random.Random(random_.random()), next_version)
         self._bring_all_together()
@@ -212,13 +212,13 @@ class _Schedule:
         if trainer.publisher is None or trainer.is_dead.is_set() or trainer.is_fenced:
             trainer = self._trainer(None if trainer.publisher is not None else 9)
             if not trainer.connect(num_tries=5):
-                self._problems.append("no trainer can connect any more")
+                self._problems.append("no trainer can connect anymore")
                 return
         trainer.gather_all()
         version = 1 + max(shade.version for shade in self.palette.shades)
-        # The first publish may find that a server restarted without its group; the second forms a new group.
+        # The first publish may meet a restarted server without a group; the second then forms a new group.
         if not any(trainer.publish(version, deadline_s=deadline_s, quorum_is_all=True) for _ in range(2)):
-            self._problems.append(f"no clean publish succeeds any more: {trainer.published[-1].error}")
+            self._problems.append(f"no clean publish succeeds anymore: {trainer.published[-1].error}")
         self._compare(trainer, is_alone=True)
         shade = trainer.published[-1].shade
         self._problems += self._loop.run(judge.together(self._servers, shade), _JUDGE_S * self._testbed.scale)

@@ -1,6 +1,7 @@
-"""Servers that a command starts: real processes over HTTP, killed, stopped and cut off, judged only by the contract.
+"""Servers that a command starts: real processes over HTTP, killed, stopped and disconnected, judged only by the
+contract.
 
-They keep running from one schedule to the next; only those that a fault killed are started again.
+They keep running from one schedule to the next; only those that a fault killed are restarted.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class ServedServer(TestedServer):
 
     async def deliver(self, call: Call[T]) -> T:
         if self._process is None:
-            raise UnreachableError("it is down", self.name)
+            raise UnreachableError("the server is down", self.name)
         try:
             return await call(self._endpoint)
         except PoisonedError:

@@ -1,4 +1,4 @@
-"""The servers of a schedule as faults and the judge see them, wherever they run.
+"""The interface of the servers of a schedule to faults and the judge, wherever the servers run.
 
 All servers of a process are called in one event loop, which has its own thread. Callers are in other loops, as across
 a network: a call may outlive its caller.

@@ -1,4 +1,4 @@
-"""A trainer whose weights are shades of a palette and that reacts to a failed publish as a real trainer does."""
+"""A trainer whose weights are shades of a palette. It reacts to a failed publish as a real trainer does."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class FleetTrainer:
         return 0 if self.publisher is None else self.publisher.incarnation
 
     def connect(self, num_tries: int = 3) -> bool:
-        """Connect to every server that is not gone; return whether it succeeded."""
+        """Connect to every server that has not ended; return whether this succeeded."""
         settings = self.settings
         timeout_s = _CONNECT_S * settings.scale
         for _ in range(num_tries):

@@ -34,7 +34,7 @@ class Figures:
 
 
 def figures_of(trainer_N: torch.Tensor, behaviour_N: torch.Tensor) -> Figures:
-    """Return the figures of some tokens."""
+    """Return the statistics of some tokens."""
     values = metric_values(ratio_metrics(trainer_N, behaviour_N))
     return Figures(
         num_tokens=len(trainer_N),

@@ -35,11 +35,11 @@ class Bisection:
     """Figures with parts of the model switched off."""
 
     layers_off: Figures
-    """Figures with only embedding, final norm and head left."""
+    """Figures with every layer switched off: only embedding, final norm and head remain."""
     attention_off: Figures
     mlp_off: Figures
     depths: Mapping[int, Figures]
-    """Figures with only the first layers left, by their number."""
+    """Figures with only the first layers switched on, by their number."""
     context_counts: bool
     """Whether tokens before the last one change what the engine samples although every layer is switched off."""
 
@@ -87,7 +87,7 @@ async def measure(
 ) -> PairMeasurements:
     """Return the measurements; if ``bisect`` is None, bisect only if the two sides do not agree.
 
-    Afterwards the endpoint serves weights other than its checkpoint's. Raises what the endpoint and the worker raise.
+    Afterwards the endpoint serves weights other than its checkpoint's. Errors of the endpoint and the worker propagate.
     """
     subject = pair.subject
     report("the same weights on both sides")

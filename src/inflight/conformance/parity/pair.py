@@ -1,4 +1,4 @@
-"""An engine and a trainer with the same weights, and the same tokens as both see them.
+"""An engine and a trainer with the same weights, and their logprobs of the same tokens.
 
 Shape suffixes: T packed tokens, N targets, V vocabulary.
 """

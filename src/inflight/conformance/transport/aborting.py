@@ -1,4 +1,4 @@
-"""Checks of abort: from another thread, at any time, and of what remains of the group."""
+"""Checks of abort: from another thread, at any time, and of the resources that remain afterwards."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _PATTERNS = {
     torch.bfloat16: (torch.int16, [0x7FC1, 0x7FA7, -1, -0x8000, 1, 0x3DCD]),
     torch.float16: (torch.int16, [0x7E01, 0x7D07, -1, -0x8000, 1, 0x2E66]),
 }
-"""Bits by wire dtype: quiet and signalling NaN with a payload, NaN of all ones, -0.0, the least subnormal, 0.1."""
+"""Bits by wire dtype: quiet and signalling NaN with a payload, NaN of all ones, -0.0, the smallest subnormal, 0.1."""
 
 
 @check("T-08", look_at="any conversion or arithmetic between the tensor and the wire: move bytes, not numbers")

@@ -1,4 +1,4 @@
-"""Checks of what happens when the other end does not join, does not answer, stops or dies."""
+"""Checks of failures of the other end: it does not join, does not answer, stops or dies."""
 
 from __future__ import annotations
 

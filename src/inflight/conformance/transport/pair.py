@@ -1,4 +1,4 @@
-"""Both ends of a transport, as the kit opens them."""
+"""Both ends of a transport, opened by the kit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class TransportPair:
-    """A new sender, and how its receivers are made. ``max_receivers`` is the largest number in one group here."""
+    """A new sender, and a factory for its receivers. ``max_receivers`` is the largest number in one group here."""
 
     transport: Transport
     sender: WeightSender

@@ -1,4 +1,4 @@
-"""A transport as checks see it: a new pair for each check, concurrent calls, processes to kill."""
+"""The transport under check: a new pair for each check, concurrent calls, processes to kill."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TransportSubject:
         self._pair = open_pair(self._target)
 
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
-        """Call a check's function in its own thread, then abort whatever it opened."""
+        """Call a check's function in its own thread, then abort all ends that it opened."""
         try:
             self.start(lambda: function(self), "the check").result(deadline_s)
         finally:
@@ -76,7 +76,7 @@ class TransportSubject:
         ends: list[WeightSender | WeightReceiver] = [self._pair.sender, *self._receivers]
         self._peers, self._receivers = [], []
         for call in [self.start(end.abort, "abort after the check") for end in ends]:
-            call.has_ended(2.0)  # the checks of abort report what is wrong with it
+            call.has_ended(2.0)  # the checks of abort report its failures
 
     @property
     def sender(self) -> WeightSender:

@@ -1,4 +1,4 @@
-"""Checks of `save` and `load`: what is restored, on how many ranks, and what a failure leaves behind."""
+"""Checks of `save` and `load`: the restored state, on any number of ranks, and the state after a failure."""
 
 from __future__ import annotations
 

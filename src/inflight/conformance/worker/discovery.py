@@ -1,4 +1,4 @@
-"""Checks of what a worker reports about itself."""
+"""Checks of the properties that a worker reports."""
 
 from __future__ import annotations
 

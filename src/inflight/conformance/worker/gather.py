@@ -1,4 +1,4 @@
-"""Checks of `gather_weights`: what is yielded, when, and on which rank."""
+"""Checks of `gather_weights`: the yielded tensors, their lifetime, and the ranks that hold them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of workers that train a LoRA: its gradient, what a step changes, what is published, and what is saved."""
+"""Checks of workers that train a LoRA: its gradient, and the tensors that are changed, published and saved."""
 
 from __future__ import annotations
 

@@ -118,6 +118,6 @@ def _answering(handler: Handler) -> Handler:
         except InflightError as error:
             return error_response(error)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
 
     return handle

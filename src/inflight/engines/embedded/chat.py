@@ -23,7 +23,7 @@ from inflight.wire import (
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """A Hugging Face tokenizer that has a chat template. ``images`` is None if the model takes none."""
+    """A Hugging Face tokenizer with a chat template. ``images`` is None if the model does not accept images."""
 
     tokenizer: Any
     images: ImageProcessor | None = None
@@ -55,7 +55,7 @@ class ChatFormat:
 
 
 class ChatChunkWriter:
-    """Turns the streamed tokens of one request into streamed text."""
+    """Converts the streamed tokens of one request into streamed text."""
 
     def __init__(self, chat: ChatFormat, request: ChatCompletionRequest) -> None:
         self._chat = chat

@@ -18,10 +18,13 @@ class ContextLimits:
     shortened_to_bytes: int | None = None
 
     def max_tokens_of(self, request: GenerateRequest) -> int:
-        """Return the most tokens a completion may have. Raises `InvalidRequestError` if the request does not fit."""
+        """Return the maximum number of tokens of a completion.
+
+        Raises `InvalidRequestError` if the request does not fit.
+        """
         num_prompt = len(request.prompt_token_ids)
         why = (
-            f" (as many as {self.shortened_to_bytes} bytes of keys and values hold)"
+            f" (the number that fits in {self.shortened_to_bytes} bytes of keys and values)"
             if self.shortened_to_bytes is not None
             else ""
         )
@@ -33,7 +36,7 @@ class ContextLimits:
         if num_prompt + max_tokens > self.max_model_len:
             raise InvalidRequestError(
                 f"the prompt's {num_prompt} tokens and max_tokens={max_tokens} exceed the context of "
-                f"{self.max_model_len}{why}: ask for at most {self.max_model_len - num_prompt} tokens"
+                f"{self.max_model_len}{why}: request at most {self.max_model_len - num_prompt} tokens"
             )
         if (largest := max(request.prompt_token_ids)) >= self.vocab_size:
             raise InvalidRequestError(

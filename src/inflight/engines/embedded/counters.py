@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Counts since the engine was made. The engine's thread writes them, and any thread may read them."""
+    """Counts since the engine was created. The engine's thread writes them, and any thread may read them."""
 
     num_steps: int = 0
     num_tokens: int = 0

@@ -1,4 +1,4 @@
-"""The decode step as one function of tensors of few shapes, which a compiler may take: one token for each sequence.
+"""The decode step as one compilable function of tensors with few different shapes: one token for each sequence.
 
 The step reads parameters, keys and values in place, so their addresses must stay fixed: it needs an arena of a fixed
 size, and updates that are copied (`inflight.engines.embedded.parameters.overwrite`). Rows are padded to a few numbers,
@@ -27,17 +27,17 @@ Compiler = Callable[[DecodeStep], DecodeStep]
 Layers = tuple[torch.Tensor, ...]
 """Keys or values [S, K, C, D] of each layer of an arena."""
 Recorded = tuple[Callable[[], None], torch.Tensor]
-"""A call that repeats a recorded step, and the tensor to which it writes its result."""
+"""A call that replays a recorded step, and the tensor to which it writes its result."""
 
 _FEWEST_PLACES = 64
 _ROWS = 8
-"""Above this many rows, their number is a multiple of it."""
+"""Above this number of rows, the number is rounded up to a multiple of it."""
 
 
 class Decoder:
     """Decodes the sequences of an arena of a fixed size with a compiled step.
 
-    Making one compiles the step, which takes a while, and raises `ConfigError` if the step cannot be compiled.
+    Creating one compiles the step, which takes a while. Raises `ConfigError` if the step cannot be compiled.
     """
 
     def __init__(self, model: Any, arena: Arena, compiler: Compiler) -> None:
@@ -103,9 +103,9 @@ def compiler_for(device: torch.device) -> Compiler:
 
 
 class Captured:
-    """A decode step that is recorded once for each pair of shapes, when it is first needed, and then repeated.
+    """A decode step that is recorded once for each pair of shapes, when it is first needed, and then replayed.
 
-    A repeated step reads and writes the memory that it used while it was recorded.
+    A replayed step reads and writes the memory that it used while it was recorded.
     """
 
     def __init__(self, step: DecodeStep, record: Callable[[Callable[[], torch.Tensor]], Recorded]) -> None:
@@ -136,11 +136,11 @@ class RecorderOnGpu:
         apart = cuda.Stream(self._device)
         apart.wait_stream(cuda.current_stream(self._device))
         with cuda.stream(apart):
-            for _ in range(2):  # compilers and libraries choose their kernels and take their memory
+            for _ in range(2):  # compilers and libraries choose their kernels and allocate their memory
                 function()
         cuda.current_stream(self._device).wait_stream(apart)
         graph = cuda.CUDAGraph()
-        # Only this thread is watched: another one receives weights meanwhile, and may allocate memory.
+        # Only this thread is captured: another one may receive weights and allocate memory in the meantime.
         with cuda.graph(graph, pool=self._pool, stream=apart, capture_error_mode="thread_local"):
             result = function()
         return graph.replay, result
@@ -188,7 +188,7 @@ def _decode_step(model: Any, arena: Arena) -> DecodeStep:
 
 def _compiled(step: DecodeStep) -> DecodeStep:
     assert isinstance(step, FunctionType)
-    # Code of its own: torch keeps graphs, and limits their number, by the code that they were made of.
+    # A separate code object: torch caches graphs, and limits their number, by code object.
     own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
     return cast(DecodeStep, torch.compile(own, fullgraph=True))
 

@@ -96,7 +96,7 @@ class EmbeddedEndpoint(
         self._device: Any = parameter.device
         self._adapted = AdaptedWeights()
         self._is_borrowed = False
-        """Whether weights arrive in memory that only lasts as long as the trainer's process."""
+        """Whether weights arrive in memory that is freed when the trainer's process ends."""
         self._sink = StagedSink(self._make_receiver, self._prepare)
         self._manifest = Manifest(tensors=specs)
         self._capabilities = self._describe_capabilities(parameter)
@@ -185,7 +185,7 @@ class EmbeddedEndpoint(
         return make_receiver(spec, self._device)
 
     def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Named]:
-        """Return what the commit loads. Runs in the receiving thread, while tokens are sampled."""
+        """Return the tensors that the commit loads. Runs in the receiving thread, while tokens are sampled."""
         weights = self._engine.weights
 
         def present(name: str) -> Any:
@@ -244,7 +244,7 @@ class EmbeddedEndpoint(
         try:
             await self._in_engine(take)
         except RuntimeError as error:  # torch's error for too little memory is one
-            raise EndpointError(f"the memory could not be taken back, and is still released: {error}") from error
+            raise EndpointError(f"the memory could not be reacquired, and is still released: {error}") from error
 
     async def num_running(self) -> int:
         """Return the number of running sequences, of which a request may have several."""
@@ -292,7 +292,7 @@ class EmbeddedEndpoint(
         """Yields one chunk per step: one token, or several with drafts. Closing the iterator ends the request."""
         self._updates.session.refuse_to_sample()
         if request.routed_experts:
-            raise UnsupportedError("routed_experts cannot be streamed: ask for the whole completion")
+            raise UnsupportedError("routed_experts cannot be streamed: request the whole completion")
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[CompletionChunk | InflightError | None] = asyncio.Queue()
         sent = [0] * request.sampling.n
@@ -330,10 +330,10 @@ class EmbeddedEndpoint(
             self._engine.call(lambda: self._engine.scheduler.cancel(admitted))
 
     async def _image_tensors(self, request: GenerateRequest) -> dict[str, Any] | None:
-        """Return what the vision tower takes of a request's images, None without images.
+        """Return the vision tower's inputs for a request's images, or None without images.
 
-        Raises `UnsupportedError` if the model takes none, `InvalidRequestError` if one cannot be decoded or is not
-        where the request specifies.
+        Raises `UnsupportedError` if the model does not accept images, `InvalidRequestError` if one cannot be decoded or
+        is not where the request specifies.
         """
         if not request.images:
             return None
@@ -348,7 +348,7 @@ class EmbeddedEndpoint(
         return await asyncio.to_thread(tensors)
 
     async def abort_requests(self, requests: AbortRequests) -> None:
-        """Ends them between two token steps; a sequence that waits for a slot ends without a token."""
+        """End them between two token steps; a sequence that waits for a slot ends without a token."""
         await self._in_engine(lambda: self._engine.scheduler.abort(requests.request_ids))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
@@ -389,7 +389,7 @@ class EmbeddedEndpoint(
 
 
 def _outcome() -> Future[Any]:
-    """Return a future for the engine's thread to settle; a caller that stops waiting does not cancel it."""
+    """Return a future for the engine's thread to complete; a caller that stops waiting does not cancel it."""
     outcome: Future[Any] = Future()
     outcome.set_running_or_notify_cancel()
     return outcome

@@ -38,13 +38,13 @@ T = TypeVar("T")
 class Engine:
     """Runs ``model`` (built with `ATTENTION_NAME`) for up to ``max_concurrent`` sequences. Call `start`, then `close`.
 
-    Keys and values take at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of full length. If one
+    Keys and values use at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of full length. If one
     sequence of ``max_model_len`` does not fit, ``max_model_len`` is lowered. ``decode`` turns token ids into text, for
     stop strings only. ``eos_token_ids`` end a completion. Completions are drafted from ``drafts``, if given; a draft
-    changes how many steps they take, and nothing else.
+    only changes how many steps they take.
 
-    With a ``compiler`` the decode step is compiled, and all memory of keys and values is allocated at once: each
-    sequence takes as much as one of ``max_model_len``. Parameters then keep their addresses.
+    With a ``compiler`` the decode step is compiled, and all memory of keys and values is allocated in advance: each
+    sequence uses as much as one of ``max_model_len``. Parameters then keep their addresses.
 
     The methods of ``scheduler``, ``pauses`` and ``steps`` are for the engine's thread (`call`).
     """
@@ -150,13 +150,13 @@ class Engine:
         on_token: Callable[[Sequence], None] | None = None,
         image_tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[EngineRequest, Future[None]]:
-        """Queue a request; ``image_tensors`` are what the model's processor made of its images.
+        """Queue a request; ``image_tensors`` are the outputs of the model's processor for its images.
 
         Raises `InvalidRequestError` if it does not fit; the future raises it if its id is in use.
 
         The engine's thread removes the request from the engine, then calls exactly one callback once: ``on_finished``
-        when every completion has a finish reason, ``on_failed`` if a step of this request raises even when it runs
-        alone.
+        when every completion has a finish reason, ``on_failed`` if a step of this request raises even when the
+        request runs alone.
         """
         admitted = EngineRequest(
             request.request_id,
@@ -206,7 +206,7 @@ class Engine:
         self.weights.move_to_host()
 
     def take_memory(self) -> None:
-        """Move the parameters back. Engine's thread only; after an error it may be called again."""
+        """Move the parameters back to their device. Engine's thread only; after an error it may be called again."""
         self.weights.move_back()
 
     @torch.inference_mode()
@@ -224,7 +224,7 @@ class Engine:
                 if self._has_work():
                     self.steps.step()
                 self.pauses.complete_drain()
-        except BaseException as error:  # later callers receive it, and the server reports itself unhealthy
+        except BaseException as error:  # later callers receive it, and the server reports that it is unhealthy
             self._failure = error
             raise
         finally:

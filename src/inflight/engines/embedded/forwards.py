@@ -24,7 +24,7 @@ class PackedPrompt:
     slot: Slot
     token_ids: Sequence[int]
     num_rows: int = 1
-    """Rows of logits after its last token, all alike: one for each sequence that begins with it."""
+    """Number of identical rows of logits after its last token: one for each sequence that begins with it."""
     image_rows: Sequence[int] = ()
     """Indices of its tokens that images fill."""
     image_tensors: Mapping[str, torch.Tensor] | None = None
@@ -32,7 +32,7 @@ class PackedPrompt:
 
 
 class Forwards:
-    """Runs a model over the slots of a store. With a decoder, prompts have a forward of their own."""
+    """Runs a model over the slots of a store. With a decoder, prompts have a separate forward."""
 
     def __init__(self, model: Any, store: SlotStore, device: torch.device, decoder: Decoder | None) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""The embedded engine as an installed kind of engine: it runs in the process that serves it."""
+"""The embedded engine as an `EngineKind`: it runs in the process that serves it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EmbeddedKind(EngineKind):
         return GpuUse(memory_share=None, stages_on_gpu=True)
 
     def load(self, options: EngineOptions) -> InferenceEndpoint:
-        """Sets the number of torch's threads in this process, if the options do."""
+        """Also set the number of torch's threads in this process, if the options specify it."""
         import torch
 
         from inflight.engines.embedded.loading import load_endpoint
@@ -38,7 +38,7 @@ class EmbeddedKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """Its server speaks the contract."""
+        """Return an `HttpEndpoint`, because its server implements the contract."""
         return HttpEndpoint(
             url, token=token, control_timeout_s=control_timeout_s, generate_timeout_s=generate_timeout_s
         )

@@ -37,29 +37,29 @@ def load_endpoint(
     compile: bool = False,
     drafts: DraftSource | DraftProvider | None = None,
 ) -> EmbeddedEndpoint:
-    """Return an endpoint that serves the model in ``path``, its engine running.
+    """Return an endpoint with a running engine that serves the model in ``path``.
 
-    ``dtype`` None keeps the stored dtype, ``device`` None takes a GPU if there is one, ``max_model_len`` None takes
-    what the model allows. Keys and values take at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of
+    ``dtype`` None keeps the stored dtype, ``device`` None uses a GPU if there is one, ``max_model_len`` None is the
+    model's maximum. Keys and values use at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of
     ``max_model_len``, or half of all memory if that is less. If that holds fewer tokens than the model allows, the
     context is shortened. ``compile`` compiles the decode step before this returns, and captures CUDA graphs on a GPU.
-    Completions are drafted from ``drafts``, if given. Logs which attention kernel decodes. Raises `ConfigError` if the
-    directory cannot be served, or if both are asked for.
+    Completions are drafted from ``drafts``, if given. Logs which attention kernel decodes. Raises `ConfigError` if
+    the directory cannot be served, or if both ``drafts`` and ``compile`` are given.
     """
     register_slot_attention()
     chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if compile and drafts is not None:
-        raise ConfigError("drafts and a compiled decode step exclude each other: leave one of them out")
+        raise ConfigError("drafts and a compiled decode step cannot be combined: omit one of them")
     if compile:
         check_compiler(chosen, "compile")
     model: Any = load_causal_lm(path, attention=ATTENTION_NAME, dtype=dtype, device=chosen)
     tokenizer = load_tokenizer(path)
     images = load_image_processor(path)
     if compile and images is not None:
-        raise ConfigError("a compiled decode step is not supported for models with images: leave compile out")
+        raise ConfigError("a compiled decode step is not supported for models with images: omit compile")
     allowed = max_model_len_of(model.config)
     if max_model_len is not None and not 2 <= max_model_len <= allowed:
-        raise ConfigError(f"max_model_len {max_model_len} is outside of 2..{allowed}, which the model allows")
+        raise ConfigError(f"max_model_len {max_model_len} is outside the range 2 to {allowed} that the model allows")
     if max_concurrent < 1:
         raise ConfigError(f"max_concurrent must be at least 1, not {max_concurrent}")
     longest = max_model_len or allowed
@@ -69,7 +69,7 @@ def load_endpoint(
         kv_cache_bytes = min(max_concurrent * sequence_bytes, max(sequence_bytes, _memory_bytes(chosen) // 2))
     elif kv_cache_bytes < (sequence_bytes if max_model_len else 2 * sequence_bytes // longest):
         raise ConfigError(
-            f"kv_cache_bytes {kv_cache_bytes} does not hold one sequence of max_model_len {longest}, which takes "
+            f"kv_cache_bytes {kv_cache_bytes} is too small for one sequence of max_model_len {longest}, which needs "
             f"{sequence_bytes} bytes of keys and values; allow more, or set a smaller max_model_len"
         )
     kernel = describe_decode_kernel(config, own_dtype, chosen)

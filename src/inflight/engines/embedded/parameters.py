@@ -1,4 +1,4 @@
-"""The parameters of a served model: how checkpoints store them, and how new values are prepared and then exchanged."""
+"""The parameters of a served model: how checkpoints store them, and how new values are prepared and then swapped in."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class ServedParameters:
     def move_to_host(self) -> None:
         move(self.by_name, HOST)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep what was freed for itself
+            torch.cuda.empty_cache()  # torch would keep the freed memory in its cache
 
     def move_back(self) -> None:
         move(self.by_name, self.device)
@@ -130,7 +130,7 @@ def prepare_tensors(parameters: Parameters, tensors: Iterable[tuple[str, torch.T
 
 
 def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """Make tensors that are ready the memory of the parameters of these names; return the memory before.
+    """Make prepared tensors the memory of the parameters with these names; return the previous memory.
 
     Copies nothing. Modules that share a parameter share its new memory. Freeing gigabytes takes a while, so the caller
     frees the old memory after sampling has resumed.
@@ -143,18 +143,18 @@ def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def move(parameters: Parameters, device: torch.device) -> None:
-    """Put the memory of every parameter on a device, in the same layout; those that are there already stay.
+    """Put the memory of every parameter on a device, in the same layout; those that are already there stay.
 
-    If it raises, some have moved; calling it again with either device continues from there.
+    If it raises, some have moved; it may be called again with either device.
     """
     for parameter in parameters.values():
         parameter.data = parameter.data.to(device)
 
 
 def overwrite(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy tensors that are ready into the memory of the parameters of these names, whose addresses stay.
+    """Copy prepared tensors into the memory of the parameters with these names, whose addresses stay the same.
 
-    On return the device has copied them, and their memory may be used for something else.
+    On return the device has copied them, and their memory may be reused.
     """
     devices = set()
     for name, tensor in ready:

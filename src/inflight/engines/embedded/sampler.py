@@ -43,7 +43,7 @@ def sample(
         if any(greedy):
             tokens_B = torch.where(torch.tensor(greedy, device=logits_BV.device), logits_BV.argmax(dim=-1), tokens_B)
     drawn_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
-    # Both in one transfer, for which a GPU is waited for; float64 holds every token id exactly.
+    # Both in one transfer, because each one waits for the GPU; float64 holds every token id exactly.
     tokens, logprobs = torch.stack([tokens_B.double(), drawn_B.double()]).tolist()
     return [int(token) for token in tokens], logprobs
 
@@ -53,7 +53,7 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def _filtered(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return the logits with -inf outside of each row's kept set, which always contains the most likely token."""
+    """Return the logits with -inf outside each row's kept set, which always contains the most likely token."""
     logits_BV = logits_BV.clone()
     for row, p in enumerate(params):
         if not _filters(p):

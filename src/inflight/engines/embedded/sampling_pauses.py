@@ -48,7 +48,7 @@ class SamplingPauses:
             stop_sampling()
 
     def complete_drain(self) -> None:
-        """Begin the pause that waits for running sequences, if there is one and they have finished."""
+        """Begin a pause that waits for running sequences, if there is one and they have finished."""
         if self._on_drained is not None and not self._scheduler.has_started():
             on_drained, self._on_drained = self._on_drained, None
             on_drained()

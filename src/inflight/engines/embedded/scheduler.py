@@ -14,7 +14,7 @@ from inflight.errors import InvalidRequestError
 from inflight.wire import FinishReason, PromptImage
 
 _MAX_PREFILL_TOKENS = 4096
-"""Most prompt tokens in one forward: more would make running sequences wait."""
+"""Maximum number of prompt tokens in one forward: more would delay running sequences."""
 
 
 class SequenceScheduler:
@@ -64,8 +64,8 @@ class SequenceScheduler:
         """Open slots for waiting sequences, in order; return them, grouped by equal ids and images.
 
         The first of a group is prefilled, and the others get copies of its keys and values. A sequence that does not
-        fit waits, and so do those after it. A request whose slot cannot be allocated, although the limit allows it, is
-        removed and put in ``failed``.
+        fit waits, and so do the sequences after it. A request whose slot cannot be allocated, although the limit allows
+        it, is removed and put in ``failed``.
         """
         groups: dict[tuple[tuple[int, ...], tuple[PromptImage, ...]], list[Sequence]] = {}
         num_tokens, num_open = 0, len(self.running)
@@ -77,7 +77,7 @@ class SequenceScheduler:
                 break
             try:
                 sequence.slot = self.store.open(len(ids), sequence.request.most)
-            except Exception as error:  # such as too little memory
+            except Exception as error:  # such as insufficient memory
                 failed.append((self.remove(sequence.request), error))
                 continue
             self.waiting.popleft()
@@ -96,7 +96,7 @@ class SequenceScheduler:
         self.running.clear()
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence, unless it has ended; with the last of a request, deliver the request."""
+        """End a sequence, unless it has ended. If it is the last one of its request, deliver the request."""
         if sequence.finish_reason is not None:
             return
         sequence.end(reason)
@@ -110,7 +110,7 @@ class SequenceScheduler:
             request.on_finished([s.completion() for s in request.sequences])
 
     def remove(self, request: EngineRequest) -> EngineRequest:
-        """End a request that fails, without a delivery, and return it."""
+        """End a failed request without delivering it, and return it."""
         del self.requests[request.request_id]
         self.waiting = deque(s for s in self.waiting if s.request is not request)
         for sequence in request.sequences:
@@ -148,7 +148,7 @@ class SequenceScheduler:
         self.abort(list(self.requests))
 
     def cancel_all_without_store(self) -> None:
-        """`cancel_all`, leaving slots open, for an engine whose store may have failed."""
+        """`cancel_all` without closing slots, for an engine whose store may have failed."""
         for sequence in self.running.values():
             sequence.slot = None
         self.running.clear()

@@ -1,4 +1,4 @@
-"""Growing sequences and requests of the embedded engine."""
+"""Unfinished sequences and requests of the embedded engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sequence:
     slot: Slot | None = None
     drawn: list[float] = field(default_factory=list)
     """Random numbers of the next tokens. Each is kept until its token is sampled, so that a repeated step, or a step
-    after a rejected draft, draws with the same."""
+    after a rejected draft, uses the same number."""
     drafter: Drafter | None = None
     draft: list[int] = field(default_factory=list)
     """Tokens that the next step verifies."""
@@ -62,7 +62,7 @@ class Sequence:
             self.drafter.sampled(token)
 
     def note_routed(self, start: int, experts_TLK: Experts) -> None:
-        """Keep the experts of tokens ``start``, ``start + 1``, ... that are not known yet."""
+        """Store the experts of tokens ``start``, ``start + 1``, ... that are not known yet."""
         num_known = sum(map(len, self.routed))
         if self.request.routed_experts and len(experts_TLK) > num_known - start:
             self.routed.append(experts_TLK[num_known - start :])

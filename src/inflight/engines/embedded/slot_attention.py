@@ -40,8 +40,9 @@ class AttentionPlan(Protocol):
 class DecodingRows:
     """Decoding tokens ``start <= t < stop`` of the packed batch, which belong to rows of one arena.
 
-    ``rows_T`` and ``positions_T`` say where the keys and values of each go. ``index`` is None if each row has one
-    token. ``is_all`` states that the rows are the arena's first ones in order, so that none has to be copied.
+    ``rows_T`` and ``positions_T`` specify where the keys and values of each token are stored. ``index`` is None if each
+    row has one token. ``is_all`` indicates that the rows are the arena's first ones in order, so that none has to be
+    copied.
     """
 
     start: int
@@ -204,7 +205,7 @@ def _attention(
 
 
 def describe_decode_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> str:
-    """Return which kernel torch takes to decode sequences of different lengths with a model of this configuration."""
+    """Return which kernel torch uses to decode sequences of different lengths with a model of this configuration."""
     num_heads, num_kv_heads, head_dim = heads_of(config)
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     query_BKGD = torch.empty(2, num_kv_heads, num_heads // num_kv_heads, head_dim, **options)

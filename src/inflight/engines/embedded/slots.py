@@ -1,9 +1,9 @@
 """Keys and values of running sequences, in slots grouped by length.
 
 Each arena holds sequences of up to ``capacity`` tokens; a sequence that outgrows it moves to the next, twice as large.
-Decoding attends arena by arena, so a short sequence does not pay for the longest one. A sequence reserves the most it
-can need when it starts, so running sequences can always continue. Arenas grow and shrink with their sequences and never
-exceed the limit. For code that keeps addresses there is one arena of a fixed size instead.
+Decoding attends arena by arena, so a short sequence does not incur the cost of the longest one. A sequence reserves its
+maximum when it starts, so running sequences can always continue. Arenas grow and shrink with their sequences and never
+exceed the limit. Code that needs constant addresses uses one arena of a fixed size instead.
 
 Shape suffixes: L layers, S slots, K key-value heads, C capacity, D head dimension.
 """
@@ -70,7 +70,7 @@ class Arena:
         slot.arena, slot.row = self, row
 
     def free(self, slot: Slot) -> None:
-        """Take a slot's row back. The last row moves into its place as a whole, with its zeros (see `take`)."""
+        """Reclaim a slot's row. The last row moves into its place as a whole, with its zeros (see `take`)."""
         if self._is_fixed:
             written = slice(slot.length + 1)  # a step that failed may have stored one position more
             self.keys_LSKCD[:, slot.row, :, written] = 0
@@ -133,7 +133,7 @@ class SlotStore:
     """Keys and values of all running sequences of one model, in at most ``limit_bytes``.
 
     With ``num_fixed`` there are that many slots of the longest sequence, allocated at once, and no memory moves. If
-    there is even less memory, torch's error passes through: `open` has then allocated nothing, `reserve` leaves a slot
+    there is even less memory, torch's error propagates: `open` has then allocated nothing, `reserve` leaves a slot
     that can only be closed, and other slots are unaffected.
     """
 
@@ -176,7 +176,9 @@ class SlotStore:
         return slot
 
     def expect(self, wanted: Iterable[tuple[Slot, int]]) -> None:
-        """Grow arenas at once for all slots that are about to `reserve` so many more positions, not once for each."""
+        """Grow arenas once for all slots that are about to `reserve` these numbers of positions, instead of once for
+        each.
+        """
         moves = Counter(
             self._arena_for(slot.length + num) for slot, num in wanted if slot.length + num > slot.arena.capacity
         )
@@ -216,7 +218,7 @@ class SlotStore:
             arena.resize(0)
 
     def _take(self, arena: Arena, slot: Slot) -> None:
-        """Give a slot a row; a full arena grows by a quarter, or less near the limit."""
+        """Assign a row to a slot; a full arena grows by a quarter, or less near the limit."""
         needed = len(arena.owners) + 1
         if needed > arena.num_slots:
             wanted = needed + needed // 4

@@ -53,7 +53,7 @@ class Speculation:
             sequence.drafter = self._source.drafter(ids[:num_prompt], ids[num_prompt:])
 
     def propose(self, sequence: Sequence) -> int:
-        """Draft the next tokens of a running sequence; return how many. The token after them still fits."""
+        """Draft the next tokens of a running sequence; return their number. The token after them still fits."""
         if sequence.drafter is None:
             return 0
         sequence.draft = sequence.drafter.draft(sequence.request.max_tokens - len(sequence.token_ids) - 1)
@@ -82,5 +82,5 @@ class Speculation:
 
 
 def num_accepted(draft: list[int], token_ids: list[int]) -> int:
-    """Return how many tokens of a draft are as drawn, before the first that differs."""
+    """Return how many tokens of a draft equal those drawn, up to the first that differs."""
     return next((i for i, token in enumerate(draft) if token_ids[i] != token), len(draft))

@@ -1,4 +1,4 @@
-"""Steps of the embedded engine: one forward, draws, delivery; in halves if a step raises.
+"""Steps of the embedded engine: one forward, draws, delivery; a step that raises is split in halves.
 
 A step that raises is repeated in halves until the sequence that causes the error runs alone, and its request ends. It
 can be repeated because it changes nothing before its tokens are drawn.
@@ -58,7 +58,7 @@ class StepRunner:
     def step(self) -> None:
         """Sample for every sequence that runs or can start: one token, and the accepted tokens of its draft.
 
-        Requests that fail end.
+        Requests that fail are ended.
         """
         failed: list[tuple[EngineRequest, Exception]] = []
         running = self._scheduler.running
@@ -68,7 +68,7 @@ class StepRunner:
             if sequence.slot is slot:  # not if another sequence of its request has failed
                 try:
                     self._store.reserve(slot, wanted[slot])
-                except Exception as error:  # such as too little memory
+                except Exception as error:  # such as insufficient memory
                     failed.append((self._scheduler.remove(sequence.request), error))
         new = self._scheduler.start_waiting(failed)
         self._advance([[sequence] for sequence in running.values()] + new, failed)
@@ -159,7 +159,10 @@ class StepRunner:
                 self._scheduler.running[follower.slot] = follower
 
     def _engine_error(self) -> Exception | None:
-        """Return what a prompt of one token raises. None means that the requests, not the engine, caused a failure."""
+        """Return the error that a prompt of one token raises.
+
+        None means that the requests, not the engine, caused a failure.
+        """
         try:
             slot = self._store.open(1, 1)
             try:
@@ -180,7 +183,7 @@ class StepRunner:
             sequence.append(token, logprob)
             self._counters.num_tokens += 1
             if (reason := self._end_of(sequence)) is not None:
-                sequence.num_accepted -= max(0, len(drawn.token_ids) - 1 - i)  # accepted, and not in the completion
+                sequence.num_accepted -= max(0, len(drawn.token_ids) - 1 - i)  # accepted, but not in the completion
                 return reason
         return None
 
@@ -206,7 +209,7 @@ class StepRunner:
 def _note_experts(
     recorder: RoutingRecorder, slots: list[Slot], num_decoded: list[int], drawn: list[Drawn], new: list[list[Sequence]]
 ) -> None:
-    """Give each sequence the experts of its tokens: ``num_decoded`` for each running one, and all of a new one's."""
+    """Store the experts of each sequence's tokens: ``num_decoded`` for each running one, and all of a new one's."""
     experts_TLK = recorder.take()
     for slot, num, it in zip(slots, num_decoded, drawn, strict=False):
         it.sequence.note_routed(slot.length, experts_TLK[: len(it.token_ids)].copy())

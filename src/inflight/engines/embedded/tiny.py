@@ -22,9 +22,9 @@ Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 Style = Literal["answer", "grown"]
 
 _LONGEST_ENDS = 160
-"""Most characters of all ends together; for answers of up to sixteen characters, ends grow by one character."""
+"""Maximum total length of all ends; for answers of up to sixteen characters, ends grow by one character."""
 _MAX_TOKENS_PER_STEP = 3072
-"""Most tokens of a step of imitation, padding included, so that longer problems do not make a step take longer."""
+"""Maximum number of tokens per imitation step, padding included, so that longer problems do not slow down a step."""
 
 _FIRST_PROBLEM = 1_000_000_000
 
@@ -133,8 +133,8 @@ def warm_start(
     """Imitate demonstrations of a task for ``num_steps`` steps of up to ``batch_size`` problems, fewer if long.
 
     For the first ``clean_fraction`` of the steps all demonstrations are right; afterwards ``wrong_fraction`` of them
-    lead to a corrupted answer. Problems come from the far end of the task, which a run never reaches; those that do not
-    fit into the model's context are left out. ``on_progress(step, loss)`` is called after every step. The result
+    lead to a corrupted answer. Problems come from the far end of the task, which a run never reaches; those that do
+    not fit into the model's context are omitted. ``on_progress(step, loss)`` is called after every step. The result
     depends only on the seed and the machine's arithmetic. Raises `ConfigError` if most of the first problems do not
     fit.
     """
@@ -164,7 +164,7 @@ def warm_start(
         if step == 0 and len(too_long) > len(rows):
             raise ConfigError(
                 f"{len(too_long)} of the first {len(too_long) + len(rows)} problems of {task.name} do not fit into "
-                f"{context} tokens; the longest has {max(too_long)}. Give a larger max_model_len"
+                f"{context} tokens; the longest has {max(too_long)}. Pass a larger max_model_len"
             )
         if not rows:
             continue
@@ -202,8 +202,8 @@ def _bytes_of(prompt: str) -> Iterator[int]:
 def corrupt(answer: str, rng: random.Random) -> str:
     """Return the answer without a part of its first half or, one time in four, with its last character put in front.
 
-    Both errors are about when to stop, and shift every character. They leave the model's knowledge of the
-    characters intact, and score next to nothing where a score compares position by position.
+    Both errors concern when to stop, and shift every character. They leave the model's knowledge of the characters
+    intact, and score close to zero with a score that compares position by position.
     """
     if rng.random() < 0.25:
         return answer[-1:] + answer
@@ -217,7 +217,7 @@ def imitation_loss_of(
 ) -> torch.Tensor:
     """Return the mean cross-entropy of the completions' bytes; prompts are not imitated.
 
-    ``inputs_of`` makes the model's inputs of the padded token ids.
+    ``inputs_of`` returns the model's inputs for the padded token ids.
     """
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     token_ids = torch.full((len(rows), longest), PAD)

@@ -1,6 +1,6 @@
-"""Tiny models with images: LLaVA's architecture with a tower of patches, the byte tokenizer and a processor, made here.
+"""Tiny models with images: LLaVA's architecture with a vision tower of patches, the byte tokenizer and a processor.
 
-The warm start teaches the form of the answers to an environment's pictures, and none of what they show if every
+The warm start teaches the form of the answers to an environment's pictures, but nothing about their content if every
 demonstration is wrong.
 """
 
@@ -146,7 +146,8 @@ def warm_start_on_images(
     learning_rate: float = 3e-3,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Imitate answers to pictures for ``num_steps`` steps; a ``wrong_fraction`` of them answer another picture.
+    """Imitate answers to pictures for ``num_steps`` steps; for a ``wrong_fraction`` of them, the answer belongs to
+    another picture.
 
     Items come from the far end, which a run never reaches. The result depends only on the seed and the machine's
     arithmetic. Raises `ConfigError` for an item without a picture or an answer.

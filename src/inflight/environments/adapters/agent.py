@@ -1,6 +1,6 @@
 """Agents as commands: each episode is one run of a program that only knows an OpenAI URL.
 
-The program finds the URL and its key where clients of OpenAI look for them, in ``OPENAI_BASE_URL`` and
+The program receives the URL and its key in the variables that OpenAI clients read, in ``OPENAI_BASE_URL`` and
 ``OPENAI_API_KEY``, and the item as JSON on standard input. It gives its reward by posting ``{"reward": 1.0}`` to
 ``INFLIGHT_REWARD_URL``, or by printing that object as its last line.
 """
@@ -25,14 +25,14 @@ from inflight.types import TaskItem
 _SECRETS = ("INFLIGHT_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
 """Variables that an agent does not inherit."""
 _PARTING_S = 5.0
-"""How long what is left of an agent's output may take once the agent has ended."""
+"""How long to read the rest of an agent's output after the agent has ended."""
 _POLL_S = 0.02
 _TAIL_BYTES = 300
 _MAX_LINE_BYTES = 64 * 1024
 
 
 class AgentCommand(Environment):
-    """Runs a command for each episode, in a process group of its own, and ends all of the group with the episode.
+    """Runs a command for each episode, in its own process group, and ends the whole group with the episode.
 
     Each of ``roles`` has its own URL, which the item lists under ``roles``, and may receive its own reward.
     ``tasks`` is a file with one JSON object per line, or ``module:function`` that returns the object of an index; the
@@ -127,7 +127,7 @@ class AgentCommand(Environment):
 
 
 def _items(tasks: str) -> Callable[[int], Mapping[str, Any]]:
-    """Return what makes the object of an index; a file starts again after its last line. Raises `TaskError`."""
+    """Return a function from an index to its object; a file is repeated after its last line. Raises `TaskError`."""
     if not isinstance(tasks, str):
         raise TaskError(f"tasks must be a file of JSON lines, or module:function, not {tasks!r}")
     if ":" in tasks and not Path(tasks).is_file():
@@ -153,7 +153,7 @@ async def _ended(agent: asyncio.subprocess.Process) -> int:
 
 
 async def _give(stream: asyncio.StreamWriter, content: bytes) -> None:
-    """Write all of a program's input, unless it does not want it."""
+    """Write all of a program's input, unless the program closes its input early."""
     with contextlib.suppress(ConnectionError):
         stream.write(content)
         await stream.drain()

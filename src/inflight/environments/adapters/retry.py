@@ -1,4 +1,4 @@
-"""An environment that gives the model further tries at a task after a wrong answer."""
+"""An environment that lets the model retry a task after a wrong answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Retry(Environment):
 
     ``task`` and ``params`` name the task as ``task.name`` and ``task.params`` do in a run. An answer that scores 1
     ends the episode. The reward is the score of the last answer, times ``discount`` for each try before it. For runs
-    that assign credit by turn, each turn is rewarded for what it added to the best score so far.
+    that assign credit by turn, each turn's reward is its improvement on the best score so far.
     """
 
     def __init__(

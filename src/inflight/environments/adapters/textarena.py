@@ -1,7 +1,7 @@
 """The games of TextArena as environments: one model plays every player, or one of them against an opponent.
 
 A turn shows a player what the game has sent it since its last turn, so that each player's game is one conversation.
-Games draw from Python's global randomness and are not made for threads: here each has randomness of its own, and one
+Games use Python's global random state and are not thread-safe. Here each game has its own random state, and only one
 game of the process moves at a time, in a thread.
 """
 
@@ -131,7 +131,7 @@ class TextArena(Environment):
     ``options`` go to the game, and ``players`` is only needed where the game does not start with the first number of
     players that it accepts.
 
-    Illegal actions are the game's affair: most ask once more, then the player loses.
+    The game handles illegal actions: most games ask once more, then the player loses.
     """
 
     def __init__(

@@ -24,15 +24,15 @@ Row = Mapping[str, Any]
 
 
 class TrlEnvironment(Environment):
-    """Plays what ``factory`` makes, named as ``module:Class``, once for each row of ``prompts`` and each episode.
+    """Plays an object of ``factory``, named as ``module:Class``, once for each row of ``prompts`` and each episode.
 
     ``prompts`` is a list of texts or rows (``prompt`` is a text or a list of messages; other columns are up to the
     environment), the path of a JSONL file of them, or ``module:attribute``; item i is row i, and after the last row
     comes the first. Without it, ``reset`` alone states what is asked.
 
     The reward is the sum of ``get_reward`` and of ``reward_funcs``, functions as TRL's, named as ``module:function``,
-    which are called with one completion at a time. Objects are used again once their episode has ended well; those of
-    an episode that failed are thrown away.
+    which are called with one completion at a time. Objects are reused after their episode has ended successfully; those
+    of a failed episode are discarded.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TrlEnvironment(Environment):
         reward_funcs: Sequence[str] = (),
         max_turns: int = 16,
     ) -> None:
-        """Raise `TaskError` if factory, rows or rewards are missing, or what the factory makes has no method reset."""
+        """Raise `TaskError` if factory, rows or rewards are missing, or the factory's object has no method reset."""
         del seed  # rows come in their order, and the environment's randomness is its own
         try:
             self._factory: Callable[[], Any] = resolve(factory)
@@ -55,7 +55,7 @@ class TrlEnvironment(Environment):
         self._max_turns = max_turns
         first = self._factory()
         if not callable(getattr(first, "reset", None)):
-            raise TaskError(f"what {factory} makes, a {type(first).__name__}, has no method reset")
+            raise TaskError(f"the object of {factory}, a {type(first).__name__}, has no method reset")
         if not self._reward_funcs and not hasattr(first, "get_reward"):
             raise TaskError(f"{factory} has no method get_reward, and task.params has no reward_funcs")
         self._idle = [first]

@@ -31,8 +31,8 @@ class VerifiersEnvironment(Environment):
 
     ``taskset`` is the name, or a table of the taskset's options with its ``id``; ``agent`` and ``env`` are the tables
     of those names in a configuration of verifiers. Unless ``agent`` specifies otherwise, `ChatLoop` plays, for at most
-    16 turns. With several agents (``env = { id = ... }``), the reward is the mean of those that are trained. After the
-    last task of a finite taskset comes the first. Order of tasks and randomness are the taskset's own.
+    16 turns. With several agents (``env = { id = ... }``), the reward is the mean of those that are trained. A finite
+    taskset is repeated after its last task. Order of tasks and randomness are the taskset's own.
     """
 
     def __init__(

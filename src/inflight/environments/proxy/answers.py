@@ -1,7 +1,7 @@
 """Answers for clients of OpenAI's API, each a turn of one episode: histories of messages in, messages out.
 
-A request continues in the conversation whose messages it begins with, and is otherwise the beginning of another one: an
-agent that edits or compacts its context continues in a branch. What was sampled is never tokenised again.
+A request continues the conversation whose messages it begins with, and otherwise begins a new one: an agent that
+edits or compacts its context continues in a branch. What was sampled is never tokenised again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from inflight.wire import Completion, CompletionChunk, PromptImage, SamplingPara
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said in one turn."""
+    """The model's reply in one turn."""
 
     id: str
     """Names the turn within its episode."""
@@ -63,7 +63,7 @@ class AnswerPiece:
 
     id: str
     text: str
-    """What is certain by now and was not in an earlier piece."""
+    """Text that can no longer change and was not in an earlier piece."""
     chunk: CompletionChunk | None
     """The tokens of this part; None: only the text was still missing."""
 
@@ -77,7 +77,7 @@ class _Asked:
     sampling: SamplingParams
     may_call: bool
     note: Callable[[Answer, ReplyText], None]
-    """Remembers the conversation that an answer makes."""
+    """Stores the conversation that includes an answer."""
     images: tuple[PromptImage, ...] = ()
 
 
@@ -85,7 +85,7 @@ class Answers:
     """Answers the requests of one role of an episode, several at once too, and records them.
 
     Every method raises `InvalidRequestError` if a request cannot be rendered, `ContextFullError` if it leaves no room,
-    and what the endpoint raises: the episode is then lost. Nothing is recorded of an answer that was not given whole.
+    and what the endpoint raises: the episode is then lost. An incomplete answer is not recorded.
     """
 
     def __init__(self, episode: PlayingEpisode, role: str = "") -> None:
@@ -124,7 +124,7 @@ class Answers:
                     yield answer
 
     def overridden(self, request: Request) -> str:
-        """Return, in words, where a request draws tokens in another way than the episode's settings."""
+        """Return a description of the sampling settings of a request that differ from the episode's."""
         drawn = request.sampling_params if isinstance(request, ProxyGenerateRequest) else request
         return ", ".join(drawn.overridden(self.episode.sampling))
 
@@ -171,7 +171,7 @@ class Answers:
                 return _Asked(f"gen-{number}", request.token_ids, sampling, False, lambda answer, reply_text: None)
 
     def _answered(self, asked: _Asked, number: int, completion: Completion, sent: str = "") -> Answer:
-        """Return the answer that a recorded turn makes; it begins with the text that was sent already."""
+        """Return the answer for a recorded turn; it begins with the text that was already sent."""
         reply_text = self.episode.template.decode_reply(completion.token_ids, completion.finish_reason)
         said = before_stop(reply_text.spoken, asked.sampling.stop)
         text, calls = split_tool_calls(said) if asked.may_call else (said, ())
@@ -184,7 +184,7 @@ class Answers:
     # ----------------------------------------------------------------------------------------------------------- chat
 
     def _prompt(self, request: ChatRequest) -> tuple[list[bytes], Prompt]:
-        """Return the history of a request, and what the model is asked to continue."""
+        """Return the history of a request, and its prompt."""
         messages = [rendered_message(message, number) for number, message in enumerate(request.messages)]
         tools, template = request.tools or (), self.episode.template
         history = history_of(messages, tools)

@@ -1,4 +1,4 @@
-"""The recording proxy as a Starlette application: an agent with OpenAI's URL in its hands plays an episode.
+"""The recording proxy as a Starlette application, through which an agent that uses an OpenAI URL plays an episode.
 
 Each episode has a secret key, in the path (``/e/KEY/v1/...``) or as the API key. Every error has OpenAI's shape. A
 client that disconnects ends its request, and nothing of it is recorded.
@@ -105,7 +105,7 @@ class ServedEpisodes:
         return self._episodes.get(_digest(key))
 
     def close(self, key: str) -> None:
-        """Serve an episode no longer, and end its requests."""
+        """Stop serving an episode, and end its requests."""
         served = self._episodes.pop(_digest(key), None)
         if served is not None:
             served.end()
@@ -130,7 +130,7 @@ class ServedEpisodes:
 
 
 def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = None) -> list[Route]:
-    """Return the routes that agents call. ``note`` is called once if a client asks for other sampling settings."""
+    """Return the routes that agents call. ``note`` is called once if a client requests different sampling settings."""
     has_noted = False
 
     async def chat(request: HttpRequest, served: ServedEpisode) -> Response:
@@ -148,7 +148,7 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
         overridden = served.answers.overridden(body)
         if overridden and note is not None and not has_noted:
             has_noted = True
-            note(f"an agent asks for {overridden}: the sampling settings of the run hold, as training needs")
+            note(f"an agent requests {overridden}: ignored, because training requires the sampling settings of the run")
         headers = {_OVERRIDDEN: overridden} if overridden else {}
         try:
             if body.stream:
@@ -195,7 +195,7 @@ def proxy_route(path: str, method: str, handler: Callable[[HttpRequest], Awaitab
         except HTTPException as error:
             return error_response(InvalidRequestError(_without_key(request, error.detail)), error.status_code)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
 
     return Route(path, handle, methods=[method])
 
@@ -237,10 +237,10 @@ def _served(request: HttpRequest, episodes: ServedEpisodes) -> ServedEpisode:
 
 
 def _refuse_if_over(served: ServedEpisode) -> None:
-    """Raise `EpisodeOverError` if nothing that is sampled from now on would count."""
+    """Raise `EpisodeOverError` if further turns would not count."""
     error = served.answers.episode.error
     if error is not None:
-        raise EpisodeOverError(f"the episode is lost, since its endpoint failed: {error}") from error
+        raise EpisodeOverError(f"the episode is lost because its endpoint failed: {error}") from error
     if served.is_over:
         raise EpisodeOverError("the episode has ended")
 

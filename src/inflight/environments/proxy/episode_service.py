@@ -1,4 +1,4 @@
-"""Episodes for a codebase of its own: opened, played by agents through the proxy, and finished over HTTP.
+"""Episodes for other codebases: opened, played by agents through the proxy, and finished over HTTP.
 
     POST   /episodes                {"temperature"?, "max_tokens"?, "seed"?, "roles"?}  ->  {"key", "openai_url"}
     POST   /episodes/KEY/finish     {"reward"?}                                         ->  {"reward", "rollouts"}
@@ -56,7 +56,7 @@ from inflight.wire import (
 _NUM_FINISHED = 256
 _MAX_BODY_BYTES = 64 * 1024
 _FAILED_S = 30.0
-"""How long an endpoint that failed an episode gets new ones only if all others have failed too."""
+"""How long an endpoint that failed an episode receives new ones only if all others have failed too."""
 
 
 class OpenRequest(BaseModel):
@@ -88,7 +88,7 @@ class _Host:
 
 
 class EpisodeService:
-    """Opens episodes on the endpoint that has fewest, bounded in number, and forgets those that nobody uses."""
+    """Opens a limited number of episodes, each on the endpoint that has fewest, and closes idle ones."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class EpisodeService:
         self.episodes = ServedEpisodes()
 
     async def attach(self, endpoints: Sequence[InferenceEndpoint]) -> None:
-        """Ask what the endpoints support. Raises what they raise."""
+        """Query the endpoints' capabilities. Their errors propagate."""
         for endpoint in endpoints:
             self._hosts.append(_Host(endpoint, await endpoint.capabilities()))
 
@@ -176,7 +176,7 @@ class EpisodeService:
         )
 
     def _moved(self, episode: PlayingEpisode, error: Exception) -> int:
-        """Take an episode to another endpoint, since its own failed. Raises the error if all have failed just now."""
+        """Move an episode to another endpoint, because its own failed. Raises the error if all have failed recently."""
         self._failed[self._host_of[episode]] = time.monotonic()
         place = self._next_place()
         if self._failed.get(place, -math.inf) > time.monotonic() - _FAILED_S:
@@ -199,7 +199,7 @@ class EpisodeService:
         self.episodes.close(key)
         self._forget(served)
         if episode.error is not None or reward is None:
-            raise EpisodeOverError(f"the episode is lost, since its endpoint failed: {episode.error}")
+            raise EpisodeOverError(f"the episode is lost because its endpoint failed: {episode.error}")
         rollouts = episode.played(reward).rollouts(0, episode.sampling.temperature)
         self._finished[key] = {"reward": reward, "rollouts": [rollout_json(rollout) for rollout in rollouts]}
         if len(self._finished) > _NUM_FINISHED:
@@ -217,11 +217,11 @@ class EpisodeService:
         key = request.path_params["key"]
         served = self.episodes.find(key)
         if served is None or served.answers.role:
-            raise InvalidRequestError("no such episode is open: it was finished or deleted, or nobody used it for long")
+            raise InvalidRequestError("no such episode is open: it was finished, deleted, or closed while idle")
         return key, served
 
     def _next_place(self) -> int:
-        """Return the endpoint with the fewest episodes, of those that have not failed just now if there are any."""
+        """Return the endpoint with the fewest episodes, preferably one that has not failed recently."""
         recently = time.monotonic() - _FAILED_S
         return min(range(len(self._hosts)), key=lambda i: (self._failed.get(i, -math.inf) > recently, self._load[i]))
 

@@ -39,7 +39,7 @@ class ChunkWriter:
         self._has_begun = False
 
     def piece(self, piece: AnswerPiece) -> dict[str, Any] | None:
-        """Return the chunk of a piece; None if it has nothing that the client has asked for."""
+        """Return the chunk of a piece; None if it has nothing that the client requested."""
         is_first, self._has_begun = not self._has_begun, True
         wants_tokens = piece.chunk is not None and bool(self._request.return_token_ids or self._request.wants_logprobs)
         if not (piece.text or wants_tokens or (is_first and self._is_chat)):
@@ -57,7 +57,7 @@ class ChunkWriter:
         return self._chunk(piece.id, [choice])
 
     def end(self, answer: Answer, *, has_streamed: bool) -> list[dict[str, Any]]:
-        """Return the chunks that end an answer. Where no tokens were streamed, they come here."""
+        """Return the chunks that end an answer. They contain its tokens if none were streamed."""
         delta: dict[str, Any] = {}
         if answer.tool_calls:
             calls = openai_tool_calls(answer.tool_calls)
@@ -155,7 +155,7 @@ class GenerateWriter:
         return _generate_chunk(piece.id, chunk.token_ids, logprobs) | facts
 
     def end(self, answer: Answer, *, has_streamed: bool) -> list[dict[str, Any]]:
-        """Return the chunks that end an answer. Where no tokens were streamed, they come here."""
+        """Return the chunks that end an answer. They contain its tokens if none were streamed."""
         completion = answer.completion
         token_ids, logprobs = ((), ()) if has_streamed else (completion.token_ids, completion.logprobs)
         said = _token_logprobs(self._request, token_ids, logprobs)
@@ -170,7 +170,7 @@ class GenerateWriter:
 
 
 def writer_of(request: Request, model: str, pieces: Pieces) -> ChunkWriter | GenerateWriter:
-    """Return what writes a streamed answer in the format of its request."""
+    """Return a writer of streamed answers in the format of the request."""
     return GenerateWriter(request) if isinstance(request, ProxyGenerateRequest) else ChunkWriter(request, model, pieces)
 
 

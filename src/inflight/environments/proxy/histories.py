@@ -1,4 +1,4 @@
-"""Which conversation a client continues with, by the messages that it sends.
+"""Finds the conversation that a client continues, by the messages that it sends.
 
 A client of OpenAI's API sends the whole history with every request. A request continues the conversation whose messages
 it begins with, the model's own answers as they were given.
@@ -45,7 +45,7 @@ class Histories:
         return found
 
     def add(self, history: Sequence[bytes], transcript: Transcript) -> None:
-        """Remember a conversation whose client has seen a history; its last message is the model's answer."""
+        """Store a conversation under the history that its client has seen; the last message is the model's answer."""
         node = self._root
         for message in history:
             node = node.next.setdefault(message, _Node())
@@ -58,7 +58,7 @@ def history_of(messages: Sequence[Message], tools: Tools) -> list[bytes]:
 
 
 def identity(message: Message) -> bytes:
-    """Return a digest that is equal for messages that say the same.
+    """Return a digest that is equal for equivalent messages.
 
     Fields that are absent, None or empty make no difference, nor does the white space in the arguments of a call.
     """

@@ -1,8 +1,8 @@
 """What clients of the proxy send: OpenAI's chat and completions, vLLM's generate, and rewards.
 
 The settings of the run decide how tokens are drawn, since logprobs must be those of the distribution that is trained
-on. Fields that only change where or how a request is handled are accepted. Whatever would change the answer, and is not
-done here, is refused by its name.
+on. Fields that only change where or how a request is handled are accepted. An unsupported field that would change the
+answer is rejected by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _IGNORED = frozenset(
         "request_id",
     )
 )
-"""Fields that change no answer."""
+"""Fields that do not change the answer."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -58,11 +58,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields that are accepted with these values, which say the same as leaving them out."""
+"""Fields that are accepted only with these values, which mean the same as omitting them."""
 
 
 class _Body(BaseModel):
-    """Base of every request. What is not listed here or above is refused, never ignored."""
+    """Base of every request. A field that is not listed here or above is rejected, not ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     _ignored: ClassVar[frozenset[str]] = _IGNORED
@@ -84,7 +84,7 @@ class _Body(BaseModel):
 
 
 class _Sampled(_Body):
-    """What every request for tokens may say."""
+    """The fields of every request for tokens."""
 
     max_tokens: TokenCount | None = None
     stop: StopString | Annotated[Items[StopString], Field(max_length=64)] | None = None
@@ -99,7 +99,7 @@ class _Sampled(_Body):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self, settings: SamplingParams) -> SamplingParams:
-        """Return the settings of the run, with the request's ends of an answer; it cannot be longer than they say."""
+        """Return the settings of the run with the request's stop conditions and, if lower, its length limit."""
         longest = [limit for limit in (self._longest(), settings.max_tokens) if limit is not None]
         update = {
             "max_tokens": min(longest, default=None),
@@ -139,7 +139,7 @@ class ChatRequest(_OpenAI):
     messages: Items[dict[str, Any]] = Field(min_length=1)
     tools: Items[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
-    """A call cannot be forced, since that would draw tokens from another distribution than the one trained on."""
+    """A call cannot be forced, because that would change the distribution that tokens are drawn from."""
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
 

@@ -13,8 +13,8 @@ from inflight.http.listening import InLoopServer, bind
 class ProxyServer:
     """Serves episodes to agents on loopback, as long as its context is open.
 
-    ``model`` is the name under which the model is listed. ``note`` is called once, if an agent asks for other sampling
-    than the run's.
+    ``model`` is the name under which the model is listed. ``note`` is called once, if an agent requests sampling
+    settings other than the run's.
     """
 
     def __init__(self, model: str, note: Callable[[str], None] | None = None) -> None:

@@ -1,10 +1,10 @@
 """A tool that runs a model's Python code in a sandbox.
 
-    tool = PythonTool(timeout_s=5.0)
+tool = PythonTool(timeout_s=5.0)
     result = await tool.run("print(sum(range(10)))")
     result.status, result.text  # ("ok", "45\n")
 
-Every call gets a sandbox of its own, which is gone when the call returns or is cancelled. Under ``namespaces`` the code
+Every call runs in a new sandbox, which is removed when the call returns or is cancelled. Under ``namespaces`` the code
 
 - sees Python's standard library, the system's shared libraries and four devices, all read-only, and an empty
   directory, ``/tmp``, of ``disk_bytes``; no other file, no ``/proc``, no environment variable of the caller's;
@@ -13,9 +13,9 @@ Every call gets a sandbox of its own, which is gone when the call returns or is 
   other process and no program.
 
 What is refused raises the usual exceptions in the code (`PermissionError`, `OSError`, `MemoryError`), and the result's
-text indicates which limit ended it. User namespaces, a root of its own, resource limits, dropped capabilities and a
-seccomp filter stand one behind the other. They share the host's kernel: a bug in the kernel can still be a way out, and
-timing and load can be observed from inside. Code from people who mean harm belongs in a virtual machine.
+text indicates which limit ended it. User namespaces, a private root directory, resource limits, dropped capabilities
+and a seccomp filter are layers of protection. The code shares the host's kernel: a bug in the kernel can still be a way
+out, and timing and load can be observed from inside. Run code from malicious users in a virtual machine.
 
 ``limits`` is for machines without user namespaces, and is NOT a security boundary: the code is an ordinary process of
 the caller's user, with limits on time, memory and file sizes and a clean environment. It reaches files, processes and

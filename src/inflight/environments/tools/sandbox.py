@@ -1,4 +1,4 @@
-"""The process that shuts itself in and runs code; `inflight.environments.tools.python_tool` starts one for every call.
+"""The process that isolates itself and runs code; `inflight.environments.tools.python_tool` starts one for every call.
 
 It starts as a program of its own, without the packages of the environment, and so imports nothing of inflight. Its
 standard input is the code, its standard output and error are the output. The report on ``report_fd`` is one line,
@@ -12,7 +12,7 @@ standard input is the code, its standard output and error are the output. The re
 
 Under ``isolation="limits"`` the launcher forks the worker itself, and the worker has limits only.
 
-A step that fails is reported, and the code does not run. Linux 5.14 or later.
+If a step fails, it is reported and the code does not run. Linux 5.14 or later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OUT_OF_MEMORY = 117
-"""The worker's exit status when the code ends with a MemoryError. Code that exits with it is told that it did."""
+"""The worker's exit status when the code ends with a MemoryError. Code that exits with it is reported the same way."""
 
 SCRATCH = "/tmp"
 MAX_FILES = 4096
@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> None:
         line = _failure(error)
     if line:
         os.write(report_fd, f"{line}\n".encode())
-    os._exit(0)  # an interpreter that ends takes milliseconds for it
+    os._exit(0)  # a regular exit of the interpreter takes milliseconds
 
 
 def _failure(error: OSError) -> str:
@@ -195,7 +195,7 @@ def _write(path: str, text: str) -> None:
 def _init(
     report_fd: int, timeout_s: float, memory: int, disk: int, filters: bytes, sources: list[tuple[str, str]]
 ) -> None:
-    """Shut this process in, abandon its privileges, run the worker and report how it ended."""
+    """Isolate this process, drop its privileges, run the worker and report how it ended."""
     try:
         os.umask(0o022)
         _enter_root(sources, disk)
@@ -268,7 +268,7 @@ def _supervise(work: Callable[[], None], timeout_s: float, wake_on: set[int]) ->
 
 
 def _kill_adopted() -> None:
-    """Kill what the worker left behind in other process groups; whose parent has ended is a child of this process."""
+    """Kill the worker's remaining processes in other process groups; this process adopted those whose parent ended."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             children = [int(pid) for pid in file.read().split()]

@@ -37,7 +37,7 @@ def split_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def before_calls(text: str) -> str:
-    """Return how much of the beginning of a reply is the same however it continues: nothing of it becomes a call.
+    """Return the prefix of a reply that cannot become part of a call, however the reply continues.
 
     White space at either end belongs to what may change, since a reply with calls is stripped of it.
     """

@@ -1,6 +1,6 @@
-"""The loop of a model that calls tools: it speaks, its calls are carried out, and their results are what it reads next.
+"""The loop of a model that calls tools: it replies, its calls are executed, and it receives their results.
 
-A call that cannot be carried out is the model's affair, not an error: it reads what was wrong with it.
+A call that cannot be executed is not an error of the run: the model receives a message that describes the problem.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ Tools = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What happened until the model called no more tools, or no turn was left."""
+    """The replies and tool calls until the model stopped calling tools or ran out of turns."""
 
     replies: tuple[Reply, ...]
     messages: tuple[Message, ...]
     """All replies, and the results of tools between them, in OpenAI's format."""
     num_calls: int
     num_unknown: int
-    """Calls of tools that there are not."""
+    """Number of calls of unknown tools."""
     num_failed: int
-    """Calls with arguments that the tool does not take, and calls in which it raised."""
+    """Number of calls with invalid arguments, or during which the tool raised."""
     is_cut: bool
     """Whether the last reply calls tools, which were not called because no turn was left."""
 
 
 async def use_tools(conversation: Conversation, *messages: Message | str, tools: Tools, max_turns: int) -> ToolUse:
-    """Say messages, and carry out what the model calls, until it calls nothing or has had ``max_turns`` turns.
+    """Send messages, and execute the model's calls, until it calls no tool or has had ``max_turns`` turns.
 
-    The calls of one reply are carried out one after the other, in order. Raises as `Conversation.say`.
+    The calls of one reply are executed one after the other, in order. Raises as `Conversation.say`.
     """
     said: list[Message] = []
     outcomes: list[str] = []
@@ -64,7 +64,7 @@ async def use_tools(conversation: Conversation, *messages: Message | str, tools:
 
 
 async def call_tool(call: ToolCall, tools: Tools) -> tuple[Message, str]:
-    """Carry out one call; return the message with its result, and ``done``, ``failed`` or ``unknown``.
+    """Execute one call; return the message with its result, and ``done``, ``failed`` or ``unknown``.
 
     The message is as TRL writes it: the result as text, or ``{'error': ...}``.
     """

@@ -124,7 +124,7 @@ class Actor:
     # --------------------------------------------------------------------------------------------------- endpoints
 
     def add(self, endpoint: InferenceEndpoint, limit: int, capabilities: Capabilities | None = None) -> None:
-        """Add an endpoint; it gets work once `serve` names it.
+        """Add an endpoint; it receives work once `serve` names it.
 
         It gets as many completions at a time as ``limit`` and its capabilities allow, and always room for one request.
         """

@@ -1,12 +1,12 @@
 """The bytes of a bucket: how tensors are packed, encoded and decoded, and their checksums.
 
-Packed tensors lie one after another, row-major, without gaps. An encoding turns these bytes into fewer that travel, and
-back: ``bfloat16`` and ``float8`` round weights of wider dtypes. Shape and dtype alone decide which tensors are rounded:
-``bfloat16`` rounds float32 and float64, ``float8`` all but vectors (norms, biases). The others travel unchanged. The
-endpoint loads the rounded values in the manifest's dtype. ``delta`` needs a base, and is therefore in
-`inflight.weights.encode.delta`.
+Packed tensors lie one after another, row-major, without gaps. An encoding turns these bytes into fewer bytes for the
+transfer, and back: ``bfloat16`` and ``float8`` round weights of wider dtypes. Shape and dtype alone decide which
+tensors are rounded: ``bfloat16`` rounds float32 and float64, ``float8`` all but vectors (norms, biases). The others are
+sent unchanged. The endpoint loads the rounded values in the manifest's dtype. ``delta`` needs a base, and is therefore
+in `inflight.weights.encode.delta`.
 
-Bytes on the host have an XXH3-128. Bytes that travel from GPU to GPU have a checksum that is computed where they lie,
+The checksum of bytes on the host is XXH3-128. The checksum of bytes sent from GPU to GPU is computed on the device,
 with the same result on any device. The bytes, filled up with zeros, are little-endian 64-bit words w(0), w(1), ...
 Modulo 2^64, the device adds up each row of 4096 words, and for each residue modulo 4099 the words whose index has it.
 The checksum is the XXH3-128 of the number of bytes, the sums of the rows and those of the residues, which are few
@@ -18,8 +18,8 @@ The sums always differ after
 - any exchange of two unequal blocks of up to 4096 words, unless a multiple of 4099 words lies between their
   beginnings: 4099 is a prime, so a difference of blocks that moved by another distance never cancels.
 
-Other damage is missed only if it leaves every one of these sums unchanged. No checksum of this kind proves who sent the
-bytes.
+Other damage is missed only if it leaves every one of these sums unchanged. No checksum of this kind authenticates the
+sender.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def unpack(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor
 
 
 class Packer:
-    """Packs buckets before they are sent, alternating between two buffers: one is filled while the other travels.
+    """Packs buckets before they are sent, alternating between two buffers: one is filled while the other is being sent.
 
-    The buffers stay, because fresh pages from the system cost more time than the copy itself.
+    The buffers are kept, because allocating fresh pages takes longer than the copy itself.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ def _adjacent_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def encode(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], rounding: Rounding) -> torch.Tensor:
-    """Return the bytes that travel, uint8 [N]; N is `encoded_size`. Raises `TrainerError` for non-finite weights."""
+    """Return the bytes to send, uint8 [N]; N is `encoded_size`. Raises `TrainerError` for non-finite weights."""
     if rounding == "raw":
         return pack(tensors)
     parts = [_encode_tensor(tensor, spec, rounding) for tensor, spec in zip(tensors, specs, strict=True)]
@@ -134,11 +134,11 @@ def encode(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], roundin
 def decode(encoding: Encoding, payload: torch.Tensor, specs: Sequence[TensorSpec]) -> torch.Tensor:
     """Return the bytes of the tensors one after another, uint8; ``payload`` itself if nothing was encoded.
 
-    Raises `TransferError` if the payload is not as long as the specs say.
+    Raises `TransferError` if the payload does not have the length that the specs imply.
     """
     wanted = encoded_size(specs, encoding)
     if payload.numel() != wanted:
-        raise TransferError(f"a bucket arrived as {payload.numel()} bytes of {encoding}, but its tensors take {wanted}")
+        raise TransferError(f"a bucket arrived as {payload.numel()} bytes of {encoding}, but its tensors need {wanted}")
     if encoding == "raw":
         return payload
     flat = torch.empty(sum(spec.size_bytes for spec in specs), dtype=torch.uint8, device=payload.device)
@@ -152,7 +152,7 @@ def decode(encoding: Encoding, payload: torch.Tensor, specs: Sequence[TensorSpec
 
 
 def encoded_size(specs: Sequence[TensorSpec], encoding: Encoding) -> int:
-    """Return the number of bytes as which these tensors travel; the same on both sides."""
+    """Return the encoded size of these tensors in bytes; the same on both sides."""
     return sum(_encoded_size(spec, encoding) for spec in specs)
 
 
@@ -192,7 +192,7 @@ def _decode_tensor(payload: torch.Tensor, spec: TensorSpec, encoding: Encoding) 
 def checksum(flat: torch.Tensor) -> str:
     """Return the XXH3-128 of the bytes as 32 hexadecimal digits; uint8 [size], contiguous, on any device.
 
-    It detects damage on the way, and does not prove who sent the bytes. Does not copy bytes that are on the host, and
+    It detects corruption in transit; it does not authenticate the sender. Does not copy bytes that are on the host, and
     lets other threads run meanwhile. Raises `TransferError` for a tensor without bytes.
     """
     return xxhash.xxh3_128_hexdigest(on_host(flat).numpy().data)
@@ -271,7 +271,7 @@ def encode_bucket(
 ) -> WeightBucket:
     """Return a bucket ready to send: packed, encoded, and with the checksum of its bytes.
 
-    ``payload`` (uint8 [size]) holds bytes that are encoded already, such as a delta's. The bytes move to the host,
+    ``payload`` (uint8 [size]) holds bytes that are already encoded, such as a delta's. The bytes move to the host,
     unless ``on_device`` leaves them where they are, and their checksum is then computed there. Raises `TransferError`
     for tensors without bytes.
     """

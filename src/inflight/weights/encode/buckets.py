@@ -53,9 +53,9 @@ def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> s
 
 
 def refuse_stray(bucket: WeightBucket, ref: UpdateRef | None) -> None:
-    """Raise `TransferError` if a bucket belongs to another update than the one being sent.
+    """Raise `TransferError` if a bucket does not belong to the update being sent.
 
-    An abandoned call of the previous update may arrive this late, when another group is already in use.
+    An abandoned call of the previous update may arrive late, when another group is already in use.
     """
     if bucket.ref is not None and bucket.ref != ref:
         raise TransferError(

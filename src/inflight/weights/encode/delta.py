@@ -1,17 +1,17 @@
 """Deltas: the elements of a bucket that differ from a base, as a payload much smaller than the bucket.
 
 A delta records where elements changed and their new values ("overwrite", not XOR), so applying it twice has the same
-effect as applying it once. Elements are compared and sent as bits, so NaNs, negative zeros and every dtype travel
-exactly. The caller must know that both sides hold the same base.
+effect as applying it once. Elements are compared and sent as bits, so NaNs, negative zeros and every dtype are
+transferred exactly. The caller must know that both sides hold the same base.
 
-Payload, little-endian, everything that has a size before everything that is compressed:
+Payload, little-endian, all fixed-size fields before all compressed data:
 
     header      magic, edition, number of runs, bytes of the bucket
     per run     itemsize, elements, changed elements, length of its gaps, and the stored size of each of its planes
     planes      per run: low bytes of the gaps, high bytes of the gaps, then byte 0, byte 1 ... of the changed elements
 
-A gap is the number of unchanged elements before a changed element. A gap of 65535 or more is written as one 65535 for
-each time that 65535 goes into it, then the rest. A plane is a Zstandard frame, or the bytes themselves where a frame
+A gap is the number of unchanged elements before a changed element. A gap of 65535 or more is written as its quotient
+by 65535, as that many values 65535, then the remainder. A plane is a Zstandard frame, or the raw bytes where a frame
 would not be smaller. Bytes of equal meaning lie side by side because the exponents of weights compress and their
 mantissas do not.
 """
@@ -120,8 +120,8 @@ def find_changes(
 ) -> Patch | None:
     """Return the patch that makes ``base_flat`` equal to ``new_flat``, None if it is too large to be worth sending.
 
-    Too large is more than ``max_share`` of the bytes; the search ends as soon as that is known. Both are uint8 [size of
-    the runs], contiguous, on the CPU, and neither is written.
+    Too large is more than ``max_share`` of the bytes; the search stops as soon as this is certain. Both are uint8 [size
+    of the runs], contiguous, on the CPU, and neither is written.
     """
     if new_flat.numel() != sum(run.size_bytes for run in runs):
         raise _wrong_sizes(new_flat.numel(), base_flat, runs)
@@ -135,7 +135,7 @@ def find_tensor_changes(
     runs: Sequence[ElementRun],
     max_share: float = DEFAULT_MAX_SHARE,
 ) -> Patch | None:
-    """Return what `find_changes` does for the bytes of ``tensors`` one after another, without joining them first.
+    """Return the result of `find_changes` for the concatenated bytes of ``tensors``, without concatenating them.
 
     Each tensor lies in one of the runs. Tensors that are not contiguous on the CPU are copied.
     """
@@ -176,10 +176,10 @@ def encode_delta(patch: Patch) -> torch.Tensor:
 
 
 def decode_delta(payload: torch.Tensor, runs: Sequence[ElementRun]) -> Patch:
-    """Return the patch in the payload, fully checked: writing it to a bucket of these runs cannot fail.
+    """Return the patch in the payload, fully validated: writing it to a bucket of these runs cannot fail.
 
-    Raises `TransferError` for a payload that is damaged, cut, of another edition or for another layout. Whatever the
-    payload claims, the runs bound what is allocated: 64 bytes per element.
+    Raises `TransferError` for a payload that is damaged or truncated, has another edition, or is for another layout.
+    Whatever the payload claims, the runs bound what is allocated: 64 bytes per element.
     """
     data: Bytes = payload.numpy()
     head_bytes = _HEADER.size + sum(_RUN.size + _SIZE.size * (_GAP_BYTES + run.itemsize) for run in runs)
@@ -250,7 +250,9 @@ def _changed_blocks(new: Elements, base: Elements) -> Iterator[tuple[NDArray[np.
 
 
 def _differing(new: Elements, base: Elements, differs: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return where the elements differ, ascending. Overwrites ``differs``, whose length is a multiple of eight.
+    """Return the indices of the elements that differ, ascending.
+
+    Overwrites ``differs``, whose length is a multiple of eight.
 
     It finds groups of eight first, then the elements within them: NumPy finds dense ones faster than sparse ones.
     """
@@ -286,7 +288,7 @@ def _gaps(indices: NDArray[np.int64]) -> Elements:
 
 
 def _indices(gaps: Elements, plan: _RunPlan) -> NDArray[np.int64]:
-    """Return where the changed elements lie, ascending. Refuses gaps that leave the run."""
+    """Return the indices of the changed elements, ascending. Rejects gaps that lead outside the run."""
     is_change = gaps != _ESCAPE
     if np.count_nonzero(is_change) != plan.num_changed or (gaps.size and not is_change[-1]):
         raise _refusal(f"its gaps do not describe {plan.num_changed} changes")
@@ -337,13 +339,13 @@ def _wrong_sizes(size_bytes: int, base_flat: torch.Tensor, runs: Sequence[Elemen
 
 
 def _refusal(what: str) -> TransferError:
-    return TransferError(f"the delta is refused: {what}")
+    return TransferError(f"the delta is invalid: {what}")
 
 
 class Snapshot:
     """The publisher's base of the next delta: the bytes of every bucket of one update, on the host.
 
-    Encoding the next update advances the snapshot bucket by bucket, so it is useless if that update fails.
+    Encoding the next update advances the snapshot bucket by bucket, so it is unusable if that update fails.
     """
 
     def __init__(self) -> None:
@@ -353,22 +355,24 @@ class Snapshot:
 
     @property
     def ref(self) -> UpdateRef | None:
-        """The update that it holds completely and that every endpoint applied; None if there is none."""
+        """The update whose weights it holds completely and that every endpoint applied; None if there is none."""
         return self._ref
 
     def is_cut_as(self, update: WeightUpdate) -> bool:
-        """Return whether an update splits the same tensors into the same buckets."""
+        """Return whether an update splits the same tensors into the same buckets as the snapshot."""
         mine = self._update
         return mine is not None and (mine.buckets, mine.manifest) == (update.buckets, update.manifest)
 
     def begin(self, update: WeightUpdate) -> None:
-        """Accept the buckets of ``update`` from now on; they are a delta to the held update if that is its base."""
+        """Accept the buckets of ``update`` from now on; they are a delta to the snapshot if that is its base."""
         if update.base is None:
             self._flats = {}
         self._ref, self._update = None, update
 
     def encode(self, index: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> torch.Tensor | None:
-        """Return what changed in one bucket, None if all of it has to be sent. The snapshot then holds the new bytes.
+        """Return the changes in one bucket, or None if the whole bucket has to be sent.
+
+        The snapshot then holds the new bytes.
 
         The tensors may be the trainer's own: they are only read.
         """
@@ -391,5 +395,5 @@ class Snapshot:
         return self._flats[index]
 
     def note_applied(self, ref: UpdateRef) -> None:
-        """Note that every endpoint applied and kept the update that was begun last."""
+        """Record that every endpoint applied and kept the update that was begun last."""
         self._ref = ref

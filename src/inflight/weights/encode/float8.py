@@ -151,4 +151,4 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
 
 
 def _refusal(what: str) -> TransferError:
-    return TransferError(f"the float8 payload is refused: {what}")
+    return TransferError(f"the float8 payload is invalid: {what}")

@@ -1,7 +1,7 @@
 """The CUDA stream and the host memory for weights in transit, separate from those that an engine uses for sampling.
 
-There is one weight stream for each device of a process. The host hands over what arrives on it:
-`finished_on_weight_stream` returns once the device has finished, and waits for no other stream. On the CPU every
+There is one weight stream for each device of a process. Data that arrives on it is handed over by the host:
+`finished_on_weight_stream` returns once the device has finished, and does not wait for other streams. On the CPU every
 operation is synchronous, and these functions do nothing.
 """
 
@@ -34,7 +34,7 @@ def synchronise_stream(device: torch.device) -> None:
 
 
 def synchronise_device(device: torch.device) -> None:
-    """Return once everything that this process has queued on a device is done, on whatever stream."""
+    """Return once everything that this process has queued on a device is done, on any stream."""
     if device.type == "cuda":
         cuda.synchronize(device)
 
@@ -68,7 +68,7 @@ def _stream(device: torch.device) -> Any:
 class ReusedMemory:
     """Memory for received tensors, reused once nothing refers to the tensors in it.
 
-    Fresh pages from the system cost more time than the copy itself. If ``device`` is a GPU, the memory is
+    Allocating fresh pages takes longer than the copy itself. If ``device`` is a GPU, the memory is
     pinned, so that it is copied there at full speed. Any thread may call it: a thread that was abandoned in an
     earlier update may still be receiving when the next update begins.
     """
@@ -79,7 +79,7 @@ class ReusedMemory:
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """Return memory that nothing refers to, uint8 [size_bytes] on the CPU."""
+        """Return unreferenced memory, uint8 [size_bytes] on the CPU."""
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         with self._lock:
@@ -99,9 +99,9 @@ class ReusedMemory:
 
 
 class _Block:
-    """Memory lent to one tensor and its views at a time.
+    """Memory that is lent to one tensor and its views at a time.
 
-    The tensor's storage holds a numpy array that is a view of the memory, and ends with it.
+    The tensor's storage holds a numpy array that is a view of the memory, and the array is freed with it.
     """
 
     def __init__(self, size_bytes: int, pinned: bool) -> None:

@@ -12,8 +12,8 @@ from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, TransportSpec,
 class PausableEngine(Protocol):
     """The engine whose weights an `UpdateReceiver` changes.
 
-    After `pause` has returned, exactly one of `apply`, `resume` and `fail_requests` follows; after an `apply` that
-    raised, `fail_requests` does. All are awaited in the receiver's event loop.
+    After `pause` has returned, exactly one of `apply`, `resume` and `fail_requests` follows. If `apply` raises,
+    `fail_requests` follows it. All are awaited in the receiver's event loop.
     """
 
     @abstractmethod
@@ -23,20 +23,20 @@ class PausableEngine(Protocol):
         For a staged update an engine may return at once if its own `apply` pauses, loads and resumes. A failed pause is
         then a failure of `apply`.
 
-        If the update ends meanwhile, this is cancelled and nothing else is called: before ``CancelledError`` passes on,
-        make sampling continue as if this had never been called. A pause sent to another thread or process may still be
-        on its way there: send the undo after it, through the same queue. While the weights are torn, sampling is paused
-        already, and this returns at once.
+        If the update ends meanwhile, this call is cancelled and nothing else is called. Before ``CancelledError``
+        propagates, make sampling continue as if this had never been called. A pause sent to another thread or process
+        may still be in transit: send the undo after it, through the same queue. While the weights are torn, sampling is
+        paused already, and this returns at once.
         """
 
     @abstractmethod
     async def apply(self, update: WeightUpdate) -> None:
         """Switch to the weights that arrived and sample again, from ``update.version``.
 
-        They are the whole model but for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``. The
+        They are the whole model except for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``. The
         version that labels tokens changes with them and in the same thread: in the engine's thread if it has one,
-        before it samples the first token. `UpdateReceiver.session` has the new version only after this has returned,
-        which is too late for that label. If this raises anything, the weights count as torn.
+        before it samples the first token. `UpdateReceiver.session` reports the new version only after this has
+        returned, which is too late for that label. If this raises any exception, the weights count as torn.
         """
 
     @abstractmethod
@@ -48,14 +48,14 @@ class PausableEngine(Protocol):
         """End every request, running or waiting: the weights are torn.
 
         Either `apply` raised, or part of an update had arrived in the model, or an update that would have replaced torn
-        weights has ended early. Sampling stays paused until the `apply` of a complete update, which the receiver lets
-        through after a `pause`. Callers of the ended requests get `PoisonedError`, as new requests do from
+        weights has ended early. Sampling stays paused until the `apply` of a complete update, which the receiver
+        permits after a `pause`. Callers of the ended requests get `PoisonedError`, as new requests do from
         `UpdateSession.refuse_to_sample`.
         """
 
     @abstractmethod
     async def num_running(self) -> int:
-        """Return how many requests run. The refusal of a drain that does not end in time quotes this number."""
+        """Return how many requests run. The error for a drain that does not end in time reports this number."""
 
 
 class BucketSink(Protocol):
@@ -77,11 +77,11 @@ class BucketSink(Protocol):
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave the group, end its pending calls, and discard what arrived. Returns at once. Idempotent."""
+        """Leave the group, end its pending calls, and discard the received buckets. Returns immediately. Idempotent."""
 
     @abstractmethod
     def begin(self, update: WeightUpdate) -> None:
-        """Discard what arrived for an earlier update, and expect the buckets of this one."""
+        """Discard the buckets of an earlier update, and expect those of this one."""
 
     @abstractmethod
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
@@ -89,4 +89,4 @@ class BucketSink(Protocol):
 
     @abstractmethod
     def note_committed(self) -> None:
-        """Note that the received weights are now served. They are kept if their update requested it."""
+        """Record that the received weights are now served. They are kept if their update requested it."""

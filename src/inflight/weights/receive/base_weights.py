@@ -60,7 +60,7 @@ class BaseWeights:
         return stored.to(self._dtype)
 
     def note_loaded(self, tensors: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> None:
-        """Note the tensors that an update sent. With ``keep`` they stay in memory."""
+        """Record the tensors that an update sent. With ``keep`` they stay in memory."""
         self._loaded |= {name: tensor if keep else None for name, tensor in tensors}
 
     def _stored_in(self) -> Mapping[str, Path]:
@@ -91,7 +91,7 @@ class AdaptedLoad:
 
 
 class AdaptedWeights:
-    """The base of the tensors that the current LoRA has changed: a LoRA is always merged into weights without any.
+    """The base of the tensors that the current LoRA has changed: a LoRA is always merged into weights without a LoRA.
 
     The base is the weights of the last update that was not a LoRA, or of the checkpoint. A LoRA replaces the previous
     LoRA; any other update removes it. Only `note_loaded` changes the base.
@@ -124,9 +124,9 @@ class AdaptedWeights:
         return AdaptedLoad([*loads, *((n, t) for n, t in self._base.items() if n not in changed)], base)
 
     def move(self, device: torch.device) -> None:
-        """Put the base on a device. If it raises, nothing has changed."""
+        """Move the base to a device. If this raises, nothing has changed."""
         self._base = {name: tensor.to(device) for name, tensor in self._base.items()}
 
     def note_loaded(self, load: AdaptedLoad) -> None:
-        """Note that the model holds the prepared load."""
+        """Record that the model holds the prepared load."""
         self._base = load.base

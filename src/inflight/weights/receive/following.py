@@ -1,8 +1,8 @@
-"""Following a stored run: an endpoint is kept at the newest version, or a relay copies that version to another host.
+"""Following a stored run: keeps an endpoint at the newest version, or relays that version to another host.
 
 A follower makes the same contract calls as a publisher, so the endpoint sees no difference. It skips versions that were
 superseded while an update was under way. It leases the version that it reads, so that the trainer does not remove it
-meanwhile; even a slow follower makes progress. `inflight.weights.send.storing` is the other side.
+in the meantime. Even a slow follower therefore makes progress. `inflight.weights.send.storing` is the other side.
 
 With a relay, each version crosses the link to its source once, however many servers read it from the relay: those of
 the relay's host through memory, others over HTTP. Readers follow a relay as they would follow the trainer, and a relay
@@ -36,7 +36,7 @@ from inflight.weights.transports.pull import PullReceiver
 from inflight.wire import BucketTransfer, DirectorySpec, InFlightPolicy, PullSpec, UpdateRef
 
 FIRST_PAUSE_S = 0.5
-"""Pause between a first failure and the first retry."""
+"""Delay between the first failure and the first retry."""
 MAX_PAUSE_S = 30.0
 _JOIN_S = 60.0
 """How long an endpoint may take to find the stored versions."""
@@ -50,7 +50,7 @@ def store_spec(place: str, run_id: str, token: str | None) -> DirectorySpec | Pu
     """Return where a run's versions are stored: a directory or a URL. Raises `ConfigError`."""
     is_url = place.startswith(("http://", "https://"))
     if is_url and token is None:
-        raise ConfigError(f"the store at {place} asks for a token; write it into a file and name that file")
+        raise ConfigError(f"the store at {place} requires a token; write it to a file and pass the name of that file")
     try:
         if is_url:
             url = place.rstrip("/")
@@ -73,7 +73,7 @@ async def follow(
     """Keep an endpoint at the newest stored version, until cancelled.
 
     Each update has ``deadline_s`` seconds. A failed update leaves the endpoint in the state that the contract
-    specifies, and is retried after a pause. ``note`` receives each failure, a repeated failure only once.
+    specifies, and is retried after a pause. ``note`` receives a message for each failure, only once if it repeats.
     """
 
     async def has(ref: UpdateRef) -> bool:
@@ -97,7 +97,8 @@ async def take_each_newest(
 ) -> NoReturn:
     """Call ``take`` with each newest stored version for which ``has`` returns False, until cancelled.
 
-    The version is leased meanwhile. Each call has ``deadline_s`` seconds; failures are noted and retried after a pause.
+    The version is leased during the call. Each call has ``deadline_s`` seconds; failures are reported and retried after
+    a pause.
     """
     source = StoredRun(spec)
     noted, backoff = "", Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
@@ -195,11 +196,11 @@ async def relay(
     deadline_s: float = 60.0,
     note: Callable[[str], None],
 ) -> NoReturn:
-    """Keep the newest version that is stored at ``spec`` in ``directory`` too, until cancelled.
+    """Keep a copy of the newest version stored at ``spec`` in ``directory``, until cancelled.
 
     Every bucket is compared with its checksum before it is stored, and a version appears only when it is complete; the
     previous version is then removed, unless a reader leases it. Each version has ``deadline_s`` seconds. A failure is
-    noted and retried, and the previous version stays.
+    reported and retried, and the previous version stays.
     """
     sender = FileSender(directory, is_durable=False)
     sender.specs(spec.run_id, [1], deadline_s)
@@ -239,7 +240,7 @@ class StoredRun:
         self._lease = f"lease-{secrets.token_hex(8)}"
 
     async def latest(self, timeout_s: float) -> UpdateRef | None:
-        """Return the newest completely stored version, None if there is none."""
+        """Return the newest complete version, or None if there is none."""
         return await run_abandonable(lambda: self._receiver.latest(timeout_s), "inflight-follow")
 
     async def lease(self, ref: UpdateRef) -> None:

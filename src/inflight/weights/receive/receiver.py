@@ -31,7 +31,7 @@ from inflight.wire import (
 )
 
 _CLOSE_S = 1.0
-"""How long closing waits for an engine that is pausing or applying."""
+"""How long `aclose` waits for an engine that is pausing or applying."""
 
 
 class _Open:
@@ -64,8 +64,8 @@ class _Open:
 class UpdateReceiver:
     """All updates of one endpoint. `ReceivingEndpoint` offers its methods under the names of the contract.
 
-    ``expected`` is what the engine can load (None: not known here, so the engine itself refuses). ``capabilities``
-    are the endpoint's. An instance belongs to one event loop.
+    ``expected`` has the tensors that the engine can load (None: not known here, so the engine itself must check).
+    ``capabilities`` are the endpoint's. An instance belongs to one event loop.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class UpdateReceiver:
         return self._session
 
     def weight_version(self, *, num_running: int, last_update: UpdateTimings | None) -> WeightVersion:
-        """Return the answer of `InferenceEndpoint.weight_version`; the arguments are what only the engine knows."""
+        """Return the answer of `InferenceEndpoint.weight_version`; the arguments come from the engine."""
         session = self._session
         return WeightVersion(
             state=session.state,
@@ -111,7 +111,7 @@ class UpdateReceiver:
         return await self.engine.num_running()
 
     async def join(self, spec: TransportSpec) -> None:
-        """Aborts an open update first."""
+        """Abort an open update first, then join."""
         if lack := refusal(self._capabilities, spec.transport):
             raise UnsupportedError(f"this endpoint does not support {lack}")
         self._session.fence(spec.run_id, spec.incarnation)
@@ -125,7 +125,7 @@ class UpdateReceiver:
         self._joining = spec
         await self._sink.join(spec)
         if self._joining is not spec:
-            raise TransferError("another group was formed meanwhile")
+            raise TransferError("another group was formed in the meantime")
         self._session.note_group_formed(spec.run_id)
 
     async def request(self, update: WeightUpdate) -> None:
@@ -170,7 +170,7 @@ class UpdateReceiver:
             opened.arriving.set_result(None)
 
     async def commit(self, ref: UpdateRef) -> None:
-        """Cancelling the call does not stop what it began."""
+        """Cancelling the call does not cancel the commit."""
         if self._session.is_served(ref):
             return
         opened = self._open
@@ -180,7 +180,7 @@ class UpdateReceiver:
         await asyncio.shield(opened.committing)
 
     async def abort(self, ref: UpdateRef) -> None:
-        """Waits for a commit that has begun to apply."""
+        """Wait for a commit that has begun to apply."""
         self._session.forbid(ref)
         opened = self._open
         if opened is None:
@@ -194,7 +194,7 @@ class UpdateReceiver:
         await self._end(opened)
 
     async def aclose(self) -> None:
-        """Leave the group, stop the lease, and wait briefly for a commit under way. An open update stays open."""
+        """Leave the group, stop the lease, and wait briefly for a commit in progress. An open update stays open."""
         if self._open is not None:
             self._open.stop_lease()
         self._sink.leave()
@@ -250,7 +250,7 @@ class UpdateReceiver:
         await self._begin_apply(opened)
 
     def _begin_apply(self, opened: _Open) -> asyncio.Future[None]:
-        """Begin to apply. From here on, only the end of applying ends the update."""
+        """Begin to apply. From here on, the update ends only when applying ends."""
         self._session.begin_apply(opened.update.ref)
         opened.stop_lease()
         self._applying = self._calls.start(self._apply(opened.update))
@@ -274,12 +274,12 @@ class UpdateReceiver:
         self._sink.note_committed()
 
     async def _wait_until_applied(self) -> None:
-        """Return when no commit is under way; if none is, without yielding, so that no commit can begin meanwhile."""
+        """Return when no commit is in progress; if none is, without yielding, so that none can begin meanwhile."""
         while self._applying is not None and not self._applying.done():
             await asyncio.wait([self._applying])
 
     async def _end(self, opened: _Open) -> None:
-        """End an update unless it has ended: drop what arrived, and resume sampling if none of it is in the model."""
+        """End an update unless it has ended: discard the received buckets, and resume sampling if none was applied."""
         if opened.is_over:
             return
         opened.stop_lease()

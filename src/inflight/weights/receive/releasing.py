@@ -12,7 +12,7 @@ from inflight.weights.receive.states import UpdateSession
 from inflight.wire import EndpointState
 
 IDLE_S = 10.0
-"""How long the requests of an engine's other clients may take to end before a release is refused."""
+"""How long the requests of other clients of an engine may take to end before a release is refused."""
 
 
 class ReleasableEngine(Protocol):
@@ -28,13 +28,13 @@ class ReleasableEngine(Protocol):
 
     @abstractmethod
     async def take_memory(self) -> None:
-        """Take the memory back, so that the engine can sample. After an error it may be called again."""
+        """Reacquire the memory, so that the engine can sample. After an error it may be called again."""
 
 
 class MemoryRelease:
-    """Releases and restores the memory of the engine whose state is ``session``'s.
+    """Releases and restores the memory of the engine whose state ``session`` holds.
 
-    Cancelling a call does not stop what it began.
+    Cancelling a call does not cancel the operation.
     """
 
     def __init__(self, engine: ReleasableEngine, session: UpdateSession) -> None:
@@ -44,7 +44,7 @@ class MemoryRelease:
         self._calls = TaskOwner()
 
     async def release(self) -> None:
-        """From the moment this is called requests and updates are refused. Raises as `ReleasingEndpoint` specifies."""
+        """Refuse requests and updates as soon as this is called. Raises as `ReleasingEndpoint` specifies."""
         await asyncio.shield(self._calls.start(self._release()))
 
     async def restore(self) -> None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class StagedSink(BucketSink):
     """A sink in this process, over a transport's receiver. ``make_receiver`` makes a receiver for each group.
 
-    ``prepare`` is called with everything that arrived, in the thread that received the last bucket, so that its work is
-    done before sampling is paused. If it raises, so does the receive.
+    ``prepare`` is called with everything that arrived, in the thread that received the last bucket, so that its work
+    is done before sampling is paused. If it raises, `receive` raises the same error.
     """
 
     def __init__(
@@ -47,11 +47,14 @@ class StagedSink(BucketSink):
         return None if self._kept is None else self._kept.ref
 
     def take(self) -> Named:
-        """Return what arrived, in order; nothing writes to it again. Raises `TransferError` once the update is over."""
+        """Return the received tensors, in order; nothing writes to them again.
+
+        Raises `TransferError` after the update ended.
+        """
         return self._arrived().tensors()
 
     def prepared(self) -> Any:
-        """Return what ``prepare`` made of what arrived. Raises `TransferError` once the update is over."""
+        """Return the result of ``prepare``. Raises `TransferError` after the update has ended."""
         staging = self._arrived()
         if self._prepared is None or self._prepared[0] is not staging:  # an update without buckets
             assert self._prepare is not None
@@ -103,11 +106,11 @@ class StagedSink(BucketSink):
 
     def _arrived(self) -> Staging:
         if self._staging is None:
-            raise TransferError("the update ended meanwhile")
+            raise TransferError("the update has ended")
         return self._staging
 
     def _drop(self) -> None:
-        """Forget what arrived for an update that was not committed."""
+        """Discard the buckets of an update that was not committed."""
         staging, self._staging, self._prepared = self._staging, None, None
         if staging is not None:
             staging.drop()

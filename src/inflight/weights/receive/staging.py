@@ -32,7 +32,7 @@ class KeptWeights:
 
 
 class Staging:
-    """One update as it arrives. ``kept`` is left from an earlier update: a possible base, and memory to use again."""
+    """One update as it arrives. ``kept`` comes from an earlier update: a possible base, and memory to reuse."""
 
     def __init__(self, update: WeightUpdate, kept: KeptWeights | None) -> None:
         self.update = update
@@ -52,13 +52,16 @@ class Staging:
     def receive(
         self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]
     ) -> None:
-        """Receive, verify and decode one bucket; blocks. Stages nothing of it if it raises `TransferError`."""
+        """Receive, verify and decode one bucket; blocks.
+
+        If it raises `TransferError`, nothing of the bucket is staged.
+        """
         size_bytes = bucket.size_bytes if transfer.size_bytes is None else transfer.size_bytes
         if transfer.encoding == "raw" and size_bytes != bucket.size_bytes:
             raise TransferError(f"bucket {bucket.index} has {bucket.size_bytes} bytes, but {size_bytes} were announced")
         if size_bytes > bucket.size_bytes:
             raise TransferError(
-                f"bucket {bucket.index} would travel as {size_bytes} bytes, more than its {bucket.size_bytes}"
+                f"bucket {bucket.index} would be sent as {size_bytes} bytes, more than its own {bucket.size_bytes}"
             )
         (payload,) = receiver.receive((payload_spec(size_bytes),), transfer.timeout_s)
         self._receive_ahead(receiver, bucket.index + 1, transfer.timeout_s)
@@ -74,7 +77,7 @@ class Staging:
             flat = self._decode(transfer, bucket, tensors, payload)
         with self._lock:
             if self._is_dropped:
-                raise TransferError("the update ended meanwhile")
+                raise TransferError("the update has ended")
             self._flats.append(flat)
 
     def _receive_ahead(self, receiver: WeightReceiver, index: int, timeout_s: float) -> None:
@@ -111,7 +114,7 @@ class Staging:
         """Return the bytes of a bucket that has arrived, as its tensors are loaded. Raises `TransferError`."""
         with self._lock:
             if self._is_dropped:
-                raise TransferError("the update ended meanwhile")
+                raise TransferError("the update has ended")
             return self._flats[index]
 
     def keep(self) -> KeptWeights | None:
@@ -123,7 +126,7 @@ class Staging:
         )
 
     def drop(self) -> None:
-        """Forget what arrived."""
+        """Discard the received buckets."""
         with self._lock:
             self._is_dropped = True
             self._flats = []

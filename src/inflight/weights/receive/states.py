@@ -1,8 +1,8 @@
-"""The state machine of one endpoint's weights: which call is allowed when, and what a failure leaves behind.
+"""The state machine of one endpoint's weights: which calls each state allows, and the state after each failure.
 
 `TRANSITIONS` is the complete table; docs/contract.md shows the same one.
 
-Calls of a named session are idempotent: repeated calls have no effect, and calls of a session that is over are refused.
+Calls of a named session are idempotent: repeated calls have no effect, and calls of an ended session are refused.
 Only the latest incarnation of a run's trainer may call.
 
 It holds no tensors, no clock and no lock: its owner calls it from one thread, does the work of each transition, and
@@ -28,8 +28,8 @@ from inflight.weights.encode.lora_tensors import changed_names
 from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec, UpdateRef, WeightUpdate
 
 _NUM_REMEMBERED = 256
-"""How many ended sessions and runs' incarnations are remembered, against calls that arrive late."""
-_RELEASED = "the endpoint's memory is released: restore_memory takes it back"
+"""How many ended sessions and incarnations of runs are remembered to recognise late calls."""
+_RELEASED = "the endpoint's memory is released; restore_memory reacquires it"
 
 
 class UpdateEvent(Enum):
@@ -44,8 +44,8 @@ class UpdateEvent(Enum):
     COMMITTED = "the new weights are applied and served"
     ENDED = "the update ends by an abort, a failure or its lease, and the old weights are whole"
     RELEASE = "the memory of weights, keys and values is being released"
-    RESTORED = "the memory was taken back, or could not be released"
-    TORN = "the update ends in one of these ways, and the weights are torn, by it or by an update before it"
+    RESTORED = "the memory was reacquired, or could not be released"
+    TORN = "the update ends in one of these ways, and the weights are torn, by it or by an earlier update"
     REPORTED_WHOLE = "an engine that others may change reports that its weights are whole"
     REPORTED_TORN = "an engine that others may change reports that its weights are torn"
     REPORTED_RELEASED = "an engine that others may change reports that its memory is released"
@@ -101,9 +101,9 @@ class OpenUpdate:
 class UpdateSession:
     """The state of one endpoint's weights, through any number of named sessions.
 
-    ``expected`` is what its model can load, None if that is not known here.
+    ``expected`` has the tensors that its model can load, None if they are not known here.
 
-    A method that refuses raises and changes nothing.
+    A method that raises changes nothing.
     """
 
     def __init__(self, expected: Sequence[TensorSpec] | None) -> None:
@@ -119,7 +119,7 @@ class UpdateSession:
         self._torn_names: frozenset[str] | None = None
         self._open: OpenUpdate | None = None
         self._is_moving = False
-        """Whether memory is being released or taken back."""
+        """Whether memory is being released or reacquired."""
         self._num_changes = 0
 
     @property
@@ -164,7 +164,7 @@ class UpdateSession:
         return self._num_changes
 
     def note_joined(self) -> None:
-        """Note that the endpoint holds version 0."""
+        """Record that the endpoint holds version 0."""
         self._take(UpdateEvent.JOINED)
 
     def adopt_report(
@@ -180,7 +180,7 @@ class UpdateSession:
             self._served_incarnation = 0 if run_id is None else self._incarnations.get(run_id, 0)
         self._run_id = run_id
         if not torn:
-            self._torn_names = None  # replaced since; which tensors others tear is not known here
+            self._torn_names = None  # replaced since; other clients' torn tensors are not known
 
     def fence(self, run_id: str, incarnation: int) -> None:
         """Raise `FencedError` if a later incarnation has replaced this one; otherwise record the caller."""
@@ -188,7 +188,7 @@ class UpdateSession:
         if incarnation < highest:
             raise FencedError(
                 f"the trainer of run {run_id!r} was replaced: this call comes from its incarnation {incarnation}, "
-                f"but incarnation {highest} has taken over. Stop this trainer"
+                f"but incarnation {highest} has taken over; stop this trainer"
             )
         self._owner = run_id
         self._incarnations.pop(run_id, None)
@@ -223,15 +223,15 @@ class UpdateSession:
         return self._open is not None and (self._open.is_receiving or self._open.num_received > 0)
 
     def is_open(self, ref: UpdateRef) -> bool:
-        """Return whether the open update is this named session, in which case requesting it again is a repeat."""
+        """Return whether the open update is this named session, so that the request is a retry."""
         return self._open is not None and bool(ref.session_id) and self._open.update.ref == ref
 
     def is_served(self, ref: UpdateRef) -> bool:
-        """Return whether this named session's weights are served, in which case committing it again is a repeat."""
+        """Return whether this named session's weights are served, so that the commit is a retry."""
         return bool(ref.session_id) and ref == self._served and self._state is EndpointState.READY
 
     def has_bucket(self, transfer: BucketTransfer) -> bool:
-        """Return whether this bucket of a named session has arrived, in which case asking for it again is a repeat."""
+        """Return whether this bucket of a named session has arrived, so that the call is a retry."""
         opened = self._open if self.is_open(transfer.ref) else None
         return opened is not None and transfer.bucket_index < opened.num_received
 
@@ -263,7 +263,7 @@ class UpdateSession:
         return bucket, update.manifest.tensors[bucket.start : bucket.stop]
 
     def note_bucket_received(self) -> None:
-        """Note that the last begun bucket has arrived whole."""
+        """Record that the last bucket begun has arrived completely."""
         assert self._open is not None
         assert self._open.is_receiving
         self._open.is_receiving = False
@@ -282,12 +282,12 @@ class UpdateSession:
         return opened
 
     def pause(self, ref: UpdateRef) -> None:
-        """Note that sampling is being paused for a staged update that has arrived completely."""
+        """Record that sampling is being paused for a staged update that has arrived completely."""
         self.require_complete(ref)
         self._take(UpdateEvent.PAUSE, f"version {ref.version} is being committed already")
 
     def begin_apply(self, ref: UpdateRef) -> None:
-        """Note that the update is being applied: from here on a failure poisons.
+        """Record that the update is being applied: from here on, a failure leaves the endpoint POISONED.
 
         Raises if the update is not open or not complete. Afterwards the owner calls `note_committed` or `abort`.
         """
@@ -296,7 +296,7 @@ class UpdateSession:
         opened.is_applying = True
 
     def note_committed(self) -> None:
-        """Note that every tensor was applied: the open update is now served."""
+        """Record that every tensor was applied: the open update is now served."""
         assert self._open is not None
         assert self._open.is_applying
         self._take(UpdateEvent.COMMITTED)
@@ -320,7 +320,7 @@ class UpdateSession:
             self._torn_names = frozenset(changed_names(opened.update.manifest)) | (self._torn_names or frozenset())
 
     def begin_release(self) -> None:
-        """Note that memory is being released. `note_released` or `note_restored` follows.
+        """Record that memory is being released. `note_released` or `note_restored` follows.
 
         Raises `BusyError` if an update is open, `PoisonedError` if the weights are torn.
         """
@@ -333,16 +333,16 @@ class UpdateSession:
         self._is_moving = True
 
     def begin_restore(self) -> None:
-        """Note that the memory is being taken back. `note_restored` follows, or `note_released` if that fails."""
+        """Record that the memory is being reacquired. `note_restored` follows, or `note_released` if that fails."""
         self._is_moving = True
 
     def note_released(self) -> None:
-        """Note that the memory is released, or still is."""
+        """Record that the memory is released, or still is."""
         self._is_moving = False
         self._num_changes += 1
 
     def note_restored(self) -> None:
-        """Note that the endpoint has its memory, whether it was taken back or could not be released."""
+        """Record that the endpoint has its memory, whether it was reacquired or could not be released."""
         self._take(UpdateEvent.RESTORED)
         self._is_moving = False
         self._num_changes += 1
@@ -374,7 +374,7 @@ class UpdateSession:
             )
 
     def _take(self, event: UpdateEvent, refusal: str | None = None) -> None:
-        """Change the state by the table, or raise; ``refusal`` is for events that a caller may send too early."""
+        """Change the state according to the table, or raise; ``refusal`` is the error for an event sent too early."""
         after = TRANSITIONS.get((self._state, event))
         if after is None and refusal is not None:
             raise UpdateRefusedError(refusal)
@@ -392,7 +392,7 @@ class UpdateSession:
 
     def _require_open(self, ref: UpdateRef) -> OpenUpdate:
         if self._open is None:
-            raise UpdateRefusedError(f"no update is open here (asked for version {ref.version}); request one first")
+            raise UpdateRefusedError(f"no update is open (the call is for version {ref.version}); request one first")
         update = self._open.update
         if ref != update.ref:
             attempt = "" if ref.session_id == update.session_id else f", session {ref.session_id or 'unnamed'!r}"
@@ -406,7 +406,7 @@ class UpdateSession:
         if self._state is EndpointState.JOINING:
             return "the endpoint is still joining"
         if update.session_id and update.ref in self._over:
-            return f"its session {update.session_id!r} is over"
+            return f"its session {update.session_id!r} has ended"
         if self._state is EndpointState.RELEASED:
             return _RELEASED
         if self._open is not None:
@@ -421,7 +421,7 @@ class UpdateSession:
         if self.is_torn and update.manifest.lora is not None:
             return "weights are torn, and a LoRA needs whole weights as its base; send all of them"
         if self.is_torn and not self._makes_whole(update):
-            return "weights are torn, and it leaves out tensors that the failed update changed; send all weights"
+            return "weights are torn, and it omits tensors that the failed update changed; send all weights"
         return None if self._expected is None else manifest_difference(self._expected, update.manifest)
 
     def _makes_whole(self, update: WeightUpdate) -> bool:

@@ -18,7 +18,7 @@ from inflight.wire import BucketTransfer, Capabilities, EndpointState, UpdateRef
 T = TypeVar("T")
 
 ANSWER_S = 2.0
-"""How long an endpoint may keep the others waiting for an answer that an idle endpoint gives in milliseconds."""
+"""How long to wait for an answer that an idle endpoint gives in milliseconds."""
 _CLEAN_UP_S = 3.0
 """How long an endpoint may take to report what it serves after its update has failed."""
 _RETRY_PAUSES_S = (0.05, 0.2)
@@ -28,7 +28,7 @@ _FIRST_TOKEN_POLL_S = 0.002
 
 
 async def wait_for_no_one() -> None:
-    """Return at once: an endpoint that is updated alone meets no other."""
+    """Return at once: an endpoint that is updated alone does not wait for others."""
 
 
 def describe_cause(cause: InflightError | None) -> str:
@@ -47,9 +47,10 @@ async def update_endpoint(
 ) -> EndpointReport:
     """Update one endpoint, and return what it serves afterwards.
 
-    Awaits ``meet`` twice: after the endpoint has accepted, and after it has received every bucket. ``limit`` ends the
-    attempt at a deadline, which its owner may move to an earlier time. Calls ``on_failure`` as soon as the endpoint has
-    failed, with the cause (None: others ended the attempt); it returns the cause as text. A failed update is aborted.
+    Awaits the barrier ``meet`` twice: after the endpoint has accepted, and after it has received every bucket.
+    ``limit`` ends the attempt at a deadline, which its owner may bring forward. Calls ``on_failure`` as soon as the
+    endpoint has failed, with the cause (None: others ended the attempt); it returns the cause as text. A failed update
+    is aborted.
     """
     is_asked = is_committing = False
     cause: InflightError | None = None
@@ -111,7 +112,7 @@ async def abort_and_report(
     if answer.state is EndpointState.POISONED or isinstance(cause, PoisonedError):
         outcome, version = EndpointOutcome.POISONED, None
     elif is_committing and serves(answer, ref):
-        outcome = EndpointOutcome.APPLIED  # the commit succeeded, only its answer was lost
+        outcome = EndpointOutcome.APPLIED  # the commit succeeded, but its answer was lost
     elif isinstance(cause, UpdateRefusedError):
         outcome = EndpointOutcome.REFUSED
     return EndpointReport(endpoint.name, outcome, version, detail)
@@ -165,7 +166,7 @@ async def query_endpoint(endpoint: InferenceEndpoint) -> tuple[Capabilities, Wei
 async def query_endpoints(
     calls: Mapping[str, Callable[[], Coroutine[Any, Any, T]]], num_needed: int = 0, timeout_s: float = ANSWER_S
 ) -> dict[str, T | Exception]:
-    """Return what each call returned or raised. Calls that took too long are cancelled and left out.
+    """Return what each call returned or raised. Calls that took too long are cancelled and omitted.
 
     Each call has `ANSWER_S` seconds. If fewer than ``num_needed`` have answered by then, the others have up to
     ``timeout_s``.

@@ -1,14 +1,14 @@
-"""The members of a fleet: which of them receive a publish, which may be given work, and when to ask the others again.
+"""The members of a fleet: which of them receive a publish, which may receive work, and when to query the others again.
 
     JOINING -> HEALTHY            a publish was applied
-    HEALTHY -> SUSPECT            no answer in time: left out, and asked once more before the next publish. The first
+    HEALTHY -> SUSPECT            no answer in time: left out, and queried once more before the next publish. The first
                                   query must be answered within two seconds, if enough others answer it
     HEALTHY -> DEAD               unreachable, or a suspect that stays silent, or its only attempt to join failed,
                                   or its memory is released
     SUSPECT, DEAD -> JOINING      it answers again: the next publish is its attempt to join
-    HEALTHY -> JOINING            it missed a version, or its weights are torn: the next publish makes it whole
+    HEALTHY -> JOINING            it missed a version, or its weights are torn: the next publish repairs it
 
-Only a healthy member holds the version that was published last, and only a healthy member may be given work. A dead
+Only a healthy member holds the version that was published last, and only a healthy member may receive work. A dead
 member becomes healthy only through an applied publish.
 """
 
@@ -36,11 +36,11 @@ from inflight.weights.send.publisher import WeightPublisher, close_all, publish_
 from inflight.wire import Capabilities, EndpointState, InFlightPolicy, Needs, WeightVersion
 
 _NUM_ATTEMPTS = 3
-"""Attempts of one publish: losing a member may leave others torn, which publishing again repairs."""
+"""Attempts per publish: losing a member may leave others torn, which another attempt repairs."""
 _FIRST_PAUSE_S = 1.0
-"""Pause before a dead member is asked again for the first time."""
+"""Delay before a dead member is first queried again."""
 _MAX_PAUSE_S = 60.0
-_RELEASED = "has released its memory and takes no update until that is restored: left out of this publish"
+_RELEASED = "has released its memory and accepts no update until it is restored: left out of this publish"
 
 
 class MemberState(StrEnum):
@@ -49,11 +49,11 @@ class MemberState(StrEnum):
     HEALTHY = "healthy"
     """It applied the last publish."""
     SUSPECT = "suspect"
-    """It did not answer in time, and is asked once more before the next publish."""
+    """It did not answer in time, and is queried once more before the next publish."""
     DEAD = "dead"
-    """It is unreachable; it is asked from time to time."""
+    """It is unreachable; it is queried from time to time."""
     JOINING = "joining"
-    """It answers, or was never asked, and does not hold the last published version."""
+    """It answers, or was never queried, and does not hold the last published version."""
 
 
 class StateChange(NamedTuple):
@@ -70,13 +70,13 @@ class _Member:
 
     endpoint: InferenceEndpoint
     url: str | None = None
-    """The URL that named it; None if it came connected."""
+    """The URL that named it; None if it was passed as a connected endpoint."""
     capabilities: Capabilities | None = None
     """Its capabilities when it answered last; None until then."""
     state: MemberState = MemberState.JOINING
     backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S))
     is_on_trial: bool = False
-    """It joined for the running publish, and leaves again if that fails because of it."""
+    """It joined for the current publish, and leaves again if it makes the publish fail."""
     why: str = ""
 
     @property
@@ -84,7 +84,7 @@ class _Member:
         return self.capabilities is not None and self.state in (MemberState.HEALTHY, MemberState.JOINING)
 
     def mark_dead(self, why: str) -> None:
-        """Leave it out, and ask it again after a pause that grows each time."""
+        """Leave it out, and query it again after a pause that grows each time."""
         self.state, self.is_on_trial, self.why = MemberState.DEAD, False, why
         self.backoff.next(time.monotonic())
 
@@ -131,24 +131,24 @@ class Fleet:
 
     @property
     def healthy(self) -> tuple[str, ...]:
-        """Names of the members that may be given work."""
+        """Names of the members that may receive work."""
         return tuple(name for name, member in self._members.items() if member.state is MemberState.HEALTHY)
 
     @property
     def changes(self) -> tuple[StateChange, ...]:
-        """State changes of the last publish, and members that joined since the publish before."""
+        """State changes of the last publish, and members that joined since the previous one."""
         return self._changes
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Messages for the user about the last publish: failed attempts, and servers that do not fit."""
+        """Messages for the user about the last publish: failed attempts, and incompatible servers."""
         return tuple(self._notes)
 
     def set_members(self, wanted: Iterable[InferenceEndpoint | str]) -> None:
         """Set the members from now on: names or URLs, and connected endpoints.
 
         A new member joins with the next publish that it answers. A member that is not named leaves: its requests
-        continue, and it gets no further publish. Raises `ConfigError` for an invalid URL, and then leaves the fleet
+        continue, and it receives no further publish. Raises `ConfigError` for an invalid URL, and then leaves the fleet
         unchanged.
         """
         known = {member.url or name: member for name, member in self._members.items()} | self._members
@@ -171,7 +171,7 @@ class Fleet:
             self._publisher.run(close_all, gone)
 
     def ask_all(self) -> None:
-        """Make the next publish ask every member that was left out, whatever its pause."""
+        """Make the next publish query every member that was left out, even if its pause is not over."""
         for member in self._members.values():
             member.backoff.due_at = 0.0
 
@@ -191,8 +191,8 @@ class Fleet:
         """Publish the worker's weights to every member that can be reached, including members that have returned.
 
         Rank 0 calls it while every other rank calls `take_part`. Returns the report of the last attempt. If fewer
-        members than the quorum can be reached, the report has not succeeded, no member is healthy, and the next publish
-        asks again.
+        members than the quorum can be reached, the report has not succeeded, no member is healthy, and the next
+        publish queries them again.
 
         Raises what `publish_weights` does, if publishing again would not help: `FencedError` means that this trainer
         was replaced.
@@ -268,7 +268,7 @@ class Fleet:
         return False if has_anybody_refused and not had_group else may_fail or is_anybody_gone
 
     def _invite(self, in_flight: InFlightPolicy) -> None:
-        """Ask the members that take no part and whose pause is over. Those that answer are on trial."""
+        """Query the members that take no part and whose pause is over. Those that answer are on trial."""
         now = time.monotonic()
         due = {n: m for n, m in self._members.items() if not m.takes_part and m.backoff.is_due(now)}
         found: Mapping[str, tuple[Capabilities, WeightVersion] | Exception] = self._publisher.run(

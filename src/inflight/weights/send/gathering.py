@@ -1,4 +1,4 @@
-"""Gathering: the message that announces a worker's weights, and the part of all ranks, to publish or to store them."""
+"""Gathering: the message that announces a worker's weights, and the part of each rank in publishing or storing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.wire import InFlightPolicy, Manifest, WeightUpdate
 _LEASE_SLACK_S = 5.0
 """How long after the deadline an endpoint keeps an update open without a call from the publisher."""
 _PREPARATION_SHARE = 0.9
-"""Share of the deadline for endpoints to prepare: a longer drain would leave no time to send anything."""
+"""Share of the deadline in which endpoints prepare: a longer drain would leave no time to send the weights."""
 
 
 def weight_update_of(
@@ -29,7 +29,7 @@ def weight_update_of(
     encoding: Rounding = "raw",
     keep: bool = False,
 ) -> WeightUpdate:
-    """Return the message that announces the worker's present weights as a new session."""
+    """Return the message that announces the worker's current weights as a new session."""
     specs = tuple(worker.parameter_specs())
     frozen = tuple(worker.frozen_names()) if isinstance(worker, PartialWeightSource) else ()
     lora = worker.lora_spec() if isinstance(worker, LoraSource) else None
@@ -51,19 +51,19 @@ def weight_update_of(
 def gather_only(worker: WeightSource, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
     """Take part in the gathering of a version that rank 0 publishes or stores. Every other rank calls it.
 
-    ``bucket_bytes`` has to equal rank 0's. Raises what gathering raises.
+    ``bucket_bytes`` must equal rank 0's. Raises what gathering raises.
     """
     gather_rest(worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes)))
 
 
 def gather_rest(gathered: Iterator[WeightBucket]) -> None:
-    """Gather the rest, because the other ranks wait for it."""
+    """Gather the remaining buckets, because the other ranks wait for them."""
     for _ in gathered:
         pass
 
 
 def require_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) -> Iterator[WeightBucket]:
-    """Yield what the worker gathers. Raises `TrainerError` if it differs from what ``update`` announces."""
+    """Yield the gathered buckets. Raises `TrainerError` if they differ from those that ``update`` announces."""
     num_gathered = 0
     for bucket in gathered:
         if bucket.index != num_gathered or bucket.index >= len(update.buckets):
@@ -81,4 +81,4 @@ def require_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) ->
         num_gathered += 1
         yield bucket
     if num_gathered != len(update.buckets):
-        raise TrainerError(f"the worker yielded {num_gathered} buckets, but {len(update.buckets)} were asked for")
+        raise TrainerError(f"the worker yielded {num_gathered} buckets, but {len(update.buckets)} were requested")

@@ -1,4 +1,5 @@
-"""A LoRA as a partial update: the weights that it changes, merged by the publisher, for endpoints that merge none.
+"""A LoRA as a partial update: the weights that it changes, merged by the publisher, for endpoints that do not support
+LoRA.
 
 Any `LoraSource` can be merged.
 """
@@ -20,8 +21,8 @@ from inflight.wire import BucketSpec, TensorSpec
 class MergedLora(PartialWeightSource):
     """The weights under a LoRA. Rank 0 makes it; the other ranks gather the LoRA itself with `gather_only`.
 
-    ``base`` has the weights without the LoRA, ``names`` are all tensors of the model. ``bucket_bytes`` is what the
-    other ranks gather with.
+    ``base`` has the weights without the LoRA, ``names`` are all tensors of the model. ``bucket_bytes`` is the bucket
+    size with which the other ranks gather.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class MergedLora(PartialWeightSource):
         return [name for name in self._names if name not in sent]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Gathers the LoRA as the other ranks do, whatever ``buckets`` are, and reads the base on this host."""
+        """Gather the LoRA as the other ranks do, ignoring ``buckets``, and read the base on this host."""
         weights = self._weights()
         try:
             for bucket in buckets:

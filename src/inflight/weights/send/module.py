@@ -17,20 +17,18 @@ from inflight.wire import DTYPE_SIZES, BucketSpec, LoraSpec, TensorSpec
 
 
 class ModuleWeights(PartialWeightSource):
-    """The weights of a module that every rank holds whole.
+    """The weights of a module of which every rank has a full copy.
 
-    The owner sets ``version``, adding one after each optimizer step. No copy of the weights is kept; where weights are
-    cast, two buffers of one bucket stay. Names are
-    those that ``save_pretrained`` writes: wrappers of DDP, accelerate and torch.compile are looked through, and tied
-    weights appear once. Endpoints refuse the names of models whose checkpoints hold other tensors than their modules do
-    (transformers' mixtures of experts).
+    The owner sets ``version``, adding one after each optimizer step. No copy of the weights is kept; if weights are
+    cast, two buffers of one bucket are kept. Names are those that ``save_pretrained`` writes: wrappers of DDP,
+    accelerate and torch.compile are removed, and tied weights appear once. Endpoints refuse models whose checkpoints
+    store different tensors from their modules (transformers' mixtures of experts).
 
-    ``wire_dtype`` (a key of `DTYPE_SIZES`) is the dtype to which weights are cast on the way, such as the ``dtype`` of
-    an endpoint's capabilities; None keeps the dtype of each. Raises `ConfigError` for an unknown dtype.
+    ``wire_dtype`` (a key of `DTYPE_SIZES`) is the dtype to which weights are cast for the transfer, such as the
+    ``dtype`` of an endpoint's capabilities; None keeps the dtype of each. Raises `ConfigError` for an unknown dtype.
 
-    ``skip_frozen`` leaves out what does not train: parameters that do not require gradients, and buffers. Endpoints
-    then have to support partial updates. A parameter that was sent once is sent from then on, even if it is frozen
-    later.
+    ``skip_frozen`` omits parameters that do not require gradients, and buffers. Endpoints must then support partial
+    updates. A parameter that was sent once is always sent afterwards, even if it is frozen later.
     """
 
     version: int = 0
@@ -65,7 +63,7 @@ class ModuleWeights(PartialWeightSource):
         sent = self._published_tensors()
         if not sent:
             raise ConfigError(
-                "every parameter is frozen, so nothing would be sent; set requires_grad on what you train"
+                "every parameter is frozen, so nothing would be sent; set requires_grad on the parameters you train"
             )
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in sent.items()]
 
@@ -157,7 +155,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class LoraWeights(LoraSource):
-    """The LoRA of a module that every rank holds whole.
+    """The LoRA of a module of which every rank has a full copy.
 
     ``module`` is a PEFT model, or any module whose adapted layers have ``lora_A`` [r, in] and ``lora_B`` [out, r]:
     parameters, linear layers without bias, or, as in PEFT, dicts of these by ``lora_name``. ``alpha`` and ``rslora``

@@ -3,8 +3,8 @@
     request (refuse or accept) -> every bucket, compared on arrival -> commit (pause, apply, resume)
 
 The endpoints wait for each other twice: nothing is sent before all have accepted, and nothing is committed before all
-have received everything. As soon as too few endpoints remain, the publish ends for all of them, so that no endpoint
-waits for the rest of the gathering.
+have received everything. As soon as too few endpoints remain, the publish ends for all of them, so that none waits
+for the remaining buckets.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from inflight.weights.send.weight_group import WeightGroup
 from inflight.wire import BucketTransfer, Capabilities, InFlightPolicy, WeightUpdate
 
 _REFUSAL_GRACE_S = 1.0
-"""How long the other endpoints may still answer the request after one refused it."""
+"""How long to wait for the other endpoints' answers to the request after one has refused it."""
 _COLLECTIVE_GRACE_S = 0.1
-"""How much later receiving ends than sending: in a collective, an endpoint may be waiting for another endpoint only."""
+"""How much longer receiving may take than sending: in a collective, an endpoint may be waiting only for another one."""
 CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 """The errors of sending once either end of a stream is closed."""
 
@@ -61,7 +61,7 @@ class Publish:
         self._deadline = time.monotonic() + deadline_s
         may_fail = update.in_flight is InFlightPolicy.DRAIN  # then the pause must come before any commit
         self._staged = {e.name for e, can in endpoints.items() if staged and can.staging and not may_fail}
-        """The endpoints that only their commit pauses."""
+        """The endpoints that are paused only by their commit."""
         self._participants: dict[str, _Participant] = {}
         """The endpoints that still take part, by name."""
         self.buckets: MemoryObjectSendStream[WeightBucket | None]
@@ -87,7 +87,7 @@ class Publish:
     async def prepare(self) -> None:
         """Form the group unless there is one, and begin the update on the sender; the report names a failure.
 
-        Raises `ConfigError`, `UnsupportedError` and `FencedError`, before any endpoint was asked for anything.
+        Raises `ConfigError`, `UnsupportedError` and `FencedError`, before any request was sent to an endpoint.
         """
         group, incarnation = self._group, self._update.incarnation
         self.buckets, self._to_send = anyio.create_memory_object_stream[WeightBucket | None](0)
@@ -108,7 +108,7 @@ class Publish:
             participant.feed.close()
 
     async def run(self) -> PublishReport:
-        """Update every endpoint with the buckets that are fed; return what each serves.
+        """Update every endpoint with the buckets sent to the stream; return a report of what each serves.
 
         If an endpoint reports that another trainer has taken over, raises `FencedError` once all are resumed.
         """
@@ -181,7 +181,10 @@ class Publish:
                     yield transfer
 
     async def _meet(self) -> None:
-        """Return once every participant has arrived here. Raises `UpdateAbortedError` if the publish has ended."""
+        """Return once every participant has reached this barrier.
+
+        Raises `UpdateAbortedError` if the publish has ended.
+        """
         self._gate.num_waiting += 1
         opened = self._gate.opened
         self._open_gate_if_all_wait()
@@ -201,7 +204,7 @@ class Publish:
         gate.opened, gate.num_waiting = asyncio.Event(), 0
 
     def _drop(self, endpoint: InferenceEndpoint, cause: InflightError | None) -> str:
-        """Continue without an endpoint if enough others are left and do not depend on it; else end the publish."""
+        """Continue without an endpoint if enough others remain and do not depend on it; otherwise end the publish."""
         if isinstance(cause, FencedError):
             self._fenced = cause
         why = str(cause or self._problem or f"the deadline of {self._deadline_s:g} s passed")
@@ -313,7 +316,7 @@ class _Participant:
 
 @dataclass(slots=True)
 class _Gate:
-    """Where the endpoints of a publish wait for each other."""
+    """A barrier at which the endpoints of a publish wait for each other."""
 
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when those that wait now may continue."""
@@ -322,7 +325,7 @@ class _Gate:
 
 
 class Stopwatch:
-    """Adds up the time during which it is entered at least once."""
+    """Measures the total time during which it is entered at least once."""
 
     def __init__(self) -> None:
         self.total_s = 0.0

@@ -40,15 +40,15 @@ class WeightPublisher:
     """Trainer rank 0's connection to endpoints. Use it as a context manager, or call `close`.
 
     ``incarnation`` counts the times a run's trainer was started: endpoints refuse calls of a lower incarnation than the
-    highest they have seen. None takes one more than that. ``encoding`` rounds weights on the way. ``delta`` sends only
-    what changed since the last publish that every endpoint applied, for one more copy of the weights in host memory on
-    each side. ``staged`` lets sampling continue while weights arrive, on endpoints that support staging.
+    highest they have seen. None uses one more than that. ``encoding`` rounds weights for the transfer. ``delta`` sends
+    only the changes since the last publish that every endpoint applied. It needs one more copy of the weights in host
+    memory on each side. ``staged`` lets sampling continue while weights arrive, on endpoints that support staging.
     ``connect_timeout_s`` is the longest wait for the endpoints' answers, and for a weight group to form.
 
     Entering asks each endpoint for its capabilities and forms the weight group. If that fails, it raises `ConfigError`,
-    `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and leaves nothing
-    behind. A publish forms a new group if its endpoints differ from those of the previous publish, or if that failed.
-    Used from one thread at a time.
+    `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and leaves no group
+    or connection open. A publish forms a new group if its endpoints differ from those of the previous publish, or if
+    that failed. Used from one thread at a time.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WeightPublisher:
         if not names:
             raise ConfigError("a WeightPublisher needs at least one endpoint")
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"endpoints are named twice: {', '.join(twice)}; each takes its own ranks of the group")
+            raise ConfigError(f"endpoints are listed twice: {', '.join(twice)}; each needs its own ranks of the group")
         if encoding not in get_args(Rounding):
             raise ConfigError(f"encoding must be one of {', '.join(get_args(Rounding))}, not {encoding!r}")
         if delta and encoding != "raw":
@@ -182,8 +182,8 @@ class WeightPublisher:
     ) -> PublishReport:
         """Publish the gathered buckets to ``endpoints``, of which ``num_needed`` have to apply it.
 
-        The deadline begins when the first bucket is gathered. Whatever the worker or an interrupt raises ends the
-        publish on all endpoints before it is raised here. `publish_weights` is the call for a worker.
+        The deadline begins when the first bucket is gathered. Any exception from the worker, or an interrupt, ends
+        the publish on all endpoints before it is raised here. `publish_weights` is the call for a worker.
         """
         gathering = Stopwatch()
         with gathering:
@@ -237,30 +237,29 @@ def publish_weights(
     quorum: int | None = None,
     keep_base: bool = False,
 ) -> PublishReport:
-    """Update every endpoint to the worker's present weights, between two token steps; return what each serves.
+    """Update every endpoint to the worker's current weights, between two token steps; return the report.
 
     Rank 0 calls it while every other rank calls `gather_only`. The version is ``worker.version``. ``endpoints`` maps
-    the endpoints to publish to onto their capabilities; None means the endpoints that ``publisher`` was connected to.
+    the target endpoints to their capabilities; None means the endpoints that ``publisher`` was connected to.
 
     Endpoints that support staging keep sampling until every bucket has arrived everywhere; the others are paused once
     the first bucket is gathered. Each bucket is gathered while the previous one is sent. The call ends within
     ``deadline_s`` seconds plus the time that gathering takes, and a few seconds to clean up.
 
-    ``quorum`` is how many endpoints have to apply the update, None for all of them. With a transport that is not
-    collective, an endpoint that fails is left behind while the others continue. With a collective transport, a failure
+    ``quorum`` is the number of endpoints that have to apply the update, None for all of them. With a transport that is
+    not collective, an endpoint that fails is dropped while the others continue. With a collective transport, a failure
     before the commit ends the publish for all.
 
     ``keep_base`` makes endpoints keep these weights in host memory. Engines that fuse tensors need them if a later
     update is a LoRA or leaves some weights out, unless the weights are those of their checkpoint.
 
-    A LoRA goes to endpoints that support LoRA. If one of them supports partial updates only, a `MergingLoraSource`
+    A LoRA goes to endpoints that support LoRA. If one of them supports only partial updates, a `MergingLoraSource`
     sends the weights that its LoRA changes to all of them, from then on.
 
     Raises `PublishError` if fewer endpoints applied the update; its report names each endpoint's state. `ConfigError`
     and `UnsupportedError` mean that no endpoint was asked for anything, `FencedError` that another trainer has replaced
-    this one. Errors of gathering pass through. Whatever is raised, the collective gather was completed on every
-    rank, and no endpoint stays paused: reachable endpoints have aborted, the others resume on their own when their
-    lease ends.
+    this one. Errors of gathering propagate. Whatever is raised, the collective gather was completed on every rank, and
+    no endpoint stays paused: reachable endpoints have aborted, the others resume on their own when their lease ends.
     """
     source = _source_for(worker, publisher, endpoints, bucket_bytes)
     gathered = source.gather_weights(plan_buckets(source.parameter_specs(), bucket_bytes))
@@ -306,8 +305,8 @@ def _source_for(
 ) -> WeightSource:
     """Return the worker, or the merged weights of its LoRA if an endpoint supports no LoRA but partial updates.
 
-    Once merged weights have been published they are the base of any LoRA that follows, so they are published from then
-    on.
+    Once merged weights have been published they are the base of any LoRA that follows, so only they are published
+    from then on.
     """
     if not isinstance(worker, MergingLoraSource) or worker.rank != 0:
         return worker

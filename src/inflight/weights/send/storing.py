@@ -1,4 +1,4 @@
-"""Storing: gather from the workers and store each version, without waiting for any server; servers fetch it.
+"""Storing: gather from the workers and store each version, without waiting for any server. Servers fetch it.
 
 `inflight.weights.receive.following` is the other side.
 """
@@ -20,12 +20,12 @@ from inflight.weights.transports.files import FileReceiver
 from inflight.wire import DirectorySpec, TransportSpec, UpdateRef, WeightUpdate
 
 _READ_S = 60.0
-"""How long a file system may take to report what is stored."""
+"""Time limit for a file system to list what is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What was stored, and how long it took. Servers find it at ``spec``."""
+    """A stored version and how long storing it took. Servers find it at ``spec``."""
 
     ref: UpdateRef
     spec: TransportSpec
@@ -45,15 +45,15 @@ def store_weights(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     deadline_s: float = 60.0,
 ) -> StoreReport:
-    """Store the worker's present weights as the newest version of the run; return what was stored.
+    """Store the worker's current weights as the newest version of the run, and return a report.
 
-    Rank 0 calls it, with a `FileSender` or `PullSender`, while every other rank calls `gather_only`. It waits for no
-    server: servers take the newest version when they are ready, see
+    Rank 0 calls it, with a `FileSender` or `PullSender`, while every other rank calls `gather_only`. It does not wait
+    for servers: they load the newest version when they are ready, see
     `inflight.weights.receive.following`. ``incarnation`` counts the times a run's trainer was started: one more than
     `newest_incarnation`.
 
-    Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the previous version then stays
-    the newest. Whatever is raised, the collective gather was completed on every rank.
+    Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the previous version then
+    remains the newest. Whatever is raised, the collective gather was completed on every rank.
     """
     gathered = worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes))
     try:

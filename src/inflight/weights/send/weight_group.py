@@ -19,7 +19,7 @@ from inflight.weights.send.endpoint_update import query_endpoints, retry_unanswe
 from inflight.wire import Capabilities, Encoding, TransportName, TransportSpec, WeightUpdate, WeightVersion
 
 _SLACK_S = 1.0
-"""How much longer forming a group may take than the transport's own timeout, so that the transport's reason arrives."""
+"""Extra time beyond the transport's own timeout for forming a group, so that the transport's error arrives first."""
 
 
 class WeightGroup:
@@ -62,11 +62,11 @@ class WeightGroup:
     async def form(
         self, endpoints: Mapping[InferenceEndpoint, Capabilities], incarnation: int, timeout_s: float, num_needed: int
     ) -> dict[str, InflightError]:
-        """Form the group of some endpoints unless it is in use; return why some of them could not join it.
+        """Form the group of these endpoints unless it is in use; return why some of them could not join it.
 
         An endpoint can be missing only if the transport is not collective and ``num_needed`` others have joined.
-        Otherwise its error is raised, or `TransferError`, in time. Then no group is left behind, and servers that wait
-        for it are notified.
+        Otherwise its error or `TransferError` is raised in time. Then no group remains, and servers that wait for it
+        are notified.
         """
         if not endpoints:
             raise ConfigError("no endpoint is left to publish to")
@@ -154,7 +154,7 @@ class WeightGroup:
     # ------------------------------------------------------------------------------------------------------ updates
 
     async def begin_update(self, update: WeightUpdate, timeout_s: float) -> WeightUpdate:
-        """Prepare the sender, once it has cleared away the previous update; return the update as it will be sent.
+        """Prepare the sender, once it has cleaned up the previous update; return the update as it will be sent.
 
         It becomes a delta if a delta is requested and every member has kept the base. Raises `TransferError`.
         """
@@ -163,7 +163,7 @@ class WeightGroup:
             try:
                 await asyncio.wait_for(asyncio.wrap_future(ending), timeout_s)
             except TimeoutError as error:
-                raise TransferError(f"the previous update was not cleared away within {timeout_s:g} s") from error
+                raise TransferError(f"the previous update was not cleaned up within {timeout_s:g} s") from error
         if self._snapshot is not None:
             update = await self._with_base(update, self._snapshot)
         await run_abandonable(lambda: self.sender.begin(update), "inflight-begin")
@@ -199,7 +199,7 @@ class WeightGroup:
         await run_abandonable(partial(self.sender.send, bucket, timeout_s), "inflight-send")
 
     def end_update(self, update: WeightUpdate, *, is_applied_everywhere: bool) -> None:
-        """Let the sender clear the update away in a thread, for which the next update waits.
+        """Let the sender clean up the update in a thread, for which the next update waits.
 
         An endpoint that did not apply it may still read it.
         """
@@ -208,7 +208,7 @@ class WeightGroup:
         self._ending = start_in_thread(lambda: self.sender.end(is_done=is_applied_everywhere), "inflight-end")
 
     def abort_update(self) -> None:
-        """End the update without success, and lose the group. Raises what the sender raises, once the group is lost."""
+        """End the update without success, and drop the group. Then raise any error of the sender."""
         try:
             self.sender.end(is_done=False)
         finally:

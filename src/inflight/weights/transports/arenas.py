@@ -1,12 +1,13 @@
-"""Memory of one host that a trainer and its endpoints share: arenas, and locks that show whether one is still in use.
+"""Memory of one host that a trainer and its endpoints share: arenas, and locks that show whether they are in use.
 
 The sender writes the buckets of an update into one arena. Each arena has a file, in a directory that only this user can
-enter. Next to it lies a small record for each bucket of the update: where in the arena the bucket is, and to which
-update it belongs. A receiver copies nothing: its tensors are views of the arena.
+enter. Next to it is a small record for each bucket of the update: its position in the arena, and the update to which
+it belongs. A receiver copies nothing: its tensors are views of the arena.
 
 The views hold a shared lock on the arena's file for as long as anything refers to them, so an endpoint may serve from
-them. The system releases the lock however the process ends. The sender overwrites an arena only if nobody holds a
-lock, and uses another arena otherwise: endpoints serve from one arena while the next update arrives in the other.
+them. The operating system releases the lock when the process ends for any reason. The sender overwrites an arena only
+if nobody holds a lock, and uses another arena otherwise: endpoints serve from one arena while the next update arrives
+in the other.
 
 `ArenaMemory` defines the kind of memory.
 """
@@ -39,7 +40,7 @@ from inflight.wire import DirectorySpec, IpcSpec, UpdateRef, WeightUpdate
 
 ArenaSpec = DirectorySpec | IpcSpec
 
-_MOST_UNUSED = 4  # an arena that takes this many times more memory than the last update is not kept
+_MOST_UNUSED = 4  # an arena that uses this many times more memory than the last update is not kept
 _NUM_ARENAS = 2
 
 
@@ -49,11 +50,11 @@ class SenderMemory(Protocol):
     @property
     @abstractmethod
     def held_bytes(self) -> int:
-        """Return how much memory it takes."""
+        """Return how much memory it uses."""
 
     @abstractmethod
     def write(self, start: int, bucket: WeightBucket, attempt: Attempt) -> None:
-        """Write the bytes of a bucket from ``start`` on. On return they can be mapped. Raises also `TransferError`."""
+        """Write the bytes of a bucket from ``start`` on. On return they can be mapped. Also raises `TransferError`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -92,7 +93,7 @@ class ArenaMemory(Protocol):
 
     @abstractmethod
     def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
-        """Return the memory that a file of ``size_bytes`` describes: uint8, a storage of its own, only to be read.
+        """Return the memory that a file of ``size_bytes`` describes: uint8, read-only, in its own storage.
 
         Raises `OSError`, `RuntimeError`, `ValueError`, `TransferError`.
         """
@@ -136,7 +137,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
             return [self._memory.spec(run_id, self._home.path, timeout_s)] * len(num_ranks)
 
     def join(self) -> None:
-        """Waits for no endpoint."""
+        """Return without waiting for endpoints."""
         if self._home is None:
             raise TransferError("no weight group is open")
 
@@ -183,7 +184,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
                 raise attempt.failed(error) from error
 
     def end(self, *, is_done: bool) -> None:
-        """The memory is used again if the update is done, and left to its readers if not."""
+        """Reuse the memory if the update is done; otherwise leave it to its readers."""
         with self._lock:
             update, self._update = self._update, None
             records, self._records = self._records, []
@@ -195,7 +196,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
         _close_unused()
 
     def abort(self) -> None:
-        """Removes the directory. A new group makes another."""
+        """Remove the directory. A new group creates another."""
         abandon(self._abandoned)  # a pending send holds the lock for at most one more piece
         with self._lock:
             home, self._home = self._home, None
@@ -216,9 +217,9 @@ class ArenaSender(WeightSender, SendsFromDevice):
         return arena
 
     def _drop(self, arena: _Arena) -> None:
-        """Remove an arena. Its memory stays as long as somebody holds a lock."""
+        """Remove an arena. Its memory is kept as long as any process holds a lock."""
         self._arenas.remove(arena)
-        # This comes before the test: a receiver that locks the file from now on sees that it was removed.
+        # This comes before the check: a receiver that locks the file from now on sees that it was removed.
         arena.path.unlink(missing_ok=True)
         if self._memory.outlives_sender or arena.is_free():
             arena.close()
@@ -261,7 +262,7 @@ class _Arena:
 
 
 _lent: list[_Arena] = []
-"""Arenas that were removed while somebody held a lock. They outlast their senders, and any sender closes them."""
+"""Arenas that were removed while a lock was held. They outlive their senders, and any sender closes them."""
 
 
 def _close_unused() -> None:
@@ -273,7 +274,7 @@ def _close_unused() -> None:
 
 
 class ArenaReceiver(StoredReceiver):
-    """One endpoint rank's end. Tensors are views of the arena, only to be read."""
+    """One endpoint rank's end. Tensors are read-only views of the arena."""
 
     def __init__(self, spec: ArenaSpec, memory: ArenaMemory) -> None:
         super().__init__()
@@ -332,7 +333,7 @@ class ArenaReceiver(StoredReceiver):
 
 
 def keep_open(flat: torch.Tensor, fd: int) -> None:
-    """Keep the file of a descriptor open, and so its lock held, until nothing refers to the memory of a tensor."""
+    """Keep the file of a descriptor open, and so its lock held, until the memory of a tensor is unreferenced."""
     last = weakref.finalize(flat.untyped_storage(), _unlock, os.dup(fd), flat.device)
     last.atexit = False  # the system closes it
 

@@ -46,7 +46,8 @@ LEASE_S = 15.0
 LEASE_NAME = re.compile(r"lease-[0-9a-f]{16}")
 
 _MAX_LEASED = 4
-"""Most updates that leases keep in addition to the newest ones: those with the most recently renewed leases."""
+"""Maximum number of updates that leases keep in addition to the newest ones: those with the most recently renewed
+leases."""
 _MAX_HEADER_BYTES = 64 << 20
 _ALIGNMENT = 64
 _SUFFIX = ".safetensors"
@@ -196,8 +197,8 @@ def _lease_time(path: Path) -> float:
 class BucketStore:
     """The writing side of a directory of updates. ``is_durable`` indicates whether files survive a loss of power.
 
-    If they need not, the files of removed updates are overwritten by later ones, because memory in use already costs no
-    time to allocate. A reader of such an update then finds bytes that do not match its checksums.
+    If they need not, later updates overwrite the files of removed ones, which saves allocating memory. A reader of such
+    an update then finds bytes that do not match its checksums.
 
     An update is complete, and `LATEST` names it, as soon as its last bucket is stored. Followers of the directory do
     not depend on whether endpoints applied it. The newest complete update stays, two of them if files are durable, and

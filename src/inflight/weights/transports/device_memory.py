@@ -67,7 +67,7 @@ class DeviceMemory(Protocol):
 
     @abstractmethod
     def map_memory(self, handle: MemoryHandle, place: str) -> torch.Tensor:
-        """Return the memory, uint8 [size_bytes], in a storage of its own, only to be read.
+        """Return the memory, uint8 [size_bytes], read-only, in its own storage.
 
         Raises `OSError`, `RuntimeError`.
         """

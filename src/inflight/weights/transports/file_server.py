@@ -32,8 +32,8 @@ _STOP_S = 5.0
 class FileServer:
     """Serves ``directory`` from a thread of this process, on ``address`` only, as ``url`` and with ``token``.
 
-    ``port`` 0 is any free one; without a token a new one is drawn. Raises `TransferError` if the address cannot be
-    bound.
+    ``port`` 0 means any free port; without a token a new one is generated. Raises `TransferError` if the address cannot
+    be bound.
     """
 
     def __init__(self, directory: Path, address: str, port: int = 0, token: str | None = None) -> None:
@@ -63,7 +63,7 @@ class FileServer:
             time.sleep(0.002)
 
     def stop(self) -> None:
-        """Cut every connection and stop. Idempotent."""
+        """Close every connection and stop. Idempotent."""
         self._server.should_exit = self._server.force_exit = True
         self._thread.join(_STOP_S)
         self._listener.close()

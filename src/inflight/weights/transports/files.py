@@ -69,7 +69,7 @@ class FileSender(WeightSender):
         return [spec] * len(num_ranks)
 
     def join(self) -> None:
-        """Waits for no endpoint."""
+        """Return without waiting for endpoints."""
         if not self._is_open:
             raise TransferError("no weight group is open")
 

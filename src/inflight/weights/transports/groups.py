@@ -1,4 +1,4 @@
-"""Groups of torch in which buckets are broadcast: how ranks meet, how groups are made, waited for and abandoned.
+"""Groups of torch in which buckets are broadcast: how ranks meet, and how groups are created, awaited and abandoned.
 
 Ranks meet in a store that the sender hosts, by the keys in it. The store binds to the given address only. Closing it
 ends every pending join, on either side.
@@ -153,7 +153,7 @@ class AnnouncedRanks:
         self._store: Any = None
 
     def meet(self) -> None:
-        """Block until all ranks have come. Raises `TransferError` after ``spec.timeout_s``."""
+        """Block until all ranks have arrived. Raises `TransferError` after ``spec.timeout_s`` seconds."""
         spec = self._spec
         what = f"{JOINING} through its store at {spec.master_address}:{spec.master_port}"
         self._store = run_unless_abandoned(
@@ -231,7 +231,7 @@ def meet(spec: ProcessGroupSpec, ranks: Sequence[int]) -> Any:
 
 
 def timeout_of(timeout_s: float) -> timedelta:
-    """Return a timeout of at least a millisecond: Gloo counts whole milliseconds, and takes 0 for no timeout."""
+    """Return a timeout of at least a millisecond: Gloo counts whole milliseconds, and treats 0 as no timeout."""
     return timedelta(seconds=max(timeout_s, 0.001))
 
 

@@ -1,4 +1,4 @@
-"""The transports that inflight itself installs. Making an end loads torch."""
+"""The transports that inflight itself installs. Creating an end imports torch."""
 
 from __future__ import annotations
 

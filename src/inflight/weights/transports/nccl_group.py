@@ -1,4 +1,4 @@
-"""Making a group of NCCL in which nothing that goes wrong ends the process.
+"""Creates an NCCL group whose failures never end the process.
 
 torch's ProcessGroupNCCL starts two threads of its own. Its watchdog ends the process when an operation fails or takes
 longer than the group's timeout, unless it is configured to clean up only; even then it asks every monitor of the
@@ -30,7 +30,7 @@ QUIET: Mapping[str, str] = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # a monitor that is started anyway ends nothing
 }
 _OPERATION_TIMEOUT = timedelta(days=14)
-"""Longer than any deadline or lease that the wire takes: our own deadlines always come first."""
+"""Longer than any deadline or lease that the protocol allows: our own deadlines always expire first."""
 
 _constructing = threading.Lock()
 
@@ -50,7 +50,7 @@ def new_nccl_group(keys: Any, rank: int, world_size: int) -> Any:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and restore the user's values on the way out. One thread at a time is inside."""
+    """Set environment variables, and restore the user's values on exit. Only one thread at a time may enter."""
     with _constructing:
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)

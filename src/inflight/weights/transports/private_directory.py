@@ -1,4 +1,6 @@
-"""Directories of one process, readable by its user only. Those of a dead process are removed when the next one is made.
+"""Directories of one process, readable by its user only.
+
+Those of a dead process are removed when the next one is created.
 
 The process holds a lock on a file in its directory; the system releases the lock however the process ends.
 """
@@ -23,7 +25,7 @@ _LOCK = "lock"
 class PrivateDirectory:
     """A new directory below ``parent``, mode 0700, with a random name, as ``path``.
 
-    Making it removes directories that killed processes of this user left below ``parent``. Raises `OSError`.
+    Creating it removes directories that killed processes of this user left below ``parent``. Raises `OSError`.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -76,6 +78,6 @@ def _locked(fd: int) -> bool:
 
 
 def memory_directory() -> Path:
-    """Return the directory whose files are memory of this host, or the next best one."""
+    """Return the directory whose files are in this host's memory, or the temporary directory."""
     shm = Path("/dev/shm")
     return shm if os.access(shm, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())

@@ -103,7 +103,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
             self._ref = update.ref
 
     def end(self, *, is_done: bool) -> None:
-        """Nothing is stored."""
+        """Do nothing, because nothing is stored."""
 
     def join(self) -> None:
         with self._lock:
@@ -193,7 +193,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
             return unpack(flat, specs)
         flat, arriving = ahead
         if flat.numel() != size_bytes:
-            raise TransferError(f"{what} failed: a bucket of {flat.numel()} bytes was due, not one of {size_bytes}")
+            raise TransferError(f"{what} failed: expected a bucket of {flat.numel()} bytes, not {size_bytes}")
         try:
             result_unless_abandoned(self._abandoned, arriving, what, timeout_s)
         except RuntimeError as error:
@@ -203,7 +203,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         return unpack(flat, specs)
 
     def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
-        """Does nothing over NCCL: a kernel that waits for its sender would occupy processors that sampling needs."""
+        """Do nothing over NCCL: a kernel that waits for its sender would occupy processors that sampling needs."""
         group = self._group
         if group is None or self._kind.sends_from_device:
             return
@@ -239,7 +239,7 @@ def _broadcast(group: CollectiveGroup, flat: torch.Tensor, timeout_s: float, aba
 
 
 def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind = GLOO) -> CollectiveGroup:
-    """Return the group that ``spec`` describes, joined as ``rank`` from local ``address`` once all ranks have come."""
+    """Return the group that ``spec`` describes, joined as ``rank`` from ``address`` once all ranks have arrived."""
     prefixed = meet(spec, [rank])
     # The prefix that torch's own groups use, so that ranks that torch joins (SGLang's) meet ours.
     keys = dist.PrefixStore(f"{kind.device_type}/", dist.PrefixStore(f"{spec.group_name}/", prefixed))

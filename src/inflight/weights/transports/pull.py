@@ -1,6 +1,6 @@
 """Weights over HTTP: rank 0 stores each update in files and serves them, and endpoints fetch them in ranges.
 
-An endpoint may come later and read at its own speed. After a broken connection it continues where it was.
+An endpoint may start later and read at its own speed. After a broken connection it resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PullSender(WeightSender):
         return False
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[PullSpec]:
-        """The server stays up from one group to the next, until `abort`."""
+        """The server keeps running from one group to the next, until `abort`."""
         try:
             files = self._files = self._files or self._stored_in()
             files.specs(run_id, num_ranks, timeout_s)
@@ -65,7 +65,7 @@ class PullSender(WeightSender):
         return FileSender(self._home.path, is_durable=False)
 
     def join(self) -> None:
-        """Waits for no endpoint."""
+        """Return without waiting for endpoints."""
         self._opened().join()
 
     def begin(self, update: WeightUpdate) -> None:
@@ -80,7 +80,7 @@ class PullSender(WeightSender):
             self._files.end(is_done=is_done)
 
     def abort(self) -> None:
-        """Stops the server. A new group starts another, with another token."""
+        """Stop the server. A new group starts another one with a new token."""
         files, self._files = self._files, None
         server, self._server = self._server, None
         home, self._home = self._home, None

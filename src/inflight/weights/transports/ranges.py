@@ -1,7 +1,7 @@
 """Reads files of an HTTP server in ranges, over a few connections at once, into existing memory.
 
 If a connection is cut, the range is requested again from the byte reached. Built on http.client because it reads from
-the socket straight into the buffer, in a third of the time of a client that hands out chunks.
+the socket straight into the buffer, in a third of the time of a client that returns chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inflight.weights.transports.store import Attempt
 
 _PART_BYTES = 16 << 20
 _NUM_CONNECTIONS = 3
-_STALLED_S = 10.0  # a connection that moves nothing for this long is cut, and the range requested again
+_STALLED_S = 10.0  # a connection without progress for this long is closed, and the range is requested again
 _FIRST_BACKOFF_S = 0.02
 _LAST_BACKOFF_S = 1.0
 _MOST_WORDS = 1 << 16  # bytes of an error answer
@@ -115,7 +115,7 @@ class RangeClient:
             raise failures[0]
 
     def close(self) -> None:
-        """Cut every connection, ending pending calls. Idempotent."""
+        """Close every connection, ending pending calls. Idempotent."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -209,7 +209,7 @@ class RangeClient:
         return Opening(b"", file_bytes, answer.headers.get("ETag", ""))
 
     def _take_connection(self, attempt: Attempt) -> http.client.HTTPConnection:
-        """Return a connection that nobody uses, which may not be connected yet."""
+        """Return an unused connection, which may not be connected yet."""
         attempt.remaining_s()
         with self._lock:
             if self._is_closed:

@@ -55,9 +55,9 @@ def session_name(ref: UpdateRef) -> str:
 
 
 class Attempt:
-    """One blocking call: what it does, its deadline, and whether its group was abandoned meanwhile.
+    """One blocking call: its description, its deadline, and whether its group has been abandoned.
 
-    ``reason`` is the error's text if the call is not done in time.
+    ``reason`` is the text of the error if the call does not finish in time.
     """
 
     def __init__(self, what: str, timeout_s: float, abandoned: Future[str]) -> None:
@@ -77,13 +77,15 @@ class Attempt:
         return remaining_s
 
     def note(self, error: Exception, reason: str) -> None:
-        """Take ``reason`` for the error's text, unless this call's own deadline cut short what had a better one."""
+        """Use ``reason`` as the error's text, unless this call's own deadline interrupted an attempt with a better
+        one.
+        """
         is_cut_short = isinstance(error, TimeoutError) and time.monotonic() >= self._deadline
         if self.reason == _NOT_DONE or not is_cut_short:
             self.reason = reason
 
     def pause(self, pause_s: float = _POLL_S) -> None:
-        """Wait that long, or for the time left. Raises as `remaining_s`."""
+        """Wait that long, or for the remaining time. Raises as `remaining_s` does."""
         with contextlib.suppress(TimeoutError):
             self._abandoned.result(min(pause_s, self.remaining_s()))
         self.remaining_s()
@@ -113,7 +115,7 @@ def abandon(abandoned: Future[str]) -> None:
 def regular_file(directory: Path, *parts: str, is_private: bool = False) -> Iterator[tuple[int, int]]:
     """Open a file below ``directory`` for reading; yield its descriptor and its size in bytes.
 
-    Follows no symbolic link below ``directory``, and refuses anything but a regular file. If the file is private, only
+    Does not follow symbolic links below ``directory``, and accepts only a regular file. If the file is private, only
     this user (or root) may own it and be able to reach it. Raises `FileNotFoundError`, `TransferError`.
     """
     path = directory.joinpath(*parts)
