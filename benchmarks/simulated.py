@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import uvicorn
 
-from inflight.base.transport_registry import receivable
+from inflight.base.transport_registry import receivable_transports
 from inflight.contracts import InferenceEndpoint, Task, TrainerWorker, WorkerKind
 from inflight.errors import UnsupportedError
 from inflight.http.listening import bind
@@ -82,7 +82,7 @@ class SimulatedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
             max_model_len=1 << 16,
             dtype="float32",
             in_flight_policies=(InFlightPolicy.KEEP,),
-            transports=receivable(on_gpu=False),
+            transports=receivable_transports(on_gpu=False),
             staging=True,
             version_binding="spans",
             logprob_kind="processed",

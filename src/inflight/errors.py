@@ -144,7 +144,7 @@ class UpdateAbortedError(UpdateError):
 class TransferError(UpdateError):
     """The collective transfer failed; the weight group is unusable and must be formed again."""
 
-    code = "transfer_failed"
+    code = "transfer_error"
 
 
 class PublishError(UpdateError):
@@ -225,7 +225,7 @@ def _all_kinds(root: type[InflightError]) -> list[type[InflightError]]:
     return [root, *(kind for child in root.__subclasses__() for kind in _all_kinds(child))]
 
 
-def transfer_failed(cause: BaseException, what: str) -> TransferError:
+def transfer_error(cause: BaseException, what: str) -> TransferError:
     """Return the `TransferError` for a lower-level error."""
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     return TransferError(f"{what} failed: {text}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inflight.base.transport_registry import receivable
+from inflight.base.transport_registry import receivable_transports
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import ConfigError, ProtocolError
 from inflight.model.checkpoint_specs import checkpoint_of, config_of
@@ -69,7 +69,7 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
             max_model_len=limits.max_model_len,
             dtype=dtype,
             in_flight_policies=tuple(InFlightPolicy),
-            transports=receivable(on_gpu=False) if staged else native,
+            transports=receivable_transports(on_gpu=False) if staged else native,
             staging=staged,
             encodings=("bfloat16", "float8", "delta") if staged else (),
             partial_updates=staged,

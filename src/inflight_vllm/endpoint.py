@@ -15,7 +15,7 @@ from inflight.engines.requests import SentRequest
 from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.errors import ConfigError, InvalidRequestError, ProtocolError, UnauthorizedError, UnsupportedError
 from inflight.model.checkpoint_specs import checkpoint_of
-from inflight.rollouts.drafts import divided
+from inflight.rollouts.drafts import split_history
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
 from inflight.weights.receive.releasing import MemoryRelease
 from inflight.wire import (
@@ -215,7 +215,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         """Send the history in parts, between which the server samples. Parts stay recorded if a later one fails."""
         if not (await self.capabilities()).drafts:
             raise UnsupportedError(f"{self.name} does not support drafts; start the server with --drafts history")
-        for part in divided(history.entries, _PART_TOKENS):
+        for part in split_history(history.entries, _PART_TOKENS):
             body = {"method": "inflight_record_history", "kwargs": {"history": part.model_dump(mode="json")}}
             await self._routes.post("/collective_rpc", body)
 

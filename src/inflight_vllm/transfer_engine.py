@@ -25,7 +25,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from inflight.base.transport_registry import receivable, spec_type
+from inflight.base.transport_registry import receivable_transports, spec_type
 from inflight.contracts import WeightReceiver
 from inflight.errors import UpdateRefusedError
 from inflight.weights.encode.lora_tensors import changed_names, lora_difference
@@ -180,7 +180,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         return {
             "protocol": PLUGIN_PROTOCOL,
             "backend": BACKEND,
-            "transports": list(receivable(on_gpu=self.device.type == "cuda")),
+            "transports": list(receivable_transports(on_gpu=self.device.type == "cuda")),
             "phase": self._phase,
             "problem": self._problem,
             "group": self._group,

@@ -1,7 +1,7 @@
 """Gloo with one fault at a time: for every check of transports at least one that it must catch.
 
-A fault changes methods of the sender or of every receiver of a new pair; which one is asked for by name, or by a file
-that holds the name, so that one session of the kit can go through many.
+A fault changes methods of the sender or of every receiver of a new pair; which one is selected by name, or by a file
+that contains the name, so that one session of the kit can check many.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mutant:
     sender: Fault = lambda sender: None
     receiver: Fault = lambda receiver: None
     both: Callable[[], tuple[Fault, Fault]] | None = None
-    """Makes the faults of both ends, which share something."""
+    """Makes the faults of both ends, which share state."""
 
 
 class Spoiled(ProcessGroupTransport):
@@ -56,13 +56,13 @@ class Spoiled(ProcessGroupTransport):
 
 
 def make(mutant: str = "", mutant_file: str = "") -> Spoiled:
-    """The function that the kit calls; the file, if there is one, holds the name."""
+    """The function that the kit calls; the file, if there is one, contains the name."""
     name = Path(mutant_file).read_text() if mutant_file else mutant
     return Spoiled(MUTANTS[name] if name else Mutant("", ""))
 
 
 def respecified(change: Callable[[int, ProcessGroupSpec], dict[str, Any]]) -> Fault:
-    """``change(i, spec)`` states what is different in the spec of endpoint i."""
+    """``change(i, spec)`` returns the changed fields of the spec of endpoint i."""
 
     def spoil(sender: Any) -> None:
         specs = sender.specs
@@ -79,7 +79,7 @@ def respecified(change: Callable[[int, ProcessGroupSpec], dict[str, Any]]) -> Fa
 
 
 def resent(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
-    """Every tensor is sent as ``change`` makes it."""
+    """Every tensor is sent as returned by ``change``."""
 
     def spoil(sender: Any) -> None:
         send = sender.send
@@ -94,7 +94,7 @@ def resent(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
 
 
 def received(change: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]) -> Fault:
-    """Every bucket is returned as ``change(receiver, tensors)`` makes it."""
+    """Every bucket is returned as returned by ``change(receiver, tensors)``."""
 
     def spoil(receiver: Any) -> None:
         receive = receiver.receive
@@ -104,7 +104,7 @@ def received(change: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]) ->
 
 
 def answered(method: str, text: str, answer: Callable[..., Any]) -> Fault:
-    """Where a method fails with an error that holds ``text``, ``answer`` gets its arguments instead."""
+    """If a method fails with an error that contains ``text``, ``answer`` is called with its arguments instead."""
 
     def spoil(end: Any) -> None:
         right = getattr(end, method)
@@ -271,7 +271,7 @@ def where_the_last_one_lay(receiver: Any, tensors: list[torch.Tensor]) -> list[t
 
 
 def recycles_at_the_next_update(receiver: Any) -> None:
-    """What arrives first after a begin lies where what arrived last before it lay."""
+    """The first bucket after a begin reuses the memory of the last bucket before it."""
     begin, receive = receiver.begin, receiver.receive
     last: list[torch.Tensor] = []
     places: list[torch.Tensor] = []
@@ -343,7 +343,7 @@ def sends_without_a_group(sender: Any) -> None:
 
 
 def does_not_abort_during(method: str) -> Fault:
-    """``abort`` waits politely until the method has ended on its own, and then there is nothing to do."""
+    """``abort`` waits until the method has ended on its own, and then has nothing to do."""
 
     def spoil(end: Any) -> None:
         right, abort, busy = getattr(end, method), end.abort, threading.Event()
@@ -421,8 +421,8 @@ MUTANTS = {
     "listens everywhere": Mutant("T-03", "a socket is bound to 0.0.0.0", listens_everywhere),
     "no group of two": Mutant("T-04", "one receiver is too few", receiver=knows_no_group_of_two),
     "ranks in order": Mutant("T-05", "a rank must come after the one before it", both=wants_ranks_in_order),
-    "joins when it receives": Mutant("T-06", "join only starts to join", receiver=joins_when_it_receives),
-    "default group": Mutant("T-07", "the sender makes torch's default group", takes_torchs_default_group),
+    "joins when it receives": Mutant("T-06", "join returns before a group is formed", receiver=joins_when_it_receives),
+    "default group": Mutant("T-07", "the sender creates torch's default group", takes_torchs_default_group),
     "adds zero": Mutant("T-08", "arithmetic turns -0.0 into 0.0", resent(lambda tensor: tensor + 0.0)),
     "no scalars": Mutant(
         "T-09",
@@ -432,21 +432,21 @@ MUTANTS = {
     "aligned offsets": Mutant(
         "T-10", "offsets are rounded down to the dtype's size", receiver=received(at_aligned_offsets)
     ),
-    "storage order": Mutant("T-11", "strides are not looked at", resent(in_storage_order)),
+    "storage order": Mutant("T-11", "strides are ignored", resent(in_storage_order)),
     "only 16 MB": Mutant("T-12", "the rest of a long bucket is missing", receiver=received(only_16_mb)),
-    "old buffer": Mutant("T-13", "one bucket holds the one before it", sends_bucket_50_from_the_old_buffer),
+    "old buffer": Mutant("T-13", "one bucket contains the previous bucket", sends_bucket_50_from_the_old_buffer),
     "rank three gets zeros": Mutant("T-14", "the last receiver is left out", receiver=received(zero_on_rank_three)),
     "hands tensors over": Mutant("T-15", "sender and receiver share memory", both=hands_the_tensors_over),
     "recycles at once": Mutant(
-        "T-16", "a bucket lies where the last one lay", receiver=received(where_the_last_one_lay)
+        "T-16", "a bucket reuses the memory of the last one", receiver=received(where_the_last_one_lay)
     ),
     "recycles at the next update": Mutant(
-        "T-16", "begin takes memory back that is still in use", receiver=recycles_at_the_next_update
+        "T-16", "begin reclaims memory that is still in use", receiver=recycles_at_the_next_update
     ),
     "lays tensors out again": Mutant("T-17", "strided tensors change in place", resent(made_contiguous_in_place)),
     "wrong error of a join": Mutant(
         "T-18",
-        "TimeoutError comes through",
+        "TimeoutError propagates",
         receiver=answered("join", "timeout", raising(TimeoutError("wait timeout"))),
     ),
     "abandons at once": Mutant("T-18", "a receiver does not wait for its sender", receiver=gives_up_at_once),
@@ -458,25 +458,23 @@ MUTANTS = {
     ),
     "0 ms is no timeout": Mutant(
         "T-21",
-        "a timeout below a millisecond waits on",
+        "a timeout below a millisecond is ignored",
         receiver=timed("receive", lambda timeout_s: timeout_s if timeout_s >= 0.001 else 30.0),
     ),
     "wrong error of a killed receiver": Mutant(
         "T-22",
-        "ConnectionResetError comes through",
+        "ConnectionResetError propagates",
         answered("send", "closed", raising(ConnectionResetError("closed by peer"))),
     ),
-    "ignores the timeout of send": Mutant("T-23", "send waits on", timed("send", lambda timeout_s: 30.0)),
+    "ignores the timeout of send": Mutant("T-23", "send keeps waiting", timed("send", lambda timeout_s: 30.0)),
     "wrong error of a killed sender": Mutant(
         "T-24",
-        "EOFError comes through",
+        "EOFError propagates",
         receiver=answered("receive", "closed", raising(EOFError("closed by peer"))),
     ),
-    "fills up with zeros": Mutant(
-        "T-25", "what did not arrive is zero", receiver=answered("receive", "closed", big_zeros)
-    ),
+    "fills up with zeros": Mutant("T-25", "missing bytes are zero", receiver=answered("receive", "closed", big_zeros)),
     "counts ranks that left": Mutant("T-26", "a group is never smaller than the last", counts_ranks_that_left),
-    "sends without a group": Mutant("T-27", "AttributeError comes through", sends_without_a_group),
+    "sends without a group": Mutant("T-27", "AttributeError propagates", sends_without_a_group),
     "says nothing": Mutant(
         "T-28",
         "the message is the library's own",
@@ -488,10 +486,10 @@ MUTANTS = {
     ),
     "receives on": Mutant("T-31", "abort does not reach a pending receive", receiver=does_not_abort_during("receive")),
     "sends on": Mutant("T-32", "abort does not reach a pending send", does_not_abort_during("send")),
-    "stays abandoned": Mutant("T-33", "no join after one that was aborted", stays_given_up),
+    "stays abandoned": Mutant("T-33", "join fails after an aborted join", stays_given_up),
     "aborts once": Mutant("T-34", "the second abort raises", receiver=aborts_once),
     "leaves a listener": Mutant("T-35", "a socket is never closed", leaves_a_listener),
     "joins nothing": Mutant(
-        "T-36", "no store is taken for a formed group", receiver=answered("join", "weight group", lambda: None)
+        "T-36", "a missing store counts as a formed group", receiver=answered("join", "weight group", lambda: None)
     ),
 }

@@ -1,7 +1,7 @@
 """Faulty trainer workers, each wrong in one way that a check must catch: `FsdpWorker` and a few lines.
 
-As a target: ``tests.conformance.worker_mutants:KIND`` with the option ``mutant=NAME``; ``mutant_file`` names a
-file that holds the name, so that one session of ranks can check them all.
+As a target: ``tests.conformance.worker_mutants:KIND`` with the option ``mutant=NAME``; ``mutant_file`` names a file
+that contains the name, so that one session of ranks can check them all.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class RankMean(FsdpWorker):
 
 
 class BusyRanksOnly(FsdpWorker):
-    """Weights a rank by how few have something to do."""
+    """Weights a rank by the number of ranks with targets."""
 
     _has_targets = False
 
@@ -320,7 +320,7 @@ class LocalClipping(FsdpWorker):
 
 
 class CountedByEach(FsdpWorker):
-    """Says that its ranks compute the same micro-batches, and sums the gradients of all of them."""
+    """Reports that its ranks compute the same micro-batches, but sums the gradients of all of them."""
 
     @property
     def data_parallel_rank(self) -> int:
@@ -397,7 +397,7 @@ class NonFiniteCounted(FsdpWorker):
 
 
 class OverflowTaken(FsdpWorker):
-    """Asks isnan; clipping by an infinite norm makes every gradient 0."""
+    """Checks only for NaN; clipping by an infinite norm makes every gradient 0."""
 
     def step(self) -> StepResult:
         gradients = gradients_of(self)
@@ -433,7 +433,7 @@ class IndexLost(FsdpWorker):
 
 
 class HangInGather(FsdpWorker):
-    """Rank 0 waits for what never comes, the others for rank 0."""
+    """Rank 0 waits forever, and the others wait for rank 0."""
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
         for bucket in super().gather_weights(buckets):
@@ -552,7 +552,7 @@ class NoConfig(FsdpWorker):
 
 
 class RanksRecorded(FsdpWorker):
-    """Knows on how many ranks a checkpoint was saved."""
+    """Records on how many ranks a checkpoint was saved."""
 
     def save(self, path: Path) -> None:
         super().save(path)
@@ -629,7 +629,7 @@ class BaseDecays(FsdpLoraWorker):
 
 
 class MergedAtEachStep(FsdpLoraWorker):
-    """The weights under the LoRA take its change at every step, and it continues from there."""
+    """The LoRA is merged into the base weights at every step, and training continues from there."""
 
     def step(self) -> StepResult:
         result = super().step()
@@ -641,7 +641,7 @@ class MergedAtEachStep(FsdpLoraWorker):
 
 
 class NormsGathered(FsdpLoraWorker):
-    """Publishes the norms of the base beside the LoRA."""
+    """Publishes the norms of the base in addition to the LoRA."""
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
         norms = [n for n in self._parameters.layouts if n.endswith("norm.weight")]
@@ -661,7 +661,7 @@ class LoraOfNoise(FsdpLoraWorker):
 
 
 class LoraNotRead(FsdpLoraWorker):
-    """Reads the counters alone: the weights beside config.json are those of the base."""
+    """Reads only the counters: the weights next to config.json are those of the base."""
 
     def load(self, path: Path) -> None:
         kept = [parameter.to_local().clone() for parameter in trained_of(self).values()]
@@ -672,7 +672,7 @@ class LoraNotRead(FsdpLoraWorker):
 
 
 class NoAdapterFiles(FsdpLoraWorker):
-    """Keeps its LoRA where only it finds it."""
+    """Keeps its LoRA in a place that no other program reads."""
 
     def save(self, path: Path) -> None:
         super().save(path)
@@ -709,8 +709,8 @@ MUTANTS = {
     "batch_dimension": Mutant(BatchDimension, "W-09", "the shape is [1, T]"),
     "float16_logprobs": Mutant(Float16Logprobs, "W-09", "logprobs are float16"),
     "detached": Mutant(Detached, "W-10", "logprobs have no gradient"),
-    "positions_lost": Mutant(PositionsLost, "W-11", "positions behind the first segment are all 0"),
-    "leak": Mutant(Leak, "W-12", "segments see those before them"),
+    "positions_lost": Mutant(PositionsLost, "W-11", "positions after the first segment are all 0"),
+    "leak": Mutant(Leak, "W-12", "segments attend to earlier segments"),
     "images_reversed": Mutant(ImagesReversed, "W-46", "the last image of a micro-batch fills the first placeholders"),
     "tower_frozen": Mutant(TowerFrozen, "W-46", "the vision tower gets no gradient"),
     "experts_of_the_token_before": Mutant(ExpertsOfTheTokenBefore, "W-60", "each token has the experts of another"),
@@ -731,18 +731,18 @@ MUTANTS = {
     "no_update": Mutant(NoUpdate, "W-22", "a step changes no weight"),
     "gradients_kept": Mutant(GradientsKept, "W-23", "a step leaves its gradients"),
     "empty_step": Mutant(EmptyStep, "W-24", "a step without a gradient counts"),
-    "non_finite_skipped": Mutant(NonFiniteSkipped, "W-25", "a gradient of NaN is passed over in silence"),
+    "non_finite_skipped": Mutant(NonFiniteSkipped, "W-25", "a NaN gradient is silently skipped"),
     "non_finite_zeroed": Mutant(NonFiniteZeroed, "W-25", "NaNs in gradients become 0"),
     "non_finite_counted": Mutant(NonFiniteCounted, "W-25", "the optimizer counts the refused step"),
     "non_finite_on_one_rank": Mutant(NonFiniteOnOneRank, "W-25", "only the rank of the NaN raises", num_ranks=2),
     "overflow_taken": Mutant(OverflowTaken, "W-43", "an infinite gradient norm is taken as finite"),
-    "wrong_dtype": Mutant(WrongDtype, "W-26", "tensors are bfloat16, their specs say float32"),
+    "wrong_dtype": Mutant(WrongDtype, "W-26", "tensors are bfloat16, but their specs are float32"),
     "index_lost": Mutant(IndexLost, "W-26", "every bucket has index 0"),
     "hang_in_gather": Mutant(HangInGather, "W-26", "rank 0 hangs between two buckets", num_ranks=2, hangs=True),
     "every_rank_holds": Mutant(EveryRankHolds, "W-27", "every rank holds full tensors", num_ranks=2),
     "head_dropped": Mutant(HeadDropped, "W-28", "lm_head of an untied model is not gathered"),
-    "tied_head_twice": Mutant(TiedHeadTwice, "W-29", "a tied head travels beside its embedding"),
-    "tied_head_old": Mutant(TiedHeadOld, "W-29", "a tied embedding is gathered as it was at the start"),
+    "tied_head_twice": Mutant(TiedHeadTwice, "W-29", "a tied head is sent in addition to its embedding"),
+    "tied_head_old": Mutant(TiedHeadOld, "W-29", "a tied embedding is gathered with its initial values"),
     "shared_staging": Mutant(SharedStaging, "W-30", "tensors of one shape share memory within a bucket"),
     "staging_reused": Mutant(StagingReused, "W-31", "all buckets share memory"),
     "parameters_yielded": Mutant(ParametersYielded, "W-32", "yielded tensors are the parameters themselves"),
@@ -759,9 +759,9 @@ MUTANTS = {
     "half_trained": Mutant(HalfTrained, "W-47", "A gets no gradient"),
     "base_decays": Mutant(BaseDecays, "W-48", "norms decay while a LoRA is trained"),
     "merged_at_each_step": Mutant(MergedAtEachStep, "W-48", "each step is merged into the weights under the LoRA"),
-    "norms_gathered": Mutant(NormsGathered, "W-49", "norms are listed beside the LoRA"),
+    "norms_gathered": Mutant(NormsGathered, "W-49", "norms are listed in addition to the LoRA"),
     "lora_of_noise": Mutant(LoraOfNoise, "W-49", "B of a new LoRA is not zero"),
-    "lora_not_read": Mutant(LoraNotRead, "W-50", "a loaded LoRA is as it was before the load"),
+    "lora_not_read": Mutant(LoraNotRead, "W-50", "load leaves the LoRA unchanged"),
     "no_adapter_files": Mutant(NoAdapterFiles, "W-50", "the LoRA is not saved as PEFT's files"),
-    "pending_gradients_kept": Mutant(PendingGradientsKept, "W-44", "load keeps gradients of before"),
+    "pending_gradients_kept": Mutant(PendingGradientsKept, "W-44", "load keeps earlier gradients"),
 }

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from inflight.engines.embedded.decoding import Captured, Compiler, DecodeStep, Recorded
+from inflight.engines.embedded.decoding import CapturedDecodeStep, Compiler, DecodeStep, Recorded
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
@@ -29,7 +29,7 @@ def as_it_is(step: DecodeStep) -> DecodeStep:
 
 
 def recording(step: DecodeStep) -> DecodeStep:
-    return Captured(step, record)
+    return CapturedDecodeStep(step, record)
 
 
 def record(function: Callable[[], torch.Tensor]) -> Recorded:

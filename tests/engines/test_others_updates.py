@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.detached_calls import Attaching
+from inflight.engines.detached_calls import AttachOnce
 from inflight.engines.timings import LastUpdate
 from inflight.engines.version_labels import began_under_another, label_of, parse_label
 from inflight.errors import ConfigError, InvalidRequestError, PoisonedError, TransferError, UnauthorizedError
@@ -289,7 +289,7 @@ def test_attaching_is_shared_and_repeated_after_it_failed_or_was_cancelled() -> 
         return len(tried)
 
     async def main() -> None:
-        attaching = Attaching(attach)
+        attaching = AttachOnce(attach)
         for error in (asyncio.CancelledError, ConfigError):
             with pytest.raises(error):
                 await attaching.result()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inflight.environments.moving import Moving, TurnSampler
+from inflight.environments.moving import MovingSampler, TurnSampler
 from inflight.environments.recording import completion_of
 from inflight.errors import ProtocolError, UnreachableError
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams, VersionSpan
@@ -60,7 +60,7 @@ def run(call: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(call, SOON_S))
 
 
-async def sampled(moving: Moving, streamed: bool) -> Completion:
+async def sampled(moving: MovingSampler, streamed: bool) -> Completion:
     if not streamed:
         return await moving.generate(REQUEST)
     return completion_of([chunk async for chunk in moving.stream(REQUEST)])
@@ -72,7 +72,7 @@ def test_a_streamed_turn_goes_on_behind_the_tokens_that_arrived(end: str, second
     async def play() -> None:
         first, second = Scripted(1, 2, end, True), Scripted(2, 9, "length", second_streams)
         errors: list[Exception] = []
-        moving = Moving((UnreachableError, ProtocolError), errors.append)
+        moving = MovingSampler((UnreachableError, ProtocolError), errors.append)
         moving.go_to(first.place)
         turn = asyncio.ensure_future(sampled(moving, True))
         await until(lambda: errors, "no place failed")
@@ -94,7 +94,7 @@ def test_a_streamed_turn_goes_on_behind_the_tokens_that_arrived(end: str, second
 def test_a_turn_that_is_not_streamed_is_asked_again_of_the_next_place() -> None:
     async def play() -> None:
         first, second = Scripted(1, 2, "fails", False), Scripted(2, 9, "length", False)
-        moving = Moving((UnreachableError,), lambda _: moving.go_to(second.place))
+        moving = MovingSampler((UnreachableError,), lambda _: moving.go_to(second.place))
         moving.go_to(first.place)
         whole = await moving.generate(REQUEST)
         assert whole.token_ids == (200, 201, 202, 203, 204, 205)
@@ -108,7 +108,7 @@ def test_a_turn_that_is_not_streamed_is_asked_again_of_the_next_place() -> None:
 def test_an_aborted_turn_gives_its_tokens_back_and_is_continued(streamed: bool) -> None:
     async def play() -> None:
         aborting, other = Scripted(1, 2, "abort", True), Scripted(2, 9, "length", True)
-        moving = Moving((), lambda error: None)
+        moving = MovingSampler((), lambda error: None)
         moving.go_to(aborting.place)
         turn = asyncio.ensure_future(sampled(moving, streamed))
         await aborting.began.wait()
@@ -125,7 +125,7 @@ def test_an_aborted_turn_gives_its_tokens_back_and_is_continued(streamed: bool) 
 def test_a_turn_whose_place_is_left_ends_there_and_goes_on_at_the_next(streamed: bool) -> None:
     async def play() -> None:
         slow, other = Scripted(1, 2, "hangs", True), Scripted(2, 9, "length", True)
-        moving = Moving((), lambda error: None)
+        moving = MovingSampler((), lambda error: None)
         moving.go_to(slow.place)
         turn = asyncio.ensure_future(sampled(moving, streamed))
         await slow.hangs.wait()
@@ -146,7 +146,7 @@ def test_a_turn_is_given_up_with_what_on_failure_raises() -> None:
         def give_up(error: Exception) -> None:
             raise error
 
-        moving = Moving((UnreachableError,), give_up)
+        moving = MovingSampler((UnreachableError,), give_up)
         moving.go_to(Scripted(1, 2, "fails", False).place)
         with pytest.raises(UnreachableError, match="gone"):
             await moving.generate(REQUEST)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.environments.moving import Moving, TurnSampler
+from inflight.environments.moving import MovingSampler, TurnSampler
 from inflight.environments.proxy.answers import Answers
 from inflight.environments.proxy.requests import ChatRequest
 from inflight.environments.proxy.run_server import ProxyServer
@@ -370,7 +370,7 @@ def test_an_episode_whose_client_leaves_a_streamed_answer_continues() -> None:
     async def run() -> None:
         async with ProxyServer("scripted") as proxy:
             episode = scripted(template, proxy, says, end=built.eos_token_id, streams=True)
-            stream, moving = episode.stream, Moving((EndpointError,), give_up)
+            stream, moving = episode.stream, MovingSampler((EndpointError,), give_up)
             assert stream is not None
 
             async def held(request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.http.client import HttpEndpoint
-from inflight.rollouts.drafts import divided
+from inflight.rollouts.drafts import split_history
 from inflight.run.config import RunConfig
 from inflight.run.sampling.drafts import FinishedGroups
 from inflight.types import Group, Rollout
@@ -75,10 +75,10 @@ def test_a_server_drafts_from_the_groups_that_a_run_has_finished(
 
 def test_messages_are_divided_before_they_are_too_long() -> None:
     entries = [PromptHistory(prompt_token_ids=(i,), completions=((7,) * 400_000,), rewards=(0.0,)) for i in range(5)]
-    messages = list(divided(entries, 1_000_000))
+    messages = list(split_history(entries, 1_000_000))
     assert [[entry.prompt_token_ids[0] for entry in message.entries] for message in messages] == [[0, 1], [2, 3], [4]]
-    assert list(divided(entries[:2], 1)) == [DraftHistory(entries=(entry,)) for entry in entries[:2]]
-    assert list(divided([], 1)) == []
+    assert list(split_history(entries[:2], 1)) == [DraftHistory(entries=(entry,)) for entry in entries[:2]]
+    assert list(split_history([], 1)) == []
 
 
 def config_of(**servers: Any) -> RunConfig:

@@ -17,7 +17,7 @@ OWNERS = {
     "inflight/conformance/fleet/faults.py": "the call that is delivered twice awaits the other one",
     "inflight/conformance/fleet/served.py": "a server owns its return, which `aclose` awaits",
     "inflight/dialects/pipelinerl/endpoint.py": "the group is aborted between a failure and the end of the sender",
-    "inflight/engines/detached_calls.py": "`Attaching` owns what all its callers wait for",
+    "inflight/engines/detached_calls.py": "`AttachOnce` owns what all its callers wait for",
     "inflight/environments/play_loop.py": "one loop per thread of episodes; the loop's owner ends them",
     "inflight/environments/proxy/app.py": "a streamed answer owns what samples it",
     "inflight/http/listening.py": "a server in this loop owns what serves",

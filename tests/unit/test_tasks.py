@@ -14,13 +14,13 @@ import pytest
 from inflight.base.tasks import (
     EndedByOwnerError,
     TaskOwner,
-    also_failing,
+    add_failures_to,
     any_of,
     cancel_and_wait,
     finish_all,
     result_unless,
+    run_in_background,
     run_together,
-    running,
     start,
     text_of,
 )
@@ -48,7 +48,7 @@ async def fail_when_cancelled(message: str) -> None:
 @in_a_loop
 async def test_the_first_failure_ends_the_body_and_carries_what_failed_after_it() -> None:
     with pytest.raises(ValueError, match="first") as raised:
-        async with running(fail("first"), fail_when_cancelled("second")):
+        async with run_in_background(fail("first"), fail_when_cancelled("second")):
             await asyncio.Event().wait()
     assert text_of(raised.value) == "first\nalso failed: ValueError: second"
 
@@ -63,7 +63,7 @@ async def test_calls_that_still_run_are_ended_with_the_body() -> None:
         finally:
             ended.set()
 
-    async with running(call()):
+    async with run_in_background(call()):
         await asyncio.sleep(0)
     assert ended.is_set()
 
@@ -71,7 +71,7 @@ async def test_calls_that_still_run_are_ended_with_the_body() -> None:
 @in_a_loop
 async def test_an_error_of_the_body_is_raised_as_itself() -> None:
     async def body() -> None:
-        async with running(fail_when_cancelled("call")):
+        async with run_in_background(fail_when_cancelled("call")):
             await asyncio.sleep(0)
             raise KeyError("body")
 
@@ -116,7 +116,7 @@ async def test_a_cancelled_task_has_ended() -> None:
 
 def test_what_fails_while_a_failure_is_handled_is_told_with_it() -> None:
     error = ValueError("first")
-    with also_failing(error):
+    with add_failures_to(error):
         raise KeyError("second")
     assert text_of(error) == "first\nalso failed: KeyError: 'second'"
 

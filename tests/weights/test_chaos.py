@@ -23,7 +23,7 @@ from inflight.engines.embedded.sequences import Sequence
 from inflight.types import PublishReport
 from inflight.weights.encode.bucket_bytes import decode, encode, pack, unpack
 from inflight.weights.receive.staging import Staging
-from inflight.weights.receive.states import UpdateSession
+from inflight.weights.receive.states import UpdateStateMachine
 from inflight.weights.send.module import tensor_spec
 from inflight.wire import VersionSpan
 from tests.chaos import dying
@@ -178,38 +178,38 @@ def name_the_version_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_incarnations(patch: pytest.MonkeyPatch) -> None:
-    request = UpdateSession.request
+    request = UpdateStateMachine.request
 
-    def hear(self: UpdateSession, run_id: str, incarnation: int) -> None:
+    def hear(self: UpdateStateMachine, run_id: str, incarnation: int) -> None:
         self._owner = run_id
         self._incarnations[run_id] = max(incarnation, self._incarnations.get(run_id, 0))
 
-    patch.setattr(UpdateSession, "fence", hear)
+    patch.setattr(UpdateStateMachine, "fence", hear)
     patch.setattr(
-        UpdateSession, "request", lambda self, update: request(self, update.model_copy(update={"incarnation": 0}))
+        UpdateStateMachine, "request", lambda self, update: request(self, update.model_copy(update={"incarnation": 0}))
     )
 
 
 def resume_a_torn_endpoint(patch: pytest.MonkeyPatch) -> None:
-    abort = UpdateSession.abort
+    abort = UpdateStateMachine.abort
 
-    def forgetful(self: UpdateSession, *, torn: bool = False) -> None:
+    def forgetful(self: UpdateStateMachine, *, torn: bool = False) -> None:
         if self._open is not None:
             self._open.is_applying = False
         abort(self)
 
-    patch.setattr(UpdateSession, "abort", forgetful)
+    patch.setattr(UpdateStateMachine, "abort", forgetful)
     patch.setattr(EmbeddedEndpoint, "fail_requests", EmbeddedEndpoint.resume)
 
 
 def forget_sessions_that_are_over(patch: pytest.MonkeyPatch) -> None:
-    init = UpdateSession.__init__
+    init = UpdateStateMachine.__init__
 
     def remembering_nothing(self, expected) -> None:  # type: ignore[no-untyped-def]
         init(self, expected)
         self._over = deque(maxlen=0)
 
-    patch.setattr(UpdateSession, "__init__", remembering_nothing)
+    patch.setattr(UpdateStateMachine, "__init__", remembering_nothing)
 
 
 def succeed_without_a_quorum(patch: pytest.MonkeyPatch) -> None:

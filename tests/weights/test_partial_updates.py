@@ -23,7 +23,7 @@ from inflight.types import EndpointOutcome, PublishReport
 from inflight.weights.encode.buckets import manifest_difference, plan_buckets
 from inflight.weights.encode.lora_tensors import changed_names, lora_difference
 from inflight.weights.receive.base_weights import AdaptedWeights, merge_lora
-from inflight.weights.receive.states import UpdateSession
+from inflight.weights.receive.states import UpdateStateMachine
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, EndpointState, LoraSpec, Manifest
@@ -379,7 +379,7 @@ def test_a_prepared_update_changes_nothing_until_it_is_loaded() -> None:
 
 def test_what_a_lora_tore_is_named_by_the_weights_that_it_changes() -> None:
     model = [spec_of(name, torch.ones(3, 3)) for name in ("m.weight", "n.weight")]
-    session = UpdateSession(model)
+    session = UpdateStateMachine(model)
     session.note_joined()
     session.note_group_formed("run")
     lora = lora_of({"m.weight": torch.ones(3, 3)}, ["m"], 4, 0)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from inflight.errors import FencedError, PoisonedError, UpdateRefusedError
 from inflight.weights.encode.buckets import plan_buckets
-from inflight.weights.receive.states import UpdateSession
+from inflight.weights.receive.states import UpdateStateMachine
 from inflight.wire import BucketTransfer, EndpointState, InFlightPolicy, Manifest, TensorSpec, UpdateRef, WeightUpdate
 
 SPECS = tuple(TensorSpec(name=f"t{i}", dtype="float32", shape=(2,)) for i in range(3))
@@ -42,7 +42,7 @@ class Endpoint(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.session = UpdateSession(SPECS)
+        self.session = UpdateStateMachine(SPECS)
         self.session.note_joined()
         self.model_weights: tuple[str | None, int] | None = (None, 0)  # None: torn
         self.owner: str | None = None
@@ -165,14 +165,14 @@ test_any_sequence_of_calls_leaves_the_state_that_is_true = Endpoint.TestCase
 
 
 def test_a_joining_endpoint_refuses_updates() -> None:
-    session = UpdateSession(SPECS)
+    session = UpdateStateMachine(SPECS)
     session.note_group_formed("run-a")
     with pytest.raises(UpdateRefusedError, match="joining"):
         session.request(update_to(1))
     assert session.state is EndpointState.JOINING
 
 
-def receive_all(session: UpdateSession, update: WeightUpdate) -> None:
+def receive_all(session: UpdateStateMachine, update: WeightUpdate) -> None:
     session.request(update)
     for index in range(len(update.buckets)):
         session.begin_bucket(
@@ -182,7 +182,7 @@ def receive_all(session: UpdateSession, update: WeightUpdate) -> None:
 
 
 def test_the_version_served_may_be_published_again_but_no_older_one() -> None:
-    session = UpdateSession(SPECS)
+    session = UpdateStateMachine(SPECS)
     session.note_joined()
     session.note_group_formed("run-a")
     for version in (2, 2):
@@ -198,7 +198,7 @@ def test_the_version_served_may_be_published_again_but_no_older_one() -> None:
 
 
 def test_a_poisoned_endpoint_stays_so_through_an_aborted_update_and_is_healed_by_a_complete_one() -> None:
-    session = UpdateSession(SPECS)
+    session = UpdateStateMachine(SPECS)
     session.note_joined()
     session.note_group_formed("run-a")
     receive_all(session, update_to(1))
@@ -216,7 +216,7 @@ def test_a_poisoned_endpoint_stays_so_through_an_aborted_update_and_is_healed_by
 
 
 def test_weights_that_another_client_made_whole_and_tore_again_are_torn_in_unknown_places() -> None:
-    session = UpdateSession(SPECS)
+    session = UpdateStateMachine(SPECS)
     session.note_joined()
     session.note_group_formed("run-a")
     partial = partial_update_to(1)
@@ -231,7 +231,7 @@ def test_weights_that_another_client_made_whole_and_tore_again_are_torn_in_unkno
 
 
 def test_an_old_trainer_is_refused_even_after_another_run_had_the_group() -> None:
-    session = UpdateSession(SPECS)
+    session = UpdateStateMachine(SPECS)
     session.note_joined()
     session.fence("a", 5)
     session.note_group_formed("a")

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.errors import BusyError, PoisonedError, UpdateRefusedError
 from inflight.weights.encode.buckets import plan_buckets
-from inflight.weights.receive.states import TRANSITIONS, UpdateEvent, UpdateSession
+from inflight.weights.receive.states import TRANSITIONS, UpdateEvent, UpdateStateMachine
 from inflight.wire import BucketTransfer, EndpointState, InFlightPolicy, Manifest, TensorSpec, UpdateRef, WeightUpdate
 
 SPECS = tuple(TensorSpec(name=f"t{i}", dtype="float32", shape=(2,)) for i in range(2))
@@ -16,7 +16,7 @@ REF = UpdateRef(run_id="run", version=1, session_id="s")
 ANOTHER = UpdateRef(run_id="run", version=9, session_id="t")
 
 
-def request(session: UpdateSession, *, staged: bool, ref: UpdateRef = REF) -> None:
+def request(session: UpdateStateMachine, *, staged: bool, ref: UpdateRef = REF) -> None:
     session.request(
         WeightUpdate(
             **ref.model_dump(),
@@ -30,7 +30,7 @@ def request(session: UpdateSession, *, staged: bool, ref: UpdateRef = REF) -> No
     )
 
 
-def begin(session: UpdateSession) -> None:
+def begin(session: UpdateStateMachine) -> None:
     """Have the next bucket begin to arrive."""
     num_received = sum(session.has_bucket(transfer(index)) for index in range(len(SPECS)))
     session.begin_bucket(transfer(num_received))
@@ -40,12 +40,12 @@ def transfer(index: int) -> BucketTransfer:
     return BucketTransfer(**REF.model_dump(), bucket_index=index, timeout_s=1)
 
 
-def receive(session: UpdateSession) -> None:
+def receive(session: UpdateStateMachine) -> None:
     begin(session)
     session.note_bucket_received()
 
 
-CALLS: dict[str, Callable[[UpdateSession], object]] = {
+CALLS: dict[str, Callable[[UpdateStateMachine], object]] = {
     "join": lambda session: session.note_joined(),
     "request": lambda session: request(session, staged=False),
     "stage": lambda session: request(session, staged=True),
@@ -115,8 +115,8 @@ ASKED = (
 """Publishers ask for these at any time, and are refused. The other events never come at a wrong time."""
 
 
-def session_by(way: str) -> UpdateSession:
-    session = UpdateSession(SPECS)
+def session_by(way: str) -> UpdateStateMachine:
+    session = UpdateStateMachine(SPECS)
     session.note_group_formed("run")
     for step in filter(None, way.split(", ")):
         CALLS[step](session)
@@ -131,7 +131,7 @@ def calls(state: EndpointState, way: str, event: UpdateEvent) -> list[str]:
     return [EVENTS[event]]
 
 
-def facts(session: UpdateSession) -> tuple[object, ...]:
+def facts(session: UpdateStateMachine) -> tuple[object, ...]:
     s = session
     buckets = [(s.has_bucket(transfer(i)), s.is_receiving(transfer(i))) for i in range(len(SPECS))]
     try:

@@ -25,10 +25,10 @@ _END_S = 30.0
 
 
 @contextlib.asynccontextmanager
-async def running(*calls: Awaitable[object]) -> AsyncIterator[None]:
+async def run_in_background(*calls: Awaitable[object]) -> AsyncIterator[None]:
     """Run calls while the body runs. The first exception cancels all of them and is raised once they have ended.
 
-    Failures that occur while they end become notes of that exception, as in `first_of`.
+    Failures that occur while they end become notes of that exception, as in `combine_failures`.
     """
     failures: Sequence[Exception] = ()
     of_body: Exception | None = None
@@ -46,7 +46,7 @@ async def running(*calls: Awaitable[object]) -> AsyncIterator[None]:
     except ExceptionGroup as raised:
         failures = raised.exceptions
     if failures:
-        raise first_of(sorted(failures, key=lambda failure: failure is not of_body))
+        raise combine_failures(sorted(failures, key=lambda failure: failure is not of_body))
 
 
 async def run_together(*calls: Awaitable[T]) -> list[T]:
@@ -59,7 +59,7 @@ async def run_together(*calls: Awaitable[T]) -> list[T]:
     except ExceptionGroup as raised:
         failures = raised
     if failures is not None:
-        raise first_of(failures.exceptions)
+        raise combine_failures(failures.exceptions)
     return [task.result() for task in tasks]
 
 
@@ -67,7 +67,7 @@ async def finish_all(*calls: Coroutine[Any, Any, T]) -> list[T]:
     """Run calls until each has returned or failed; return their results, or raise the first exception."""
     ends = await asyncio.gather(*calls, return_exceptions=True)
     if failures := [end for end in ends if isinstance(end, Exception)]:
-        raise first_of(failures)
+        raise combine_failures(failures)
     results: list[T] = []
     for end in ends:
         if isinstance(end, BaseException):  # this call alone was cancelled
@@ -106,7 +106,7 @@ async def result_unless(
     except Exception as raised:
         await cancel_and_wait(calling, ending)
         others = [task.exception() for task in (calling, ending) if not task.cancelled()]
-        first_of([raised, *(other for other in others if isinstance(other, Exception) and other is not raised)])
+        combine_failures([raised, *(other for other in others if isinstance(other, Exception) and other is not raised)])
         raise
     finally:
         await cancel_and_wait(calling, ending)
@@ -195,10 +195,10 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any], timeout_s: float = math.i
 
 def _coroutine_of(call: Awaitable[T]) -> Coroutine[Any, Any, T]:
     # Not wrapped: a wrapper would never await the coroutine if the task is cancelled before it begins.
-    return call if isinstance(call, Coroutine) else _awaited(call)
+    return call if isinstance(call, Coroutine) else _await_call(call)
 
 
-async def _awaited(call: Awaitable[T]) -> T:
+async def _await_call(call: Awaitable[T]) -> T:
     return await call
 
 
@@ -206,7 +206,7 @@ async def _awaited(call: Awaitable[T]) -> T:
 
 
 @contextlib.contextmanager
-def also_failing(first: BaseException) -> Iterator[None]:
+def add_failures_to(first: BaseException) -> Iterator[None]:
     """Add failures of the body as notes to an earlier failure, which the caller raises."""
     try:
         yield
@@ -214,7 +214,7 @@ def also_failing(first: BaseException) -> Iterator[None]:
         _add_note(first, other)
 
 
-def first_of(failures: Sequence[Exception]) -> Exception:
+def combine_failures(failures: Sequence[Exception]) -> Exception:
     """Return the first of several failures; each of the others is one of its notes."""
     first, *others = failures
     for other in others:

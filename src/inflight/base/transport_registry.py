@@ -18,7 +18,7 @@ def installed_transports() -> list[Transport]:
     return [find_transport(name) for name in sorted(find_entry_points(GROUP))]
 
 
-def receivable(*, on_gpu: bool) -> tuple[str, ...]:
+def receivable_transports(*, on_gpu: bool) -> tuple[str, ...]:
     """Return the names of the transports that a server supports, given whether its weights are on a GPU.
 
     Raises `ConfigError` as `find_transport` does.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from anyio.from_thread import start_blocking_portal
 
-from inflight.base.tasks import running
+from inflight.base.tasks import run_in_background
 from inflight.base.text_tables import align_columns
 from inflight.bench import limits
 from inflight.bench.server import BenchServer, make_model, serving
@@ -246,7 +246,7 @@ async def _requests(server: BenchServer, num_requests: int) -> AsyncIterator[Non
         GenerateRequest(request_id=f"bench-{uuid.uuid4().hex}", prompt_token_ids=_PROMPT, sampling=params)
         for _ in range(num_requests)
     ]
-    async with aclosing(endpoint), running(*(endpoint.generate(request) for request in requests)):
+    async with aclosing(endpoint), run_in_background(*(endpoint.generate(request) for request in requests)):
         try:
             async with asyncio.timeout(60):
                 while (await endpoint.weight_version()).num_running < num_requests:  # noqa: ASYNC110

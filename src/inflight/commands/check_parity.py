@@ -93,7 +93,7 @@ def _targets(arguments: argparse.Namespace) -> Sequence[tuple[str | None, Endpoi
 
 async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one pair in one dtype, print it, and return it as JSON values."""
-    from inflight.conformance.endpoint.opening import opened
+    from inflight.conformance.endpoint.opening import open_target
     from inflight.conformance.endpoint.publishing import SteppedPublisher
     from inflight.conformance.endpoint.subject import EndpointSubject
     from inflight.conformance.parity.measuring import measure
@@ -110,7 +110,7 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
         subject = EndpointSubject(target, Path(directory), _START_S * scale)
         model = subject.reference.path
         report(f"waiting for {target.label}")
-        async with opened(target, model, subject.directory, _START_S * scale) as subject.opened:
+        async with open_target(target, model, subject.directory, _START_S * scale) as subject.opened:
             can = subject.capabilities = await subject.endpoint.capabilities()
             version = (await subject.endpoint.weight_version()).version
             subject.publisher = SteppedPublisher(subject.endpoint, can, version)

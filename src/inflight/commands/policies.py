@@ -14,12 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """List the policies that are built in, or describe one."""
-    from inflight.rollouts.listing import KINDS, described, listed
+    from inflight.rollouts.listing import KINDS, policy_description, policy_lines
 
     if arguments.name is None:
-        print("\n".join(listed()))
+        print("\n".join(policy_lines()))
         return 0
-    text = described(arguments.name)
+    text = policy_description(arguments.name)
     if text is None:
         known = sorted({name for policies in KINDS.values() for name in policies})
         raise ConfigError(f"unknown policy {arguments.name!r}; known: {', '.join(known)}")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inflight.base.tasks import running
+from inflight.base.tasks import run_in_background
 from inflight.commands.shared import event_of_signals, print_line, require_positive
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
@@ -93,7 +93,7 @@ async def _serve(service: Any, endpoints: Sequence[InferenceEndpoint], listener:
         for endpoint in endpoints:
             stack.push_async_callback(endpoint.aclose)
         await service.attach(endpoints)
-        await stack.enter_async_context(running(service.expire()))
+        await stack.enter_async_context(run_in_background(service.expire()))
         server = InLoopServer(service.app(print_line), listener)
         stack.push_async_callback(server.aclose)
         url = await server.started()

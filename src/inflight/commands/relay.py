@@ -8,9 +8,9 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from inflight.base.tasks import running
+from inflight.base.tasks import run_in_background
 from inflight.commands.shared import event_of_signals, print_line, require_positive
-from inflight.errors import ConfigError, transfer_failed
+from inflight.errors import ConfigError, transfer_error
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
                 server = FileServer(directory, arguments.host, arguments.port, token)
                 serving.callback(server.stop)
                 print_line(f"serving it at {server.url}")
-            async with running(relay(spec, directory, deadline_s=arguments.deadline, note=print_line)):
+            async with run_in_background(relay(spec, directory, deadline_s=arguments.deadline, note=print_line)):
                 await stopped.wait()
 
     asyncio.run(main())
@@ -81,7 +81,7 @@ def _directory(given: Path | None) -> Iterator[Path]:
     try:
         home = PrivateDirectory(memory_directory())
     except OSError as error:
-        raise transfer_failed(error, f"making a directory in {memory_directory()}") from error
+        raise transfer_error(error, f"making a directory in {memory_directory()}") from error
     try:
         yield home.path
     finally:

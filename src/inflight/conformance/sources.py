@@ -53,7 +53,9 @@ def digest(kind: str, target: str, implementation: str) -> str:
         return ""
     files = {path: f"{package.name}/{path.relative_to(package)}" for path in _files(package)}
     if package != _INFLIGHT:
-        found = _followed({*files, *_beginning(kind)}, {_INFLIGHT / "conformance" / other for other in _KINDS - {kind}})
+        found = _follow_imports(
+            {*files, *_beginning(kind)}, {_INFLIGHT / "conformance" / other for other in _KINDS - {kind}}
+        )
         files |= {path: f"inflight/{path.relative_to(_INFLIGHT)}" for path in found - files.keys()}
     whole = hashlib.sha256()
     for path, name in sorted(files.items(), key=lambda item: item[1]):
@@ -92,7 +94,7 @@ def _beginning(kind: str) -> list[Path]:
     return [path for name in names if (path := _file(name)) is not None]
 
 
-def _followed(begin: set[Path], others: set[Path]) -> set[Path]:
+def _follow_imports(begin: set[Path], others: set[Path]) -> set[Path]:
     """Return these files and those of inflight that they import, directly or indirectly.
 
     ``others`` are the directories of other kinds' checks, which the modules that all kinds share also import.
@@ -101,7 +103,7 @@ def _followed(begin: set[Path], others: set[Path]) -> set[Path]:
     while left:
         path = left.pop()
         for module, name in _module(path.read_bytes()).imports:
-            target = None if module in _NOT_FOLLOWED else _bound(module, name)
+            target = None if module in _NOT_FOLLOWED else _resolve_import(module, name)
             is_of_another_kind = target is not None and target.parent in others and path.parent == target.parents[1]
             if target is not None and target not in found and not is_of_another_kind:
                 found.add(target)
@@ -109,13 +111,13 @@ def _followed(begin: set[Path], others: set[Path]) -> set[Path]:
     return found
 
 
-def _bound(module: str, name: str) -> Path | None:
+def _resolve_import(module: str, name: str) -> Path | None:
     """Return the file that this import refers to; if a package re-exports a name, that of the defining module."""
     path = _file(f"{module}.{name}") if name else None
     if path is not None or (path := _file(module)) is None or path.name != "__init__.py":
         return path
     for other, bound in _module(path.read_bytes()).imports:
-        if bound == name and (target := _bound(other, bound)) is not None:
+        if bound == name and (target := _resolve_import(other, bound)) is not None:
             return target
     return path
 
@@ -132,7 +134,7 @@ def _file(module: str) -> Path | None:
 def _module(source: bytes) -> _Module:
     tree = ast.parse(source)
     imports: list[tuple[str, str]] = []
-    for node in _executed(tree):
+    for node in _runtime_nodes(tree):
         if isinstance(node, ast.Import):
             imports += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -144,12 +146,12 @@ def _module(source: bytes) -> _Module:
     return _Module(hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(imports))
 
 
-def _executed(node: ast.AST) -> Iterator[ast.AST]:
+def _runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the parts of a syntax tree except those that only type checkers see."""
     for part in ast.iter_child_nodes(node):
         if not (isinstance(part, ast.If) and isinstance(part.test, ast.Name) and part.test.id == "TYPE_CHECKING"):
             yield part
-            yield from _executed(part)
+            yield from _runtime_nodes(part)
 
 
 def _is_text(part: ast.AST) -> bool:

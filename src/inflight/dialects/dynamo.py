@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from inflight.base.tasks import finish_all
-from inflight.base.transport_registry import receivable
+from inflight.base.transport_registry import receivable_transports
 from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of
 from inflight.dialects.single_owner import OwnedEndpoint
@@ -117,7 +117,7 @@ class DynamoEndpoint(OwnedEndpoint):
             max_model_len=max_model_len,
             dtype=dtype,
             in_flight_policies=(InFlightPolicy.DRAIN,),
-            transports=receivable(on_gpu=False) if options.discovery else (),
+            transports=receivable_transports(on_gpu=False) if options.discovery else (),
             staging=True,
             version_binding="admission",
             logprob_kind=cast(Literal["raw", "processed"], options.logprobs),

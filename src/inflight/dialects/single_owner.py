@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from inflight.base.requirements import require
 from inflight.base.tasks import run_together
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.detached_calls import Attaching
+from inflight.engines.detached_calls import AttachOnce
 from inflight.engines.requests import check_fit
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.version_labels import ServedVersion
@@ -52,7 +52,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     def __init__(self, routes: EngineRoutes) -> None:
         self._routes = routes
-        self._attaching = Attaching(self._attached)
+        self._attaching = AttachOnce(self._attached)
         self._gate = asyncio.Event()
         self._gate.set()
         self._idle = asyncio.Event()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from inflight.base.requirements import require
 from inflight.base.tasks import TaskOwner
-from inflight.engines.detached_calls import Attaching
+from inflight.engines.detached_calls import AttachOnce
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
@@ -53,7 +53,7 @@ class AttachedEndpoint(ABC):
         self._gate = RequestGate()
         self._background = TaskOwner()
         self._last = LastUpdate()
-        self._attaching = Attaching(self._attach)
+        self._attaching = AttachOnce(self._attach)
         self._was_replaced = False
         # Set by `_attach`:
         self._updates: UpdateReceiver
@@ -109,7 +109,7 @@ class AttachedEndpoint(ABC):
         return label
 
     async def _label(self, timeout_s: float | None = None) -> str:
-        """Return the server's label for its weights. Raises as `UpdateSession.refuse_to_sample` does."""
+        """Return the server's label for its weights. Raises as `UpdateStateMachine.refuse_to_sample` does."""
         label = await self._refresh_label(timeout_s)
         self._updates.session.refuse_to_sample()
         return label

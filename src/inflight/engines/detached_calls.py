@@ -13,7 +13,7 @@ from inflight.errors import InflightError
 T = TypeVar("T")
 
 
-class Attaching(Generic[T]):
+class AttachOnce(Generic[T]):
     """The result of ``attach``, which runs for the first caller, and again after it failed or was cancelled."""
 
     def __init__(self, attach: Callable[[], Awaitable[T]]) -> None:

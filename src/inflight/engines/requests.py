@@ -57,7 +57,7 @@ def protocol_errors(path: str) -> Iterator[None]:
 
 
 @dataclass(eq=False, slots=True)
-class _Running:
+class _RunningRequest:
     """One request of this client."""
 
     asked: Mapping[int, SentRequest] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class RequestGate:
     def __init__(self) -> None:
         self.is_open = asyncio.Event()
         self.is_open.set()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningRequest] = {}
 
     @property
     def has_requests(self) -> bool:
@@ -105,7 +105,7 @@ class RequestGate:
         """
         if request.request_id in self._running:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
-        running = self._running[request.request_id] = _Running()
+        running = self._running[request.request_id] = _RunningRequest()
         items: list[Item | None] = [None] * request.sampling.n
         try:
             current = await self._wait_at_gate(label, running)
@@ -144,7 +144,7 @@ class RequestGate:
                     for running in aborted:
                         await running.over.wait()
 
-    async def _wait_at_gate(self, label: Callable[[], Awaitable[str]], running: _Running) -> str | None:
+    async def _wait_at_gate(self, label: Callable[[], Awaitable[str]], running: _RunningRequest) -> str | None:
         """Return the label of the engine's weights, once requests may be sent; None if ``running`` was aborted.
 
         Fetched for each request, because any other client may have changed the weights.
@@ -171,7 +171,7 @@ def _sent_requests(request: GenerateRequest, cache_keys: Mapping[int, str]) -> d
 
 async def _sent(
     send: Callable[[Mapping[int, SentRequest]], Awaitable[list[Item]]],
-    running: _Running,
+    running: _RunningRequest,
     asked: Mapping[int, SentRequest],
 ) -> list[Item]:
     running.asked = asked

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from inflight.base.tasks import running
+from inflight.base.tasks import run_in_background
 from inflight.errors import (
     DeadlineError,
     EndpointError,
@@ -107,7 +107,7 @@ class EngineRoutes:
                             f"{what} got no answer, and GET {liveness_path} reports that the engine has died", self.url
                         )
 
-        async with running(watch()):
+        async with run_in_background(watch()):
             return await call
 
 

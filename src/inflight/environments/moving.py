@@ -33,7 +33,7 @@ class TurnSampler:
     stream: Stream | None
 
 
-class Moving:
+class MovingSampler:
     """Samples the turns of one episode, at one endpoint after the other.
 
     ``failures`` are the errors after which a turn continues at another endpoint. Each is passed to ``on_failure``,
@@ -66,10 +66,10 @@ class Moving:
         done: Completion | None = None
         for number in range(2**31):
             place = await self._here()
-            part = await self._answer(place, place.generate(_rest(request, done, number)))
-            done = _with(done, part)
+            part = await self._answer(place, place.generate(_remaining_request(request, done, number)))
+            done = _append_part(done, part)
             if done is not None and not _is_cut(done, request):
-                return _ended(done)
+                return _as_finished(done)
             if part is not None and not part.num_tokens:
                 await asyncio.sleep(_AGAIN_S)
         raise AssertionError
@@ -79,17 +79,17 @@ class Moving:
         done: Completion | None = None
         for number in range(2**31):
             place = await self._here()
-            rest = _rest(request, done, number)
+            rest = _remaining_request(request, done, number)
             start = 0 if done is None else done.num_tokens
             chunks: list[CompletionChunk] = []
             async with aclosing(self._chunks(place, rest)) as parts:
                 async for chunk in parts:
                     chunks.append(chunk)
-                    yield _shown(chunk, start)
-            done = _with(done, _part(chunks))
+                    yield _as_part_of_turn(chunk, start)
+            done = _append_part(done, _part(chunks))
             if done is not None and not _is_cut(done, request):
                 if done.finish_reason == "abort":
-                    yield _last(request, _ended(done))
+                    yield _final_chunk(request, _as_finished(done))
                 return
             if not any(chunk.token_ids for chunk in chunks):
                 await asyncio.sleep(_AGAIN_S)
@@ -135,14 +135,14 @@ class Moving:
 _END = CompletionChunk(request_id="end", index=0, start=0, token_ids=(), logprobs=(), version=0)
 
 
-def fitted(request: GenerateRequest, declared: Capabilities) -> GenerateRequest:
+def without_unsupported_seed(request: GenerateRequest, declared: Capabilities) -> GenerateRequest:
     """Return a request without its seed if the endpoint does not support seeds."""
     if declared.seeds:
         return request
     return request.model_copy(update={"sampling": request.sampling.model_copy(update={"seed": None})})
 
 
-def _rest(request: GenerateRequest, done: Completion | None, number: int) -> GenerateRequest:
+def _remaining_request(request: GenerateRequest, done: Completion | None, number: int) -> GenerateRequest:
     """Return the request for the rest of a completion, with a new id."""
     if number == 0:
         return request
@@ -152,7 +152,7 @@ def _rest(request: GenerateRequest, done: Completion | None, number: int) -> Gen
     return continuation(request, done, request_id)
 
 
-def _with(done: Completion | None, part: Completion | None) -> Completion | None:
+def _append_part(done: Completion | None, part: Completion | None) -> Completion | None:
     return part if done is None else done if part is None else joined(done, part)
 
 
@@ -161,7 +161,7 @@ def _is_cut(done: Completion, request: GenerateRequest) -> bool:
     return done.finish_reason == "abort" and done.num_tokens != request.sampling.max_tokens
 
 
-def _ended(done: Completion) -> Completion:
+def _as_finished(done: Completion) -> Completion:
     return done.model_copy(update={"finish_reason": "length"}) if done.finish_reason == "abort" else done
 
 
@@ -173,7 +173,7 @@ def _part(chunks: list[CompletionChunk]) -> Completion | None:
     return completion_of([*before, last.model_copy(update={"finish_reason": last.finish_reason or "abort"})])
 
 
-def _shown(chunk: CompletionChunk, start: int) -> CompletionChunk:
+def _as_part_of_turn(chunk: CompletionChunk, start: int) -> CompletionChunk:
     """Return a chunk as a part of the whole turn, which does not end where it is cut."""
     is_cut = chunk.finish_reason == "abort"
     if not (start or is_cut):
@@ -182,7 +182,7 @@ def _shown(chunk: CompletionChunk, start: int) -> CompletionChunk:
     return chunk.model_copy(update=update)
 
 
-def _last(request: GenerateRequest, done: Completion) -> CompletionChunk:
+def _final_chunk(request: GenerateRequest, done: Completion) -> CompletionChunk:
     return CompletionChunk(
         request_id=request.request_id,
         index=0,
@@ -206,4 +206,4 @@ def _chunks_of(request: GenerateRequest, completion: Completion) -> Iterator[Com
             logprobs=completion.logprobs[span.start : span.end],
             version=span.version,
         )
-    yield _last(request, completion)
+    yield _final_chunk(request, completion)

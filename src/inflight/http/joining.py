@@ -22,7 +22,7 @@ _TAKEN_BACK_S = 1.5
 """How long the run may take to notice that a server leaves: it looks twice a second."""
 
 
-class Joining(BaseModel):
+class JoinRequest(BaseModel):
     """The message of a server that joins or leaves."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -92,7 +92,7 @@ class Membership:
         await self._run.aclose()
 
     async def _announce(self, method: str) -> bool:
-        body = Joining(url=self._url).model_dump()
+        body = JoinRequest(url=self._url).model_dump()
         status, answer = await self._run.request_json(
             method, JOIN_PATH, body, timeout_s=_ANSWER_S, headers=self._headers
         )

@@ -180,7 +180,7 @@ STATUS_OF_CODE = {
     "fenced": 409,
     "update_aborted": 409,
     "busy": 409,
-    "transfer_failed": 502,
+    "transfer_error": 502,
     "poisoned": 503,
     "released": 503,
     "unreachable": 503,

@@ -18,7 +18,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inflight.base.tasks import cancel_and_wait, first_of
+from inflight.base.tasks import cancel_and_wait, combine_failures
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InflightError, error_from_code
 from inflight.http.joining import JoinSettings, Membership
@@ -146,7 +146,7 @@ class _Server(uvicorn.Server):
         try:
             await call
         except Exception as error:
-            self.failure = error if self.failure is None else first_of([self.failure, error])
+            self.failure = error if self.failure is None else combine_failures([self.failure, error])
             self._app.fail(self.failure)
             self.should_exit = True
 

@@ -23,7 +23,7 @@ _LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, slots=True)
-class Gated:
+class GatedLoss:
     """The loss of each target before weights, and its metrics."""
 
     loss_N: torch.Tensor
@@ -49,7 +49,7 @@ class Score(Piece):
     positive_unweighted: bool = False
     """c is 1 where A > 0 (TOPR, arXiv 2503.14286)."""
 
-    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
+    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> GatedLoss:
         ratio_N = log_ratio_N.detach().exp()
         below_N = ratio_N < self.low
         above_N = torch.zeros_like(below_N) if self.high is None else ratio_N > self.high
@@ -67,7 +67,7 @@ class Score(Piece):
         fractions = {"truncated_fraction": above_N & live_N}
         if self.low > 0:
             fractions["raised_fraction"] = below_N & live_N
-        return Gated(-pull_N * targets.advantages_N * trainer_N, pull_N, fractions)
+        return GatedLoss(-pull_N * targets.advantages_N * trainer_N, pull_N, fractions)
 
 
 class PpoClip(Piece):
@@ -87,7 +87,7 @@ class PpoClip(Piece):
     dual: float | None = Field(default=None, gt=1)
     delta: float | None = Field(default=None, gt=0)
 
-    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
+    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> GatedLoss:
         return _clipped(targets, log_ratio_N, live_N, self._ceilings(), 1 - self.low if self.low is not None else None)
 
     def _ceilings(self) -> tuple[float | None, float | None]:
@@ -104,11 +104,11 @@ class PositiveUnclipped(Piece):
     low: float = Field(default=0.2, ge=0)
     dual: float | None = Field(default=3.0, gt=1)
 
-    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
+    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> GatedLoss:
         positive_N = live_N & (targets.advantages_N > 0)
         clipped = _clipped(targets, log_ratio_N, live_N & ~positive_N, (None, self.dual), 1 - self.low)
         score_N = -targets.advantages_N * torch.where(positive_N, targets.trainer_N, 0.0)
-        return Gated(
+        return GatedLoss(
             torch.where(positive_N, score_N, clipped.loss_N),
             torch.where(positive_N, 1.0, clipped.pull_N),
             clipped.fractions,
@@ -125,7 +125,7 @@ class Sapo(Piece):
     tau_positive: float = Field(default=1.0, gt=0)
     tau_negative: float = Field(default=1.05, gt=0)
 
-    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
+    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> GatedLoss:
         # For a ratio beyond e^700 the sigmoid is 1 and its slope 0, and the gradient would be inf * 0.
         finite_N = live_N & (log_ratio_N.detach() < _LARGEST_EXPONENT)
         ratio_N = torch.where(finite_N, log_ratio_N, 0.0).exp()
@@ -133,7 +133,7 @@ class Sapo(Piece):
         gate_N = torch.where(finite_N, torch.sigmoid(tau_N * (ratio_N - 1)), live_N.to(ratio_N.dtype))
         slope_N = ratio_N / torch.cosh((tau_N * (ratio_N - 1) / 2).clamp(max=_LARGEST_EXPONENT)).square()
         pull_N = torch.where(finite_N, slope_N.detach(), 0.0)
-        return Gated(-targets.advantages_N * 4 / tau_N * gate_N, pull_N)
+        return GatedLoss(-targets.advantages_N * 4 / tau_N * gate_N, pull_N)
 
 
 class Vespo(Piece):
@@ -146,14 +146,14 @@ class Vespo(Piece):
     positive: tuple[float, float] = (2.0, 3.0)
     negative: tuple[float, float] = (3.0, 2.0)
 
-    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
+    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> GatedLoss:
         log_ratio_N = torch.where(live_N, log_ratio_N.detach(), 0.0)
         positive_N = targets.advantages_N >= 0
         k_N = _by_sign(positive_N, self.positive[0], self.negative[0], log_ratio_N)
         lambda_N = _by_sign(positive_N, self.positive[1], self.negative[1], log_ratio_N)
         phi_N = (k_N * log_ratio_N + lambda_N * (1 - log_ratio_N.exp())).exp()
         pull_N = torch.where(live_N, phi_N, 0.0)
-        return Gated(-pull_N * targets.advantages_N * torch.where(live_N, targets.trainer_N, 0.0), pull_N)
+        return GatedLoss(-pull_N * targets.advantages_N * torch.where(live_N, targets.trainer_N, 0.0), pull_N)
 
 
 class GeometricMean(Piece):
@@ -167,7 +167,7 @@ class GeometricMean(Piece):
     low: float = Field(default=0.4, ge=0)
     high: float = Field(default=0.4, ge=0)
 
-    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
+    def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> GatedLoss:
         advantages_N = targets.advantages_N
         too_high_N = (advantages_N > 0) & (log_ratio_N > self.high)
         too_low_N = (advantages_N < 0) & (log_ratio_N < -self.low)
@@ -178,7 +178,7 @@ class GeometricMean(Piece):
         ratio_N = mean_N.exp()
         pull_N = torch.where(live_N & ~inert_N, ratio_N.detach(), 0.0)
         fractions = {"clip_fraction_high": too_high_N & live_N, "clip_fraction_low": too_low_N & live_N}
-        return Gated(torch.where(live_N, -advantages_N * ratio_N, 0.0), pull_N, fractions)
+        return GatedLoss(torch.where(live_N, -advantages_N * ratio_N, 0.0), pull_N, fractions)
 
 
 Gate = Annotated[Score | PpoClip | PositiveUnclipped | Sapo | Vespo | GeometricMean, Field(discriminator="kind")]
@@ -195,7 +195,7 @@ def _clipped(
     live_N: torch.Tensor,
     ceilings: tuple[float | None, float | None],
     floor: float | None,
-) -> Gated:
+) -> GatedLoss:
     """Return -A w, its w bounded where that lowers the objective: from above by the ceiling of the sign of A, from
     below by the floor where A is negative."""
     advantages_N = targets.advantages_N
@@ -216,4 +216,4 @@ def _clipped(
     fractions = {"clip_fraction_high": too_high_N, "clip_fraction_low": too_low_N}
     if ceilings[1] is not None:
         fractions["clip_fraction_dual"] = bounded_N
-    return Gated(-advantages_N * torch.where(inert_N, bound_N, ratio_N), pull_N, fractions)
+    return GatedLoss(-advantages_N * torch.where(inert_N, bound_N, ratio_N), pull_N, fractions)

@@ -36,7 +36,7 @@ OwnAggregation = Aggregation | None
 
 
 @dataclass(frozen=True, slots=True)
-class Charged:
+class PenaltyTerms:
     """The penalty of each target before coefficient and weights, and means worth logging."""
 
     loss_N: torch.Tensor
@@ -53,7 +53,7 @@ class Kl(Piece):
     """Bound on abs(d), as in some frameworks: the gradient is 0 beyond it. None: no bound."""
     aggregation: OwnAggregation = None
 
-    def __call__(self, targets: Targets) -> Charged:
+    def __call__(self, targets: Targets) -> PenaltyTerms:
         """Raises `InvalidRequestError` without reference logprobs."""
         if targets.reference_N is None:
             raise InvalidRequestError(
@@ -83,7 +83,7 @@ class Kl(Piece):
                 loss_N = (log_ratio_N - d_N).exp() + log_ratio_N.exp() * (d_N - 1)
             case _:
                 assert_never(self.estimator)
-        return Charged(loss_N, {"reference_kl_k1": detached_N, "reference_kl_k3": k3_N.detach()})
+        return PenaltyTerms(loss_N, {"reference_kl_k1": detached_N, "reference_kl_k3": k3_N.detach()})
 
 
 class Entropy(Piece):
@@ -96,11 +96,11 @@ class Entropy(Piece):
     coefficient: float
     aggregation: OwnAggregation = None
 
-    def __call__(self, targets: Targets) -> Charged:
+    def __call__(self, targets: Targets) -> PenaltyTerms:
         """Raises `InvalidRequestError` without entropies."""
         if targets.entropy_N is None:
             raise InvalidRequestError("an entropy bonus needs entropy_T: compute it with chunked_logprobs_and_entropy")
-        return Charged(-targets.entropy_N, {"entropy": targets.entropy_N.detach()})
+        return PenaltyTerms(-targets.entropy_N, {"entropy": targets.entropy_N.detach()})
 
 
 class SquaredLogRatio(Piece):
@@ -111,8 +111,8 @@ class SquaredLogRatio(Piece):
     between: Literal["trainer/behaviour", "trainer/proximal"] = "trainer/behaviour"
     aggregation: OwnAggregation = None
 
-    def __call__(self, targets: Targets) -> Charged:
-        return Charged(targets.log_ratio(self.between).square())
+    def __call__(self, targets: Targets) -> PenaltyTerms:
+        return PenaltyTerms(targets.log_ratio(self.between).square())
 
 
 class CrossEntropy(Piece):
@@ -126,10 +126,10 @@ class CrossEntropy(Piece):
     where: Literal["positive", "all"] = "positive"
     aggregation: OwnAggregation = None
 
-    def __call__(self, targets: Targets) -> Charged:
+    def __call__(self, targets: Targets) -> PenaltyTerms:
         if self.where == "all":
-            return Charged(-targets.trainer_N)
-        return Charged(torch.where(targets.advantages_N > 0, -targets.trainer_N, 0.0))
+            return PenaltyTerms(-targets.trainer_N)
+        return PenaltyTerms(torch.where(targets.advantages_N > 0, -targets.trainer_N, 0.0))
 
 
 class Distillation(Piece):
@@ -144,7 +144,7 @@ class Distillation(Piece):
     max_fall: float | None = Field(default=None, ge=0)
     aggregation: OwnAggregation = None
 
-    def __call__(self, targets: Targets) -> Charged:
+    def __call__(self, targets: Targets) -> PenaltyTerms:
         """Raises `InvalidRequestError` without reference logprobs."""
         if targets.reference_N is None:
             raise InvalidRequestError(
@@ -156,7 +156,7 @@ class Distillation(Piece):
             live_N = detached_N.exp() - targets.behaviour_N.exp() >= -self.max_fall
         ratio_N = torch.where(live_N, targets.log_ratio("trainer/behaviour"), 0.0).exp()
         d_N = detached_N - targets.reference_N
-        return Charged(torch.where(live_N, d_N * ratio_N, 0.0), {"reference_kl_k1": d_N})
+        return PenaltyTerms(torch.where(live_N, d_N * ratio_N, 0.0), {"reference_kl_k1": d_N})
 
 
 Penalty = Annotated[Kl | Entropy | SquaredLogRatio | CrossEntropy | Distillation, Field(discriminator="kind")]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.contracts import InferenceEndpoint
-from inflight.environments.moving import fitted
+from inflight.environments.moving import without_unsupported_seed
 from inflight.errors import ConfigError
 from inflight.observe.trace.files import EVENTS, read_events
 from inflight.observe.trace.records import read_steps
@@ -79,7 +79,7 @@ async def sample_again(
             images=tuple(rollout.images),
             sampling=settings,
         )
-        response = await endpoint.generate(fitted(request, capabilities))
+        response = await endpoint.generate(without_unsupported_seed(request, capabilities))
         served = {span.version for completion in response.completions for span in completion.version_spans}
         if not served <= {0, version}:
             raise ConfigError(

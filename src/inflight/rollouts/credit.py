@@ -27,7 +27,7 @@ Credit = Literal["episode", "turn", "return", "critic"]
 
 
 @dataclass(slots=True)
-class _Played:
+class _RoleEpisode:
     """The rollouts of one role in one episode, by their index in the group; they share a reward."""
 
     reward: float
@@ -71,16 +71,16 @@ def teaches(group: Group, credit: Credit = "episode") -> bool:
     return any(len(set(rewards)) > 1 for rewards in own)
 
 
-def _turn_rewards(episode: _Played, credit: Credit) -> list[float | None]:
+def _turn_rewards(episode: _RoleEpisode, credit: Credit) -> list[float | None]:
     return [] if credit == "episode" else [turn.reward for _, turn in episode.turns]
 
 
-def _compared(group: Group) -> list[list[_Played]]:
+def _compared(group: Group) -> list[list[_RoleEpisode]]:
     """Return the episodes of a group by role, in the order of their first rollouts."""
-    roles: dict[str, dict[int, _Played]] = {}
+    roles: dict[str, dict[int, _RoleEpisode]] = {}
     for i, rollout in enumerate(group.rollouts):
         number = rollout.episode if rollout.episode is not None else -1 - i
-        episode = roles.setdefault(rollout.role, {}).setdefault(number, _Played(rollout.reward))
+        episode = roles.setdefault(rollout.role, {}).setdefault(number, _RoleEpisode(rollout.reward))
         episode.rollouts.append(i)
         episode.turns += [(i, turn) for turn in turns_of(rollout)]
         episode.num_tokens += rollout.num_sampled_tokens
@@ -95,7 +95,7 @@ def _spread(rollout: Rollout, of_turns: Sequence[float]) -> list[float]:
 
 
 def _by_turn(
-    compared: Sequence[Sequence[_Played]], estimator: AdvantageEstimator, credit: Credit, discount: float
+    compared: Sequence[Sequence[_RoleEpisode]], estimator: AdvantageEstimator, credit: Credit, discount: float
 ) -> list[list[list[float]]]:
     """Return advantages as ``[set of compared episodes][episode][turn]``."""
     if credit == "return":
@@ -115,7 +115,7 @@ def _by_turn(
     return table
 
 
-def _returns(episode: _Played, discount: float) -> list[float | None]:
+def _returns(episode: _RoleEpisode, discount: float) -> list[float | None]:
     """Return, for each turn, the discounted sum of the rewards from that turn on."""
     total = episode.reward
     returns: list[float | None] = []

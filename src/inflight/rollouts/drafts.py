@@ -261,7 +261,7 @@ class Drafter:
             self._source.add_finished(self._prompt_token_ids, texts, self._text)
 
 
-def divided(entries: Iterable[PromptHistory], max_tokens: int) -> Iterator[DraftHistory]:
+def split_history(entries: Iterable[PromptHistory], max_tokens: int) -> Iterator[DraftHistory]:
     """Yield the entries as histories of at most ``max_tokens`` tokens each, unless one entry alone has more."""
     part: list[PromptHistory] = []
     num_tokens = 0

@@ -20,7 +20,7 @@ _GIVEN = ("group_size", "history", "seed", "max_lag", "tokens_per_step")
 """Arguments that the run supplies; the others are parameters for the user."""
 
 
-def listed() -> Iterator[str]:
+def policy_lines() -> Iterator[str]:
     """Yield lines of text: each kind of policy, with the name, first sentence and parameters of each built-in one."""
     for kind, policies in KINDS.items():
         yield f"{kind}:"
@@ -31,7 +31,7 @@ def listed() -> Iterator[str]:
                 yield f"  {'':{width}}    {', '.join(f'{param} = {value}' for param, value in params.items())}"
 
 
-def described(name: str) -> str | None:
+def policy_description(name: str) -> str | None:
     """Return the full description of each policy with this name; None if there is none."""
     found = [
         f"{kind} = {name!r}\n\n{inspect.cleandoc(policies[name].__doc__ or '')}"

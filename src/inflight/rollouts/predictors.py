@@ -63,7 +63,7 @@ def make_predictor(name: str, history: HistoryStore) -> LengthPredictor:
     return PREDICTORS[name](history)
 
 
-def predicted(predictor: LengthPredictor, item: OpenItem, otherwise: float) -> float:
+def predicted_length(predictor: LengthPredictor, item: OpenItem, otherwise: float) -> float:
     """Return the predicted length of an item's completions, or ``otherwise`` if there is no prediction."""
     length = predictor.predict(item.prompt, item.finished_lengths)
     return otherwise if length is None else length

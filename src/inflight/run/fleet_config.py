@@ -15,7 +15,7 @@ _OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "com
 """Fields of the section that describe the servers to start if all of them are alike."""
 
 
-class FleetMember(Section):
+class ServerGroupSection(Section):
     """What ``count`` servers of one kind are started with."""
 
     engine: str = EMBEDDED
@@ -92,7 +92,7 @@ class ScalingSection(Section):
     """Start one more server if training waited for more than this share of a window."""
     free_share: float = Field(default=0.5, gt=0, lt=1)
     """Stop one server if more than this share of the slots was free over a window."""
-    server: FleetMember = FleetMember()
+    server: ServerGroupSection = ServerGroupSection()
     """The kind of the additional servers; ``count`` and ``devices`` do not apply."""
 
     @model_validator(mode="after")
@@ -105,10 +105,10 @@ class ScalingSection(Section):
         return self
 
 
-class ServersSection(FleetMember):
+class ServersSection(ServerGroupSection):
     """The fleet: ``count`` servers of one kind or a mixed ``fleet`` that the run starts, or servers to attach to."""
 
-    fleet: tuple[FleetMember, ...] = ()
+    fleet: tuple[ServerGroupSection, ...] = ()
     """The kinds of servers of a mixed fleet, as tables. They replace ``engine``, ``count`` and the other settings of a
     single kind."""
     attach: AttachSection = AttachSection()
@@ -133,13 +133,13 @@ class ServersSection(FleetMember):
     time. 0: they end with the run. Other values require launcher ``local``."""
 
     @property
-    def members(self) -> tuple[FleetMember, ...]:
+    def members(self) -> tuple[ServerGroupSection, ...]:
         """The servers to start; none with ``attach.urls``, or if others may join and no server is configured."""
         is_chosen = not self.model_fields_set.isdisjoint(("fleet", *_OF_ONE_KIND))
         if self.attach.urls or (self.attach.others_may_come and not is_chosen):
             return ()
         if not self.fleet:
-            return (FleetMember(**{name: getattr(self, name) for name in FleetMember.model_fields}),)
+            return (ServerGroupSection(**{name: getattr(self, name) for name in ServerGroupSection.model_fields}),)
         inherited = {"max_concurrent": self.max_concurrent}
         return tuple(
             member if "max_concurrent" in member.model_fields_set else member.model_copy(update=inherited)
@@ -147,7 +147,7 @@ class ServersSection(FleetMember):
         )
 
     @property
-    def started(self) -> tuple[FleetMember, ...]:
+    def started(self) -> tuple[ServerGroupSection, ...]:
         """The fleet member of each server that the run starts, one entry per server."""
         return tuple(member for member in self.members for _ in range(member.count))
 

@@ -15,7 +15,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from inflight.base.tasks import also_failing, finish_all, run_together, running, text_of
+from inflight.base.tasks import add_failures_to, finish_all, run_in_background, run_together, text_of
 from inflight.environments.proxy.run_server import ProxyServer
 from inflight.errors import CheckpointError, FencedError, InflightError, WorkerDiedError
 from inflight.launchers import Launcher, load_launcher
@@ -222,7 +222,7 @@ class _Run:
         """
         self.interrupt.listen()
         waiting = self.notes.show_what_is_waited_for()
-        async with self.proxy, running(waiting, *self.observers.calls()), self.observers:
+        async with self.proxy, run_in_background(waiting, *self.observers.calls()), self.observers:
             if self.prepared.placement.placed:
                 self.progress.note("; ".join(map(str, self.prepared.placement.placed)))
             return await self._run(may_restart=may_restart)
@@ -233,7 +233,7 @@ class _Run:
                 await self.interrupt.unless(self._start())
                 await self._train_and_watch()
         except FencedError as error:  # the servers now belong to another run
-            with also_failing(error):
+            with add_failures_to(error):
                 await self._stop()
             raise
         except InflightError as error:
@@ -245,10 +245,10 @@ class _Run:
                 if self.recording is not None:
                     await self.recording.written()
                 return None
-            with also_failing(error):
+            with add_failures_to(error):
                 await self.servers.report_ended_servers()
                 await self._stop()
-            with also_failing(error):
+            with add_failures_to(error):
                 self.notes.finish(text_of(error), interrupted=self.interrupt.is_set())
             raise
         await self._stop()
@@ -276,7 +276,7 @@ class _Run:
         if self._is_done():
             self.progress.note(f"the run is already complete: it has made {self.journal.version} steps")
             return
-        async with running(
+        async with run_in_background(
             self.sampling.actor.run(),
             self.notes.note_what_runs(),
             self.trainers.watch(),

@@ -1,7 +1,7 @@
 """Faulty variants of the embedded endpoint, each of which one check of the kit must catch.
 
-The kit makes them by ``tests.conformance.mutants:make`` with the option ``mutant``, a key of `MUTANTS`; those that need
-a server in a process of its own by ``python -m tests.conformance.mutants.server``.
+The kit makes them by ``tests.conformance.mutants:make`` with the option ``mutant``, a key of `MUTANTS`; those that
+need a server in a separate process by ``python -m tests.conformance.mutants.server``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_over_ipc(model: Path) -> InferenceEndpoint:
 
 
 def target_of(mutant: Mutant) -> EndpointTarget:
-    """Return how the kit gets at a mutant."""
+    """Return the target through which the kit reaches a mutant."""
     if mutant.over_http:
         words = [sys.executable, "-m", "tests.conformance.mutants.server", mutant.name]
         return EndpointTarget(command=f"{shlex.join(words)} {{model}} {{port}} {{token_file}}")

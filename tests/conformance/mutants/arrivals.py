@@ -1,4 +1,4 @@
-"""Faults in receiving: damage overlooked, tensors left out or decoded wrongly, and stores read or kept wrongly."""
+"""Faults in receiving: undetected damage, omitted or wrongly decoded tensors, and stores read or kept wrongly."""
 
 from __future__ import annotations
 

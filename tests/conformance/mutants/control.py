@@ -216,7 +216,7 @@ MUTANTS = (
     Mutant(
         "drain without a deadline",
         "E-35",
-        "A drain takes as long as it takes.",
+        "A drain has no deadline.",
         announcing(lambda update: {"deadline_s": 3600.0}),
     ),
     Mutant(

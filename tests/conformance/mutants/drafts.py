@@ -11,7 +11,7 @@ import torch
 import inflight.engines.embedded.stepping
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sampler import sample
-from inflight.engines.embedded.speculation import Drawn, num_accepted
+from inflight.engines.embedded.speculation import DrawnTokens, num_accepted
 from inflight.wire import SamplingParams
 from tests.conformance.mutants import patches
 from tests.conformance.mutants.mutant import Mutant
@@ -21,7 +21,7 @@ def accepting_everything(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     speculation: Any = endpoint._engine.speculation
     verify = speculation.verify
 
-    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
+    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[DrawnTokens]:
         start = 0
         for sequence in sequences:
             token_ids[start : start + len(sequence.draft)] = sequence.draft
@@ -36,7 +36,7 @@ def reporting_the_drafts(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     speculation: Any = endpoint._engine.speculation
     verify = speculation.verify
 
-    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
+    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[DrawnTokens]:
         return [
             it._replace(logprobs=[0.0] * (len(it.logprobs) - 1) + it.logprobs[-1:])
             for it in verify(sequences, token_ids, logprobs)
@@ -55,7 +55,7 @@ def drawing_again_after_a_rejection(endpoint: EmbeddedEndpoint) -> EmbeddedEndpo
         step[:] = [logits, params]
         return sample(logits, params, uniforms)
 
-    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
+    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[DrawnTokens]:
         rejected, start = [], 0
         for sequence in sequences:
             accepted = num_accepted(sequence.draft, token_ids[start:])
@@ -79,7 +79,7 @@ def counting_those_of_the_engine(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint
     speculation: Any = endpoint._engine.speculation
     verify = speculation.verify
 
-    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
+    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[DrawnTokens]:
         kept = verify(sequences, token_ids, logprobs)
         for it in kept:
             it.sequence.num_verifications, it.sequence.num_accepted = 1, speculation._counters.num_accepted

@@ -1,4 +1,4 @@
-"""Faults in how faults are handled."""
+"""Faults in the handling of failures."""
 
 from __future__ import annotations
 
@@ -380,7 +380,7 @@ MUTANTS = (
         "A pause is acknowledged half a second early while many requests run.",
         pausing(acknowledged_under_load),
     ),
-    Mutant("check, then act", "U-54", "Two updates that look for an open one see none.", looks_and_then_takes),
+    Mutant("check, then act", "U-54", "Two concurrent updates both find no open update.", looks_and_then_takes),
     Mutant(
         "outdated answer", "U-55", "An abort returns the version that it read first.", returns_the_first_version_read
     ),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
-from inflight.engines.embedded.sampler import _filtered, sample
+from inflight.engines.embedded.sampler import _apply_filters, sample
 from inflight.wire import SamplingParams
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import Drawn, drawing, drawing_with, numbering, sampling_with
@@ -28,7 +28,7 @@ def reporting_unfiltered(logits: torch.Tensor, params: Sequence[SamplingParams],
 
 def drawing_unscaled(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
     temperatures = logits.new_tensor([p.temperature or 1.0 for p in params])[:, None]
-    kept = _filtered(logits.float() / temperatures, params)
+    kept = _apply_filters(logits.float() / temperatures, params)
     unscaled = logits.float().masked_fill(kept.isneginf(), -torch.inf)
     tokens, _ = sample(unscaled, [SamplingParams(temperature=1.0 if p.temperature else 0.0) for p in params], uniforms)
     return tokens, _chosen(kept, tokens)
@@ -36,7 +36,7 @@ def drawing_unscaled(logits: torch.Tensor, params: Sequence[SamplingParams], uni
 
 def top_p_before_top_k(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
     temperatures = logits.new_tensor([p.temperature or 1.0 for p in params])[:, None]
-    nucleus = _filtered(logits / temperatures, [p.model_copy(update={"top_k": 0, "min_p": 0.0}) for p in params])
+    nucleus = _apply_filters(logits / temperatures, [p.model_copy(update={"top_k": 0, "min_p": 0.0}) for p in params])
     return sample(nucleus * temperatures, [p.model_copy(update={"top_p": 1.0}) for p in params], uniforms)
 
 
@@ -114,7 +114,7 @@ def _knowing(sequence: Any) -> Callable[[], float]:
 
 def _reported(logits: torch.Tensor, params: Sequence[SamplingParams], tokens: list[int]) -> list[float]:
     temperatures = logits.new_tensor([p.temperature or 1.0 for p in params])[:, None]
-    return _chosen(_filtered(logits.float() / temperatures, params), tokens)
+    return _chosen(_apply_filters(logits.float() / temperatures, params), tokens)
 
 
 def same_number_every_time(seed: int, index: int) -> Callable[[], float]:

@@ -151,5 +151,5 @@ MUTANTS = (
         "A restarted endpoint serves the checkpoint that the first one was started from.",
         remembers_the_first_checkpoint,
     ),
-    Mutant("wears out", "U-13", "After a hundred updates, nothing is loaded any more.", wears_out),
+    Mutant("wears out", "U-13", "After a hundred updates, nothing is loaded anymore.", wears_out),
 )

@@ -1,4 +1,4 @@
-"""A plain HTTP server around transformers' ``generate``; it knows nothing of inflight. ``server.py MODEL_DIR PORT``
+"""A plain HTTP server around transformers' ``generate``; it is independent of inflight. ``server.py MODEL_DIR PORT``
 
 POST /generate: JSON with ids and options, one completion at a time. POST /weights: a safetensors file, loaded at once.
 GET /info: sizes and tensors.

@@ -1,4 +1,4 @@
-"""An `InferenceEndpoint` around an engine in this process that has a thread of its own."""
+"""An `InferenceEndpoint` around an engine that runs in its own thread of this process."""
 
 import asyncio
 import queue
@@ -43,7 +43,7 @@ class Sequence:
         filters += [MinPLogitsWarper(ask.min_p)] if ask.min_p else []
         self.filters = LogitsProcessorList(filters if ask.temperature else [])
         self.ended = Future()  # becomes the finish reason
-        self.ended.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
+        self.ended.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
 
     def completion(self, index, reason):
         starts = [i for i, v in enumerate(self.versions) if i == 0 or v != self.versions[i - 1]]
@@ -152,13 +152,13 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
                 done.set_exception(error)
 
         self.calls.put(run)
-        await asyncio.shield(asyncio.wrap_future(done))  # it runs, whether or not somebody still waits
+        await asyncio.shield(asyncio.wrap_future(done))  # it runs even if the caller stops waiting
 
     async def pause(self, update):
         try:
             await self.in_engine(self.stop_sampling)
         except asyncio.CancelledError:
-            self.calls.put(self.sample_again)  # behind the pause, which may not have happened yet
+            self.calls.put(self.sample_again)  # after the pause, which may not have happened yet
             raise
 
     async def apply(self, update):
@@ -169,7 +169,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         await self.in_engine(self.sample_again)
 
     async def fail_requests(self):
-        await self.in_engine(self.end_all)  # and is paused still: nothing samples from torn weights
+        await self.in_engine(self.end_all)  # and stays paused: nothing samples from torn weights
 
     async def num_running(self):
         return min(len(self.sequences), self.max_concurrent)

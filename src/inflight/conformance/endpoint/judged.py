@@ -12,7 +12,7 @@ from typing import Any
 from inflight.base.tasks import start
 from inflight.conformance.checks import CheckSkipped, fail
 from inflight.conformance.endpoint.failing import install_failing_engine
-from inflight.conformance.endpoint.opening import opened
+from inflight.conformance.endpoint.opening import open_target
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import task_stacks
@@ -111,7 +111,7 @@ class JudgedEndpoint(Subject):
 
     async def _open(self) -> None:
         subject, model = self._subject, None if self._reference is None else self._reference.path
-        opening = opened(self._target, model, subject.directory, self._start_deadline_s)
+        opening = open_target(self._target, model, subject.directory, self._start_deadline_s)
         subject.opened = await self._stack.enter_async_context(opening)
         async with asyncio.timeout(self._start_deadline_s):
             subject.can_fail = await install_failing_engine(subject.endpoint)

@@ -27,7 +27,7 @@ _TIMEOUTS = {"control_timeout_s": 10.0, "generate_timeout_s": 60.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedEndpoint:
     """An endpoint that answers: with ``url`` and ``token`` if it speaks HTTP, with ``process`` if the kit started it.
 
     ``connect`` makes another client of the same server, which shares no state with ``endpoint``; None if it cannot.
@@ -43,9 +43,9 @@ class Opened:
 
 
 @contextlib.asynccontextmanager
-async def opened(
+async def open_target(
     target: EndpointTarget, model: Path | None, directory: Path, deadline_s: float
-) -> AsyncIterator[Opened]:
+) -> AsyncIterator[OpenedEndpoint]:
     """Yield the target's endpoint, which serves ``model``. On exit, close it and stop what was started.
 
     Raises `ConfigError`, or the `EndpointError` of a server that does not answer according to the contract.
@@ -59,12 +59,12 @@ async def opened(
                 message = f"{error.message}; the server accepts connections; check that it implements this contract"
                 raise DeadlineError(message, error.endpoint) from error
             url, token = (target.url, target.token) if isinstance(attached, HttpEndpoint) else (None, None)
-            yield Opened(attached, url, token, is_ours=False, connect=connect)
+            yield OpenedEndpoint(attached, url, token, is_ours=False, connect=connect)
     elif target.factory is not None:
         assert model is not None
         making = open_endpoint(target.factory, model, target.options)
         async with making as made, contextlib.aclosing(made):
-            yield Opened(made, connect=getattr(made, "another_client", None))
+            yield OpenedEndpoint(made, connect=getattr(made, "another_client", None))
     else:
         assert target.command is not None and model is not None
         async with _started(target.command, model, directory, deadline_s) as started:
@@ -72,7 +72,7 @@ async def opened(
 
 
 @contextlib.asynccontextmanager
-async def _started(command: str, model: Path, directory: Path, deadline_s: float) -> AsyncIterator[Opened]:
+async def _started(command: str, model: Path, directory: Path, deadline_s: float) -> AsyncIterator[OpenedEndpoint]:
     token, number = secrets.token_urlsafe(16), secrets.token_hex(4)
     token_file, output = directory / f"token-{number}", directory / f"server-{number}.txt"
     token_file.touch(mode=0o600)
@@ -112,7 +112,7 @@ async def _started(command: str, model: Path, directory: Path, deadline_s: float
                     how = f"{command!r} did not serve at {url} within {deadline_s:g} s: {error}"
                     raise ConfigError(f"{how}; {_output_of(output)}") from error
             await asyncio.sleep(0.1)
-        yield Opened(endpoint, url, token, process, connect=connect)
+        yield OpenedEndpoint(endpoint, url, token, process, connect=connect)
     finally:
         with contextlib.suppress(InflightError):
             await endpoint.aclose()

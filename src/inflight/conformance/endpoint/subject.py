@@ -17,7 +17,7 @@ from inflight.base.tasks import cancel_and_wait, start
 from inflight.base.transport_registry import find_transport
 from inflight.conformance.checks import fail, require, skip
 from inflight.conformance.endpoint.failing import FailingEngine
-from inflight.conformance.endpoint.opening import Opened, opened
+from inflight.conformance.endpoint.opening import OpenedEndpoint, open_target
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.waiting import SLACK_S, within
 from inflight.conformance.models import make_tiny_model
@@ -55,7 +55,7 @@ class EndpointSubject:
 
     capabilities: Capabilities
     """What the endpoint reported when it was opened."""
-    opened: Opened
+    opened: OpenedEndpoint
     publisher: SteppedPublisher
     """The trainer side, with a new run for every check."""
     can_fail: FailingEngine | None
@@ -168,9 +168,9 @@ class EndpointSubject:
         self._tasks.append(task)
         return task
 
-    async def fresh(self, model: Path) -> Opened:
+    async def fresh(self, model: Path) -> OpenedEndpoint:
         """Return another endpoint that serves ``model`` until the current check ends. Needs ``fresh``."""
-        return await self.enter(opened(self.target, model, self.directory, self._start_deadline_s))
+        return await self.enter(open_target(self.target, model, self.directory, self._start_deadline_s))
 
     def another_publisher(
         self, *, run_id: str | None = None, incarnation: int = 0, transport: TransportName | None = None

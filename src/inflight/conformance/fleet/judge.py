@@ -24,7 +24,7 @@ from inflight.wire import EndpointState, GenerateRequest, SamplingParams, Weight
 _WATCH_S = 0.03
 
 
-class Seen(NamedTuple):
+class ServerObservation(NamedTuple):
     """A server's report and the weights that it samples from. ``is_steady``: the report did not change meanwhile."""
 
     said: WeightVersion
@@ -70,18 +70,18 @@ def _is_everywhere(published: PublishRecord, before: float) -> bool:
     return published.ended < before and published.report is not None and published.report.applied_everywhere
 
 
-async def _seen(server: TestedServer) -> Seen | None:
+async def _seen(server: TestedServer) -> ServerObservation | None:
     """Return a server's report and the weights that it samples from; None if it is down."""
     try:
         said = await version_of(server)
         if said.state is not EndpointState.READY:
-            return Seen(said, None, is_steady=False)
+            return ServerObservation(said, None, is_steady=False)
         shade = await server.shade()
         again = await version_of(server)
     except InflightError:
         return None
     names = ("state", "version", "run_id", "session_id")
-    return Seen(said, shade, is_steady=all(getattr(said, name) == getattr(again, name) for name in names))
+    return ServerObservation(said, shade, is_steady=all(getattr(said, name) == getattr(again, name) for name in names))
 
 
 async def served(servers: Sequence[TestedServer], published: PublishRecord, *, is_alone: bool) -> list[str]:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import torch
 
 from inflight.base.tasks import cancel_and_wait, start
-from inflight.conformance.endpoint.opening import opened
+from inflight.conformance.endpoint.opening import open_target
 from inflight.conformance.fleet.palette import FROZEN, Palette, Shade, make_checkpoint
 from inflight.conformance.fleet.plan import OUTSIDE, Kind
 from inflight.conformance.fleet.proxy import TcpProxy
@@ -75,7 +75,7 @@ class ServedServer(TestedServer):
             return
         testbed, stack = self._testbed, contextlib.AsyncExitStack()
         target = EndpointTarget(command=testbed.command)
-        found = await stack.enter_async_context(opened(target, testbed.model, testbed.directory, testbed.start_s))
+        found = await stack.enter_async_context(open_target(target, testbed.model, testbed.directory, testbed.start_s))
         assert found.process is not None
         if not self._proxy.port:
             await self._proxy.start()

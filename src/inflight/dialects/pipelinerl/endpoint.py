@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from inflight.base.tasks import cancel_and_wait, run_together, start
 from inflight.base.threads import run_abandonable
-from inflight.base.transport_registry import receivable
+from inflight.base.transport_registry import receivable_transports
 from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of, ids_of_tokens
 from inflight.dialects.pipelinerl.messages import CHAT_ROUTE, UPDATE_ROUTE, update_request
@@ -121,7 +121,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
             max_model_len=max_model_len,
             dtype=dtype,
             in_flight_policies=(InFlightPolicy.DRAIN,),
-            transports=receivable(on_gpu=False) if options.group else (),
+            transports=receivable_transports(on_gpu=False) if options.group else (),
             staging=True,
             version_binding="admission",
             logprob_kind="processed",

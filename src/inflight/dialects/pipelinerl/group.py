@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 
 from inflight.base.threads import run_unless_abandoned
-from inflight.errors import ConfigError, TransferError, transfer_failed
+from inflight.errors import ConfigError, TransferError, transfer_error
 from inflight.weights.transports.groups import (
     GRACE_S,
     CollectiveGroup,
@@ -99,7 +99,7 @@ class BroadcastGroup:
             run_unless_abandoned(self._abandoned, group.make_broadcast(flat, timeout_s), what, timeout_s + GRACE_S)
         except (RuntimeError, TransferError) as error:
             self.abort()
-            raise error if isinstance(error, TransferError) else transfer_failed(error, what) from error
+            raise error if isinstance(error, TransferError) else transfer_error(error, what) from error
 
     def abort(self) -> None:
         """Leave the group for good, which ends what is pending in it on every rank. Idempotent."""
@@ -119,7 +119,7 @@ class BroadcastGroup:
                 keys = dist.PrefixStore(prefix, keys)
             raw = new_gloo_group(keys, place.rank, place.world_size, local, max(deadline - time.monotonic(), 1.0))
         except (OSError, RuntimeError) as error:
-            raise transfer_failed(error, what) from error
+            raise transfer_error(error, what) from error
         group = GlooGroup(raw)
         self._store = store  # of rank 0: the others still read it
         self._group = group

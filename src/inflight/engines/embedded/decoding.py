@@ -46,7 +46,7 @@ class Decoder:
         self._num_rows = arena.num_slots
         places_C = torch.arange(arena.capacity, device=self._device)
         lengths = {num_places(length, arena.capacity) for length in range(1, arena.capacity + 1)}
-        self._places = {length: _of_any_size(places_C[:length]) for length in sorted(lengths)}
+        self._places = {length: _mark_dynamic(places_C[:length]) for length in sorted(lengths)}
         self._step = compiler(_decode_step(model, arena))
         self._warm_up()
 
@@ -82,7 +82,7 @@ class Decoder:
         for slot in self._arena.owners:
             if slot.row < num_rows:
                 ids[slot.row], positions[slot.row] = token_ids.get(slot, 0), slot.length
-        return _of_any_size(torch.tensor([ids, positions], device=self._device))
+        return _mark_dynamic(torch.tensor([ids, positions], device=self._device))
 
 
 def num_rows(num: int, most: int) -> int:
@@ -98,11 +98,11 @@ def num_places(num: int, most: int) -> int:
 def compiler_for(device: torch.device) -> Compiler:
     """Return torch's compiler; on a GPU it is followed by capturing CUDA graphs."""
     if device.type == "cuda":
-        return lambda step: Captured(_compiled(step), RecorderOnGpu(device))
-    return _compiled
+        return lambda step: CapturedDecodeStep(_compile_step(step), RecorderOnGpu(device))
+    return _compile_step
 
 
-class Captured:
+class CapturedDecodeStep:
     """A decode step that is recorded once for each pair of shapes, when it is first needed, and then replayed.
 
     A replayed step reads and writes the memory that it used while it was recorded.
@@ -116,7 +116,7 @@ class Captured:
     def __call__(self, inputs_2B: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:
         shapes = (inputs_2B.shape[1], places_C.shape[0])
         if shapes not in self._recorded:
-            own_2B = _of_any_size(inputs_2B.clone())
+            own_2B = _mark_dynamic(inputs_2B.clone())
             self._recorded[shapes] = own_2B, self._record(lambda: self._step(own_2B, places_C))
         own_2B, (repeat, logits_BV) = self._recorded[shapes]
         own_2B.copy_(inputs_2B)
@@ -186,14 +186,14 @@ def _decode_step(model: Any, arena: Arena) -> DecodeStep:
     return step
 
 
-def _compiled(step: DecodeStep) -> DecodeStep:
+def _compile_step(step: DecodeStep) -> DecodeStep:
     assert isinstance(step, FunctionType)
     # A separate code object: torch caches graphs, and limits their number, by code object.
     own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
     return cast(DecodeStep, torch.compile(own, fullgraph=True))
 
 
-def _of_any_size(tensor: torch.Tensor) -> torch.Tensor:
+def _mark_dynamic(tensor: torch.Tensor) -> torch.Tensor:
     """Declare to torch's compiler that the last dimension varies."""
     torch._dynamo.maybe_mark_dynamic(tensor, tensor.dim() - 1)
     return tensor

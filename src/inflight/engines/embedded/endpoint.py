@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from inflight.base.threads import run_abandonable
-from inflight.base.transport_registry import receivable
+from inflight.base.transport_registry import receivable_transports
 from inflight.contracts import (
     EMBEDDED,
     AbortingEndpoint,
@@ -126,7 +126,7 @@ class EmbeddedEndpoint(
             max_model_len=self._engine.limits.max_model_len,
             dtype=str(parameter.dtype).removeprefix("torch."),
             in_flight_policies=tuple(InFlightPolicy),
-            transports=receivable(on_gpu=parameter.is_cuda),
+            transports=receivable_transports(on_gpu=parameter.is_cuda),
             staging=True,
             encodings=("bfloat16", "float8", "delta"),
             partial_updates=True,

@@ -29,7 +29,7 @@ def sample(
         logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature_B[:, None]
     greedy = [p.temperature == 0.0 for p in params]
     if any(_filters(p) for p in params):
-        logits_BV = _filtered(logits_BV, params)
+        logits_BV = _apply_filters(logits_BV, params)
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
     if all(greedy):
         tokens_B = logits_BV.argmax(dim=-1)
@@ -52,7 +52,7 @@ def _filters(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
 
 
-def _filtered(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _apply_filters(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return the logits with -inf outside each row's kept set, which always contains the most likely token."""
     logits_BV = logits_BV.clone()
     for row, p in enumerate(params):

@@ -19,7 +19,7 @@ from inflight.rollouts.drafts import DraftSource
 from inflight.wire import DraftHistory
 
 
-class Drawn(NamedTuple):
+class DrawnTokens(NamedTuple):
     """The tokens that a sequence gets from one step, at least one, and their logprobs."""
 
     sequence: Sequence
@@ -59,10 +59,10 @@ class Speculation:
         sequence.draft = sequence.drafter.draft(sequence.request.max_tokens - len(sequence.token_ids) - 1)
         return len(sequence.draft)
 
-    def verify(self, sequences: Iterable[Sequence], token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
+    def verify(self, sequences: Iterable[Sequence], token_ids: list[int], logprobs: list[float]) -> list[DrawnTokens]:
         """Return the tokens that each sequence keeps; one more token was drawn for each than its draft has."""
         if self._source is None:
-            return [Drawn(s, [token], [p]) for s, token, p in zip(sequences, token_ids, logprobs, strict=True)]
+            return [DrawnTokens(s, [token], [p]) for s, token, p in zip(sequences, token_ids, logprobs, strict=True)]
         kept, start = [], 0
         for sequence in sequences:
             draft, stop = sequence.draft, start + len(sequence.draft) + 1
@@ -76,7 +76,7 @@ class Speculation:
                 sequence.num_verifications += 1
                 sequence.num_accepted += num
                 sequence.draft = []
-            kept.append(Drawn(sequence, own[: num + 1], logprobs[start : start + num + 1]))
+            kept.append(DrawnTokens(sequence, own[: num + 1], logprobs[start : start + num + 1]))
             start = stop
         return kept
 

@@ -20,7 +20,7 @@ from inflight.engines.embedded.sampling_pauses import SamplingPauses
 from inflight.engines.embedded.scheduler import SequenceScheduler
 from inflight.engines.embedded.sequences import EngineRequest, Sequence
 from inflight.engines.embedded.slots import Slot
-from inflight.engines.embedded.speculation import Drawn, Speculation
+from inflight.engines.embedded.speculation import DrawnTokens, Speculation
 from inflight.errors import EndpointError, InflightError, InvalidRequestError
 from inflight.model.routing import RoutingRecorder
 from inflight.wire import FinishReason
@@ -113,7 +113,7 @@ class StepRunner:
             elif it.sequence.request.on_token is not None:
                 it.sequence.request.on_token(it.sequence)
 
-    def _forward(self, groups: list[list[Sequence]]) -> list[Drawn]:
+    def _forward(self, groups: list[list[Sequence]]) -> list[DrawnTokens]:
         """Run one forward, which stores keys and values; return the tokens that each sequence gets."""
         running = {s.slot: s for (s, *_) in groups if s.slot is not None and s.slot in self._scheduler.running}
         new = [group for group in groups if group[0].slot not in self._scheduler.running]
@@ -140,7 +140,7 @@ class StepRunner:
         self._pauses.record_first_token()
         return drawn
 
-    def _draw(self, drawing: list[Sequence], logits_BV: torch.Tensor) -> list[Drawn]:
+    def _draw(self, drawing: list[Sequence], logits_BV: torch.Tensor) -> list[DrawnTokens]:
         rows = [sequence for sequence in drawing for _ in range(1 + len(sequence.draft))]
         uniforms = [number for sequence in drawing for number in sequence.draw(1 + len(sequence.draft))]
         tokens = sample(logits_BV, [s.request.sampling for s in rows], uniforms)
@@ -174,7 +174,7 @@ class StepRunner:
             return error
         return None
 
-    def _append(self, drawn: Drawn) -> FinishReason | None:
+    def _append(self, drawn: DrawnTokens) -> FinishReason | None:
         """Add tokens to a sequence until one ends it; return why it ends, or None if it continues."""
         sequence = drawn.sequence
         if not sequence.spans or sequence.spans[-1][0] != self.version:
@@ -207,7 +207,11 @@ class StepRunner:
 
 
 def _note_experts(
-    recorder: RoutingRecorder, slots: list[Slot], num_decoded: list[int], drawn: list[Drawn], new: list[list[Sequence]]
+    recorder: RoutingRecorder,
+    slots: list[Slot],
+    num_decoded: list[int],
+    drawn: list[DrawnTokens],
+    new: list[list[Sequence]],
 ) -> None:
     """Store the experts of each sequence's tokens: ``num_decoded`` for each running one, and all of a new one's."""
     experts_TLK = recorder.take()

@@ -69,7 +69,7 @@ class AnswerPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PreparedRequest:
     """A request, ready to be sampled."""
 
     id: str
@@ -142,12 +142,12 @@ class Answers:
         else:
             raise InvalidRequestError(f"turn {request.turn!r} is not the id of an answer of this episode")
 
-    def _asked(self, request: Request) -> _Asked:
+    def _asked(self, request: Request) -> _PreparedRequest:
         number = next(self._num_requests)
         match request:
             case ChatRequest():
                 history, prompt = self._prompt(request)
-                return _Asked(
+                return _PreparedRequest(
                     f"chatcmpl-{number}",
                     prompt.token_ids,
                     request.sampling(self.episode.sampling),
@@ -157,7 +157,7 @@ class Answers:
                 )
             case CompletionRequest():
                 before, token_ids = self._text_and_tokens(request.one_prompt)
-                return _Asked(
+                return _PreparedRequest(
                     f"cmpl-{number}",
                     token_ids,
                     request.sampling(self.episode.sampling),
@@ -168,9 +168,11 @@ class Answers:
                 asked = request.sampling_params
                 self.episode.template.check_known((*request.token_ids, *(asked.stop_token_ids or ())))
                 sampling = asked.sampling(self.episode.sampling)
-                return _Asked(f"gen-{number}", request.token_ids, sampling, False, lambda answer, reply_text: None)
+                return _PreparedRequest(
+                    f"gen-{number}", request.token_ids, sampling, False, lambda answer, reply_text: None
+                )
 
-    def _answered(self, asked: _Asked, number: int, completion: Completion, sent: str = "") -> Answer:
+    def _answered(self, asked: _PreparedRequest, number: int, completion: Completion, sent: str = "") -> Answer:
         """Return the answer for a recorded turn; it begins with the text that was already sent."""
         reply_text = self.episode.template.decode_reply(completion.token_ids, completion.finish_reason)
         said = before_stop(reply_text.spoken, asked.sampling.stop)

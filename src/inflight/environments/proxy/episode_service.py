@@ -27,7 +27,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from inflight.contracts import InferenceEndpoint, StreamingEndpoint
-from inflight.environments.moving import Moving, TurnSampler, fitted
+from inflight.environments.moving import MovingSampler, TurnSampler, without_unsupported_seed
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.app import (
     ServedEpisode,
@@ -152,7 +152,7 @@ class EpisodeService:
         def move(error: Exception) -> None:
             moving.go_to(_place(self._hosts[self._moved(episode, error)]))
 
-        moving = Moving((EndpointError,), move)
+        moving = MovingSampler((EndpointError,), move)
         moving.go_to(_place(self._hosts[place]))
         episode = PlayingEpisode(
             f"episode-{number}",
@@ -261,12 +261,12 @@ def _opened(request: HttpRequest, key: str) -> dict[str, str]:
 
 def _place(host: _Host) -> TurnSampler:
     async def generate(request: GenerateRequest) -> Completion:
-        (completion,) = (await host.endpoint.generate(fitted(request, host.declared))).completions
+        (completion,) = (await host.endpoint.generate(without_unsupported_seed(request, host.declared))).completions
         return completion
 
     async def stream(request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         assert isinstance(host.endpoint, StreamingEndpoint)
-        streamed = fitted(request, host.declared).model_copy(update={"stream": True})
+        streamed = without_unsupported_seed(request, host.declared).model_copy(update={"stream": True})
         chunks: Any = host.endpoint.generate_stream(streamed)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:

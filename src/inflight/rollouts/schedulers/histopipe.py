@@ -11,7 +11,7 @@ from inflight.contracts import Scheduler
 from inflight.contracts.scheduling import Abort, Decision, Event, Returned, Scored, Withdrawn
 from inflight.rollouts.board import Board, OpenItem
 from inflight.rollouts.history import HistoryStore
-from inflight.rollouts.predictors import TailRecall, make_predictor, predicted
+from inflight.rollouts.predictors import TailRecall, make_predictor, predicted_length
 from inflight.rollouts.rounds import Queues, Rounds, issue_in_order, record_decision
 
 
@@ -96,7 +96,7 @@ class HistoPipe(Scheduler):
     def _plan(self, items: list[OpenItem]) -> None:
         """Assign a rank group of the round to each endpoint."""
         median = self._board.median_length()
-        known = {item.index: predicted(self._predictor, item, math.inf) for item in items}
+        known = {item.index: predicted_length(self._predictor, item, math.inf) for item in items}
         lengths = {index: median if length == math.inf else length for index, length in known.items()}
         items.sort(key=lambda item: lengths[item.index])
         endpoints = sorted(endpoint.name for endpoint in self._board.endpoints.values() if endpoint.is_open)

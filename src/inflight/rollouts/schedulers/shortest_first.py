@@ -9,7 +9,7 @@ from inflight.contracts import Scheduler
 from inflight.contracts.scheduling import Decision, Event, Offered, Scored, StepWanted, Withdrawn
 from inflight.rollouts.board import Board, OpenItem
 from inflight.rollouts.history import HistoryStore
-from inflight.rollouts.predictors import make_predictor, predicted
+from inflight.rollouts.predictors import make_predictor, predicted_length
 from inflight.rollouts.rounds import issue_in_order, unissued
 
 
@@ -60,7 +60,7 @@ class ShortestFirst(Scheduler):
 
         def rank(item: OpenItem) -> tuple[bool, float]:
             has_waited = self._version - self._offered_at[item.index] >= self._max_wait
-            return not has_waited, predicted(self._predictor, item, median)
+            return not has_waited, predicted_length(self._predictor, item, median)
 
         return issue_in_order(self._board, unissued(self._board, rank), time_s)
 

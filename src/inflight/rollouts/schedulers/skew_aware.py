@@ -11,7 +11,7 @@ from inflight.contracts import Scheduler
 from inflight.contracts.scheduling import Decision, Event, Returned, Scored, Withdrawn
 from inflight.rollouts.board import Board, OpenItem
 from inflight.rollouts.history import HistoryStore
-from inflight.rollouts.predictors import TailRecall, make_predictor, predicted
+from inflight.rollouts.predictors import TailRecall, make_predictor, predicted_length
 from inflight.rollouts.rounds import Queues, Rounds
 
 
@@ -71,7 +71,7 @@ class SkewAware(Scheduler):
 
     def _plan(self, items: list[OpenItem]) -> None:
         median = self._board.median_length()
-        lengths = {item.index: predicted(self._predictor, item, median) for item in items}
+        lengths = {item.index: predicted_length(self._predictor, item, median) for item in items}
         self._predicted |= lengths
         items.sort(key=lambda item: -lengths[item.index])
         endpoints = sorted(endpoint.name for endpoint in self._board.endpoints.values() if endpoint.is_open)

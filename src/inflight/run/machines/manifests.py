@@ -10,7 +10,7 @@ from inflight.errors import ConfigError
 from inflight.http.server_spec import JoinOptions, ListenOptions
 from inflight.launchers.plan import JOIN_PORT, MEET_PORT, Gang, JobPlan
 from inflight.run.config import RunConfig
-from inflight.run.fleet_config import FleetMember
+from inflight.run.fleet_config import ServerGroupSection
 from inflight.run.machines.placement import gpu_use, wants_gpu
 from inflight.run.machines.server_specs import server_spec
 
@@ -48,7 +48,7 @@ def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> Job
     return JobPlan(name, Gang("controller", 1, controller, 1, 0), (ranks, *serving))
 
 
-def _servers(config: RunConfig, index: int, member: FleetMember) -> Gang:
+def _servers(config: RunConfig, index: int, member: ServerGroupSection) -> Gang:
     servers = config.servers
     joining = JoinOptions(f"http://{{head}}:{JOIN_PORT}")
     spec = replace(server_spec(config, member), listen=ListenOptions(port=0), joining=joining)

@@ -28,7 +28,7 @@ from inflight.contracts.trainer import Phase
 from inflight.errors import ConfigError
 from inflight.model.shapes import ModelShape
 from inflight.run.config import RunConfig
-from inflight.run.fleet_config import FleetMember
+from inflight.run.fleet_config import ServerGroupSection
 from inflight.run.machines.devices import Device
 from inflight.run.machines.placement import Placement, gpu_use
 from inflight.run.machines.server_specs import server_spec
@@ -63,7 +63,7 @@ def trainer_terms(config: RunConfig) -> tuple[MemoryTerm, ...]:
 
 
 def server_terms(
-    config: RunConfig, member: FleetMember, use: GpuUse, model: ModelShape, memory_bytes: int
+    config: RunConfig, member: ServerGroupSection, use: GpuUse, model: ModelShape, memory_bytes: int
 ) -> tuple[MemoryTerm, ...]:
     """Return what one server needs on each of its GPUs, which have ``memory_bytes`` (0: unknown).
 

@@ -13,7 +13,7 @@ from typing import Literal
 from inflight.contracts import GpuUse
 from inflight.errors import ConfigError
 from inflight.run.config import RunConfig
-from inflight.run.fleet_config import FleetMember
+from inflight.run.fleet_config import ServerGroupSection
 from inflight.run.machines.devices import Device
 
 
@@ -106,7 +106,7 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
     return Placement(tuple(places[:num_ranks]), tuple(places[num_ranks:]))
 
 
-def place_extra(name: str, config: RunConfig, member: FleetMember, num_gpus: int | None) -> GpuPlacement:
+def place_extra(name: str, config: RunConfig, member: ServerGroupSection, num_gpus: int | None) -> GpuPlacement:
     """Return the placement of a server that is started during the run; ``num_gpus`` is as in `Launcher`."""
     on_gpu = bool(num_gpus) and wants_gpu(config.servers.device)
     return GpuPlacement(name, "server", (), gpu_use(member).num_gpus if on_gpu else 0)
@@ -144,12 +144,12 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
     return Placement(tuple(trainers), tuple(placed))
 
 
-def server_name(index: int, member: FleetMember) -> str:
+def server_name(index: int, member: ServerGroupSection) -> str:
     """Return the name of a server that a run starts; it includes the engine unless that runs in the server process."""
     return f"server-{index}" if member.kind.runs_in_process else f"server-{index}-{member.engine}"
 
 
-def gpu_use(member: FleetMember) -> GpuUse:
+def gpu_use(member: ServerGroupSection) -> GpuUse:
     """Return the GPUs that one server of a fleet member takes. Raises `ConfigError` for an unknown engine."""
     return member.kind.gpu_use(member.engine_arguments)
 
@@ -193,7 +193,7 @@ def _of_trainers(config: RunConfig) -> list[tuple[int, ...]]:
     return [(index,) for index in train.devices]
 
 
-def _of_servers(member: FleetMember, num_devices: int) -> list[tuple[int, ...]]:
+def _of_servers(member: ServerGroupSection, num_devices: int) -> list[tuple[int, ...]]:
     """Return the configured devices of each server of a member."""
     given = member.devices
     if given is None or not num_devices:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from inflight.base.tasks import also_failing, finish_all, result_unless, run_together
+from inflight.base.tasks import add_failures_to, finish_all, result_unless, run_together
 from inflight.errors import ConfigError, WorkerDiedError
 from inflight.http.server_spec import FollowOptions, JoinOptions, ListenOptions, ServerSpec
 from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.launchers import Launched, Launcher, Program
 from inflight.run.config import RunConfig
-from inflight.run.fleet_config import FleetMember
+from inflight.run.fleet_config import ServerGroupSection
 from inflight.run.machines.placement import GpuPlacement
 from inflight.run.machines.server_specs import server_spec
 from inflight.run.ranks.channel import RunChannel
@@ -150,7 +150,7 @@ async def start_servers(
     timeout_s = config.run.start_timeout_s
     servers: dict[str, ServerProcess] = {}
 
-    async def start(member: FleetMember, place: GpuPlacement) -> None:
+    async def start(member: ServerGroupSection, place: GpuPlacement) -> None:
         spec = _spec(config, member, directory, place.name)
         program = _program(config, spec, member, directory, token, place)
         process: Launched | None = None
@@ -166,7 +166,7 @@ async def start_servers(
             await run_together(*(start(*it) for it in zip(config.servers.started, places, strict=True)))
     except BaseException as error:
         waiting = [it.name for it in places if it.name not in servers or not servers[it.name].is_ready]
-        with also_failing(error):
+        with add_failures_to(error):
             await finish_all(*(server.stop() for server in servers.values()))
         if isinstance(error, TimeoutError):
             raise ConfigError(
@@ -178,7 +178,7 @@ async def start_servers(
 
 async def start_joining_server(
     config: RunConfig,
-    member: FleetMember,
+    member: ServerGroupSection,
     directory: RunDirectory,
     token: str,
     place: GpuPlacement,
@@ -198,7 +198,7 @@ async def start_joining_server(
 
 
 async def _launched(
-    member: FleetMember,
+    member: ServerGroupSection,
     spec: ServerSpec,
     program: Program,
     launcher: Launcher,
@@ -212,7 +212,7 @@ async def _launched(
     return ServerProcess(program.name, process, program.log, spec, program, launcher, stop_s=stop_s)
 
 
-def _spec(config: RunConfig, member: FleetMember, directory: RunDirectory, name: str) -> ServerSpec:
+def _spec(config: RunConfig, member: ServerGroupSection, directory: RunDirectory, name: str) -> ServerSpec:
     """Return the specification of a server with this name, on any free port."""
     spec = server_spec(config, member)
     listen = ListenOptions(
@@ -230,7 +230,12 @@ def _spec(config: RunConfig, member: FleetMember, directory: RunDirectory, name:
 
 
 def _program(
-    config: RunConfig, spec: ServerSpec, member: FleetMember, directory: RunDirectory, token: str, place: GpuPlacement
+    config: RunConfig,
+    spec: ServerSpec,
+    member: ServerGroupSection,
+    directory: RunDirectory,
+    token: str,
+    place: GpuPlacement,
 ) -> Program:
     environment = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(config.servers.threads)}
     return Program(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from inflight.contracts import EngineOptions
 from inflight.http.server_spec import EngineProcessOptions, ServerSpec
 from inflight.run.config import RunConfig
-from inflight.run.fleet_config import FleetMember
+from inflight.run.fleet_config import ServerGroupSection
 
 
-def server_spec(config: RunConfig, member: FleetMember) -> ServerSpec:
+def server_spec(config: RunConfig, member: ServerGroupSection) -> ServerSpec:
     """Return the specification of one server of a fleet member, without its address and the run that it joins."""
     servers = config.servers
     released = member.kind.release_arguments if servers.release_memory else ()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from inflight.base.tasks import first_of
+from inflight.base.tasks import combine_failures
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import EndpointError, InflightError, TaskError
 from inflight.rollouts.dispatcher import Dispatcher
@@ -183,7 +183,7 @@ class Actor:
                     self._cancel(request)
             finally:
                 await self.work.aclose()
-        raise first_of(failures)
+        raise combine_failures(failures)
 
     async def _offer_and_decide(self) -> None:
         since = self.clock()

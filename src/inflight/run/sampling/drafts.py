@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from inflight.contracts import DraftingEndpoint, InferenceEndpoint
 from inflight.errors import InflightError
-from inflight.rollouts.drafts import divided
+from inflight.rollouts.drafts import split_history
 from inflight.types import Group
 from inflight.wire import DraftHistory, PromptHistory
 
@@ -51,7 +51,7 @@ class FinishedGroups:
             asked = await asyncio.gather(*(self._drafts(endpoint) for endpoint in tuple(endpoints)))
             if drafting := [endpoint for endpoint in asked if endpoint is not None]:
                 histories = (_history(prompt, group) for prompt, group in groups.items())
-                messages = list(divided(histories, _MAX_TOKENS))
+                messages = list(split_history(histories, _MAX_TOKENS))
                 await asyncio.gather(*(self._record(endpoint, messages) for endpoint in drafting))
 
     async def _drafts(self, endpoint: InferenceEndpoint) -> DraftingEndpoint | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from inflight.base.tasks import TaskOwner
 from inflight.contracts import Environment, StreamingEndpoint
-from inflight.environments.moving import Moving, TurnSampler
+from inflight.environments.moving import MovingSampler, TurnSampler
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, Proxy, play
 from inflight.environments.recording import PlayedEpisode
@@ -30,7 +30,7 @@ _MIN_EPISODES = 2
 class _Played:
     """An episode that is being played, on an endpoint or waiting for one."""
 
-    moving: Moving
+    moving: MovingSampler
     playing: PlayingEpisode
     task: asyncio.Future[PlayedEpisode]
     failed: asyncio.Future[None]
@@ -128,7 +128,7 @@ class Episodes(Work):
     async def _begun(self, endpoint: SamplingEndpoint, order: Order) -> _Played:
         declared = await endpoint.capabilities()
         streams = declared.streaming and isinstance(endpoint.endpoint, StreamingEndpoint)
-        moving = Moving((EndpointError, SlowRequest), lambda error: played.fail(error))
+        moving = MovingSampler((EndpointError, SlowRequest), lambda error: played.fail(error))
         episode = PlayingEpisode(
             order.request_id,
             order.seed,

@@ -12,7 +12,7 @@ import pydantic
 
 from inflight.base.validation import describe_problems
 from inflight.contracts import AbortingEndpoint, InferenceEndpoint, StreamingEndpoint
-from inflight.environments.moving import fitted
+from inflight.environments.moving import without_unsupported_seed
 from inflight.errors import (
     DeadlineError,
     EndpointError,
@@ -85,7 +85,9 @@ class SamplingEndpoint:
         """
         version = self.version
         async with self._judged():
-            completions = (await self.endpoint.generate(fitted(request, await self.capabilities()))).completions
+            completions = (
+                await self.endpoint.generate(without_unsupported_seed(request, await self.capabilities()))
+            ).completions
         _check_versions(self.name, version, [span.version for it in completions for span in it.version_spans])
         self.drafted += [it.draft_counts for it in completions if it.draft_counts is not None]
         return completions
@@ -99,7 +101,7 @@ class SamplingEndpoint:
         if not isinstance(self.endpoint, StreamingEndpoint):
             raise UnsupportedError(f"{self.name} does not support streaming")
         async with self._judged():
-            streamed = fitted(request, await self.capabilities()).model_copy(update={"stream": True})
+            streamed = without_unsupported_seed(request, await self.capabilities()).model_copy(update={"stream": True})
             chunks: Any = self.endpoint.generate_stream(streamed)
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from inflight.base.validation import describe_problems
 from inflight.errors import ConfigError
-from inflight.http.joining import JOIN_PATH, RENEW_S, JoinAnswer, Joining
+from inflight.http.joining import JOIN_PATH, RENEW_S, JoinAnswer, JoinRequest
 from inflight.http.kinds import connect_endpoint
 from inflight.http.listening import InLoopServer, bind
 
@@ -82,10 +82,10 @@ class JoinServer:
             if len(body) > _MAX_BODY_BYTES:
                 return _refusal(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
         try:
-            joining = Joining.model_validate_json(body)
+            joining = JoinRequest.model_validate_json(body)
             name = connect_endpoint(joining.url).name
         except ValidationError as error:
-            return _refusal(400, describe_problems(error, Joining))
+            return _refusal(400, describe_problems(error, JoinRequest))
         except ConfigError as error:
             return _refusal(400, str(error).splitlines()[0])
         leaves = request.method == "DELETE"

@@ -195,27 +195,27 @@ def checksum(flat: torch.Tensor) -> str:
     It detects corruption in transit; it does not authenticate the sender. Does not copy bytes that are on the host, and
     lets other threads run meanwhile. Raises `TransferError` for a tensor without bytes.
     """
-    return xxhash.xxh3_128_hexdigest(on_host(flat).numpy().data)
+    return xxhash.xxh3_128_hexdigest(to_host(flat).numpy().data)
 
 
-def on_host(flat: torch.Tensor) -> torch.Tensor:
+def to_host(flat: torch.Tensor) -> torch.Tensor:
     """Return the bytes on the host, without a copy if they are there already.
 
     Raises `TransferError` for a tensor without bytes, such as a tensor on the meta device or of a `FakeTensorMode`.
     """
     host = flat if flat.is_meta else flat.cpu()
     if host.is_meta or type(host) is not torch.Tensor:
-        raise _unreadable(flat)
+        raise _unreadable_error(flat)
     return host
 
 
 def require_bytes(flat: torch.Tensor) -> None:
-    """Raise `TransferError` for a tensor without bytes, as `on_host` does, without a copy."""
+    """Raise `TransferError` for a tensor without bytes, as `to_host` does, without a copy."""
     if flat.is_meta or type(flat) is not torch.Tensor:
-        raise _unreadable(flat)
+        raise _unreadable_error(flat)
 
 
-def _unreadable(flat: torch.Tensor) -> TransferError:
+def _unreadable_error(flat: torch.Tensor) -> TransferError:
     what = f"{type(flat).__name__} on {flat.device}"
     return TransferError(f"a bucket's {flat.numel()} bytes cannot be read: a {what} holds no data; gather real tensors")
 
@@ -231,7 +231,7 @@ def sums64(flat: torch.Tensor) -> str:
     Waits for the device. Raises `TransferError` for a tensor without bytes.
     """
     require_bytes(flat)
-    sums = on_host(_sums(flat)).numpy()
+    sums = to_host(_sums(flat)).numpy()
     return _PREFIX + xxhash.xxh3_128_hexdigest(flat.numel().to_bytes(8, "little") + sums.tobytes())
 
 
@@ -278,7 +278,7 @@ def encode_bucket(
     if payload is None:
         assert encoding != "delta"  # only the publisher knows a delta's base
         payload = encode(bucket.tensors, bucket.specs, encoding)
-    flat = payload if on_device else on_host(payload)  # one copy serves the checksum and the transport
+    flat = payload if on_device else to_host(payload)  # one copy serves the checksum and the transport
     found = sums64(flat) if on_device else checksum(flat)
     is_raw = encoding == "raw"
     specs = bucket.specs if is_raw else (payload_spec(flat.numel()),)

@@ -243,13 +243,13 @@ def _changed_blocks(new: Elements, base: Elements) -> Iterator[tuple[NDArray[np.
     differs = np.empty(step, np.bool_)
     for start in range(0, new.size, step):
         block = new[start : start + step]
-        found = _differing(block, base[start : start + step], differs)
+        found = _differing_indices(block, base[start : start + step], differs)
         values = block[found]
         found += start
         yield found, values
 
 
-def _differing(new: Elements, base: Elements, differs: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _differing_indices(new: Elements, base: Elements, differs: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the indices of the elements that differ, ascending.
 
     Overwrites ``differs``, whose length is a multiple of eight.

@@ -50,7 +50,7 @@ class PausableEngine(Protocol):
         Either `apply` raised, or part of an update had arrived in the model, or an update that would have replaced torn
         weights has ended early. Sampling stays paused until the `apply` of a complete update, which the receiver
         permits after a `pause`. Callers of the ended requests get `PoisonedError`, as new requests do from
-        `UpdateSession.refuse_to_sample`.
+        `UpdateStateMachine.refuse_to_sample`.
         """
 
     @abstractmethod

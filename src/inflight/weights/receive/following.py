@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import pydantic
 
 from inflight.base.backoff import Backoff
-from inflight.base.tasks import first_of
+from inflight.base.tasks import combine_failures
 from inflight.base.threads import run_abandonable
 from inflight.base.validation import describe_problems
 from inflight.contracts import InferenceEndpoint
@@ -147,7 +147,7 @@ async def _while_held(source: StoredRun, ref: UpdateRef, taking: Coroutine[Any, 
             await taking
             holding.cancel()
     except ExceptionGroup as group:
-        raise first_of(group.exceptions) from group
+        raise combine_failures(group.exceptions) from group
 
 
 async def _update_to(

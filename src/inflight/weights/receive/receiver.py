@@ -17,7 +17,7 @@ from inflight.base.tasks import TaskOwner
 from inflight.base.transport_registry import refusal
 from inflight.errors import PoisonedError, TransferError, UnsupportedError, UpdateAbortedError, UpdateRefusedError
 from inflight.weights.receive.adapter import BucketSink, PausableEngine
-from inflight.weights.receive.states import OpenUpdate, UpdateSession
+from inflight.weights.receive.states import OpenUpdate, UpdateStateMachine
 from inflight.wire import (
     BucketTransfer,
     Capabilities,
@@ -34,7 +34,7 @@ _CLOSE_S = 1.0
 """How long `aclose` waits for an engine that is pausing or applying."""
 
 
-class _Open:
+class _UpdateInProgress:
     """The state of one update, from its request until it ends."""
 
     def __init__(self, opened: OpenUpdate) -> None:
@@ -79,15 +79,15 @@ class UpdateReceiver:
         """The engine that pauses, applies and resumes. It may be wrapped while no update is open."""
         self._sink = sink
         self._capabilities = capabilities
-        self._session = UpdateSession(expected)
+        self._session = UpdateStateMachine(expected)
         self._session.note_joined()
         self._joining: TransportSpec | None = None
-        self._open: _Open | None = None
+        self._open: _UpdateInProgress | None = None
         self._applying: asyncio.Future[None] | None = None
         self._calls = TaskOwner()
 
     @property
-    def session(self) -> UpdateSession:
+    def session(self) -> UpdateStateMachine:
         """State, version and run. Read-only."""
         return self._session
 
@@ -134,7 +134,7 @@ class UpdateReceiver:
                 await self._open.outlast(self._open.pausing, "ended while this call was repeated")
             return
         self._refuse_unsupported(update)
-        opened = _Open(self._session.request(update))
+        opened = _UpdateInProgress(self._session.request(update))
         try:
             self._sink.begin(update)
         except BaseException:
@@ -210,7 +210,7 @@ class UpdateReceiver:
                 f"this endpoint has kept {'nothing' if kept is None else _describe_update(kept)}; send all weights"
             )
 
-    async def _pause(self, opened: _Open) -> None:
+    async def _pause(self, opened: _UpdateInProgress) -> None:
         """Pause sampling for an open update within its deadline. A failure ends the update."""
         update = opened.update
         opened.pausing = self._calls.start(self.engine.pause(update))
@@ -231,7 +231,7 @@ class UpdateReceiver:
             raise
         self._renew_lease(opened)  # the publisher learns of the pause only now
 
-    def _begin_commit(self, ref: UpdateRef) -> _Open:
+    def _begin_commit(self, ref: UpdateRef) -> _UpdateInProgress:
         opened = self._open
         if opened is not None and opened.pausing is not None and not opened.pausing.done():
             raise UpdateRefusedError(f"version {ref.version} cannot be committed: sampling is not paused yet")
@@ -244,12 +244,12 @@ class UpdateReceiver:
             opened.committing = self._begin_apply(opened)
         return opened
 
-    async def _pause_and_apply(self, opened: _Open) -> None:
+    async def _pause_and_apply(self, opened: _UpdateInProgress) -> None:
         """Pause sampling, which a staged update leaves to the commit, and apply the weights that arrived."""
         await self._pause(opened)
         await self._begin_apply(opened)
 
-    def _begin_apply(self, opened: _Open) -> asyncio.Future[None]:
+    def _begin_apply(self, opened: _UpdateInProgress) -> asyncio.Future[None]:
         """Begin to apply. From here on, the update ends only when applying ends."""
         self._session.begin_apply(opened.update.ref)
         opened.stop_lease()
@@ -278,7 +278,7 @@ class UpdateReceiver:
         while self._applying is not None and not self._applying.done():
             await asyncio.wait([self._applying])
 
-    async def _end(self, opened: _Open) -> None:
+    async def _end(self, opened: _UpdateInProgress) -> None:
         """End an update unless it has ended: discard the received buckets, and resume sampling if none was applied."""
         if opened.is_over:
             return
@@ -304,7 +304,7 @@ class UpdateReceiver:
         self._session.note_group_lost()
         self._sink.leave()
 
-    def _renew_lease(self, opened: _Open) -> None:
+    def _renew_lease(self, opened: _UpdateInProgress) -> None:
         opened.stop_lease()
         loop = asyncio.get_running_loop()
         opened.lease = loop.call_later(opened.update.lease_s, lambda: self._calls.start(self._end(opened)))

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from inflight.base.tasks import TaskOwner
 from inflight.errors import BusyError
-from inflight.weights.receive.states import UpdateSession
+from inflight.weights.receive.states import UpdateStateMachine
 from inflight.wire import EndpointState
 
 IDLE_S = 10.0
@@ -37,7 +37,7 @@ class MemoryRelease:
     Cancelling a call does not cancel the operation.
     """
 
-    def __init__(self, engine: ReleasableEngine, session: UpdateSession) -> None:
+    def __init__(self, engine: ReleasableEngine, session: UpdateStateMachine) -> None:
         self._engine = engine
         self._session = session
         self._turn = asyncio.Lock()

@@ -98,7 +98,7 @@ class OpenUpdate:
     is_over: bool = False
 
 
-class UpdateSession:
+class UpdateStateMachine:
     """The state of one endpoint's weights, through any number of named sessions.
 
     ``expected`` has the tensors that its model can load, None if they are not known here.

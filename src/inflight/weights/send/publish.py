@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from inflight.base.tasks import first_of
+from inflight.base.tasks import combine_failures
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, FencedError, InflightError, UnsupportedError, UpdateAbortedError
 from inflight.types import EndpointOutcome, EndpointReport, PublishReport, PublishSpans, WeightBucket
@@ -118,7 +118,7 @@ class Publish:
                 updates = [tasks.create_task(call) for call in self._calls()]
                 tasks.create_task(self._send())
         except ExceptionGroup as group:
-            raise first_of(group.exceptions) from group
+            raise combine_failures(group.exceptions) from group
         finally:
             self._close()
         reports = tuple(task.result() for task in updates)
@@ -278,7 +278,7 @@ class Publish:
                 for participant in self._participants.values():
                     tasks.create_task(offer(participant.feed))
         except ExceptionGroup as group:
-            raise first_of(group.exceptions) from group
+            raise combine_failures(group.exceptions) from group
 
     # ---------------------------------------------------------------------------------------------------- the report
 

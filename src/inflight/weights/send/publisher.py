@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 import anyio.from_thread
 
 from inflight.base.requirements import require
-from inflight.base.tasks import first_of
+from inflight.base.tasks import combine_failures
 from inflight.contracts import InferenceEndpoint, MergingLoraSource, WeightSender, WeightSource
 from inflight.errors import ConfigError, DeadlineError, PublishError
 from inflight.http.kinds import connect_endpoint
@@ -218,7 +218,7 @@ class WeightPublisher:
             names = ", ".join(endpoint.name for endpoint in self._connected)
             raise DeadlineError(f"not all of {names} answered within {self._connect_timeout_s:g} s") from error
         except ExceptionGroup as group:
-            raise first_of(group.exceptions) from group
+            raise combine_failures(group.exceptions) from group
         answers = [task.result() for task in asked]
         self._endpoints = {endpoint: can for endpoint, (can, _) in zip(self._connected, answers, strict=True)}
         if self._incarnation is None:

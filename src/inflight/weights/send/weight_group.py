@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
-from inflight.base.tasks import first_of
+from inflight.base.tasks import combine_failures
 from inflight.base.threads import run_abandonable, start_in_thread
 from inflight.base.transport_registry import refusal
 from inflight.contracts import InferenceEndpoint, SendsFromDevice, WeightSender
@@ -111,7 +111,7 @@ class WeightGroup:
             if isinstance(error, TimeoutError):
                 raise TransferError(f"the weight group was not formed within {timeout_s:g} s") from error
             if isinstance(error, ExceptionGroup):
-                raise first_of(error.exceptions) from error
+                raise combine_failures(error.exceptions) from error
             raise
         return {}
 
@@ -136,7 +136,7 @@ class WeightGroup:
                 tasks.create_task(join(endpoint, spec))
         if len(specs) - len(failures) < num_needed:
             self.sender.abort()
-            raise first_of([*failures.values()])
+            raise combine_failures([*failures.values()])
         return failures
 
     def lose(self) -> None:

@@ -29,11 +29,11 @@ from typing import Protocol
 import torch
 
 from inflight.contracts import SendsFromDevice, WeightSender
-from inflight.errors import TransferError, transfer_failed
+from inflight.errors import TransferError, transfer_error
 from inflight.types import WeightBucket
 from inflight.weights.encode.buckets import refuse_stray
 from inflight.weights.encode.transit import synchronise_device
-from inflight.weights.transports.bucket_records import PAGE, BucketRecord, aligned, await_record, write_record
+from inflight.weights.transports.bucket_records import PAGE, BucketRecord, await_record, round_up_to_pages, write_record
 from inflight.weights.transports.private_directory import PrivateDirectory, memory_directory
 from inflight.weights.transports.store import Attempt, StoredReceiver, abandon, regular_file
 from inflight.wire import DirectorySpec, IpcSpec, UpdateRef, WeightUpdate
@@ -133,7 +133,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
             try:
                 self._home = self._home or PrivateDirectory(parent)
             except OSError as error:
-                raise transfer_failed(error, f"making a directory below {parent}") from error
+                raise transfer_error(error, f"making a directory below {parent}") from error
             return [self._memory.spec(run_id, self._home.path, timeout_s)] * len(num_ranks)
 
     def join(self) -> None:
@@ -144,7 +144,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
     def begin(self, update: WeightUpdate) -> None:
         """An earlier update that was not ended counts as unfinished."""
         self.end(is_done=False)
-        size_bytes = max(PAGE, sum(aligned(bucket.size_bytes) for bucket in update.buckets))
+        size_bytes = max(PAGE, sum(round_up_to_pages(bucket.size_bytes) for bucket in update.buckets))
         with self._lock:
             if self._home is None:
                 raise TransferError("no weight group is open")
@@ -175,7 +175,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
             )
             try:
                 arena.memory.write(start, bucket, attempt)
-                arena.used_bytes = aligned(start + size_bytes)
+                arena.used_bytes = round_up_to_pages(start + size_bytes)
                 self._records.append(write_record(home.path, record))
             except OSError as error:
                 advice = "; give it more memory, or use another directory" if error.errno == errno.ENOSPC else ""
@@ -212,7 +212,7 @@ class ArenaSender(WeightSender, SendsFromDevice):
         try:
             arena = _Arena(path, self._memory, size_bytes)
         except (OSError, RuntimeError) as error:  # also when a device has no memory left
-            raise transfer_failed(error, f"making {path} of {size_bytes} bytes") from error
+            raise transfer_error(error, f"making {path} of {size_bytes} bytes") from error
         self._arenas.append(arena)
         return arena
 

@@ -27,9 +27,9 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from inflight.errors import transfer_failed
+from inflight.errors import transfer_error
 from inflight.types import WeightBucket
-from inflight.weights.encode.bucket_bytes import checksum, on_host, pack
+from inflight.weights.encode.bucket_bytes import checksum, pack, to_host
 from inflight.weights.encode.buckets import refuse_stray
 from inflight.weights.transports.store import Attempt, bytes_of, run_name, session_name, write_all
 from inflight.wire import Encoding, TensorSpec, UpdateRef, WeightUpdate, WireModel
@@ -224,7 +224,7 @@ class BucketStore:
             path.mkdir()
             self._settle(run)
         except OSError as error:
-            raise transfer_failed(error, f"making the directory {path}") from error
+            raise transfer_error(error, f"making the directory {path}") from error
         with self._lock:
             self._open = _OpenUpdate(update, path)
 
@@ -243,7 +243,7 @@ class BucketStore:
         num_bytes = sum(spec.size_bytes for spec in bucket.specs)
         if num_bytes > announced or (bucket.encoding == "raw" and num_bytes != announced):
             raise attempt.failed(f"it has {num_bytes} bytes as {bucket.encoding}, but {announced} were announced")
-        flat = on_host(pack(bucket.tensors))
+        flat = to_host(pack(bucket.tensors))
         if flat.numel() != num_bytes:
             raise attempt.failed(f"its tensors have {flat.numel()} bytes, but its specs have {num_bytes}")
         stored = StoredBucket(
@@ -268,7 +268,7 @@ class BucketStore:
             try:
                 self._prune(opened.path.parent)
             except OSError as error:
-                raise transfer_failed(error, f"removing old updates in {opened.path.parent}") from error
+                raise transfer_error(error, f"removing old updates in {opened.path.parent}") from error
 
     def drop(self) -> None:
         """Remove the open update unless it is complete."""

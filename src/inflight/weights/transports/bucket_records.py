@@ -56,7 +56,7 @@ def await_record(directory: Path, ref: UpdateRef, index: int, size_bytes: int, a
         return record
 
 
-def aligned(size_bytes: int) -> int:
+def round_up_to_pages(size_bytes: int) -> int:
     """Return the size rounded up to whole pages."""
     return -(-size_bytes // PAGE) * PAGE
 

@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from inflight.errors import TransferError, transfer_failed
+from inflight.errors import TransferError, transfer_error
 from inflight.weights.transports.bucket_files import LATEST, LEASE_NAME, MANIFEST, SESSION_NAME, take_lease
 from inflight.weights.transports.store import regular_file
 
@@ -38,7 +38,7 @@ class FileServer:
 
     def __init__(self, directory: Path, address: str, port: int = 0, token: str | None = None) -> None:
         self.token = token or secrets.token_urlsafe(32)
-        self._listener = _bound(address, port)
+        self._listener = _bind_socket(address, port)
         port = self._listener.getsockname()[1]
         self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
         config = uvicorn.Config(
@@ -125,7 +125,7 @@ def _app(directory: Path, token: str) -> Starlette:
     )
 
 
-def _bound(address: str, port: int) -> socket.socket:
+def _bind_socket(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     # asyncio disables Nagle on every connection if the protocol is named.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -134,5 +134,5 @@ def _bound(address: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise transfer_failed(error, f"serving the weights' files on {address}, port {port}") from error
+        raise transfer_error(error, f"serving the weights' files on {address}, port {port}") from error
     return listener

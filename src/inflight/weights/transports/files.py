@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from inflight.contracts import WeightSender
-from inflight.errors import ConfigError, TransferError, transfer_failed
+from inflight.errors import ConfigError, TransferError, transfer_error
 from inflight.types import WeightBucket
 from inflight.weights.encode.transit import ReusedMemory
 from inflight.weights.transports.bucket_files import (
@@ -63,7 +63,7 @@ class FileSender(WeightSender):
         try:
             (self.directory / run_name(run_id)).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise transfer_failed(error, f"making a directory below {self.directory}") from error
+            raise transfer_error(error, f"making a directory below {self.directory}") from error
         self._abandoned, self._is_open = Future(), True
         spec = DirectorySpec(run_id=run_id, transport="file", directory=str(self.directory), timeout_s=timeout_s)
         return [spec] * len(num_ranks)

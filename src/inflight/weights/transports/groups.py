@@ -24,7 +24,7 @@ import torch
 import torch.distributed
 
 from inflight.base.threads import run_unless_abandoned, start_in_thread
-from inflight.errors import TransferError, transfer_failed
+from inflight.errors import TransferError, transfer_error
 from inflight.weights.encode.transit import on_weight_stream
 from inflight.weights.transports.nccl_group import new_nccl_group
 from inflight.weights.transports.store import ABANDONED, abandon
@@ -173,7 +173,7 @@ class AnnouncedRanks:
                 timeout_s + GRACE_S,
             )
         except RuntimeError as error:
-            raise transfer_failed(error, what) from error
+            raise transfer_error(error, what) from error
 
     def abandon(self) -> None:
         """End the pending calls. Returns at once. Idempotent."""
@@ -197,7 +197,7 @@ def host_store(address: str, timeout_s: float) -> tuple[Any, int]:
                 master_listen_fd=os.dup(listener.fileno()),
             )
     except (OSError, RuntimeError) as error:
-        raise transfer_failed(error, f"hosting the weight group's store on {address}") from error
+        raise transfer_error(error, f"hosting the weight group's store on {address}") from error
     return hosted, port
 
 
@@ -218,7 +218,7 @@ def meet(spec: ProcessGroupSpec, ranks: Sequence[int]) -> Any:
     try:
         store = dist.TCPStore(spec.master_address, spec.master_port, is_master=False, timeout=timeout)
     except (OSError, RuntimeError) as error:
-        raise transfer_failed(error, f"reaching the weight group's store at {where}") from error
+        raise transfer_error(error, f"reaching the weight group's store at {where}") from error
     prefixed = dist.PrefixStore(spec.group_name, store)
     try:
         for rank in ranks:
@@ -226,7 +226,7 @@ def meet(spec: ProcessGroupSpec, ranks: Sequence[int]) -> Any:
         here = [f"here/{other}" for other in range(spec.world_size)]
         prefixed.wait(here, timeout_of(deadline - time.monotonic()))
     except RuntimeError as error:
-        raise transfer_failed(error, f"rank {ranks[0]} joining the weight group of {spec.world_size} ranks") from error
+        raise transfer_error(error, f"rank {ranks[0]} joining the weight group of {spec.world_size} ranks") from error
     return prefixed
 
 

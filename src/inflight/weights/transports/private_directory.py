@@ -36,7 +36,7 @@ class PrivateDirectory:
             with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 self._lock = os.open(self.path / _LOCK, flags, 0o600)
-                if _locked(self._lock) and os.fstat(self._lock).st_nlink:
+                if _try_lock(self._lock) and os.fstat(self._lock).st_nlink:
                     return
                 os.close(self._lock)
 
@@ -63,13 +63,13 @@ def remove_left_behind(parent: Path) -> None:
                 path.rmdir()  # not locked yet; rmdir only removes it empty, and its maker tries again
                 continue
             try:
-                if _locked(lock):
+                if _try_lock(lock):
                     shutil.rmtree(path, ignore_errors=True)  # another process may be removing it too
             finally:
                 os.close(lock)
 
 
-def _locked(fd: int) -> bool:
+def _try_lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

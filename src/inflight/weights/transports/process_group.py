@@ -17,7 +17,7 @@ import torch.distributed
 
 from inflight.base.threads import result_unless_abandoned, run_unless_abandoned, start_in_thread
 from inflight.contracts import ReceivesAhead, SendsFromDevice, WeightReceiver, WeightSender
-from inflight.errors import ConfigError, TransferError, transfer_failed
+from inflight.errors import ConfigError, TransferError, transfer_error
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack, unpack
 from inflight.weights.encode.buckets import refuse_stray
@@ -135,7 +135,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
         try:
             announce_send(hosted, opened.group_name, index)
         except RuntimeError as error:
-            raise transfer_failed(error, what) from error
+            raise transfer_error(error, what) from error
         _broadcast(group, flat, timeout_s, abandoned, what)
 
     def abort(self) -> None:
@@ -172,7 +172,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         try:
             local_address = local_address_for(spec.master_address, spec.master_port)
         except OSError as error:
-            raise transfer_failed(error, f"finding a route to {spec.master_address}") from error
+            raise transfer_error(error, f"finding a route to {spec.master_address}") from error
         group = join_group(spec, spec.rank, local_address, self._kind)
         with self._lock:
             if not self._abandoned.done():
@@ -197,7 +197,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         try:
             result_unless_abandoned(self._abandoned, arriving, what, timeout_s)
         except RuntimeError as error:
-            raise transfer_failed(error, what) from error
+            raise transfer_error(error, what) from error
         finally:
             del ahead, arriving  # the error's traceback holds this frame, and with it the group
         return unpack(flat, specs)
@@ -220,7 +220,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
                 with on_weight_stream(self._device):
                     return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             except torch.OutOfMemoryError as error:
-                raise transfer_failed(error, f"staging a bucket of {size_bytes} bytes next to the model") from error
+                raise transfer_error(error, f"staging a bucket of {size_bytes} bytes next to the model") from error
         return self._memory.take(size_bytes)
 
     def abort(self) -> None:
@@ -235,7 +235,7 @@ def _broadcast(group: CollectiveGroup, flat: torch.Tensor, timeout_s: float, aba
     try:
         run_unless_abandoned(abandoned, group.make_broadcast(flat, timeout_s), what, timeout_s + GRACE_S)
     except RuntimeError as error:
-        raise transfer_failed(error, what) from error
+        raise transfer_error(error, what) from error
 
 
 def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind = GLOO) -> CollectiveGroup:
@@ -246,4 +246,4 @@ def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind 
     try:
         return kind.make(keys, rank, spec.world_size, address, spec.timeout_s)
     except RuntimeError as error:
-        raise transfer_failed(error, f"rank {rank} joining the weight group of {spec.world_size} ranks") from error
+        raise transfer_error(error, f"rank {rank} joining the weight group of {spec.world_size} ranks") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from inflight.contracts import WeightSender
-from inflight.errors import TransferError, transfer_failed
+from inflight.errors import TransferError, transfer_error
 from inflight.types import WeightBucket
 from inflight.weights.transports.bucket_files import LENGTH_BYTES, MAX_LATEST_BYTES, check_header, header_length
 from inflight.weights.transports.file_server import FileServer
@@ -61,7 +61,7 @@ class PullSender(WeightSender):
         try:
             self._home = PrivateDirectory(parent)
         except OSError as error:
-            raise transfer_failed(error, f"making a directory below {parent}") from error
+            raise transfer_error(error, f"making a directory below {parent}") from error
         return FileSender(self._home.path, is_durable=False)
 
     def join(self) -> None:
