@@ -241,7 +241,7 @@ class Machine:
     def disturb(self) -> None:
         name = self.draw.choice([*self.capacities])
         if self.draw.random() < 0.5:
-            self.dispatcher.endpoints.lose(name, "it is gone", self.now)
+            self.dispatcher.endpoints.lose(name, "it has left", self.now)
         elif self.draw.random() < 0.2 and len(self.capacities) > 1:
             del self.capacities[name]
             self.dispatcher.endpoints.retire(name, self.now, hands_on=self.draw.random() < 0.5)
@@ -364,7 +364,7 @@ def test_a_scheduler_that_issues_to_a_full_endpoint_or_twice_is_refused() -> Non
     with pytest.raises(InvalidRequestError, match="a, which has 0 free slots"):
         dispatcher.decide(1.0)
     scheduler.again = Issue("b", sent.item, (0,))
-    with pytest.raises(InvalidRequestError, match="b, which is gone"):
+    with pytest.raises(InvalidRequestError, match="b, which has left"):
         dispatcher.decide(1.0)
     dispatcher.endpoints.serve(["a", "b"], 0, 1.0)
     with pytest.raises(InvalidRequestError, match="issued completion 0 of item 0 while it ran or had finished"):

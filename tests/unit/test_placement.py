@@ -77,7 +77,7 @@ def test_the_arguments_of_an_engine_say_how_many_gpus_it_runs_on(configured, eng
 
 def test_a_size_that_is_not_a_number_is_refused(configured) -> None:
     config = configured("--servers.engine", "vllm", "--servers.engine_arguments", '["--tensor-parallel-size", "two"]')
-    with pytest.raises(ConfigError, match="'--tensor-parallel-size' needs a number, not 'two'"):
+    with pytest.raises(ConfigError, match="'--tensor-parallel-size' requires a number, not 'two'"):
         place(config, gpus(8))
 
 
