@@ -241,8 +241,8 @@ def test_a_relative_path_of_the_model_starts_from_where_the_run_was(tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--to", "{run}"), "is the directory of a run or a record: choose another with --to"),
-        (("--to", "{run}/record"), "is the directory of a run or a record: choose another with --to"),
+        (("--to", "{run}"), "contains a run or a record: choose another directory with --to"),
+        (("--to", "{run}/record"), "contains a run or a record: choose another directory with --to"),
         (("--to", "{run}/file"), "cannot be made: Not a directory; choose another with --to"),
         (("--json", "{run}/nowhere/x.json"), "cannot be written: its directory does not exist"),
     ],

@@ -19,11 +19,15 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directory; several are compared")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directory; several runs are compared with each other"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8200, help="port to listen on, 0 for any free one (default: 8200)")
     parser.add_argument(
-        "--token-file", type=Path, help=f"file with the token of the page (default: ${TOKEN_VARIABLE}, or a new one)"
+        "--token-file",
+        type=Path,
+        help=f"file with the access token of the page (default: ${TOKEN_VARIABLE}, or a new one)",
     )
     parser.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
 
