@@ -178,7 +178,7 @@ class TrainerRank:
         self._begin(f"counting the targets of {number}")
         if any(batch.image_rows_M is not None for batch in batches):
             self._refuse_unless_images()
-        batches, plan = planned(self._worker, self._loss, batches, request)
+        batches, plan = prepare_step(self._worker, self._loss, batches, request)
         metrics: Metrics = {}
         logprobs: list[torch.Tensor] = []
         for batch in batches:
@@ -247,7 +247,7 @@ class TrainerRank:
         return ended
 
 
-def planned(
+def prepare_step(
     worker: TrainerWorker, loss: PolicyLoss, batches: Sequence[MicroBatch], step: Train
 ) -> tuple[Sequence[MicroBatch], LossPlan]:
     """Return the micro-batches with everything the loss needs, and the plan of the whole step."""
