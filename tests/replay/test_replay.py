@@ -214,7 +214,7 @@ def test_training_again_needs_the_start_weights_and_every_step(tmp_path: Path, m
     check_record(writer.directory, of_run(), config, num_steps=2)
     path = writer.directory / "step-000002.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"step-000002\.safetensors' is not a step of a record, or is damaged"):
+    with pytest.raises(ConfigError, match=r"step-000002\.safetensors' is not a recorded step, or is damaged"):
         check_record(writer.directory, of_run(), config, num_steps=2)
 
 

@@ -388,7 +388,7 @@ def test_a_plan_that_would_take_hours_to_simulate_is_refused(
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--from", str(tmp_path)]) == 1
-    assert "does not hold the events of a run" in capsys.readouterr().err
+    assert "does not contain the events of a run" in capsys.readouterr().err
 
 
 def test_the_parts_of_a_speed_up_multiply_to_it() -> None:

@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve the page until a signal."""
     from inflight.http.listening import bind
-    from inflight.observe.watch.serving import create_app, following
+    from inflight.observe.watch.serving import create_app, follow_runs
 
     for run in arguments.runs:
         if not run.is_dir():
             raise ConfigError(f"there is no run directory {str(run)!r}: pass the run.directory of a run")
     collect_garbage_rarely()
     token = read_token(arguments.token_file) or secrets.token_urlsafe(24)
-    with bind(arguments.host, arguments.port) as listener, following(arguments.runs) as runs:
+    with bind(arguments.host, arguments.port) as listener, follow_runs(arguments.runs) as runs:
         closing = threading.Event()
         app = create_app(runs, token, closing)
         asyncio.run(_serve(app, listener, token, closing, exit_with_stdin=arguments.exit_with_stdin))

@@ -33,7 +33,7 @@ class TokenTime:
 
     @classmethod
     def roofline(cls, base: float, knee: float = math.inf) -> TokenTime:
-        """Return a curve that is ``base`` up to ``knee`` running completions and proportional to their number beyond."""
+        """Return a curve that is ``base`` up to ``knee`` running completions and proportional to their number above."""
         if knee == math.inf:
             return cls(((1.0, base),))
         return cls(((knee, base), (2 * knee, 2 * base)))

@@ -37,7 +37,7 @@ def costs_of(plan: SearchPlan, measured: Costs | None) -> Costs:
         missing = [it for it in ("generation", "training", "prompts", "hardware") if getattr(plan, it) is None]
         if missing:
             raise ConfigError(
-                f"the plan lacks {', '.join(missing)}: add what is missing, or measure it with --from RUN_DIR"
+                f"the plan has no section {', '.join(missing)}: add it, or measure it with --from RUN_DIR"
             )
         blank = PublishCost()
         measured = Costs(TokenTime(((1.0, 1.0),)), 0.0, Contention(), TrainerCost(), blank, 0.0)
