@@ -81,7 +81,7 @@ async def _pipeline(run: _Run) -> None:
     run.sampling.begin_batch(run.journal.version)
     while not run.is_over():
         batch = await run.interrupt.unless(run.sampling.batch())
-        run.sampling.begin_batch(batch.version + 1)  # from groups that finish while the ranks train
+        run.sampling.begin_batch(batch.version + 1)  # the next batch is composed while the ranks train
         trained = await _train(run, batch, publish=run.servers.members())
         _settle_step(run, batch, trained)
         await _save_step(run, batch, trained)
@@ -144,7 +144,7 @@ def _settle_step(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> Non
     run.saving.note(trained)
     run.delivery.record(trained[0].published)
     row = run.notes.step(batch, trained, run.delivery.serving)
-    run.sampling.stepped(run.journal.version, row.get("effective_sample_size"))
+    run.sampling.report_step(run.journal.version, row.get("effective_sample_size"))
 
 
 # ---------------------------------------------------------------------------------------------------------------
