@@ -194,7 +194,7 @@ def test_a_missing_or_renamed_step_is_told(record: Path) -> None:
 def test_a_record_of_a_newer_format_or_none_at_all_is_refused(record: Path) -> None:
     manifest = json.loads((record / MANIFEST).read_text())
     (record / MANIFEST).write_text(json.dumps({**manifest, "format_version": 2, "inflight": "9.0"}))
-    with pytest.raises(ConfigError, match=r"written by inflight 9\.0 in version 2 of the format"):
+    with pytest.raises(ConfigError, match=r"written by inflight 9\.0 in record format 2"):
         read_manifest(record)
     for text in ("{", "[]", '{"format": "other", "format_version": 1}'):
         (record / MANIFEST).write_text(text)
@@ -230,7 +230,7 @@ def test_an_item_is_told_token_by_token(record: Path) -> None:
     }
     assert second["completion"]["advantages"] is None  # the step left it out
     assert item_details(record, 1, 17)["rollouts"][0]["prompt"]["pieces"] is None
-    with pytest.raises(ConfigError, match=r"not made of item 3: its items are \[17\]"):
+    with pytest.raises(ConfigError, match=r"did not train on item 3: its items are \[17\]"):
         item_details(record, 1, 3)
 
 
