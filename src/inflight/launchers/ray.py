@@ -78,7 +78,7 @@ class RayLauncher(Launcher):
         """Reserve resources for all programs at once, on as few hosts as possible, and then start them."""
         bundles = [self._bundle(program) for program in programs]
         group = self._ray.util.placement_group(bundles, strategy="PACK")
-        room = _Room(self._ray, group, len(programs))
+        room = _PlacementGroup(self._ray, group, len(programs))
         launched: list[_Actor] = []
         deadline = time.monotonic() + timeout_s
         try:
@@ -89,7 +89,7 @@ class RayLauncher(Launcher):
         except BaseException:
             for it in launched:
                 await it.forget()
-            room.give_up()
+            room.release()
             raise
         return launched
 
@@ -146,7 +146,7 @@ class RayLauncher(Launcher):
             ) from error
 
 
-class _Room:
+class _PlacementGroup:
     """A placement group of several processes; removed once none of them is left."""
 
     def __init__(self, ray: Any, group: Any, num_left: int) -> None:
@@ -162,9 +162,9 @@ class _Room:
     def leave(self) -> None:
         self._num_left -= 1
         if self._num_left == 0:
-            self.give_up()
+            self.release()
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         with contextlib.suppress(self.ray.exceptions.RayError, ConnectionError):
             self.ray.util.remove_placement_group(self.group)
 
@@ -172,7 +172,7 @@ class _Room:
 class _Actor(Launched):
     """One process, observed through the actor that watches it."""
 
-    def __init__(self, room: _Room, index: int, bundle: Mapping[str, float], name: str) -> None:
+    def __init__(self, room: _PlacementGroup, index: int, bundle: Mapping[str, float], name: str) -> None:
         self._room = room
         self._ray = ray = room.ray
         self._name = name

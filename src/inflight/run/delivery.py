@@ -15,7 +15,7 @@ from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import PublishResult
 from inflight.run.record.journal import Journal
 from inflight.run.sampling.sampling_endpoint import version_of
-from inflight.run.servers.servers import REAP_S, Servers, nobody_left
+from inflight.run.servers.servers import REAP_S, Servers, no_server_left
 from inflight.weights.send.fleet import MemberState
 from inflight.wire import EndpointState
 
@@ -105,7 +105,7 @@ class PushDelivery(Delivery):
                 self.record((await self.trainers.publish(self.servers.members())).published)
                 if actor.unserved.is_set():
                     if is_late:
-                        raise nobody_left(actor)
+                        raise no_server_left(actor)
                     await asyncio.sleep(_ASK_AGAIN_S)
 
 
@@ -134,7 +134,7 @@ class PullDelivery(Delivery):
             if not actor.unserved.is_set():
                 last_seen = time.monotonic()
             elif time.monotonic() - last_seen > self.servers.config.run.start_timeout_s:
-                raise nobody_left(actor)
+                raise no_server_left(actor)
 
     async def _look(self) -> None:
         """Ask every server which version it serves, and give work to those that answer."""

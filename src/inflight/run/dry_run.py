@@ -183,7 +183,7 @@ def render_text(plan: DryRun) -> str:
         lines.append(f"  {who}: {total_as_text(terms)} ({terms_as_text(terms) or 'unknown'})")
     for use in plan.devices:
         has = gib(use.memory_bytes) if use.memory_bytes else "an unknown amount"
-        who = ", ".join(use.processes) or "nobody"
+        who = ", ".join(use.processes) or "no process"
         when = "" if use.phase is None else f" while {use.phase}"
         lines.append(f"  GPU {use.index}: {gib(use.needed_bytes)} of {has}{when} ({who})")
     return "\n".join([*lines, *plan.notes])

@@ -37,7 +37,7 @@ from inflight.run.sampling.groups import work_of
 from inflight.run.sampling.sampling import Sampling
 from inflight.run.servers.leases import token_of
 from inflight.run.servers.memory_turns import MemoryTurns
-from inflight.run.servers.servers import Servers, nobody_left
+from inflight.run.servers.servers import Servers, no_server_left
 from inflight.run.updates import updates_of
 
 
@@ -269,7 +269,7 @@ class _Run:
         self.journal.version = started.version
         await self.delivery.start(started.published)
         if self.sampling.actor.unserved.is_set():
-            raise nobody_left(self.sampling.actor)
+            raise no_server_left(self.sampling.actor)
         self.notes.doing = ""
 
     async def _train_and_watch(self) -> None:

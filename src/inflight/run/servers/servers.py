@@ -182,7 +182,7 @@ class Servers:
         )
         self.num_abandoned += 1
         if self.num_abandoned == len(self.own) and not self.config.servers.attach.others_may_come:
-            raise nobody_left(self.actor)
+            raise no_server_left(self.actor)
 
     async def _move_endpoint(self, before: str, server: ServerProcess) -> None:
         """Let a restarted server take part at its new address only. Raises `ConfigError`."""
@@ -195,7 +195,7 @@ class Servers:
         self.membership.add(endpoint, server.url, server.spec.options.num_slots, can)
 
 
-def nobody_left(actor: Actor) -> EndpointError:
+def no_server_left(actor: Actor) -> EndpointError:
     """Return the error that states how every endpoint was lost."""
     causes = "; ".join(f"{lost}: {why}" for lost, why in actor.dispatcher.endpoints.lost.items())
     return EndpointError(f"no inference server is left ({causes})")

@@ -8,7 +8,7 @@
   const STATE_COLOURS = { healthy: "c2", joining: "c0", suspect: "c4", dead: "bad", left: "c5" };
   const LEAST_S = 0.002;
 
-  const view = { run: 0, overview: null, from: 0, to: 1, isAll: true, data: null, boxes: [], chosen: null, told: 0, inFlight: false, isWanted: false };
+  const view = { run: 0, overview: null, from: 0, to: 1, isAll: true, data: null, boxes: [], chosen: null, inFlight: false, isWanted: false };
 
   const canvas = h("canvas", { tabindex: 0, role: "application", "aria-roledescription": "timeline",
     "aria-label": "Timeline of servers, trainer ranks and publishes. Left and right arrows move, plus and minus zoom, Home shows the whole run, End shows the last minute, N and P select the next and previous request, Enter opens it below." });
