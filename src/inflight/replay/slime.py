@@ -81,7 +81,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except Exception as error:  # torch raises various errors for files that it did not write
         raise ConfigError(
-            f"{str(path)!r} cannot be read without running code from it: "
+            f"{str(path)!r} is not a file that can be read without running code from it: "
             f"{' '.join(str(error).split())[:200]}. Store the samples again as lists, numbers, texts and tensors"
         ) from error
     if not (
