@@ -93,6 +93,6 @@ def test_images_are_refused_without_a_processor_and_by_a_model_without_a_tower(d
         collate(made)
     worker: Any = create_worker(settings(make_model(tmp_path / "text", vocab_size=259)))
     assert not worker.takes_images
-    with pytest.raises(UnsupportedError, match="takes none"):
+    with pytest.raises(UnsupportedError, match="does not accept any"):
         worker.forward(packed(directory / "model", made))
     worker.close()
