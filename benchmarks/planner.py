@@ -23,7 +23,7 @@ from inflight.planning import Endpoint, PublishCost, Setup, TokenTime, TrainerCo
 from inflight.planning.calibration import calibrate
 from inflight.planning.candidates import candidate_of, predict
 from inflight.planning.plan import PromptsSection
-from inflight.planning.traces import measured
+from inflight.planning.traces import measurements_of
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.schedulers import SCHEDULERS
 from results import write_results
@@ -104,7 +104,7 @@ def compared(runs: Path, num_rounds: int) -> dict[str, Any]:
     for kind, directories in made.items():
         if not directories:
             continue
-        found = [measured(directory, NUM_SKIPPED) for directory in directories]
+        found = [measurements_of(directory, NUM_SKIPPED) for directory in directories]
         num_steps = len([*read_steps(directories[0])])
         predicted = predict(costs, candidate_of(directories[0]), num_steps, NUM_SKIPPED)
         row: dict[str, Any] = {"name": kind.name, "is_calibration": kind in CALIBRATION, "steps": num_steps}

@@ -21,7 +21,7 @@ from inflight.observe.trace.records import read_manifest, read_step, read_steps,
 from inflight.replay.training import replay_config
 from inflight.rollouts import pack
 from inflight.run.ranks.messages import Train
-from inflight.run.ranks.rank import planned
+from inflight.run.ranks.rank import prepare_step
 from results import write_results
 
 
@@ -57,7 +57,7 @@ def gradient_norm_in_float64(record: Path) -> float:
         publish=None,
     )
     collated = [collate([step.samples[i] for i in ids]) for ids in micro_batches]
-    batches, plan = planned(worker, loss, collated, asked)
+    batches, plan = prepare_step(worker, loss, collated, asked)
     for batch in batches:
         worker.backward(loss(batch, worker.forward(batch), plan).loss)
     return float(worker.step().gradient_norm)

@@ -1,4 +1,4 @@
-"""The command ``inflight``: one line per command; the module of a command is imported only when the command is used."""
+"""The command ``inflight``. The module of a subcommand is imported only when that subcommand runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted."""
+    """Run one command and return the exit status: 0 success, 1 reported failure, 2 wrong usage, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="inflight",
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     name = next((word for word in words if not word.startswith("-")), None)
     if name not in COMMANDS:
-        parser.parse_args(words)  # prints the help or the version, or reports wrong usage; it does not return
+        parser.parse_args(words)  # prints the help, the version or a usage error, and exits
     assert name is not None
     module = importlib.import_module(f"inflight.commands.{COMMANDS[name].module}")
     module.add_arguments(parsers[name])
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _quiet_transformers() -> None:
-    """Turn off the progress bars and the advice of transformers."""
+    """Turn off the progress bars and the hints of transformers."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")

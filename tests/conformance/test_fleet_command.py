@@ -60,8 +60,8 @@ def test_servers_that_name_the_version_before_are_found_and_how_to_see_it_again_
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ([], "say how a server is started"),
-        (["--serve", "server {port}"], "must hold {model} and {port}"),
+        ([], "specify the command that starts a server"),
+        (["--serve", "server {port}"], "must contain {model} and {port}"),
         (["--serve", "server {model} {port}", "--servers", "0"], "--servers must be at least 1, not 0"),
         (["--serve", "server {model} {port}", "--schedules", "0"], "--schedules must be at least 1, not 0"),
         (["--serve", "server {model} {port}", "--seed", "-1"], "--seed must be at least 0, not -1"),

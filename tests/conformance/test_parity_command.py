@@ -95,9 +95,9 @@ def test_servers_are_compared_in_each_dtype_and_serve_the_checkpoint_again(deep_
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ((OWN, "--dtype", "float32"), "--dtype needs a server that is started in it"),
-        (("--serve", "serve {port} {dtype}"), "say which with --dtype"),
-        (("http://127.0.0.1:9",), "say which checkpoint the URL serves: --model DIR"),
+        ((OWN, "--dtype", "float32"), "--dtype requires a server that is started in that dtype"),
+        (("--serve", "serve {port} {dtype}"), "specify it with --dtype"),
+        (("http://127.0.0.1:9",), "specify the checkpoint that the URL serves with --model DIR"),
         ((OWN, "--updates", "-1"), "--updates must be at least 0, not -1"),
         ((OWN, "--worker", "none such"), "no worker 'none such' is installed"),
     ],

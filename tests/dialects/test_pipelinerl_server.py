@@ -130,7 +130,7 @@ def test_a_server_that_fails_half_way_is_poisoned_and_never_reported_as_updated(
     assert publisher.run(endpoint.weight_version).state is EndpointState.POISONED
     with pytest.raises(PoisonedError):
         sample(publisher)
-    with pytest.raises(PublishError, match="start the server again"):
+    with pytest.raises(PublishError, match="restart the server"):
         publish(publisher, model_dir, 2, silent=True)
 
 

@@ -74,7 +74,7 @@ def test_metrics_are_what_the_events_say(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_refused_with_its_number() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"run\.metrics_port {port} cannot be used: .*choose another one"):
+        with pytest.raises(ConfigError, match=rf"run\.metrics_port {port} cannot be used: .*choose another port"):
             MetricsServer(RunMetrics(), port)
 
 

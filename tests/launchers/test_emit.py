@@ -225,7 +225,7 @@ def test_a_jobset_without_what_it_needs_is_refused(
 
 
 def test_a_name_that_kubernetes_cannot_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'_1' has no letter to begin"):
+    with pytest.raises(ConfigError, match="'_1' contains no letter"):
         jobset(JobPlan("_1", Gang("controller", 1, [], 1, 0), ()), "image", None)
 
 

@@ -151,7 +151,7 @@ def test_a_place_that_the_launcher_does_not_know_is_refused(launcher: Launcher, 
     async def run() -> None:
         await launcher.start([program(tmp_path, WAITS, place="nowhere")], 240.0)
 
-    with pytest.raises(ConfigError, match=r"it is to run on 'nowhere', but"):
+    with pytest.raises(ConfigError, match=r"it must run on 'nowhere', but"):
         asyncio.run(run())
 
 

@@ -14,7 +14,7 @@ from inflight.losses import PRESETS, prepare
 from inflight.rollouts import MaxLag
 from inflight.run.ranks.channel import WorkerChannel
 from inflight.run.ranks.messages import Train, micro_batches_of
-from inflight.run.ranks.rank import planned
+from inflight.run.ranks.rank import prepare_step
 from inflight.run.sampling.batches import frames_of, make_batch
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
@@ -49,7 +49,7 @@ def test_completions_that_are_too_old_count_in_a_run_as_the_paper_s_denominator_
         step, tensors = next(WorkerChannel(theirs).requests())
     assert isinstance(step, Train)
     worker = cast(Any, SimpleNamespace(version=5, world_size=1))
-    (packed,), plan = planned(worker, preset.loss, micro_batches_of(step.segment_lengths, tensors), step)
+    (packed,), plan = prepare_step(worker, preset.loss, micro_batches_of(step.segment_lengths, tensors), step)
     assert plan.before.num_sequences == NUM_COMPLETIONS
 
     logprobs_T = torch.full((packed.num_tokens,), -1.1, dtype=torch.float64)

@@ -66,7 +66,10 @@ def test_slimes_rollouts_become_steps(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (
         main(["import", "slime", later, first, "--to", str(to), "--reward-key", "exact", "--advantages", "mean"]) == 0
     )
-    assert "where they changed is not stored: taken for the oldest (1 samples)" in capsys.readouterr().out
+    assert (
+        "several versions sampled it at unknown positions: assumed to be the oldest (1 samples)"
+        in capsys.readouterr().out
+    )
     manifest = read_manifest(to)
     assert (manifest.source, manifest.lacks, versions_of(to)) == ("slime", (), [1, 2])
     one, two = read_step(to, 1), read_step(to, 2)
@@ -79,7 +82,7 @@ def test_slimes_rollouts_become_steps(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [it.rollout.version_spans[0].version for it in two.samples] == [0, 1]
     assert [it.rollout.finish_reason for it in two.samples] == ["stop", "length"]
     assert main(["import", "slime", first, "--to", str(to), "--reward-key", "exact"]) == 1
-    assert "holds a record already" in capsys.readouterr().err
+    assert "already contains a record" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

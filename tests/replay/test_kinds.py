@@ -147,11 +147,11 @@ def recorded_run(kind: Kind, directory: Path) -> RunProcess:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (Kind("lora", (*LORA, "--sampling.temperature", "0.7")), " 0 part from them"),
-        (Kind("router_replay", ("--train.router_replay", "true"), model=make_mixture), " 0 part from them"),
-        (Kind("resumed_at_another_temperature", (), resumed_with=("--sampling.temperature", "0.5")), " 0 part from"),
-        (Kind("images", PICTURES, model=_image_model), "which turns of environments do not"),
-        (Kind("turns", TURNS), "which turns of environments do not"),
+        (Kind("lora", (*LORA, "--sampling.temperature", "0.7")), " 0 diverge from them"),
+        (Kind("router_replay", ("--train.router_replay", "true"), model=make_mixture), " 0 diverge from them"),
+        (Kind("resumed_at_another_temperature", (), resumed_with=("--sampling.temperature", "0.5")), " 0 diverge from"),
+        (Kind("images", PICTURES, model=_image_model), "which excludes turns of environments"),
+        (Kind("turns", TURNS), "which excludes turns of environments"),
     ],
     ids=lambda it: it.name if isinstance(it, Kind) else "",
 )
@@ -181,6 +181,6 @@ def test_a_server_that_another_run_has_updated_is_refused(
         run = RunProcess(tmp_path, model_dir, *words, environment={"INFLIGHT_TOKEN": TOKEN})
         assert run.wait() == 0, run.output()
         assert main(["replay", str(run.directory), "--engine", server.url, "--groups", "2"]) == 1
-        assert "serves version 3, which a run sent to it" in capsys.readouterr().err
+        assert "serves version 3, which a run published to it" in capsys.readouterr().err
     finally:
         server.kill()

@@ -62,7 +62,7 @@ def test_a_record_that_the_disk_cannot_hold_ends_the_run_at_its_beginning(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, 10**6))
-    with pytest.raises(CheckpointError, match=r"MB for the 1,997 steps that are left.* has 1\.00 MB free: free some"):
+    with pytest.raises(CheckpointError, match=r"MB for the 1,997 remaining steps.* has 1\.00 MB free: free some"):
         record(recording(tmp_path, model_dir, [], num_steps=2000), 0, 3)
     assert versions_of(tmp_path / "record") == [1, 2, 3]
     record(recording(tmp_path / "may-end-early", model_dir, [], num_steps=2000, stop_at_reward=0.5), 0, 3)
@@ -81,7 +81,7 @@ def test_a_resumed_run_keeps_its_earlier_configurations(tmp_path: Path, model_di
     assert manifest.config["run"]["seed"] == 2
     assert notes == []
     record(recording(tmp_path, model_dir, notes), 9, 0)
-    assert "not every step up to version 9 was recorded" in notes[0]
+    assert "some steps up to version 9 were not recorded" in notes[0]
 
 
 def test_a_incarnation_whose_steps_were_all_removed_is_not_kept() -> None:

@@ -30,7 +30,7 @@ from inflight.observe.trace.records import (
     remove_steps,
     versions_of,
 )
-from inflight.observe.trace.steps import RecordedStep, StepOutcome, put_together, taken_apart
+from inflight.observe.trace.steps import RecordedStep, StepOutcome, join_step, split_step
 from inflight.observe.trace.text import pieces_of
 from inflight.types import Group, Rollout, Sample, Turn
 from inflight.wire import PromptImage, RoutedExperts, VersionSpan
@@ -110,8 +110,8 @@ def steps(draw: st.DrawFn) -> RecordedStep:
 @settings(max_examples=30)
 @given(steps())
 def test_a_step_comes_back_as_it_was(step: RecordedStep) -> None:
-    facts, arrays = taken_apart(step)
-    again = put_together(type(facts).model_validate_json(facts.model_dump_json()), arrays)
+    facts, arrays = split_step(step)
+    again = join_step(type(facts).model_validate_json(facts.model_dump_json()), arrays)
     assert repr(again) == repr(step)  # NaN is not equal to itself
     kept = {id(rollout) for group in step.groups for rollout in group.rollouts}
     assert {id(rollout) for group in again.groups for rollout in group.rollouts}.isdisjoint(kept)
@@ -143,7 +143,7 @@ def test_a_record_is_read_from_a_run_directory_or_by_itself(record: Path) -> Non
     assert read_manifest(record).config == {"run": {"seed": 3}}
     assert [step.version for step in read_steps(record)] == [0, 1, 2]
     assert repr(read_step(record, 2)) == repr(example(1))
-    with pytest.raises(ConfigError, match=r"holds no record: give the directory of a run with run.record"):
+    with pytest.raises(ConfigError, match=r"contains no record: pass the directory of a run with run.record"):
         record_of(record.parent.parent)
 
 
@@ -158,12 +158,12 @@ def test_steps_after_a_checkpoint_are_removed_with_what_a_killed_process_left(re
 def test_a_step_that_is_cut_off_is_named(record: Path, size: int) -> None:
     path = record / "step-000002.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ConfigError, match=r"step-000002.safetensors' is not a step of a record, or is damaged"):
+    with pytest.raises(ConfigError, match=r"step-000002.safetensors' is not a recorded step, or is damaged"):
         list(read_steps(record))
 
 
 def test_a_step_whose_parts_do_not_fit_is_refused(record: Path) -> None:
-    facts, arrays = taken_apart(example())
+    facts, arrays = split_step(example())
     for changed in (
         {**arrays, "advantages": arrays["advantages"][:-1]},
         {name: array for name, array in arrays.items() if name != "loss_mask"},
@@ -185,16 +185,16 @@ def test_a_missing_or_renamed_step_is_told(record: Path) -> None:
     (record / "step-000002.safetensors").rename(record / "step-000005.safetensors")
     with pytest.raises(ConfigError, match="has no step between versions 1 and 3"):
         list(read_steps(record))
-    with pytest.raises(ConfigError, match="holds the step to version 2: it was renamed"):
+    with pytest.raises(ConfigError, match="contains the step to version 2: it was renamed"):
         read_step(record, 5)
-    with pytest.raises(ConfigError, match="has no step that made version 9"):
+    with pytest.raises(ConfigError, match="has no step that produced version 9"):
         read_step(record, 9)
 
 
 def test_a_record_of_a_newer_format_or_none_at_all_is_refused(record: Path) -> None:
     manifest = json.loads((record / MANIFEST).read_text())
     (record / MANIFEST).write_text(json.dumps({**manifest, "format_version": 2, "inflight": "9.0"}))
-    with pytest.raises(ConfigError, match=r"written by inflight 9\.0 in version 2 of the format"):
+    with pytest.raises(ConfigError, match=r"written by inflight 9\.0 in record format 2"):
         read_manifest(record)
     for text in ("{", "[]", '{"format": "other", "format_version": 1}'):
         (record / MANIFEST).write_text(text)
@@ -230,7 +230,7 @@ def test_an_item_is_told_token_by_token(record: Path) -> None:
     }
     assert second["completion"]["advantages"] is None  # the step left it out
     assert item_details(record, 1, 17)["rollouts"][0]["prompt"]["pieces"] is None
-    with pytest.raises(ConfigError, match=r"not made of item 3: its items are \[17\]"):
+    with pytest.raises(ConfigError, match=r"did not train on item 3: its items are \[17\]"):
         item_details(record, 1, 3)
 
 

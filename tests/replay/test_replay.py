@@ -110,8 +110,8 @@ def test_an_endpoint_with_the_start_weights_samples_the_same_tokens(
         server.wait_until_ready()
         status, told, _ = replay(capsys, run.directory, "--engine", server.url, "--groups", "4")
         assert status == 0, told
-        assert "part from them" in told
-        assert " 0 part from them" in told
+        assert "diverge from them" in told
+        assert " 0 diverge from them" in told
         manifest = json.loads((run.directory / "record" / "manifest.json").read_text())
         manifest["config"]["run"]["seed"] = 1
         (run.directory / "record" / "manifest.json").write_text(json.dumps(manifest))
@@ -203,7 +203,7 @@ def test_training_again_needs_the_start_weights_and_every_step(tmp_path: Path, m
     with pytest.raises(ConfigError, match="begins with the step to version 2"):
         check_record(writer.directory, manifest, config)
     writer.write_step(example(0))
-    with pytest.raises(ConfigError, match=r"the run began with 0000000000000000\.\.\.: give the directory"):
+    with pytest.raises(ConfigError, match=r"the run began with 0000000000000000\.\.\.: pass the directory"):
         check_record(record_of(tmp_path), read_manifest(writer.directory), config)
     check_record(writer.directory, of_run(), config)
     with pytest.raises(ConfigError, match="ends with the step to version 2, but the run ended with version 3"):
@@ -214,7 +214,7 @@ def test_training_again_needs_the_start_weights_and_every_step(tmp_path: Path, m
     check_record(writer.directory, of_run(), config, num_steps=2)
     path = writer.directory / "step-000002.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"step-000002\.safetensors' is not a step of a record, or is damaged"):
+    with pytest.raises(ConfigError, match=r"step-000002\.safetensors' is not a recorded step, or is damaged"):
         check_record(writer.directory, of_run(), config, num_steps=2)
 
 
@@ -241,9 +241,9 @@ def test_a_relative_path_of_the_model_starts_from_where_the_run_was(tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--to", "{run}"), "is the directory of a run or a record: choose another with --to"),
-        (("--to", "{run}/record"), "is the directory of a run or a record: choose another with --to"),
-        (("--to", "{run}/file"), "cannot be made: Not a directory; choose another with --to"),
+        (("--to", "{run}"), "contains a run or a record: choose another directory with --to"),
+        (("--to", "{run}/record"), "contains a run or a record: choose another directory with --to"),
+        (("--to", "{run}/file"), "cannot be created: Not a directory; choose another directory with --to"),
         (("--json", "{run}/nowhere/x.json"), "cannot be written: its directory does not exist"),
     ],
 )
@@ -274,7 +274,7 @@ def test_ctrl_c_ends_a_replay_at_once_and_says_so(tmp_path: Path, model_dir: Pat
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(30) == 130, said + rest
-    assert "interrupted: the trainer ranks end" in rest
+    assert "interrupted: stopping the trainer ranks" in rest
     assert "Traceback" not in rest
 
 
@@ -319,8 +319,11 @@ def test_the_report_names_the_first_difference_and_the_first_beyond_rounding() -
     assert (first_unequal(again), first_beyond_rounding(again)) == (2, 4)
     text = described(again)
     assert "5 steps on torchtitan with 2 ranks; recorded on fsdp with 1 rank" in text
-    assert "first difference: the step to version 2, after steps that are bit-equal" in text
-    assert "first beyond rounding in float32 (0.0001): the step to version 4\n  by gradient norm 0.1 -> 0.12" in text
+    assert "first difference: the step to version 2, after bit-equal steps" in text
+    assert (
+        "first difference beyond rounding in float32 (0.0001): the step to version 4\n  by gradient norm 0.1 -> 0.12"
+        in text
+    )
     assert re.findall(r"^(\d)  ", text, re.MULTILINE) == ["1", "2", "4", "5"]
 
 

@@ -118,7 +118,7 @@ def test_servers_that_release_their_memory_need_it_only_while_they_sample(
     ("overrides", "expected"),
     [
         (["--run.mode", "pipeline"], "servers.release_memory needs run.mode 'conventional'"),
-        (["--servers.device", "cpu"], "server-0-vllm computes on the CPU, but vllm releases memory on a GPU only"),
+        (["--servers.device", "cpu"], "server-0-vllm computes on the CPU, but vllm can release only GPU memory"),
         (["--updates.transport", "ipc", "--updates.delta", "true"], "updates.delta over 'ipc' keeps a copy"),
     ],
 )
@@ -197,7 +197,7 @@ def test_memory_of_unknown_workers_is_left_out_and_said_to_be(dry_run: Callable[
     trainer = ("--train.trainer", "tests.conformance.plain.worker:KIND")
     status, printed, _ = dry_run("gpus-split", "--devices", "8x80GiB", *trainer)
     assert status == 0
-    assert "memory of 'tests.conformance.plain.worker:KIND' workers is not known" in printed
+    assert "memory of 'tests.conformance.plain.worker:KIND' workers is unknown" in printed
 
 
 def test_a_running_server_is_asked_whether_it_can_take_part(
@@ -212,7 +212,7 @@ def test_a_running_server_is_asked_whether_it_can_take_part(
     fitting = ("--model.path", str(model_dir))
     status, printed, _ = dry_run("quickstart", *urls, *fitting)
     assert status == 0
-    assert f"{shared_server.url} answers, and runs up to" in printed
+    assert f"{shared_server.url} is ready and runs up to" in printed
 
 
 @pytest.mark.parametrize("arguments", [("--json", "FILE"), ("--devices", "8x80GiB")])

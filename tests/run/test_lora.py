@@ -61,8 +61,8 @@ def adapter_of(run: RunProcess, version: int) -> dict[str, torch.Tensor]:
     [
         (["--train.lora.targets", '["w_q"]'], "is named 'w_q'; their names end with down_proj"),
         (["--train.lora.rank", "0"], r"train\.lora\.rank: Input should be greater than or equal to 1"),
-        (["--train.trainer", "torchtitan"], "train.lora needs a trainer that trains LoRAs"),
-        (["--train.trainer", "deepspeed"], "train.lora needs a trainer that trains LoRAs"),
+        (["--train.trainer", "torchtitan"], "train.lora needs a trainer that supports LoRA"),
+        (["--train.trainer", "deepspeed"], "train.lora needs a trainer that supports LoRA"),
         (["--train.trainer", "json:dumps"], "worker 'json:dumps' is a function, not a WorkerKind"),
         (["--train.trainer_options", "{ lora = { rank = 1 } }"], r"trainer_options\.lora .* write train\.lora instead"),
         (["--train.lora.rang", "3"], r"unknown key 'train\.lora\.rang'; did you mean train\.lora\.rank"),

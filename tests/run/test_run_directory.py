@@ -146,7 +146,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_with_or_withou
         owned.release()
         assert (owned.checkpoint, owned.state) == (None, None)
         assert owned.run_id != first.run_id  # servers that know the first one hold later versions
-        assert "ended before its first checkpoint: it starts over" in notes[0]
+        assert "ended before its first checkpoint, so it starts over" in notes[0]
 
 
 def test_a_run_with_a_checkpoint_is_resumed_only_by_word_and_keeps_its_name(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_is_started_by_the_same_co
     again = start_run("--run.num_steps", "2")
     assert again.wait() == 0, again.output()
     assert [row["version"] for row in again.rows()] == [1, 2]
-    assert "ended before its first checkpoint: it starts over" in again.output()
+    assert "ended before its first checkpoint, so it starts over" in again.output()
 
 
 @pytest.mark.exhaustive

@@ -96,7 +96,7 @@ def test_wandb_without_a_login_fails_and_does_not_ask_on_the_terminal_of_the_run
     os.close(terminal)
     os.close(ours)
     told = json.loads(ran.stdout.splitlines()[-1])["told"]
-    assert all("failed, and gets no more steps: UsageError: No API key" in line for line in told), told
+    assert all("failed and receives no more steps: UsageError: No API key" in line for line in told), told
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="make installs trackers apart")
@@ -179,7 +179,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_gets_no_more(
     monkeypatch.setattr(reporting_module, "_MAX_WAITING", 0)
     reporting.report(step_of(4))
     assert [line for line in told if line != "tracker 'ours': here"] == [
-        f"tracker 'ours' failed, and gets no more steps: {error.__name__}: no network"
+        f"tracker 'ours' failed and receives no more steps: {error.__name__}: no network"
     ]
     assert len(tracker.calls) == {"begin": 0, "step": 1, "end": 4}[where]
 
@@ -197,8 +197,8 @@ def test_a_tracker_that_hangs_holds_up_neither_steps_nor_the_end(
     reporting.end(None, within_s=0.1)
     assert time.monotonic() - begun < SOON_S
     assert sorted(told) == [
-        "tracker 'ours' did not end in time: what it shows may be incomplete",
-        "tracker 'ours' is 5 steps behind: it does not get all of them",
+        "tracker 'ours' did not finish in time: its data may be incomplete",
+        "tracker 'ours' is 5 steps behind: further steps are dropped until it catches up",
         "tracker 'ours': here",
     ]
     goes_on.set()

@@ -129,7 +129,7 @@ def test_colocated_servers_start_again_at_the_first_gpu(configured) -> None:
         (["--train.num_ranks", "4", "--servers.colocated", "true"], 3, "the run needs 4 GPUs"),
         (["--train.devices", "[0, 0]", "--train.num_ranks", "2"], 4, "trainer-0 and trainer-1 share GPU 0, which NCCL"),
         (["--train.devices", "[0, 1]"], 4, "train.devices names 2 GPUs for 1 trainer ranks"),
-        (["--train.devices", "[4]"], 4, "trainer-0 is to get GPU 4, but the run sees 4"),
+        (["--train.devices", "[4]"], 4, "trainer-0 is assigned GPU 4, but the run sees 4"),
         (["--train.devices", "[0]", "--servers.devices", "[0]"], 4, "share GPU 0: name different GPUs, or set"),
         (["--servers.devices", "[1, 2]"], 4, "names 2 GPUs, but count 1 on 1 each need 1"),
         (["--servers.device", "cuda:1"], 4, "servers.device 'cuda:1' names one GPU for all servers"),
@@ -195,7 +195,7 @@ def test_devices_are_read_from_the_management_tool(tmp_path: Path) -> None:
     tool.chmod(0o755)
     assert installed_devices((str(tool),)) == (Device(0, "GPU-aa", 81559 << 20), Device(1, "GPU-bb", 0))
     tool.write_text("#!/bin/sh\necho 'something else'\n")
-    with pytest.raises(ConfigError, match="'something else', which is not understood"):
+    with pytest.raises(ConfigError, match="'something else', which cannot be parsed"):
         installed_devices((str(tool),))
 
 

@@ -22,7 +22,7 @@ from inflight.planning.candidates import Candidate, candidate_of, predict
 from inflight.planning.costs import Contention
 from inflight.planning.parts import parts_of
 from inflight.planning.servers import SimulatedServer
-from inflight.planning.traces import measured
+from inflight.planning.traces import measurements_of
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.littles_law import WINDOW, LittlesLaw
 from inflight.rollouts.schedulers import SCHEDULERS
@@ -294,7 +294,7 @@ def test_costs_are_found_again_in_events_and_predict_other_runs(runs: dict[str, 
     assert costs.publish.turnaround == pytest.approx(TRUE.publish.turnaround)
     assert costs.score_time == pytest.approx(TRUE.score_time)
     for name, directory in runs.items():
-        predicted, found = predict(costs, candidate_of(directory), 30, 3), measured(directory, 3)
+        predicted, found = predict(costs, candidate_of(directory), 30, 3), measurements_of(directory, 3)
         assert predicted.tokens_per_s == pytest.approx(found.tokens_per_s, rel=0.1), name
         assert predicted.age == pytest.approx(found.age, rel=0.1, abs=0.1), name
         assert predicted.lag == pytest.approx(found.lag, rel=0.1, abs=0.1), name
@@ -351,7 +351,7 @@ def test_a_run_is_planned_from_its_events_and_the_choice_becomes_a_copy_of_its_f
 def test_a_configuration_is_not_written_over_a_list_of_servers(tmp_path: Path) -> None:
     source = tmp_path / "run.toml"
     source.write_text('[servers.attach]\nurls = ["http://127.0.0.1:1"]\n')
-    with pytest.raises(ConfigError, match="lists its servers itself"):
+    with pytest.raises(ConfigError, match="configures a mixed fleet"):
         apply(Candidate(1, 8, 4, 4000), source, tmp_path / "new.toml")
 
 
@@ -388,7 +388,7 @@ def test_a_plan_that_would_take_hours_to_simulate_is_refused(
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--from", str(tmp_path)]) == 1
-    assert "does not hold the events of a run" in capsys.readouterr().err
+    assert "does not contain the events of a run" in capsys.readouterr().err
 
 
 def test_the_parts_of_a_speed_up_multiply_to_it() -> None:

@@ -18,7 +18,7 @@ from inflight.observe.trace import events
 from inflight.observe.trace.files import EventFollower, begin_files
 from inflight.observe.watch.model import RunModel
 from inflight.observe.watch.report import write_report
-from inflight.observe.watch.serving import create_app, following
+from inflight.observe.watch.serving import create_app, follow_runs
 from tests.gates import SOON_S
 from tests.watch.recorded import OTHER, WrittenRun, browser
 from tests.watch.test_model import a_run, folded
@@ -75,7 +75,7 @@ def test_only_who_has_the_token_is_told_of_runs(tmp_path: Path) -> None:
         ("/api/runs/1", "there is no run 1"),
         ("/api/runs/x", "run must be a number, not 'x'"),
         ("/api/runs/0/timeline?from=0&to=1&width=wide", "width must be a number, not 'wide'"),
-        ("/api/runs/0/timeline?from=2&to=1&width=10", "its end comes after its start"),
+        ("/api/runs/0/timeline?from=2&to=1&width=10", "its end must be after its start"),
         ("/api/runs/0/rollouts/99", "item 99"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_page_that_is_opened_while_steps_are_read_is_told_all_of_them_at_once(
     seen = http.get("/api/runs/0", headers={"authorization": f"Bearer {TOKEN}"}).json()
     late.join()
     assert seen["steps"]["versions"] == [1, 2, 3]
-    with following([tmp_path]) as (followed,):
+    with follow_runs([tmp_path]) as (followed,):
         assert followed.reading.has_steps.wait(SOON_S)
         assert followed.steps.last == 3
 

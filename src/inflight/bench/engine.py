@@ -1,4 +1,4 @@
-"""Token times of a running server by the number of running completions: the curve that ``inflight plan`` reads."""
+"""Measures token times of a server by number of running completions, for ``inflight plan``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from inflight.errors import ConfigError
 from inflight.wire import GenerateRequest, SamplingParams
 
 _SHORTER = 4
-"""Ratio of the lengths of long and short completions, whose times separate the cost of a request from its tokens'."""
+"""Ratio of the lengths of long and short completions, which separates the costs of requests and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """Times with one number of running completions, in seconds; medians of the rounds."""
+    """Median times in seconds for one number of running completions."""
 
     num_running: int
     token_s: float
@@ -39,7 +39,7 @@ async def measure(
 ) -> list[EngineTimes]:
     """Return the times for each of ``batches`` completions at a time. Nothing else should use the server.
 
-    Long and short completions are sampled in turn.
+    Long and short completions alternate.
 
     Raises `ConfigError` if the server runs fewer completions at a time, or if its context is too short.
     """

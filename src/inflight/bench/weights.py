@@ -43,7 +43,7 @@ TRANSPORTS = (
     "gloo+bfloat16",
     "gloo+float8",
 )
-"""Combinations that can be measured on one host without a GPU: a transport, and the encoding of its buckets."""
+"""Combinations of a transport and an encoding that can be measured on one host without a GPU."""
 DEFAULT_TRANSPORTS = ("gloo", "shm", "file", "http", "gloo+delta", "http+delta")
 _PROMPT = tuple(range(32, 48))
 
@@ -67,7 +67,7 @@ class TransportResult:
     spans: dict[str, Spread]
     """``gather``, ``wire``, ``pause``, ``load``, ``paused`` and ``total`` while the server is idle."""
     busy: dict[str, Spread]
-    """The same while the server samples, and ``first_token``."""
+    """The same while the server samples, plus ``first_token``."""
     limit: str
     """The raw operation on the same bytes."""
     limit_s: Spread

@@ -18,23 +18,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     weights = subjects.add_parser(
         "weights",
-        help="publish a model over each transport and print where the time goes",
-        epilog="Spans are medians in milliseconds. 'share' is the time of the bare operation named under 'limit', on "
-        "the same bytes and in the same run, over the time of the publish.",
+        help="publish a model over each transport and print how long each part takes",
+        epilog="Times are medians in milliseconds. 'limit' names the raw operation on the same bytes in the same run, "
+        "and 'share' is its time divided by the time of the publish.",
     )
     weights.add_argument(
-        "--sizes", default="64MB,1GB", metavar="SIZES", help="model sizes, such as 64MB,1GB (default: %(default)s)"
+        "--sizes", default="64MB,1GB", metavar="SIZES", help="comma-separated model sizes (default: %(default)s)"
     )
     weights.add_argument(
         "--transports", default=None, metavar="TRANSPORTS", help="transports and encodings, such as gloo,shm,http+delta"
     )
-    weights.add_argument("--rounds", type=int, default=5, help="publishes of each kind (default: %(default)s)")
-    weights.add_argument("--requests", type=int, default=2, help="requests in the busy rounds (default: %(default)s)")
-    weights.add_argument("--changed", type=float, default=0.02, help="share of elements that change (default: 0.02)")
-    weights.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    weights.add_argument("--threads", type=int, default=1, help="threads of the server (default: %(default)s)")
+    weights.add_argument("--rounds", type=int, default=5, help="idle and busy publishes to time (default: %(default)s)")
     weights.add_argument(
-        "--directory", type=Path, help="where to put the model and files (default: the temporary directory)"
+        "--requests", type=int, default=2, help="requests that run during busy publishes (default: %(default)s)"
+    )
+    weights.add_argument(
+        "--changed", type=float, default=0.02, help="share of elements that change between publishes (default: 0.02)"
+    )
+    weights.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    weights.add_argument("--threads", type=int, default=1, help="CPU threads of the server (default: %(default)s)")
+    weights.add_argument(
+        "--directory", type=Path, help="directory for the model and the files (default: the temporary directory)"
     )
     add_json_argument(weights)
     engine = subjects.add_parser(

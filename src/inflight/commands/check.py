@@ -1,4 +1,4 @@
-"""The command ``inflight check``: its arguments, and what they call. Loads the checks, and torch, only when run."""
+"""The command ``inflight check``, which loads the checks and torch only when it runs."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared = _shared_arguments()
 
     endpoint = kinds.add_parser(
-        "endpoint", parents=[shared], help="check an inference server, or an engine in a process"
+        "endpoint", parents=[shared], help="check an inference server, or an engine in this process"
     )
     add_endpoint_arguments(endpoint)
 
-    worker = kinds.add_parser("worker", parents=[shared], help="check a trainer worker; under torchrun, on its ranks")
+    worker = kinds.add_parser(
+        "worker", parents=[shared], help="check a trainer worker, on the ranks of torchrun if it started them"
+    )
     worker.add_argument(
         "target", nargs="?", metavar="TARGET", help="module:attribute, or an installed worker such as fsdp"
     )
@@ -52,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an option that only several ranks can have, such as tensor_parallel=2; may be repeated",
+        help="option that applies only with several ranks, such as tensor_parallel=2; may be repeated",
     )
-    worker.add_argument("--experts", action="store_true", help="check with a mixture of experts")
+    worker.add_argument("--experts", action="store_true", help="use a mixture-of-experts model for the checks")
 
     transport = kinds.add_parser("transport", parents=[shared], help="check a weight transport")
     transport.add_argument(
@@ -73,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the target, list the checks or compare two certificates."""
     if arguments.compare:
         if arguments.kind:
-            raise ConfigError(f"--compare runs no checks: leave out {arguments.kind!r}")
+            raise ConfigError(f"--compare runs no checks; leave out {arguments.kind!r}")
         return _compare(*arguments.compare)
     if not arguments.kind:
-        raise ConfigError("say what to check: inflight check endpoint, worker, transport, fleet or parity")
+        raise ConfigError("specify what to check: inflight check endpoint, worker, transport, fleet or parity")
     if arguments.kind in ("fleet", "parity"):
         require_positive(arguments, "deadline_scale")
         return check_fleet.run(arguments) if arguments.kind == "fleet" else check_parity.run(arguments)
@@ -84,12 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def target_of(arguments: argparse.Namespace) -> Target:
-    """Return what these arguments ask to check. Raises `ConfigError`."""
+    """Return the target that these arguments describe. Raises `ConfigError`."""
     options = keyword_arguments(arguments.option, "--option")
     if arguments.kind == "endpoint":
         return endpoint_of(arguments, options)
     if arguments.target is None:
-        raise ConfigError(f"say which {arguments.kind} to check; see inflight check {arguments.kind} --help")
+        raise ConfigError(f"specify which {arguments.kind} to check; see inflight check {arguments.kind} --help")
     if arguments.kind == "worker":
         return WorkerTarget(
             factory=worker_factory(arguments.target),
@@ -112,13 +114,20 @@ def _shared_arguments() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of the factory; may be repeated; VALUE is read as JSON if possible, else as a string",
+        help="option for the factory; may be repeated; VALUE is parsed as JSON if possible, otherwise it is a string",
     )
-    shared.add_argument("--check", action="append", default=[], metavar="ID", help="only this check, repeatable")
-    shared.add_argument("--level", action="append", default=[], metavar="NAME", help="only this level, repeatable")
+    shared.add_argument(
+        "--check", action="append", default=[], metavar="ID", help="run only this check; may be repeated"
+    )
+    shared.add_argument(
+        "--level", action="append", default=[], metavar="NAME", help="run only this level; may be repeated"
+    )
     shared.add_argument("--list", action="store_true", help="list the checks without running them")
     shared.add_argument(
-        "--expected-failures", type=Path, metavar="FILE", help='TOML with a line per check, as in E-12 = "reason"'
+        "--expected-failures",
+        type=Path,
+        metavar="FILE",
+        help='TOML file of checks that are expected to fail, one per line, such as E-12 = "reason"',
     )
     add_deadline_scale(shared)
     for report in REPORTS:
@@ -164,7 +173,7 @@ def _check(arguments: argparse.Namespace) -> int:
         print_certificate(console, certificate)
         write_reports(certificate, files)
         status = 0 if certificate.conforms else 1
-    if _torchrun_ranks() is not None:  # threads that wait in gloo would abort an interpreter that ends the usual way
+    if _torchrun_ranks() is not None:  # threads that wait in gloo would abort an interpreter that exits normally
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -179,7 +188,7 @@ def _compare(old: Path, new: Path) -> int:
 
 def _load_checks(kind: str) -> Sequence[Check]:
     try:
-        import rich  # noqa: F401 - asked for here, so that nothing has run when it is missing
+        import rich  # noqa: F401 - imported first, so that no check has run if it is missing
 
         from inflight.conformance.child import checks_of
 

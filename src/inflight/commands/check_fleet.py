@@ -1,4 +1,4 @@
-"""``inflight check fleet``: its arguments, and a campaign over servers that a command starts."""
+"""The command ``inflight check fleet``: a fault campaign over servers that one command starts."""
 
 from __future__ import annotations
 
@@ -18,27 +18,38 @@ from inflight.wire import Needs
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Run seeded schedules of faults over servers of one command. Exit status: 0 all held, 1 not."
-    parser.add_argument(
-        "--serve", metavar="COMMAND", help='command that starts a server, with "{model} {port} {token_file}" in it'
+    parser.description = (
+        "Start servers, inject seeded schedules of faults while trainers publish to them, and check the guarantees of "
+        "the contract. Exit status: 0 if every schedule passed, 1 otherwise."
     )
-    parser.add_argument("--servers", type=int, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--schedules", type=int, default=20, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the first schedule (default: %(default)s)")
     parser.add_argument(
-        "--transport", choices=TRANSPORTS, help="default: each schedule takes one that the servers support"
+        "--serve",
+        metavar="COMMAND",
+        help="command that starts a server, with the placeholders {model}, {port} and {token_file}",
+    )
+    parser.add_argument(
+        "--servers", type=int, default=2, metavar="N", help="number of servers to start (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--schedules", type=int, default=20, metavar="N", help="number of schedules to run (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first schedule (default: %(default)s)")
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        help="weight transport (default: each schedule chooses one that the servers support)",
     )
     add_json_argument(parser)
     add_deadline_scale(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the schedules and print what held; returns 1 if one did not."""
+    """Run the schedules and print the results; returns 1 if one failed."""
     command, scale, file = arguments.serve, arguments.deadline_scale, arguments.json
     if not command:
-        raise ConfigError("say how a server is started: inflight check fleet --serve COMMAND")
+        raise ConfigError("specify the command that starts a server: inflight check fleet --serve COMMAND")
     if "{port}" not in command or "{model}" not in command:
-        raise ConfigError("--serve COMMAND must hold {model} and {port}: what to serve, and where it is looked for")
+        raise ConfigError("--serve COMMAND must contain {model} and {port}, the checkpoint to serve and the port")
     require_at_least(arguments, servers=1, schedules=1, seed=0)
     check_writable({"json": file})
 
@@ -59,9 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
             for seed in range(arguments.seed, arguments.seed + arguments.schedules):
                 result = judged(seed, testbed, arguments.transport)
                 results.append(result)
-                said = f"FAILED: {result.problems[0]}" if result.problems else "held"
-                print_progress(f"{len(results)} of {arguments.schedules}, {result.plan}: {result.wall_s:.1f} s, {said}")
-        finally:  # also the figures of a campaign that is interrupted, or whose servers do not start again
+                verdict = f"FAILED: {result.problems[0]}" if result.problems else "passed"
+                print_progress(
+                    f"{len(results)} of {arguments.schedules}, {result.plan}: {result.wall_s:.1f} s, {verdict}"
+                )
+        finally:  # an interrupted campaign, or one whose servers do not restart, also prints its figures
             figures = summary(results, testbed.kinds, time.monotonic() - started)
             figures |= {"serve": command, "engine": can.engine, "engine_version": can.engine_version}
             write_json(file, figures)

@@ -1,4 +1,4 @@
-"""``inflight check parity``: its arguments, and the pairs that it measures."""
+"""The command ``inflight check parity``: compares the logprobs of an endpoint and a worker."""
 
 from __future__ import annotations
 
@@ -21,43 +21,59 @@ from inflight.errors import ConfigError
 
 _START_S = 120.0
 _MEASURE_S = 600.0
-"""For one pair in one dtype."""
+"""Time limit of one pair in one dtype."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Give an endpoint and a worker the same weights and compare their logprobs. Where they differ, publish weights "
-        "with parts of the model switched off to find the cause. Exit status: 0 they agree, 1 not."
+        "Give an endpoint and a worker the same weights and compare their logprobs. If they differ, find the cause by "
+        "publishing weights with parts of the model switched off. Exit status: 0 if they agree, 1 otherwise."
     )
     add_endpoint_arguments(parser)
     parser.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="for the endpoint's factory, repeatable"
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option for the endpoint's factory; may be repeated",
     )
     parser.add_argument(
-        "--worker-option", action="append", default=[], metavar="KEY=VALUE", help="for the worker, repeatable"
+        "--worker-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option for the worker; may be repeated",
     )
     parser.add_argument(
         "--dtype",
         action="append",
         default=[],
         metavar="DTYPE",
-        help='compare in this dtype, repeatable: the worker\'s option "dtype", and {dtype} in --serve COMMAND',
+        help="dtype to compare in; may be repeated; sets the worker's option dtype, and {dtype} in --serve COMMAND",
     )
-    parser.add_argument("--updates", type=int, default=50, metavar="N", help="with the same weights (%(default)s)")
-    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="sampled for each prompt (%(default)s)")
+    parser.add_argument(
+        "--updates",
+        type=int,
+        default=50,
+        metavar="N",
+        help="number of updates to publish with unchanged weights (default: %(default)s)",
+    )
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="number of prompts (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=96, metavar="N", help="tokens to sample for each prompt (default: %(default)s)"
+    )
     parser.add_argument(
         "--bisect",
         action=argparse.BooleanOptionalAction,
-        help="whether to switch parts of the model off (default: if the two sides differ)",
+        help="whether to switch off parts of the model to find the cause (default: only if the logprobs differ)",
     )
     add_json_argument(parser)
     add_deadline_scale(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure each pair and print it; returns 1 if one differs."""
+    """Measure each pair and print the result; returns 1 if a pair differs."""
     targets = _targets(arguments)
     require_at_least(arguments, updates=0, prompts=1, tokens=4)
     check_writable({"json": arguments.json})
@@ -74,25 +90,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _targets(arguments: argparse.Namespace) -> Sequence[tuple[str | None, EndpointTarget]]:
-    """Return the dtypes to compare in, each with its endpoint; None is the dtype that is served."""
+    """Return the dtypes to compare in, each with its endpoint; None is the dtype of the server."""
     options = keyword_arguments(arguments.option, "--option")
     target = endpoint_of(arguments, options)
     if target.url is not None and target.model is None:
-        raise ConfigError("say which checkpoint the URL serves: --model DIR; it is given to the worker too")
+        raise ConfigError("specify the checkpoint that the URL serves with --model DIR; the worker loads it too")
     command = target.command
     if not arguments.dtype:
         if command is not None and "{dtype}" in command:
-            raise ConfigError("--serve COMMAND holds {dtype}: say which with --dtype, as in --dtype float32")
+            raise ConfigError("--serve COMMAND contains {dtype}: specify it with --dtype, such as --dtype float32")
         return [(None, target)]
     if command is None or "{dtype}" not in command:
-        raise ConfigError("--dtype needs a server that is started in it: --serve COMMAND with {dtype} in it")
+        raise ConfigError("--dtype requires a server that is started in that dtype: --serve COMMAND with {dtype} in it")
     return [
         (dtype, target.model_copy(update={"command": command.replace("{dtype}", dtype)})) for dtype in arguments.dtype
     ]
 
 
 async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure one pair in one dtype, print it, and return it as JSON values."""
+    """Measure one pair in one dtype, print the result, and return it as JSON values."""
     from inflight.conformance.endpoint.opening import opened
     from inflight.conformance.endpoint.publishing import SteppedPublisher
     from inflight.conformance.endpoint.subject import EndpointSubject

@@ -17,7 +17,7 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.epilog = "PipelineRL starts its servers with the options of the group, under the same names."
+    parser.epilog = "The options of the weight update group have the same names as in PipelineRL."
     parser.add_argument("name", choices=("pipelinerl",), help="protocol to serve")
     parser.add_argument(
         "urls", nargs="+", metavar="URL", help="inference servers to expose, such as http://127.0.0.1:8000"
@@ -25,10 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8080, help="port to listen on, 0 for any free one (default: 8080)")
     parser.add_argument(
-        "--token-file", type=Path, help=f"file with the control token of the servers (default: ${TOKEN_VARIABLE})"
+        "--token-file",
+        type=Path,
+        help=f"file with the control token of the inference servers (default: ${TOKEN_VARIABLE})",
     )
     group = parser.add_argument_group(
-        "weights", "The weight update route is served only if --weight-update-group-init-method is set."
+        "weight updates", "The weight update route is served only if --weight-update-group-init-method is set."
     )
     group.add_argument(
         "--weight-update-group-init-method",
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="longest wait for the group, for a tensor and for the servers to take an update (default: %(default)g)",
+        help="time limit for forming the group, for a tensor, and for an update of the servers (default: %(default)g)",
     )
 
 

@@ -14,16 +14,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     sources = parser.add_subparsers(dest="source", required=True, metavar="FRAMEWORK")
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("files", type=Path, nargs="+", metavar="FILE", help="stored rollouts, one file per step")
-    shared.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write the record")
+    shared.add_argument("files", type=Path, nargs="+", metavar="FILE", help="file of stored rollouts, one per step")
+    shared.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory to write the record to")
     shared.add_argument(
         "--advantages", choices=get_args(AdvantageEstimator), default="std", help="default: %(default)s"
     )
-    shared.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
+    shared.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature of the run (default: %(default)s)"
+    )
     slime = sources.add_parser("slime", parents=[shared], help="files of slime's --save-debug-rollout-data")
-    slime.add_argument("--reward-key", metavar="KEY", help="key of the reward to use, if there are several")
+    slime.add_argument("--reward-key", metavar="KEY", help="key of the reward to use, if samples have several")
     verl = sources.add_parser("verl", parents=[shared], help="files of verl's trainer.rollout_data_dir")
-    verl.add_argument("--tokenizer", type=Path, required=True, metavar="DIR", help="the model directory of the run")
+    verl.add_argument(
+        "--tokenizer", type=Path, required=True, metavar="DIR", help="model directory of the run, for its tokenizer"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,6 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     number = len(arguments.files)
     print(f"wrote {number} step{'s' * (number != 1)} to {arguments.to}")
-    for note in (*(f"it lacks {what}" for what in manifest.lacks), *manifest.notes):
+    for note in (*(f"the record lacks {what}" for what in manifest.lacks), *manifest.notes):
         print(f"  {note}")
     return 0

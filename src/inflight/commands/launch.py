@@ -10,13 +10,13 @@ from inflight.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.epilog = "Every field can be overridden, as for inflight train."
+    parser.epilog = "Every field of the configuration can be overridden, as for inflight train."
     parser.set_defaults(overrides=())
     parser.add_argument(
         "config",
         type=Path,
         metavar="RUN.toml",
-        help="run configuration, at the path where the processes of the job find it",
+        help="run configuration, at a path that is valid for all processes of the job",
     )
     parser.add_argument("--emit", choices=("sbatch", "jobset"), required=True)
     parser.add_argument(
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--image", help="container image of a JobSet")
     parser.add_argument(
-        "--volume", metavar="CLAIM:PATH", help="persistent volume claim of a JobSet and its mount path in every process"
+        "--volume",
+        metavar="CLAIM:PATH",
+        help="persistent volume claim of a JobSet and the path at which every process mounts it",
     )
 
 
@@ -44,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(sbatch(plan, arguments.option), end="")
         return 0
     if arguments.image is None:
-        raise ConfigError("a JobSet needs --image, the container image that has inflight")
+        raise ConfigError("a JobSet needs --image, a container image in which inflight is installed")
     claim, separator, path = (arguments.volume or "").partition(":")
     if arguments.volume is not None and not (claim and separator and path.startswith("/")):
         raise ConfigError(f"--volume {arguments.volume!r} is not CLAIM:PATH, such as models:/shared")

@@ -10,7 +10,7 @@ from inflight.base.text_tables import align_columns
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "name", nargs="?", metavar="PRESET", help="preset to describe (default: a table of all presets)"
+        "name", nargs="?", metavar="PRESET", help="loss preset to describe (default: print a table of all presets)"
     )
 
 

@@ -20,7 +20,7 @@ _LINE_EVERY_S = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Simulate configurations of a run, and print those that no other configuration beats. Costs come from "
+        "Simulate configurations of a run and print the best trade-offs between speed and token age. Costs come from "
         "PLAN.toml, from the events of earlier runs (--from), or from both: --from fills in what the plan leaves out."
     )
     parser.add_argument("plan", type=Path, nargs="?", metavar="PLAN.toml", help="costs and configurations to compare")
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--measure", type=Path, metavar="RUN.toml",
-        help="make a short run of each configuration on this machine, instead of simulating it",
+        help="do a short run of each configuration on this machine instead of simulating it",
     )  # fmt: skip
     parser.add_argument(
         "--limit",
@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens per second against token age")
     add_json_argument(parser, "every configuration and its figures")
-    parser.add_argument(
-        "--all", action="store_true", help="print every configuration, not only those that no other beats"
-    )
+    parser.add_argument("--all", action="store_true", help="print every configuration, not only the best trade-offs")
     parser.add_argument(
         "--apply", type=Path, metavar="RUN.toml", help="write a copy of this file with the chosen configuration"
     )
@@ -73,15 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
         measured = calibrate(arguments.runs) if arguments.runs else None
         if measured is not None and measured.is_of_one_load and plan.generation is None:
             print_progress(
-                "endpoints had about one load in what --from measured, so token times at other loads are a guess: give "
-                "--from another run too, such as one of the other mode and another scheduler"
+                "the runs of --from measured endpoints at about one load, so token times at other loads are a guess: "
+                "add another run with --from, such as one with the other mode and another scheduler"
             )
         costs = costs_of(plan, measured)
         wanted = [*candidates(plan, candidate_of(arguments.runs[0]) if arguments.runs else None)]
         found = search(costs, _require_any(wanted), plan.search.num_steps, _progress_of(len(wanted)))
     best = pareto(found)
     shown = sorted(found, key=lambda it: -it.steady.tokens_per_time) if arguments.all else best
-    print(f"{len(found)} configurations; {len(best)} are beaten by none in tokens per second and token age\n")
+    print(f"{len(found)} configurations; {len(best)} are best trade-offs of tokens per second and token age\n")
     print(table(shown, [best.index(it) + 1 if it in best else 0 for it in shown]))
     if costs is not None:
         _print_parts(costs, best, found, plan.search.num_steps)
@@ -99,19 +97,19 @@ def _measure(arguments: argparse.Namespace, plan: Any) -> Any:
     from inflight.planning.search import candidates
 
     if arguments.runs or plan.hardware is not None or plan.prompts is not None:
-        raise ConfigError("--measure makes runs on this machine: leave out --from, [hardware] and [prompts]")
+        raise ConfigError("--measure does runs on this machine: leave out --from, [hardware] and [prompts]")
     wanted = _require_any([*candidates(plan, base_of(arguments.measure), knows_lengths=False)])
     return measure(arguments.measure, wanted, plan, arguments.limit, _progress_of(len(wanted)))
 
 
 def _require_any(wanted: list[Any]) -> list[Any]:
     if not wanted:
-        raise ConfigError("the plan searches nothing: give search.mode, and at least one value of each list")
+        raise ConfigError("the plan has no configuration to try: set search.mode, and at least one value in each list")
     return wanted
 
 
 def _progress_of(num: int) -> Callable[[int], None]:
-    """Return what shows how many configurations are done: at once on a terminal, else by a line from time to time."""
+    """Return a callback that shows progress: in place on a terminal, or else as occasional lines."""
     reported_at = time.monotonic()
 
     def report_progress(done: int) -> None:
@@ -127,7 +125,7 @@ def _progress_of(num: int) -> Callable[[int], None]:
 
 
 def _print_parts(costs: Any, best: Sequence[Any], found: Sequence[Any], num_steps: int) -> None:
-    """Print where the speed-up of the fastest pipeline over the fastest conventional run of one step comes from."""
+    """Print the factors of the speed-up of the fastest pipeline over the fastest conventional run with G = 1."""
     from inflight.planning.parts import parts_of
 
     pipelines = [it for it in best if not it.candidate.conventional_steps]
@@ -148,7 +146,7 @@ def _apply(arguments: argparse.Namespace, best: Sequence[Any]) -> None:
     from inflight.run.config import load_config
 
     if not 1 <= arguments.choose <= len(best):
-        raise ConfigError(f"--choose must be a number of the table, 1 to {len(best)}, not {arguments.choose}")
+        raise ConfigError(f"--choose must be a row of the table, from 1 to {len(best)}, not {arguments.choose}")
     source = arguments.apply
     target = arguments.output or source.with_name(f"{source.stem}.planned{source.suffix}")
     settings = apply(best[arguments.choose - 1].candidate, source, target)

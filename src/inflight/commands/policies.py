@@ -9,11 +9,11 @@ from inflight.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("name", nargs="?", help="policy to describe (default: list all policies)")
+    parser.add_argument("name", nargs="?", help="policy to describe (default: list all built-in policies)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List the policies that are built in, or describe one."""
+    """List the built-in policies, or describe one."""
     from inflight.rollouts.listing import KINDS, described, listed
 
     if arguments.name is None:

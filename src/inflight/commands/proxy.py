@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8100, help="port to listen on, 0 for any free one (default: 8100)")
     parser.add_argument(
-        "--token-file", type=Path, help=f"file with the token of /episodes (default: ${TOKEN_VARIABLE}, or a new one)"
+        "--token-file", type=Path, help=f"file with the token for /episodes (default: ${TOKEN_VARIABLE}, or a new one)"
     )
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="sampling temperature of every turn (default: %(default)g)"

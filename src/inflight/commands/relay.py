@@ -17,16 +17,16 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.epilog = (
-        "Servers follow a relay as they follow a trainer: --follow DIR on this host, --follow URL elsewhere."
+        "Servers load versions from a relay as from a trainer: use --follow DIR on this host, --follow URL elsewhere."
     )
-    parser.add_argument("source", metavar="DIR_OR_URL", help="where the trainer, or another relay, stores versions")
+    parser.add_argument("source", metavar="DIR_OR_URL", help="where the trainer or another relay stores versions")
     parser.add_argument(
         "--run", required=True, metavar="RUN_ID", help="run_id under which the trainer stores its versions"
     )
     parser.add_argument(
         "--token-file",
         type=Path,
-        help=f"file with the token for a source URL; its readers need the same token (default: ${TOKEN_VARIABLE})",
+        help=f"file with the token for a source URL, which clients of this relay need too (default: ${TOKEN_VARIABLE})",
     )
     parser.add_argument("--directory", type=Path, help="where to keep versions (default: in memory)")
     parser.add_argument("--host", metavar="ADDRESS", help="also serve the versions over HTTP at this address")
@@ -36,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="longest time to copy one version (default: %(default)g)",
+        help="how long copying one version may take (default: %(default)g)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Keep versions until a signal."""
+    """Mirror versions until a signal."""
     from inflight.weights.receive.following import relay, store_spec
     from inflight.weights.transports.file_server import FileServer
 
@@ -50,15 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     require_positive(arguments, "deadline")
     token = read_token(arguments.token_file)
     if arguments.host is not None and token is None:
-        raise ConfigError(f"--host needs a token that readers show: set {TOKEN_VARIABLE}, or give --token-file")
+        raise ConfigError(f"--host needs a token, which clients must present: set {TOKEN_VARIABLE} or --token-file")
     spec = store_spec(arguments.source, arguments.run, token)
     if arguments.directory is not None and Path(arguments.source).absolute() == arguments.directory.absolute():
-        raise ConfigError(f"--directory {str(arguments.directory)!r} is the source itself")
+        raise ConfigError(f"--directory {str(arguments.directory)!r} is the source itself; choose another directory")
 
     async def main() -> None:
         stopped = event_of_signals()
         with _directory(arguments.directory) as directory, contextlib.ExitStack() as serving:
-            print_line(f"keeping run {arguments.run!r} of {arguments.source} in {directory}")
+            print_line(f"mirroring run {arguments.run!r} from {arguments.source} in {directory}")
             if arguments.host is not None:
                 server = FileServer(directory, arguments.host, arguments.port, token)
                 serving.callback(server.stop)

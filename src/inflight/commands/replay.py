@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Repeat the training that a run recorded, without engines, and report the differences. Exit status: 0 if all "
+        "Repeat the recorded training of a run, without engines, and report the differences. Exit status: 0 if all "
         "differences are within rounding, 1 otherwise."
     )
-    parser.add_argument("record", type=Path, metavar="RUN_DIR_OR_RECORD", help="run directory, or its record")
+    parser.add_argument("record", type=Path, metavar="RUN_DIR_OR_RECORD", help="run directory, or the record in it")
     parser.add_argument("--trainer", help="trainer to use: fsdp, torchtitan, deepspeed or another (default: the run's)")
     parser.add_argument("--ranks", type=int, metavar="N", help="number of trainer ranks (default: the run's)")
     parser.add_argument(
@@ -41,11 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", type=Path, metavar="RUN.toml", help="run configuration for an imported record")
     parser.add_argument("--steps", type=int, metavar="N", help="train the first N steps only")
-    parser.add_argument("--to", type=Path, metavar="DIR", help="keep the logs and the final weights here")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        metavar="DIR",
+        help="directory for the logs and the final weights (default: they are deleted)",
+    )
     parser.add_argument(
         "--engine",
         metavar="URL",
-        help="repeat the sampling on this server, which serves the initial weights; vllm+http://... is vLLM's own API",
+        help="repeat the sampling on this server, which serves --version; vllm+http://... is vLLM's own API",
     )
     parser.add_argument(
         "--version", type=int, default=0, metavar="N", help="recorded version that the server serves (default: 0)"
@@ -58,13 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1e-3,
         metavar="NATS",
-        help="largest difference of a logprob that is not reported (default: %(default)s)",
+        help="largest logprob difference that is not reported (default: %(default)s)",
     )
     add_json_argument(parser, "the report")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train or sample again and print the report; returns 1 if something differs."""
+    """Repeat the training or the sampling and print the report; returns 1 if something differs."""
     from inflight.observe.trace.records import MANIFEST, RECORD, read_manifest, record_of
     from inflight.replay.report import as_json, described, first_beyond_rounding
     from inflight.replay.training import replay_incarnations, replay_training
@@ -74,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     manifest = read_manifest(record)
 
     if arguments.to is not None and any((arguments.to / name).exists() for name in (MANIFEST, RECORD, "config.json")):
-        raise ConfigError(f"{str(arguments.to)!r} is the directory of a run or a record: choose another with --to")
+        raise ConfigError(f"{str(arguments.to)!r} contains a run or a record: choose another directory with --to")
     check_writable({"json": arguments.json})
 
     def make(directory: Path) -> list[ReplayedIncarnation]:
@@ -104,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sample_again(arguments: argparse.Namespace, record: Path, incarnations: Sequence[ReplayedIncarnation]) -> int:
-    """Print where what an endpoint samples now differs from the record; return 1 if it does."""
+    """Print where the samples of an endpoint differ from the record; return 1 if they do."""
     from inflight.http.kinds import connect_endpoint
     from inflight.model.checkpoints import load_tokenizer
     from inflight.replay.report import described_sampling

@@ -11,9 +11,11 @@ from inflight.commands.shared import collect_garbage_rarely, print_line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directory; several are compared with each other"
+        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directory; several runs are compared with each other"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first RUN_DIR")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="file to write (default: report.html in the first RUN_DIR)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

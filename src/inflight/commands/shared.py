@@ -1,4 +1,4 @@
-"""What several commands use: lines for the user, checks of numbers, and signals that stop a server."""
+"""Helpers of several commands: output, checks of numbers, and signals that stop a server."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def print_line(line: str) -> None:
 
 
 def print_progress(line: str) -> None:
-    """Print a line about work that continues, on standard error: standard output has the result."""
+    """Print a line of progress on standard error; standard output is for the result."""
     print(f"inflight: {line}", file=sys.stderr, flush=True)
 
 
 def add_json_argument(parser: argparse.ArgumentParser, what: str = "the figures") -> None:
-    """Add ``--json FILE``, which also writes to a file what the command prints."""
+    """Add ``--json FILE``, which also writes the printed values to a file."""
     parser.add_argument("--json", type=Path, metavar="FILE", help=f"also write {what} to this file, as JSON")
 
 
 def add_deadline_scale(parser: argparse.ArgumentParser) -> None:
     """Add ``--deadline-scale``."""
     parser.add_argument(
-        "--deadline-scale", type=float, default=1.0, metavar="FLOAT", help="factor on every deadline, for slow machines"
+        "--deadline-scale", type=float, default=1.0, metavar="FLOAT", help="multiply every deadline, for slow machines"
     )
 
 
 def require_at_least(arguments: argparse.Namespace, **least: int) -> None:
-    """Raise `ConfigError` if one of these options is smaller than that; None is an option that was left out."""
+    """Raise `ConfigError` if one of these options is below its minimum; None is an option that was left out."""
     for name, minimum in least.items():
         value = getattr(arguments, name)
         if value is not None and value < minimum:
@@ -60,5 +60,5 @@ def event_of_signals() -> asyncio.Event:
 
 
 def collect_garbage_rarely() -> None:
-    """Look for garbage more rarely: what is kept of events are many small objects without cycles."""
+    """Collect garbage less often, because stored events are many small objects without cycles."""
     gc.set_threshold(200_000, 20, 20)

@@ -19,15 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="spell_backward",
         help="reasoning-gym dataset, or a task as in run.toml (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, help="imitation steps (default: 1400, with --images 100)")
+    parser.add_argument("--steps", type=int, help="imitation steps (default: 1400, or 100 with --images)")
     parser.add_argument(
         "--batch-size", type=int, default=16, help="largest number of demonstrations per step (default: %(default)s)"
     )
     parser.add_argument(
         "--wrong-fraction",
         type=float,
-        help="share of deliberately wrong demonstrations, in the last part (default: 0.6) or, with --images, in all "
-        "(default: 1, which teaches the form of the answers only)",
+        help="share of deliberately wrong demonstrations in the last part of the training (default: 0.6) or, with "
+        "--images, in all of it (default: 1, which teaches only the form of the answers)",
     )
     parser.add_argument("--style", choices=("answer", "grown"), default="grown", help="form of the demonstrations")
     parser.add_argument("--family", choices=("llama", "qwen2", "qwen3", "qwen3_moe"), default="llama")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--images",
         action="store_true",
-        help="make a LLaVA model, which takes images, and warm-start it on the pictures of a task or environment",
+        help="make a LLaVA model, which accepts images, and warm-start it on the images of a task or environment",
     )
     parser.add_argument("--seed", type=int, default=0)
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.images:
         return _tiny_image_model(arguments, task)
     if not isinstance(task, Task):
-        raise ConfigError(f"{arguments.task!r} is an environment, which has no answers to imitate: name a task")
+        raise ConfigError(f"{arguments.task!r} is an environment, which has no answers to imitate: choose a task")
     context = arguments.max_model_len or context_of(task, arguments.style)
     shape = TinyShape(arguments.family, arguments.hidden_size, arguments.layers, arguments.heads, context)
     model = create_tiny_model(shape, arguments.seed)

@@ -10,13 +10,16 @@ from inflight.commands.shared import print_line
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("directory", type=Path, metavar="RUN_DIR")
+    parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="run directory to export")
     form = parser.add_mutually_exclusive_group(required=True)
-    form.add_argument("--perfetto", type=Path, metavar="OUT.json", help="for ui.perfetto.dev and chrome://tracing")
+    form.add_argument(
+        "--perfetto", type=Path, metavar="OUT.json", help="write a trace file for ui.perfetto.dev and chrome://tracing"
+    )
     form.add_argument(
         "--otlp",
         metavar="OUT.jsonl|URL",
-        help="OpenTelemetry spans, as lines of OTLP's JSON or sent to a collector such as http://127.0.0.1:4318",
+        help="write OpenTelemetry spans to a file as OTLP JSON lines, or send them to a collector, such as "
+        "http://127.0.0.1:4318",
     )
 
 

@@ -23,26 +23,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="RUN.toml", help="run configuration")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint of the run directory")
     parser.add_argument(
-        "--launcher", metavar="NAME", help="launcher of the servers and trainers: local or ray (default: run.launcher)"
+        "--launcher",
+        metavar="NAME",
+        help="launcher of the servers and trainers, such as local or ray (default: run.launcher)",
     )
     parser.add_argument(
-        "--resume-if-begun", action="store_true", help="resume if run.directory holds a run, else start a new one"
+        "--resume-if-begun",
+        action="store_true",
+        help="resume the run in run.directory, or start a new one if there is none",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the processes, GPUs, memory and updates of the run, and start nothing; fail if it cannot work",
+        help="print the processes, GPUs, memory and updates of the run without starting it; fail if it cannot start",
     )
-    add_json_argument(parser, "the dry run")
+    add_json_argument(parser, "the result of --dry-run")
     parser.add_argument(
         "--devices",
         metavar="NxMEMORY",
-        help="GPUs of the dry run, such as 8x80GiB (default: this machine's)",
+        help="GPUs to assume for --dry-run, such as 8x80GiB (default: those of this machine)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run to the end, or print what a run would do."""
+    """Train to the end, or print the dry run."""
     from inflight.run.config import load_config
 
     overrides = list(arguments.overrides)
@@ -61,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _dry_run(config: RunConfig, arguments: argparse.Namespace, *, resume: bool) -> int:
-    """Print what a run would do. Raises what the run would raise before it starts a process."""
+    """Print the dry run. Raises what the run would raise before it starts a process."""
     from inflight.run.dry_run import dry_run, hosts_of_dry_run, render_text
     from inflight.run.machines.devices import described_devices, devices_here
     from inflight.run.preflight import Machine, preflight

@@ -19,11 +19,15 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directory; several are compared")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directory; several runs are compared with each other"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8200, help="port to listen on, 0 for any free one (default: 8200)")
     parser.add_argument(
-        "--token-file", type=Path, help=f"file with the token of the page (default: ${TOKEN_VARIABLE}, or a new one)"
+        "--token-file",
+        type=Path,
+        help=f"file with the access token of the page (default: ${TOKEN_VARIABLE}, or a new one)",
     )
     parser.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
 
@@ -31,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve the page until a signal."""
     from inflight.http.listening import bind
-    from inflight.observe.watch.serving import create_app, following
+    from inflight.observe.watch.serving import create_app, follow_runs
 
     for run in arguments.runs:
         if not run.is_dir():
             raise ConfigError(f"there is no run directory {str(run)!r}: pass the run.directory of a run")
     collect_garbage_rarely()
     token = read_token(arguments.token_file) or secrets.token_urlsafe(24)
-    with bind(arguments.host, arguments.port) as listener, following(arguments.runs) as runs:
+    with bind(arguments.host, arguments.port) as listener, follow_runs(arguments.runs) as runs:
         closing = threading.Event()
         app = create_app(runs, token, closing)
         asyncio.run(_serve(app, listener, token, closing, exit_with_stdin=arguments.exit_with_stdin))

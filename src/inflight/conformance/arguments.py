@@ -15,24 +15,28 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 def add_endpoint_arguments(endpoint: argparse.ArgumentParser) -> None:
     """Add the arguments that `endpoint_of` reads, except ``--option``."""
-    endpoint.add_argument("target", nargs="?", metavar="TARGET", help="URL, or module:factory")
+    endpoint.add_argument("target", nargs="?", metavar="TARGET", help="URL of a server, or module:factory")
     endpoint.add_argument(
-        "--serve", metavar="COMMAND", help='command that starts a server; it contains "{model} {port} {token_file}"'
+        "--serve",
+        metavar="COMMAND",
+        help="command that starts a server, with the placeholders {model}, {port} and {token_file}",
     )
     endpoint.add_argument(
-        "--model", type=Path, metavar="DIR", help="checkpoint that is served (default: one made by the kit)"
+        "--model", type=Path, metavar="DIR", help="checkpoint that the server loads (default: one that the kit makes)"
     )
     endpoint.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help=f"file with the control token of a URL (default: ${TOKEN_VARIABLE})",
+        help=f"file with the control token of the server at a URL (default: ${TOKEN_VARIABLE})",
     )
     endpoint.add_argument(
-        "--worker", metavar="module:attribute", help="worker to compare logprobs with (default: transformers)"
+        "--worker",
+        metavar="module:attribute",
+        help="trainer worker to compare logprobs with (default: transformers in float32)",
     )
     endpoint.add_argument(
-        "--tolerance", type=float, metavar="FLOAT", help="largest difference at which logprobs count as equal"
+        "--tolerance", type=float, metavar="FLOAT", help="largest difference between logprobs that count as equal"
     )
 
 

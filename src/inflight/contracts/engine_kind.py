@@ -37,14 +37,19 @@ class EngineOptions:
 
     model: Path
     """Hugging Face checkpoint directory."""
-    name: str | None = option("name of the served model (default: the directory's)")
-    dtype: str | None = option("default: as stored", choices=("float32", "bfloat16", "float64"))
-    device: str | None = option("cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    max_model_len: int | None = option("longest sequence in tokens (default: what the model allows)")
-    max_concurrent: int | None = option(f"sequences decoded at a time (default: {DEFAULT_MAX_CONCURRENT})")
+    name: str | None = option("name of the served model (default: the name of MODEL_DIR)")
+    dtype: str | None = option(
+        "dtype of the weights and the computation (default: the dtype of the checkpoint)",
+        choices=("float32", "bfloat16", "float64"),
+    )
+    device: str | None = option("device to compute on: cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    max_model_len: int | None = option("largest number of tokens in a sequence (default: the model's limit)")
+    max_concurrent: int | None = option(
+        f"largest number of sequences to decode at a time (default: {DEFAULT_MAX_CONCURRENT})"
+    )
     kv_cache_bytes: int | None = option(
-        "memory limit for keys and values, such as 2GB; requests wait for free memory (default: enough for "
-        "--max-concurrent sequences of --max-model-len, at most half of the memory; embedded engine only)",
+        "memory limit of the KV cache, such as 2GB; requests wait for free memory (default: enough for "
+        "--max-concurrent sequences of --max-model-len tokens, at most half of the memory; embedded engine only)",
         flag="kv-cache",
         metavar="SIZE",
     )
@@ -52,12 +57,15 @@ class EngineOptions:
         "compile the decode step before serving, and capture CUDA graphs on a GPU (embedded engine only)", False
     )
     drafts: DraftProvider | None = option(
-        "draft completions from recorded completions of the same prompt, from others of this server, or from both "
-        "(default: off; vLLM only drafts from history, SGLang not at all)"
+        "where speculative drafts come from: recorded completions of the same prompt (history), other completions on "
+        "this server (siblings), or both (default: off; vLLM supports only history, SGLang neither)"
     )
-    threads: int | None = option("CPU threads of the engine (default: the engine's choice)")
+    threads: int | None = option("number of CPU threads of the engine (default: chosen by the engine)")
     arguments: tuple[str, ...] = option(
-        "an argument for the engine's own command line; KEY=VALUE for a function", (), flag="engine-arg", metavar="=ARG"
+        "argument to pass to the engine's own command line, or KEY=VALUE for a function; may be repeated",
+        (),
+        flag="engine-arg",
+        metavar="=ARG",
     )
 
     @property

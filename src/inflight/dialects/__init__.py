@@ -1,1 +1,1 @@
-"""Servers and trainers of other codebases that speak protocols of their own: PipelineRL's, and Nvidia Dynamo's."""
+"""Adapters to the protocols of other codebases: PipelineRL and NVIDIA Dynamo."""

@@ -1,4 +1,4 @@
-"""OpenAI completions of token ids, as vLLM and what is built on it take and answer them. Says nothing of versions."""
+"""OpenAI completions of token ids, as served by vLLM and systems built on it. They carry no weight versions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from inflight.wire import Completion, GenerateRequest, VersionSpan
 
 ROUTE = "/v1/completions"
 TOKEN_PREFIX = "token_id:"
-"""How the text of a token begins where its id takes the text's place."""
+"""Prefix of a token's text when the server returns token ids in place of texts."""
 
 
 def body_of(request: GenerateRequest, *, model: str, room: int) -> dict[str, Any]:
-    """Return the body that asks for one completion; ``room`` is the number of tokens that fit after the prompt.
+    """Return the body of a request for one completion; ``room`` is the number of tokens that fit after the prompt.
 
-    Everything that changes the distribution is said, so that no default of the server applies. Raises
-    `UnsupportedError` for filters in another order than the server's.
+    The body sets every parameter that affects the distribution, so that no default of the server applies. Raises
+    `UnsupportedError` for filters that the server would apply in another order.
     """
     asked = request.sampling
     if asked.min_p > 0 and asked.top_p < 1:
-        raise UnsupportedError("min_p together with top_p: vLLM applies min-p first, the contract last")
+        raise UnsupportedError(
+            "min_p and top_p cannot be combined: vLLM applies min_p first, but the contract applies it last"
+        )
     shared = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"}
     return asked.model_dump(mode="json", include=shared) | {
         "model": model,
@@ -37,14 +39,14 @@ def body_of(request: GenerateRequest, *, model: str, room: int) -> dict[str, Any
 
 
 def ids_of_tokens(tokens: Sequence[str]) -> list[int]:
-    """Return the ids that stand in the place of texts. Raises ``ValueError``."""
+    """Return the token ids that the server returned in place of texts. Raises ``ValueError``."""
     if any(not token.startswith(TOKEN_PREFIX) for token in tokens):
-        raise ValueError("texts of tokens, not their ids: start the server with --return-tokens-as-token-ids")
+        raise ValueError("texts of tokens instead of ids: start the server with --return-tokens-as-token-ids")
     return [int(token.removeprefix(TOKEN_PREFIX)) for token in tokens]
 
 
 def completion_of(choice: Mapping[str, Any], token_ids: Sequence[int], index: int, version: int) -> Completion:
-    """Return a choice of the answer, all of whose tokens ``version`` sampled. Raises what a malformed one raises."""
+    """Return a choice of the answer, whose tokens were all sampled by ``version``. A malformed choice raises."""
     logprobs = choice["logprobs"]["token_logprobs"]
     span = VersionSpan(version=version, start=0, end=len(token_ids)) if token_ids else None
     return Completion(

@@ -1,14 +1,14 @@
-"""Nvidia Dynamo, with vLLM workers, as an `InferenceEndpoint`. Not certified: it has never run on a real deployment.
+"""NVIDIA Dynamo with vLLM workers as an `InferenceEndpoint`. Not certified: it has never run on a real deployment.
 
-Written after Dynamo's main branch of August 2026: ``components/src/dynamo/vllm/handlers.py`` for the workers' routes,
-and the RL integration reference of its documentation for the frontend and for discovery.
+It follows Dynamo's main branch of August 2026: ``components/src/dynamo/vllm/handlers.py`` for the routes of workers,
+and the RL integration reference in its documentation for the frontend and discovery.
 
 One endpoint is one frontend with all of its workers. Requests go to the frontend as completions of token ids. Updates
-go to every worker's own routes under ``/engine/``, since Dynamo has no update of the whole fleet: pause, load a
-checkpoint directory that the workers see, compare the version that each then names, resume. If any of that fails, no
-worker is resumed. Answers name no version, so the endpoint is an `OwnedEndpoint`.
+use the routes of every worker under ``/engine/``, because Dynamo cannot update the whole fleet: pause, load a
+checkpoint directory that the workers can read, compare the version that each worker then reports, resume. If any step
+fails, no worker is resumed. Answers carry no version, so the endpoint is an `OwnedEndpoint`.
 
-``update_weights_from_distributed`` is not used: its body is whatever the worker's extension takes.
+``update_weights_from_distributed`` is not used, because its body depends on the worker's extension.
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ _PAUSE, _RESUME = "pause_generation", "resume_generation"
 _LOAD, _VERSION = "update_weights_from_disk", "get_weight_version"
 _NEEDED = (_PAUSE, _RESUME, _LOAD, _VERSION)
 _INITIAL = "initial"
-"""How a worker calls the weights that it was started with."""
+"""The version that a worker reports for the weights with which it was started."""
 
 
 @dataclass(frozen=True, slots=True)
 class DynamoOptions:
-    """What a deployment does not say of itself; the query of its URL."""
+    """Facts about a deployment that it does not report itself, from the query of its URL."""
 
     discovery: str = ""
-    """URL of the RL listener (DYN_RL_PORT), which lists the workers. Empty: this process does not send weights."""
+    """URL of the RL listener (DYN_RL_PORT), which lists the workers. If empty, this process does not send weights."""
     model_dir: str = ""
-    """The checkpoint as this process sees it."""
+    """The checkpoint directory as seen by this process."""
     directory: str = ""
-    """Where updates are written for the workers to load; they see it under the same path."""
+    """Where updates are written for the workers to load; they must see it under the same path."""
     dtype: str = ""
     """The dtype in which the workers compute (default: the dtype of the checkpoint)."""
     max_model_len: int = 0
-    """Of the workers; by default, what the checkpoint says."""
+    """Context length of the workers (default: from the checkpoint)."""
     max_concurrent: int = 256
-    """Sequences that the deployment runs at a time."""
+    """Number of sequences that the deployment runs at a time."""
     logprobs: str = "raw"
     """``processed`` if every worker was started with --logprobs-mode processed_logprobs."""
     timeout_s: float = 600.0
-    """How long a worker may take to pause, and to load."""
+    """How long a worker may take to pause, and to load weights."""
 
 
 class DynamoEndpoint(OwnedEndpoint):
@@ -90,13 +90,11 @@ class DynamoEndpoint(OwnedEndpoint):
     async def _attach(self) -> tuple[Capabilities, Sequence[TensorSpec] | None]:
         options = self._options
         if not options.model_dir:
-            raise ConfigError(
-                f"{self.name}: Dynamo does not say what its model is; add ?model_dir=DIRECTORY to the URL"
-            )
+            raise ConfigError(f"{self.name}: Dynamo does not report its model; add ?model_dir=DIRECTORY to the URL")
         if bool(options.discovery) != bool(options.directory):
-            raise ConfigError(f"{self.name}: updates need both discovery=URL and directory=DIRECTORY")
+            raise ConfigError(f"{self.name}: updates require both discovery=URL and directory=DIRECTORY")
         if options.logprobs not in ("raw", "processed"):
-            raise ConfigError(f"{self.name}: logprobs is raw or processed, not {options.logprobs!r}")
+            raise ConfigError(f"{self.name}: logprobs must be raw or processed, not {options.logprobs!r}")
         models = await self._routes.get("/v1/models")
         with protocol_errors("/v1/models"):
             model = str(models["data"][0]["id"])
@@ -108,7 +106,9 @@ class DynamoEndpoint(OwnedEndpoint):
         vocab_size, specs = checkpoint_of(self.name, directory, dtype)
         max_model_len = options.max_model_len or config_number(config, "max_position_embeddings")
         if max_model_len is None:
-            raise ConfigError(f"{self.name}: the checkpoint does not say its context; add max_model_len=N to the URL")
+            raise ConfigError(
+                f"{self.name}: the checkpoint does not specify its context length; add max_model_len=N to the URL"
+            )
         can = Capabilities(
             engine="dynamo",
             engine_version="unknown",
@@ -131,14 +131,16 @@ class DynamoEndpoint(OwnedEndpoint):
         return can, specs
 
     async def _discovered(self) -> dict[str, EngineRoutes]:
-        """Return the workers that are live now, by their ids. Only reads. Raises `ConfigError`."""
+        """Return the workers that are live now, by id, without changing anything. Raises `ConfigError`."""
         listener = EngineRoutes(self._options.discovery, api_key=None, control_timeout_s=self._control_timeout_s)
         try:
             answer = await listener.get(WORKERS_ROUTE)
         finally:
             await listener.aclose()
         if answer.get("protocol_version") != DISCOVERY_PROTOCOL:
-            raise ConfigError(f"{self.name}: {WORKERS_ROUTE} speaks version {answer.get('protocol_version')!r}, not 1")
+            raise ConfigError(
+                f"{self.name}: {WORKERS_ROUTE} has protocol version {answer.get('protocol_version')!r}, not 1"
+            )
         found: dict[str, EngineRoutes] = {}
         with protocol_errors(WORKERS_ROUTE):
             for worker in answer["workers"]:
@@ -170,13 +172,13 @@ class DynamoEndpoint(OwnedEndpoint):
         return ServedVersion(0, None) if label == _INITIAL else parse_label(label)
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """Raises `UpdateRefusedError` if workers have come or gone since the first call."""
+        """Raises `UpdateRefusedError` if workers have joined or left since the first call."""
         await self.capabilities()
         if self._options.discovery:
             live = {name: routes.url for name, routes in (await self._discovered()).items()}
             if live != {name: routes.url for name, routes in self._workers.items()}:
                 raise UpdateRefusedError(
-                    f"update to version {update.version} refused: the workers of {self.name} are not those of the "
+                    f"update to version {update.version} refused: the workers of {self.name} have changed since the "
                     "first call; connect again"
                 )
         await super().request_weight_update(update)
@@ -191,7 +193,7 @@ class DynamoEndpoint(OwnedEndpoint):
             return completion_of(answer["choices"][0], token_ids, index, version)
 
     async def _replace(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Resumes the workers only once each of them names the new version."""
+        """Resumes the workers only once all of them report the new version."""
         from safetensors.torch import save_file
 
         label = label_of(update.ref)
@@ -209,7 +211,7 @@ class DynamoEndpoint(OwnedEndpoint):
         await self._each(_RESUME, {})
 
     async def _each(self, route: str, body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return every worker's answer. Raises `ProtocolError` if one does not say ``ok``, whatever its HTTP status."""
+        """Return every worker's answer. Raises `ProtocolError` unless each is ``ok``, whatever its HTTP status."""
 
         async def one(routes: EngineRoutes) -> Mapping[str, Any]:
             answer = await routes.post(f"/engine/{route}", body, self._options.timeout_s)
@@ -226,7 +228,7 @@ class DynamoEndpoint(OwnedEndpoint):
 
 
 class DynamoKind(EngineKind):
-    """Attaches only: Dynamo's own tools start its deployments."""
+    """Supports only attaching, because Dynamo's own tools start its deployments."""
 
     name = "dynamo"
 

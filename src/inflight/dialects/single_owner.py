@@ -1,8 +1,8 @@
-"""An engine's server that one process owns: it alone updates the server, and every request goes through it.
+"""An engine server that one process owns: only that process updates it, and every request passes through it.
 
-This is for servers whose answers do not say which weights sampled them. Requests wait here while weights change, and
-weights change when none of them runs, so that each completion is of one version, which this process knows. What arrives
-is staged in this process, and replaced in the server by one call of the adapter.
+This is for servers whose answers do not report the weight version. Requests wait here while weights change, and weights
+change only when no request runs, so that each completion has a single version, which this process knows. Incoming
+weights are staged in this process, and one call of the adapter replaces them in the server.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
-    """One server, asked over ``routes``. The only in-flight policy that it can declare is ``drain``.
+    """One server, accessed over ``routes``. The only in-flight policy that it supports is ``drain``.
 
     An instance belongs to the event loop in which it is first used. A later instance, or one in another process, cannot
-    know what the server serves: put the contract's own server in front of one instance where several processes publish
-    or sample.
+    know which version the server serves. If several processes publish or sample, put the contract's own server in front
+    of one instance.
     """
 
     def __init__(self, routes: EngineRoutes) -> None:
@@ -59,7 +59,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         self._idle.set()
         self._running: set[str] = set()
         self._num_running = 0
-        self._version = 0  # of the weights that sample
+        self._version = 0  # version of the current weights
         self._timings: UpdateTimings | None = None
         # Set by the first call:
         self._updates: UpdateReceiver
@@ -71,15 +71,15 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     @abstractmethod
     async def _attach(self) -> tuple[Capabilities, Sequence[TensorSpec] | None]:
-        """Return what the server can do, and what its model can load if that is known. Raises `ConfigError`."""
+        """Return the capabilities of the server, and the tensors of its model if known. Raises `ConfigError`."""
 
     @abstractmethod
     async def _complete(self, request: GenerateRequest, index: int, version: int) -> Completion:
-        """Return one completion of the prompt, which ``version`` samples."""
+        """Return one completion of the prompt, sampled by ``version``."""
 
     @abstractmethod
     async def _replace(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the server's weights. If it raises anything, they count as torn."""
+        """Replace the server's weights. If it raises, they count as torn."""
 
     async def _attached(self) -> Capabilities:
         from inflight.weights.receive.staged_sink import StagedSink
@@ -133,7 +133,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     @contextlib.asynccontextmanager
     async def _sampling(self) -> AsyncIterator[int]:
-        """Hold the weights while the body samples one sequence; yields their version. Raises `PoisonedError`."""
+        """Keep the weights unchanged while the body samples; yields their version. Raises `PoisonedError`."""
         self._updates.session.refuse_to_sample()
         async with self._slots:
             await self._gate.wait()
@@ -170,7 +170,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         self._gate.set()
 
     async def fail_requests(self) -> None:
-        """No request runs: the weights changed after a drain. Those that wait are refused."""
+        """Refuse waiting requests. None is running, because weights change only after a drain."""
         self._gate.set()
 
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""What the query of an endpoint's URL specifies of a server that does not say it itself."""
+"""Options in the query of an endpoint's URL, for servers that do not report them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ T = TypeVar("T")
 
 
 def options_of_query(kind: type[T], query: str) -> T:
-    """Return a dataclass of options, all of which have defaults, from ``key=value&...``. Raises `ConfigError`."""
+    """Return a dataclass of options, which must all have defaults, from ``key=value&...``. Raises `ConfigError`."""
     try:
         values = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError as error:
-        raise ConfigError(f"?{query} is not understood: {error}") from error
+        raise ConfigError(f"?{query} cannot be parsed: {error}") from error
     return options_of(kind, values)
 
 
 def options_of(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a dataclass of options from values or their texts. Raises `ConfigError`."""
+    """Return a dataclass of options from values or strings. Raises `ConfigError`."""
     defaults = kind()
     kinds: dict[str, type] = {it.name: type(getattr(defaults, it.name)) for it in fields(defaults)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - set(kinds)):

@@ -22,13 +22,13 @@ from inflight.http.tokens import TOKEN_VARIABLE
 class ListenOptions:
     """Where the contract is served, to whom, and for how long."""
 
-    host: str | None = option("address to listen on (default: the one that a launcher sets, else loopback only)")
+    host: str | None = option("address to listen on (default: the address that a launcher sets, or loopback only)")
     port: int = option("port to listen on, 0 for any free one (default: 8000)", 8000)
     token_file: Path | None = option(f"file with the control token (default: ${TOKEN_VARIABLE}, or a new one)")
-    ready_file: Path | None = option("file to write url and pid to, as JSON, once the server answers")
+    ready_file: Path | None = option("JSON file in which the server stores its url and pid once it is ready")
     exit_with_stdin: bool = option("stop when standard input ends", False)
     lease_s: float = option(
-        "with --exit-with-stdin, keep running as long as calls with the token come within this time of each other",
+        "with --exit-with-stdin, keep running until no call with the token has arrived for this long",
         0.0,
         flag="lease",
         metavar="SECONDS",
@@ -39,10 +39,14 @@ class ListenOptions:
 class JoinOptions:
     """Which run the server joins, and how it leaves."""
 
-    join: str | None = option(f"join the run that listens there; ${TOKEN_VARIABLE} is the run's", metavar="URL")
-    join_as: str | None = option("URL at which the run reaches this server (default: where it listens)", metavar="URL")
+    join: str | None = option(
+        f"join the run that listens at this URL; ${TOKEN_VARIABLE} must be the token of the run", metavar="URL"
+    )
+    join_as: str | None = option(
+        "URL at which the run can reach this server (default: the address it listens on)", metavar="URL"
+    )
     grace_s: float = option(
-        "when the server is stopped, how long the run may take to take back requests that run here (default: 20)",
+        "when this server is stopped, how long to wait for the run to take back running requests (default: 20)",
         20.0,
         flag="grace",
         metavar="SECONDS",
@@ -53,8 +57,10 @@ class JoinOptions:
 class FollowOptions:
     """Which stored versions the server loads on its own."""
 
-    follow: str | None = option("load the newest version stored there", metavar="DIR_OR_URL")
-    follow_run: str | None = option("run_id of the versions to load", metavar="RUN_ID")
+    follow: str | None = option(
+        "directory, or URL of a relay, from which to load the newest stored version", metavar="DIR_OR_URL"
+    )
+    follow_run: str | None = option("run_id under which the versions are stored", metavar="RUN_ID")
     follow_token_file: Path | None = option("file with the token for the URL of --follow")
 
 
@@ -62,10 +68,12 @@ class FollowOptions:
 class EngineProcessOptions:
     """How an engine is started that runs in a process of its own."""
 
-    python: str | None = option("interpreter of the engine's environment (default: this one)")
+    python: str | None = option("Python interpreter of the engine's environment (default: the current one)")
     engine_port: int = option("port of the engine itself (default: any free one)", 0)
-    start_timeout_s: float = option("default: 300", 300.0, flag="start-timeout", metavar="SECONDS")
-    log: Path | None = option("file for the engine's output (default: a temporary one)")
+    start_timeout_s: float = option(
+        "how long the engine may take to start (default: 300)", 300.0, flag="start-timeout", metavar="SECONDS"
+    )
+    log: Path | None = option("file for the engine's output (default: a temporary file)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +88,13 @@ class ServerSpec:
     )
     listen: ListenOptions = ListenOptions()
     joining: JoinOptions = field(
-        default=JoinOptions(), metadata={"group": "joining a run that has servers.attach.join"}
+        default=JoinOptions(), metadata={"group": "to join a run that sets servers.attach.join"}
     )
     following: FollowOptions = field(
-        default=FollowOptions(), metadata={"group": "loading new weights that a trainer stores"}
+        default=FollowOptions(), metadata={"group": "to load new weights that a trainer stores"}
     )
     process: EngineProcessOptions = field(
-        default=EngineProcessOptions(), metadata={"group": "an engine that is started on loopback behind this server"}
+        default=EngineProcessOptions(), metadata={"group": "for an engine that runs in a separate process on loopback"}
     )
 
     def to_argv(self) -> list[str]:

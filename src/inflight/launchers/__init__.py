@@ -1,6 +1,6 @@
-"""Launchers: what starts the processes of a run, on this machine or elsewhere, and states how they ended.
+"""Launchers start the processes of a run, on this machine or on others, and report how they ended.
 
-A launcher places and watches. Rollouts, weights and requests never pass through it.
+A launcher only places and watches processes. Rollouts, weights and requests never pass through it.
 """
 
 from __future__ import annotations

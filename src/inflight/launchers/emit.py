@@ -1,4 +1,4 @@
-"""A plan as a manifest: a batch script of Slurm, or a JobSet of Kubernetes. Starts nothing and asks nobody."""
+"""Emits the manifest of a job: a Slurm batch script, or a Kubernetes JobSet. Starts nothing and contacts nobody."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def _task(gang: Gang) -> str:
     words = ["export INFLIGHT_ADDRESS=\"$(hostname -I | cut -d ' ' -f 1)\";"]
     if gang.are_ranks:
         words.append(f"export RANK=$SLURM_PROCID WORLD_SIZE={gang.num} OMP_NUM_THREADS={gang.num_cpus};")
-        # A task with a GPU of its own sees no other.
+        # A task with its own GPU sees no other GPU.
         words.append(f"export LOCAL_RANK={0 if gang.num_gpus else '$SLURM_LOCALID'};")
     command = " ".join(shlex.quote(word) for word in gang.command)
     return " ".join([*words, "exec", command.replace("{head}", "'\"$INFLIGHT_HEAD\"'")])
 
 
 def jobset(plan: JobPlan, image: str, volume: tuple[str, str] | None) -> str:
-    """Return a JobSet as JSON, which ``kubectl apply -f`` takes.
+    """Return a JobSet as JSON for ``kubectl apply -f``.
 
-    The token comes from the secret ``NAME-token``, key ``token``. ``volume`` is a claim and where it is mounted: every
-    process reads model and configuration there, and ranks write checkpoints. When a rank or the controller fails, all
-    start again, and the controller resumes.
+    The token comes from the secret ``NAME-token``, key ``token``. ``volume`` is a claim and its mount path: every
+    process reads the model and the configuration there, and ranks write checkpoints. When a rank or the controller
+    fails, all processes restart and the controller resumes the run.
     """
     name = _dns(plan.name)
     head = f"{name}-controller-0-0.{name}"
@@ -91,7 +91,7 @@ def _job(gang: Gang, name: str, head: str, image: str, volume: tuple[str, str] |
         environment += [
             {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
             {"name": "WORLD_SIZE", "value": str(gang.num)},
-            {"name": "LOCAL_RANK", "value": "0"},  # each rank has a pod of its own
+            {"name": "LOCAL_RANK", "value": "0"},  # each rank has its own pod
             {"name": "OMP_NUM_THREADS", "value": str(gang.num_cpus)},
             {"name": "INFLIGHT_RUN", "value": f"{head}:{MEET_PORT}"},
         ]
@@ -119,8 +119,10 @@ def _job(gang: Gang, name: str, head: str, image: str, volume: tuple[str, str] |
 
 
 def _dns(name: str) -> str:
-    """Return a name as Kubernetes allows it in host names."""
+    """Return a name in the form that Kubernetes allows in host names."""
     found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-")
     if not found or not found[0].isalpha():
-        raise ConfigError(f"{name!r} has no letter to begin a name of Kubernetes with: choose another run.directory")
+        raise ConfigError(
+            f"{name!r} contains no letter, but a Kubernetes name must begin with one: choose another run.directory"
+        )
     return found

@@ -1,4 +1,4 @@
-"""What a run asks of a launcher: start processes, say where they are and how they ended, and stop them."""
+"""The interface of a launcher: start processes, report where they run and how they ended, and stop them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 ADDRESS_VARIABLE = "INFLIGHT_ADDRESS"
-"""Tells each process the address of its host, as the other processes of the run reach it."""
+"""Environment variable with the address of a process's host, as the other processes of the run reach it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +20,20 @@ class Program:
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
-    """Variables on top of those that processes have where it starts."""
+    """Environment variables in addition to those of its host."""
     log: Path
-    """Gets its output; a path of the host on which it runs, as ``ready_file`` is."""
+    """File for its output. This and ``ready_file`` are paths on the host where it runs."""
     ready_file: Path | None = None
-    """The process writes it once it is ready."""
+    """A file that the process writes once it is ready."""
     num_cpus: float = 1.0
     num_gpus: int = 0
-    """GPUs that the launcher chooses; 0 also where the environment names them already."""
+    """Number of GPUs that the launcher chooses; 0 if the environment already names them."""
     place: str | None = None
-    """Where it must run, as the launcher names places. None: anywhere."""
+    """Where it must run, in the terms of the launcher. None: anywhere."""
     appends: bool = False
-    """Whether the log keeps what an earlier life wrote."""
+    """Whether the log keeps the output of an earlier incarnation."""
     inherits: tuple[int, ...] = field(default=(), kw_only=True)
-    """File descriptors that the process inherits if it runs on this machine, as the lock of the run directory."""
+    """File descriptors, such as the lock of the run directory, that the process inherits if it runs on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class ProcessEnd:
     """How a process ended."""
 
     status: int | None
-    """Exit status, or minus the number of the signal that killed it. None: the launcher lost sight of it."""
+    """Exit status, or the negative number of the signal that killed it. None: the launcher lost contact."""
     lines: tuple[str, ...] = ()
-    """The end of its log, as far as it could be read."""
+    """The last lines of its log, if they could be read."""
     cause: str = ""
-    """Why the launcher lost sight of it."""
+    """Why the launcher lost contact with it."""
 
     def __str__(self) -> str:
         if self.status is None:
@@ -60,12 +60,12 @@ class Launched(Protocol):
     @property
     @abstractmethod
     def address(self) -> str:
-        """Address of the host on which it runs, as this process reaches it."""
+        """Address of the host where it runs, as this process reaches it."""
 
     @property
     @abstractmethod
     def ended(self) -> ProcessEnd | None:
-        """How it ended; None while it runs, or as long as the launcher does not know otherwise."""
+        """How it ended; None while it runs as far as the launcher knows."""
 
     @abstractmethod
     async def wait(self) -> ProcessEnd:
@@ -73,7 +73,7 @@ class Launched(Protocol):
 
     @abstractmethod
     async def ready(self) -> str | None:
-        """Return what it has written to its ready file; None before that."""
+        """Return the contents of its ready file; None if it has not written it yet."""
 
     @abstractmethod
     def send_signal(self, number: signal.Signals) -> None:
@@ -86,36 +86,36 @@ class Launched(Protocol):
 
 @runtime_checkable
 class Launcher(Protocol):
-    """Starts the processes of one run. A factory makes it: ``factory(**launcher_options)``."""
+    """Starts the processes of one run. It is constructed by ``factory(**launcher_options)``."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """Address of this process's host, as the processes that it starts reach it."""
+        """Address of this process's host, as the started processes reach it."""
 
     @property
     def port(self) -> int:
-        """Port at which ranks find the run. 0: a free one; another where `start` starts nothing, and ranks come by
-        themselves."""
+        """Port at which ranks connect to the run. 0: any free port. Ranks that `start` does not start need a fixed
+        port."""
         return 0
 
     @property
     @abstractmethod
     def num_gpus(self) -> int | None:
-        """GPUs of all hosts; None: this machine's, of which the run itself chooses."""
+        """Number of GPUs of all hosts. None: the run itself chooses among the GPUs of this machine."""
 
     @property
     @abstractmethod
     def can_outlive(self) -> bool:
-        """Whether a process may continue after this one has ended, if it does not end with its standard input."""
+        """Whether a process that ignores the end of its standard input may outlive this process."""
 
     @abstractmethod
     async def start(self, programs: Sequence[Program], timeout_s: float) -> Sequence[Launched]:
-        """Start programs together, all or none, and return them in order. Their environment has `ADDRESS_VARIABLE`.
+        """Start all programs or none, and return them in order. Their environment has `ADDRESS_VARIABLE`.
 
-        Raises `ConfigError` if one cannot be placed within ``timeout_s``, and states what it needs.
+        Raises `ConfigError`, which states the requirements, if one cannot be placed within ``timeout_s``.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Abandon whatever is held. The processes have been stopped before. Idempotent."""
+        """Release all resources. The processes have already been stopped. Idempotent."""

@@ -1,4 +1,4 @@
-"""How a launcher is found by its name."""
+"""Loads a launcher by its name."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _BUILT_IN = {"local": LocalLauncher, "outside": OutsideLauncher}
 
 
 def load_launcher(name: str, options: Mapping[str, Any]) -> Launcher:
-    """Return a launcher of ours, an entry point in the group ``inflight.launchers``, or ``module:attribute``.
+    """Return a built-in launcher, an entry point in the group ``inflight.launchers``, or ``module:attribute``.
 
-    Raises `ConfigError` if there is none, or if it cannot reach the hosts that it launches on.
+    Raises `ConfigError` if there is no such launcher, or if it cannot reach its hosts.
     """
     launcher: Launcher = make(Launcher, "launcher", "launchers", name, {}, options, _BUILT_IN)
     return launcher
 
 
 def check_launcher(name: str) -> None:
-    """Raise `ConfigError` unless there is a launcher of this name. None is made: that may start a cluster."""
+    """Raise `ConfigError` unless the launcher exists. It is not constructed, because that may start a cluster."""
     find_factory("launcher", "launchers", name, _BUILT_IN)

@@ -1,4 +1,4 @@
-"""Processes of this machine, as children of this process."""
+"""Runs processes as children of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class LocalLauncher(Launcher):
-    """Starts children of this process. They meet on loopback."""
+    """Starts child processes, which communicate over loopback."""
 
     @property
     def address(self) -> str:
@@ -30,7 +30,7 @@ class LocalLauncher(Launcher):
         return True
 
     async def start(self, programs: Sequence[Program], timeout_s: float) -> Sequence[Launched]:
-        """Nothing is waited for; whatever ``num_cpus`` specifies, processes share this machine's."""
+        """Start immediately. ``num_cpus`` is ignored: all processes share the CPUs of this machine."""
         launched: list[_Child] = []
         try:
             for program in programs:
@@ -42,7 +42,7 @@ class LocalLauncher(Launcher):
         return launched
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because no resources are held."""
 
 
 class _Child(Launched):
@@ -77,7 +77,7 @@ class _Child(Launched):
 async def _started(program: Program) -> _Child:
     if program.place is not None:
         raise ConfigError(
-            f"{program.name} is to run on {program.place!r}, but launcher 'local' knows this machine only: leave out "
+            f"{program.name} must run on {program.place!r}, but launcher 'local' supports only this machine: leave out "
             "place, or choose a launcher for several hosts, such as run.launcher = 'ray'"
         )
     watcher = Watcher()

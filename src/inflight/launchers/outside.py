@@ -1,4 +1,4 @@
-"""Processes that somebody else starts, such as Slurm or Kubernetes from a manifest: the run only waits for them."""
+"""Processes that Slurm, Kubernetes or another system starts; the run only waits for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.launchers.launcher import Launched, Launcher, ProcessEnd, Program
 
 
 class OutsideLauncher(Launcher):
-    """Starts nothing: ranks come to ``address:port`` by themselves, and servers to ``servers.attach.join``."""
+    """Starts nothing: ranks connect to ``address:port`` by themselves, and servers to ``servers.attach.join``."""
 
     def __init__(self, port: int, address: str = "0.0.0.0") -> None:
         self._port = port
@@ -36,7 +36,7 @@ class OutsideLauncher(Launcher):
         return [_Elsewhere() for _ in programs]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because no resources are held."""
 
 
 class _Elsewhere(Launched):
@@ -52,7 +52,7 @@ class _Elsewhere(Launched):
 
     async def wait(self) -> ProcessEnd:
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("unreachable: the wait never ends")
 
     async def ready(self) -> str | None:
         return None

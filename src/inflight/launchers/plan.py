@@ -1,4 +1,4 @@
-"""The processes of a run as a plan: what a scheduler of jobs needs to know to start them."""
+"""The processes of a run, as a job scheduler needs them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 JOIN_PORT = 8100
-"""Where servers join the controller of an emitted run."""
+"""Port at which servers join the controller of an emitted run."""
 MEET_PORT = 8101
-"""Where its ranks meet it."""
+"""Port at which ranks connect to the controller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gang:
-    """Processes that are alike. ``{head}`` in a command is the host of the controller."""
+    """A group of identical processes. ``{head}`` in a command is the host of the controller."""
 
     name: str
     num: int
     command: Sequence[str]
     num_cpus: int
     num_gpus: int
-    """Of each process."""
+    """Number of GPUs of each process."""
     are_ranks: bool = False
     """Whether they are the ranks of one trainer, numbered from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """One run: a controller, and the gangs that come to it."""
+    """One run: a controller, and the gangs that connect to it."""
 
     name: str
     controller: Gang

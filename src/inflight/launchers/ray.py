@@ -1,7 +1,7 @@
-"""Processes on the hosts of a Ray cluster. The only module that knows Ray.
+"""Runs processes on the hosts of a Ray cluster. This is the only module that depends on Ray.
 
-Each process gets a bundle of a placement group and an actor in it, which does nothing but start the process with the
-interpreter that its command names, and watch it. Only commands, exit statuses and last lines pass through Ray.
+Each process has a bundle of a placement group with an actor in it. The actor only starts the process, with the
+interpreter in its command, and watches it. Only commands, exit statuses and the last lines of logs pass through Ray.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from inflight.launchers.launcher import ADDRESS_VARIABLE, Launched, Launcher, Pr
 _FORWARDED = (
     "PYTHONPATH", "INFLIGHT_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "NCCL_", "GLOO_", "VLLM_", "SGLANG_",
 )  # fmt: skip
-"""How the names begin of those variables that processes elsewhere get from this one; all others belong to a host."""
+"""Prefixes of the environment variables that are passed to processes on other hosts."""
 _ANSWER_S = 60.0
-"""How long an actor may take to answer what needs no waiting."""
+"""How long an actor may take to answer a call that does not wait for anything."""
 _OWN_CPUS = 0.01
-"""What a process asks for on a cluster that was started for this run on this machine. Without Ray, more processes than
-cores run there too."""
+"""CPUs of a process on a local cluster that was started for this run. Processes may then outnumber the cores, as they
+may without Ray."""
 _LOOK_S = 0.5
-"""How long a thread may wait for room before it looks whether that is still wanted."""
+"""How long a thread waits for free resources before it checks whether the wait was cancelled."""
 _MAX_CAUSE = 300
 
 
 class RayLauncher(Launcher):
     """Starts processes on a Ray cluster.
 
-    ``address`` is the cluster's; None: RAY_ADDRESS, or a cluster that runs on this machine, or else a new one
-    on this machine that ends with this process. A ``place`` is a host's address or a custom resource that hosts
-    declare. Raises `ConfigError` if the cluster does not answer.
+    ``address`` is the address of the cluster. None: RAY_ADDRESS, a cluster that runs on this machine, or else a new
+    cluster on this machine that ends with this process. A ``place`` is the address of a host or a custom resource of
+    hosts. Raises `ConfigError` if the cluster does not answer.
     """
 
     def __init__(self, address: str | None = None) -> None:
@@ -47,7 +47,7 @@ class RayLauncher(Launcher):
         self._ray = ray
         self._is_own_cluster = False
         self._places: dict[str, str] = {}
-        """Resources of the places that were asked for."""
+        """The resource of each place that was requested."""
         wanted = address or os.environ.get("RAY_ADDRESS")
         try:
             self._connect(wanted or "auto")
@@ -59,7 +59,7 @@ class RayLauncher(Launcher):
                 ) from error
             self._is_own_cluster = True
             self._connect("local")
-        ray.cloudpickle.register_pickle_by_value(watcher)  # Ray's own Python need not have inflight
+        ray.cloudpickle.register_pickle_by_value(watcher)  # the Python environment of Ray may lack inflight
         self._address = str(ray.util.get_node_ip_address())
 
     @property
@@ -72,13 +72,13 @@ class RayLauncher(Launcher):
 
     @property
     def can_outlive(self) -> bool:
-        return False  # actors end with the job that made them, and so does what they started
+        return False  # actors and their processes end with the job that created them
 
     async def start(self, programs: Sequence[Program], timeout_s: float) -> Sequence[Launched]:
-        """Reserve room for all programs at once, on as few hosts as possible, and then start them."""
+        """Reserve resources for all programs at once, on as few hosts as possible, and then start them."""
         bundles = [self._bundle(program) for program in programs]
         group = self._ray.util.placement_group(bundles, strategy="PACK")
-        room = _Room(self._ray, group, len(programs))
+        room = _PlacementGroup(self._ray, group, len(programs))
         launched: list[_Actor] = []
         deadline = time.monotonic() + timeout_s
         try:
@@ -89,7 +89,7 @@ class RayLauncher(Launcher):
         except BaseException:
             for it in launched:
                 await it.forget()
-            room.give_up()
+            room.release()
             raise
         return launched
 
@@ -97,7 +97,7 @@ class RayLauncher(Launcher):
         self._ray.shutdown()
 
     def _connect(self, address: str) -> None:
-        # Ray would let its processes, and so ours, wait for all others of the machine.
+        # Otherwise Ray gives its processes, and therefore ours, a lower priority.
         own = {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
         more = own if address == "local" else {}
         self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", **more)
@@ -113,7 +113,7 @@ class RayLauncher(Launcher):
     def _resource_of(self, program: Program) -> str:
         """Return the resource that only the hosts of the program's place have."""
         place = str(program.place)
-        if place in self._places:  # its host may be away, and come back
+        if place in self._places:  # its host may be temporarily absent
             return self._places[place]
         known = self._ray.cluster_resources()
         for name in (place, f"node:{place}"):
@@ -123,8 +123,8 @@ class RayLauncher(Launcher):
         places = {name.removeprefix("node:") for name in known if "__internal" not in name}
         places -= {"CPU", "GPU", "memory", "object_store_memory"}
         raise ConfigError(
-            f"{program.name} is to run on {program.place!r}, but no host of the Ray cluster has that address or "
-            f"resource; there are {', '.join(sorted(places))}"
+            f"{program.name} must run on {program.place!r}, but no host of the Ray cluster has that address or "
+            f"resource; known are {', '.join(sorted(places))}"
         )
 
     async def _wait_for(
@@ -132,20 +132,22 @@ class RayLauncher(Launcher):
     ) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                while not await asyncio.to_thread(group.wait, _LOOK_S):  # `ready` would start a Python only to answer
+                while not await asyncio.to_thread(
+                    group.wait, _LOOK_S
+                ):  # `ready` would start a Python process only to answer
                     pass
         except TimeoutError as error:
             needs = "; ".join(f"{it.name} needs {_amounts(b)}" for it, b in zip(programs, bundles, strict=True))
             raise ConfigError(
-                f"the Ray cluster had no room within {timeout_s:g} s: {needs}. It has "
+                f"the Ray cluster had too few free resources within {timeout_s:g} s: {needs}. It has "
                 f"{_amounts(self._ray.cluster_resources())}, of which are free: "
                 f"{_amounts(self._ray.available_resources()) or 'none'}. Add hosts, lower train.num_ranks or "
                 "servers.count, or raise run.start_timeout_s to wait longer"
             ) from error
 
 
-class _Room:
-    """A placement group of several processes; abandoned once none of them is left."""
+class _PlacementGroup:
+    """A placement group of several processes; removed once none of them is left."""
 
     def __init__(self, ray: Any, group: Any, num_left: int) -> None:
         self.ray = ray
@@ -160,17 +162,17 @@ class _Room:
     def leave(self) -> None:
         self._num_left -= 1
         if self._num_left == 0:
-            self.give_up()
+            self.release()
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         with contextlib.suppress(self.ray.exceptions.RayError, ConnectionError):
             self.ray.util.remove_placement_group(self.group)
 
 
 class _Actor(Launched):
-    """One process, seen through the actor that watches it."""
+    """One process, observed through the actor that watches it."""
 
-    def __init__(self, room: _Room, index: int, bundle: Mapping[str, float], name: str) -> None:
+    def __init__(self, room: _PlacementGroup, index: int, bundle: Mapping[str, float], name: str) -> None:
         self._room = room
         self._ray = ray = room.ray
         self._name = name
@@ -241,7 +243,7 @@ class _Actor(Launched):
         await self.forget()
 
     async def forget(self) -> None:
-        """End the actor; a process that still runs sees the end of its input."""
+        """End the actor, which closes the standard input of a process that still runs."""
         if not self._is_there:
             return
         self._is_there = False
@@ -258,7 +260,7 @@ class _Actor(Launched):
             self._ended = ProcessEnd(status, tuple(lines))
         except self._ray.exceptions.RayError as error:
             self._ended = ProcessEnd(
-                None, cause=f"its host {self._address}, or what watched it there: {_in_short(error)}"
+                None, cause=f"its host {self._address} or the actor there failed: {_in_short(error)}"
             )
         return self._ended
 
@@ -269,7 +271,7 @@ class _Actor(Launched):
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    """Return what the resources say of processors, GPUs and places."""
+    """Return the amounts of CPUs, GPUs and places as text."""
     left_out = ("memory", "object_store_memory", "node:")
     return ", ".join(
         f"{amount:g} {name}" for name, amount in sorted(resources.items()) if not name.startswith(left_out)

@@ -1,7 +1,6 @@
-"""One child process: started, watched and stopped.
+"""Starts, watches and stops one child process.
 
-A launcher for other hosts runs this class there, in whatever Python it finds, so the file needs nothing but the
-standard library.
+A launcher for other hosts runs this class there in any available Python, so this file uses only the standard library.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 NUM_LINES = 24
-"""How many lines of a log are quoted."""
+"""Number of lines of a log that are quoted."""
 _MAX_TAIL_BYTES = 1 << 16
 
 
 class Watcher:
-    """Starts one process and states how it ended. Lives in one event loop."""
+    """Starts one process and reports how it ended. An instance belongs to one event loop."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -37,9 +36,9 @@ class Watcher:
         directory: str | None = None,
         hides: str | None = None,
     ) -> int:
-        """Start the command in a directory, if there is one of that name, and return its process id.
+        """Start the command, in ``directory`` if that exists, and return its process id.
 
-        Variables that begin with ``hides`` are kept from it.
+        Environment variables that begin with ``hides`` are removed.
 
         Raises `OSError` if the command or the log cannot be opened.
         """
@@ -60,7 +59,7 @@ class Watcher:
 
     @property
     def status(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
+        """Exit status, negative for a signal; None while the process runs."""
         return None if self._process is None else self._process.returncode
 
     async def wait(self) -> tuple[int, tuple[str, ...]]:
@@ -81,11 +80,11 @@ class Watcher:
         return tuple(text.strip().splitlines()[-NUM_LINES:])
 
     async def ready(self) -> str | None:
-        """Return the contents of the ready file; None if there is none yet."""
+        """Return the contents of the ready file; None if it does not exist yet."""
         return self._contents()
 
     def _opened(self, appends: bool) -> IO[bytes]:
-        """Return the log, and remove the ready file of an earlier life."""
+        """Open the log, and remove the ready file of an earlier incarnation."""
         os.makedirs(os.path.dirname(self._log) or ".", exist_ok=True)
         if self._ready_file:
             with contextlib.suppress(FileNotFoundError):

@@ -1,1 +1,1 @@
-"""What is seen of a run: traces, trackers, exports and the page."""
+"""Observability of a run: traces, trackers, exports and the web page."""

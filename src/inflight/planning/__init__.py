@@ -1,6 +1,6 @@
-"""The planner: a run in simulated time with the live policies, its calibration from a run's events, and the search.
+"""The planner: simulates runs with the live policies, calibrates costs from recorded runs, and searches configurations.
 
-Nothing here loads torch, and only `inflight.planning.measuring` starts processes.
+This package does not load torch, and only `inflight.planning.measuring` starts processes.
 """
 
 from inflight.planning.costs import Endpoint, PublishCost, TokenTime, TrainerCost

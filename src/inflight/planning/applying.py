@@ -1,4 +1,4 @@
-"""Writes a configuration into a copy of a run's file, line by line, so that its comments stay."""
+"""Writes a configuration into a copy of a run's TOML file, line by line, so that comments are preserved."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from inflight.planning.candidates import Candidate
 
 
 def settings_of(candidate: Candidate, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``run.toml`` that make a configuration, by dotted key.
+    """Return the settings of ``run.toml`` that select a configuration, by dotted key.
 
-    ``run`` is what the file specifies now: tokens of a step are divided by its ranks.
+    ``run`` is the current content of the file; its number of ranks divides the tokens of a step.
     """
     num_ranks = run.get("train", {}).get("num_ranks", 1)
     conventional = {"run.conventional_steps": candidate.conventional_steps} if candidate.conventional_steps else {}
@@ -35,13 +35,12 @@ def settings_of(candidate: Candidate, run: Mapping[str, Any]) -> dict[str, Any]:
 def apply(candidate: Candidate, source: Path, target: Path) -> dict[str, Any]:
     """Write a copy of ``source`` with the settings of a configuration to ``target``; return the settings.
 
-    Raises `ConfigError` if ``source`` is not a run's file, starts its servers from a list of a mixed fleet, or
-    ``target`` exists.
+    Raises `ConfigError` if ``source`` is not the file of a run or configures a mixed fleet, or if ``target`` exists.
     """
     values = read_toml(source, "configuration")
     servers = values.get("servers", {})
     if servers.get("fleet") or servers.get("attach"):
-        raise ConfigError(f"{source} lists its servers itself: a plan sets servers.count, and cannot be applied to it")
+        raise ConfigError(f"{source} configures a mixed fleet: a plan sets servers.count, which does not apply to it")
     settings = settings_of(candidate, values)
     text = source.read_text(encoding="utf-8")
     for key, value in settings.items():
@@ -51,14 +50,14 @@ def apply(candidate: Candidate, source: Path, target: Path) -> dict[str, Any]:
         with target.open("x") as file:
             file.write(text)
     except FileExistsError as error:
-        raise ConfigError(f"{target} exists: remove it, or name another file with --output") from error
+        raise ConfigError(f"{target} already exists: remove it, or choose another file with --output") from error
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
     return settings
 
 
 def _with(text: str, section: str, name: str, value: Any) -> str:
-    """Return TOML with one value set, in its section; a comment after the old value is kept."""
+    """Return the TOML text with one value set in its section; a comment after the old value is kept."""
     line = f"{name} = {json.dumps(value)}"
     header = re.search(rf"^\[{section}\][^\n]*\n?", text, re.MULTILINE)
     if header is None:

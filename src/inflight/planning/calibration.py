@@ -1,7 +1,7 @@
-"""Costs of a run in simulated time, measured from the events of runs that were made.
+"""Measures the costs of simulated runs from the events of real runs.
 
-Only what the events say is used. Of a request they say when it began and came back, and the length of each completion;
-its completions are taken to advance evenly in between.
+Events record when a request began and ended, and the length of each completion. Completions are assumed to grow at a
+constant rate in between.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from inflight.planning.token_times import token_times
 from inflight.planning.traces import Trace
 
 _RARE = 0.03
-"""A number of working processes at which less than this share of the time was spent counts as the nearest one."""
+"""A number of working processes that was observed for less than this share of the time is merged with the nearest."""
 _ONE_LOAD = 0.3
-"""Spread of loads below which they count as one: runs of one mode have 0.1 to 0.3, of two modes 0.35 and more."""
+"""Spread of loads below which they count as a single load: 0.1 to 0.3 for runs of one mode, 0.35 or more for two."""
 _WINDOW = 64
-"""Measured groups that an item is drawn from: those sampled at versions nearest to its own."""
+"""Number of measured groups from which an item is drawn: those sampled at the nearest versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredGroups:
-    """Groups of runs, drawn for items again: completions of a group stay together, with their rewards."""
+    """Recorded groups from which simulated items are drawn, each with all of its completions and rewards."""
 
     groups: Sequence[tuple[int, tuple[int, ...], tuple[float, ...]]]
-    """Version that sampled them, lengths and rewards; by version."""
+    """The version that sampled each group, its lengths and its rewards, sorted by version."""
     num_prompt_tokens: int
     seed: int = 0
 
@@ -50,7 +50,7 @@ class MeasuredGroups:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a simulated run costs, in seconds."""
+    """The costs of a simulated run, in seconds."""
 
     token_time: TokenTime
     request_time: float
@@ -59,7 +59,7 @@ class Costs:
     publish: PublishCost
     score_time: float
     prompted: Callable[[int], Callable[[int, int], Prompted]] | None = None
-    """By the size of groups, what `Setup.prompted` is."""
+    """Returns `Setup.prompted` for a group size."""
     context_time: float = 0.0
     prompt_token_time: float = 0.0
     admission_time: float = 0.0
@@ -68,11 +68,11 @@ class Costs:
     mean_time_to_failure: float = math.inf
     restart_time: float = 0.0
     notes: dict[str, float] = field(default_factory=dict)
-    """How well the fits agree with what they were made from."""
+    """How well the fits agree with the measurements."""
 
     @property
     def is_of_one_load(self) -> bool:
-        """Whether endpoints were measured at about one load, so that token times at others are a guess."""
+        """Whether endpoints were measured at about one load only, so that token times at other loads are a guess."""
         return self.notes.get("load_spread", 1.0) < _ONE_LOAD
 
     def as_json(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def calibrate(directories: Sequence[Path], num_skipped: int = 3) -> Costs:
 def _step_times(
     traces: Sequence[Trace], loads: Sequence[Loads], begins: Sequence[float]
 ) -> tuple[TrainerCost, dict[int, float], float]:
-    """Return the cost of a step where nothing else works, the factors by how many work, and the mean relative error."""
+    """Return the cost of an undisturbed step, the slowdown by number of working processes, and the relative error."""
     rows: list[tuple[int, float, dict[int, float]]] = []
     for trace, load, begin in zip(traces, loads, begins, strict=True):
         tokens = {step["version"]: step["num_step_tokens"] for step in trace.steps}
@@ -144,7 +144,7 @@ def _step_times(
                 rows.append((tokens[train["version"]], train["end_s"] - train["start_s"], spent))
     _merge_rare([spent for _, _, spent in rows])
     fewest, *more = sorted({num for _, _, spent in rows for num in spent})
-    # A step takes what was spent with the fewest, and of the rest a share for each number, 1 over its factor.
+    # Time that was spent with more working processes counts as 1 over its factor.
     found = fit(
         [[1.0, float(tokens), *(-spent.get(num, 0.0) for num in more)] for tokens, _, spent in rows],
         [spent.get(fewest, 0.0) for _, _, spent in rows],
@@ -159,7 +159,7 @@ def _step_times(
 
 
 def _merge_rare(spent: Sequence[dict[int, float]]) -> None:
-    """Count the time with a rare number of processes as that of the nearest number which is not."""
+    """Add the time with a rare number of working processes to the nearest number that is not rare."""
     total: Counter[int] = Counter()
     for it in spent:
         total.update(it)
@@ -171,9 +171,9 @@ def _merge_rare(spent: Sequence[dict[int, float]]) -> None:
 
 
 def factors_of(numbers: Sequence[int], speeds: Sequence[float]) -> dict[int, float]:
-    """Return how much slower a process is by how many work, ascending; never faster than with fewer.
+    """Return the slowdown of a process by the number of working processes; it never decreases with that number.
 
-    Processes that share cores fairly are at most as many times slower as there are of them.
+    Processes that share cores fairly are slowed down at most by the ratio of their numbers.
     """
     factors: dict[int, float] = {}
     for num, speed in zip(numbers, speeds, strict=True):
@@ -184,7 +184,7 @@ def factors_of(numbers: Sequence[int], speeds: Sequence[float]) -> dict[int, flo
 def _publish_cost(
     traces: Sequence[Trace], loads: Sequence[Loads], begins: Sequence[float]
 ) -> tuple[PublishCost, dict[int, float]]:
-    """Return the cost of a publish where least works, and the factors by endpoints that do."""
+    """Return the cost of an undisturbed publish, and the slowdown by number of busy endpoints."""
     totals: dict[int, list[float]] = {}
     pauses, turnarounds = [], []
     for trace, load, begin in zip(traces, loads, begins, strict=True):
@@ -222,7 +222,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _groups_of(traces: Sequence[Trace]) -> tuple[list[tuple[int, tuple[int, ...], tuple[float, ...]]], int]:
-    """Return the groups of runs by version, and the mean tokens of a prompt."""
+    """Return the groups of runs sorted by version, and the mean number of prompt tokens."""
     groups, prompts = [], []
     for trace in traces:
         lengths = {}

@@ -1,4 +1,4 @@
-"""A configuration that might be run, and what it comes to in simulated time."""
+"""A candidate configuration, and its simulation."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from inflight.rollouts import HistoryStore, load_composer, load_scheduler, load_
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the planner chooses, by the names of ``run.toml``."""
+    """The settings that the planner chooses; fields have the names of ``run.toml``."""
 
     num_endpoints: int
     max_concurrent: int
     group_size: int
     tokens_per_step: int
     conventional_steps: int = 0
-    """0: the pipeline."""
+    """0: pipeline mode."""
     num_training_gpus: int = 1
-    """That share the tokens of a step."""
+    """Ranks among which the tokens of a step are divided."""
     max_lag: int = 8
     scheduler: str = "least_loaded"
     scheduler_params: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Candidate:
 
 
 def candidate_of(directory: Path) -> Candidate:
-    """Return the configuration of a run that was made."""
+    """Return the configuration of an existing run."""
     config = Trace.read(directory).config
     run, servers, train, rollouts = (config[name] for name in ("run", "servers", "train", "rollouts"))
     return Candidate(
@@ -63,14 +63,16 @@ def candidate_of(directory: Path) -> Candidate:
 
 
 def prompted_of(costs: Costs, group_size: int) -> Callable[[int, int], Prompted]:
-    """Return what is sampled for an item offered at a version. Raises `ConfigError` if no lengths are known."""
+    """Return the function that samples an item at a version. Raises `ConfigError` if the lengths are unknown."""
     if costs.prompted is None:
-        raise ConfigError("lengths of completions are unknown: give [prompts], or measure them with --from RUN_DIR")
+        raise ConfigError(
+            "the lengths of completions are unknown: add [prompts] to the plan, or measure them with --from RUN_DIR"
+        )
     return costs.prompted(group_size)
 
 
-def simulated(costs: Costs, candidate: Candidate, num_steps: int) -> SimulationResult:
-    """Simulate a configuration. Raises `ConfigError` if a policy does not take its parameters."""
+def simulate_candidate(costs: Costs, candidate: Candidate, num_steps: int) -> SimulationResult:
+    """Simulate a configuration. Raises `ConfigError` if a policy does not accept its parameters."""
     history = HistoryStore()
     scheduler = load_scheduler(
         candidate.scheduler,
@@ -116,6 +118,6 @@ def simulated(costs: Costs, candidate: Candidate, num_steps: int) -> SimulationR
 
 
 def predict(costs: Costs, candidate: Candidate, num_steps: int, num_skipped: int) -> RunMeasurements:
-    """Return what a run of a configuration should come to after its first ``num_skipped`` steps."""
-    steady = simulated(costs, candidate, num_steps).steady(num_skipped)
+    """Return the predicted measurements of a run after its first ``num_skipped`` steps."""
+    steady = simulate_candidate(costs, candidate, num_steps).steady(num_skipped)
     return RunMeasurements(steady.tokens_per_time, steady.steps_per_time, steady.age, steady.lag)

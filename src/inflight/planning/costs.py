@@ -1,6 +1,6 @@
-"""What things cost in simulated time: tokens of an endpoint by its load, steps of the trainer, publishes, sharing.
+"""The cost model of simulated runs: tokens by load, optimizer steps, publishes, and contention for cores.
 
-All times are in one unit, seconds where costs were measured.
+All times have the same unit, which is seconds for measured costs.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from inflight.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TokenTime:
-    """Time of one token of each running completion, by the number of completions that run: a curve through points.
+    """The time of one decode step as a function of the number of running completions, each of which gets one token.
 
-    Between two points it is linear, before the first one it is flat, and after the last one it continues with the
-    slope of the last two. One point is a constant. With a curve that begins flat this is a roofline.
+    The function interpolates linearly between points, is constant before the first, and extrapolates the last two. One
+    point is a constant. A curve that begins flat is a roofline.
     """
 
     points: tuple[tuple[float, float], ...]
-    """(running completions, time of a token), by completions, ascending."""
+    """Pairs (running completions, time of a token), in ascending order."""
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
         if not self.points or sizes != sorted(set(sizes)) or min(time for _, time in self.points) <= 0:
             raise ConfigError(
-                f"a curve of token times needs points (running completions, time above 0), ascending; not {self.points}"
+                f"token times must be pairs (running completions, time above 0) in ascending order, not {self.points}"
             )
 
     @classmethod
     def roofline(cls, base: float, knee: float = math.inf) -> TokenTime:
-        """Return ``base`` up to ``knee`` running completions, and in proportion to their number beyond it."""
+        """Return a curve that is ``base`` up to ``knee`` running completions and proportional to their number above."""
         if knee == math.inf:
             return cls(((1.0, base),))
         return cls(((knee, base), (2 * knee, 2 * base)))
@@ -53,29 +53,29 @@ class Endpoint:
 
     name: str
     capacity: int
-    """Completions that it may be given at a time."""
+    """The largest number of completions that it runs at a time."""
     token_time: TokenTime = field(default_factory=lambda: TokenTime.roofline(1.0))
     context_time: float = 0.0
-    """Added to the time of a token for each token of context that is read: running completions times the tokens of the
-    longest, prompt included. So it is where attention pads completions to the longest of them."""
+    """Added to the time of a token for each token of context: the number of running completions times the length of
+    the longest, including its prompt. This models attention that pads all completions to the longest."""
     prompt_token_time: float = 0.0
-    """For each token of a prompt, nothing else is sampled for so long. Completions of a request share their prompt."""
+    """How long sampling stops for each prompt token of a new request; its completions share the prompt."""
     admission_time: float = 0.0
-    """For each request, nothing else is sampled for so long; ``admission_time_each``: for each of its completions."""
+    """How long sampling stops for each new request; ``admission_time_each`` is added for each of its completions."""
     admission_time_each: float = 0.0
     request_time: float = 0.0
-    """From the end of the last completion of a request until the run has it."""
+    """Time from the end of the last completion of a request until the run receives the answer."""
     tokens_per_forward: float = 1.0
-    """1 and the drafted tokens that a forward accepts on average."""
+    """1 plus the mean number of drafted tokens that a forward accepts."""
     keeps_partials: bool = True
     mean_time_to_failure: float = math.inf
-    """Failures come at random, with this mean time between the start of the endpoint and its failure."""
+    """Failures are random, with this mean time from the start of the endpoint to its failure."""
     restart_time: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerCost:
-    """Time of an optimizer step: a part for each token, and a part for each step."""
+    """The time of an optimizer step: a constant plus a time for each token."""
 
     per_step: float = 0.0
     per_token: float = 0.0
@@ -86,27 +86,27 @@ class TrainerCost:
 
 @dataclass(frozen=True, slots=True)
 class PublishCost:
-    """From the end of a step until its version is served."""
+    """The time from the end of a step until its version is served."""
 
     total: float = 0.0
     pause: float = 0.0
-    """The last part of it, in which endpoints sample nothing."""
+    """The last part of ``total``, during which endpoints sample nothing."""
     turnaround: float = 0.0
-    """From there until the next step begins, if its batch is ready."""
+    """The time from then until the next step begins, if its batch is ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How much slower processes are that share the same cores.
+    """The slowdown of processes that share cores.
 
-    What was not measured is in proportion to the next larger number that was, or to the largest.
+    A factor that was not measured is scaled from the next larger number that was measured, or else from the largest.
     """
 
     shared: Mapping[int, float] = field(default_factory=dict)
-    """By how many of the endpoints and the trainer work: the factor on the time of each of them. Cores are shared
-    fairly, so that it is the same."""
+    """Factor on the time of each working process, by the number of endpoints and trainers that work. It is the same for
+    all, because cores are shared fairly."""
     publish: Mapping[int, float] = field(default_factory=dict)
-    """By endpoints that work: the factor on the time of a publish."""
+    """Factor on the time of a publish, by the number of working endpoints."""
 
     @property
     def is_any(self) -> bool:
@@ -120,7 +120,7 @@ class Contention:
 
 
 def _nearest(factors: Mapping[int, float], num: int) -> float:
-    """Return the factor for a number; one that was not measured is in proportion, as cores are shared fairly."""
+    """Return the factor for a number; a factor that was not measured is scaled, because cores are shared fairly."""
     if not factors or num in factors:
         return factors.get(num, 1.0)
     least = max((factor for known, factor in factors.items() if known < num), default=1.0)

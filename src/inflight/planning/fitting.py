@@ -1,4 +1,4 @@
-"""Least squares with coefficients that cannot be negative: small, exact, and without another package."""
+"""Exact non-negative least squares for a few columns, without a dependency."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from inflight.errors import ConfigError
 
 
 def fit(rows: Sequence[Sequence[float]], values: Sequence[float], sizes: Sequence[float] | None = None) -> list[float]:
-    """Return the coefficients, none negative, that come closest to ``values``.
+    """Return the non-negative coefficients that fit ``values`` best.
 
-    Squares are divided by ``sizes``, which are the values if they are not given, and above 0: sums agree then, which a
-    fit of relative errors would make too small where values scatter. Columns without a value get 0. Raises
-    `ConfigError` if there are no rows.
+    Squares are divided by ``sizes``, which must be above 0 and default to the values. The sums of fit and values then
+    agree; a fit of relative errors would be too small for scattered values. The coefficient of an all-zero column is 0.
+    Raises `ConfigError` if there are no rows.
     """
     import numpy
 
     if not len(rows):
-        raise ConfigError("there is nothing to fit: the run has too few steps")
+        raise ConfigError("the run has too few steps to fit costs to")
     target = numpy.asarray(values, float)
     weights = 1.0 / numpy.sqrt(numpy.maximum(target if sizes is None else sizes, 1e-9))
     return _fitted(numpy.asarray(rows, float) * weights[:, None], target * weights)
 
 
 def _fitted(matrix: Any, target: Any) -> list[float]:
-    """Return the least squares without negative coefficients: the best of every set of columns."""
+    """Return the best non-negative least-squares fit over all subsets of columns."""
     import numpy
 
     used = [i for i in range(matrix.shape[1]) if matrix[:, i].any()]

@@ -1,4 +1,4 @@
-"""A simulated group from its offer to a step, and what the policies see of it: real groups without real tokens."""
+"""Simulated groups. Policies see them as real groups whose tokens have no contents."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Spans = list[Span]
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """What will be sampled for one item. One entry per completion."""
+    """The simulated outcome of one item, with one entry per completion."""
 
     lengths: tuple[int, ...]
     prompt: str
-    """Identifies the prompt: items with the same text have the same one."""
+    """Identifies the prompt: items with equal texts share a prompt."""
     num_prompt_tokens: int = 0
     rewards: tuple[float, ...] = ()
-    """Empty: all are 0."""
+    """If empty, all rewards are 0."""
     waits: tuple[float, ...] = ()
-    """Time that the environment of each takes, in which it holds its slot and samples nothing. Empty: none."""
+    """Time that each completion spends in its environment, holding its slot. If empty, there is none."""
 
     def reward(self, completion: int) -> float:
         return self.rewards[completion] if self.rewards else 0.0
@@ -33,7 +33,7 @@ class Prompted:
 
 @dataclass(slots=True, eq=False)
 class SimulatedCompletion:
-    """What a simulated request has sampled of one completion, from its first token on."""
+    """The part of one completion that has been sampled so far."""
 
     spans: Spans
     is_whole: bool
@@ -48,7 +48,7 @@ class SimulatedCompletion:
 
 
 def continue_spans(partial: Any, server: SimulatedServer, job: Job, num_tokens: int) -> Spans:
-    """Return the spans of a completion with what a server has added; neighbours of one version become one."""
+    """Return the spans of a completion with those that a server added; adjacent spans of one version are merged."""
     before: Spans = partial.spans if partial is not None else []
     added = server.spans_of(job, num_tokens, before[-1].end if before else 0)
     if before and added and before[-1].version == added[0].version:
@@ -57,7 +57,7 @@ def continue_spans(partial: Any, server: SimulatedServer, job: Job, num_tokens: 
 
 
 def scored_group(prompted: Prompted, sampled: Sequence[SimulatedCompletion]) -> ScoredGroup:
-    """Return the rollouts and rewards of a group: rollouts without tokens, as the policies look at none."""
+    """Return the rollouts and rewards of a group. The rollouts have no token ids, which policies do not read."""
     prompt = range(prompted.num_prompt_tokens)
     rollouts = [
         Rollout(prompt, range(prompted.lengths[i]), (), cast(Any, one.spans), "stop", prompted.reward(i), 1.0)
@@ -67,12 +67,12 @@ def scored_group(prompted: Prompted, sampled: Sequence[SimulatedCompletion]) -> 
 
 
 def kept_tokens(rollout: Rollout, staleness: StalenessPolicy, version: int) -> Sequence[bool]:
-    """Return for each span of a rollout whether a step trains on it; the policy is shown one token of each."""
+    """Return for each span of a rollout whether a step trains on it; the policy judges one token of each span."""
     return staleness.mask([span.version for span in rollout.version_spans], version)
 
 
 def num_kept_tokens(group: Group, staleness: StalenessPolicy, version: int) -> int:
-    """Return what `inflight.rollouts.staleness.num_trained_tokens` does, in time that does not depend on lengths."""
+    """Return the same as `inflight.rollouts.staleness.num_trained_tokens`, in time that does not depend on lengths."""
     total = 0
     for rollout in group.rollouts:
         kept = kept_tokens(rollout, staleness, version)
@@ -85,5 +85,5 @@ def num_kept_tokens(group: Group, staleness: StalenessPolicy, version: int) -> i
 
 
 def whole_groups(group: Group, staleness: StalenessPolicy, version: int) -> int:
-    """Return 1 if a step trains on any token of a group: steps are then so many groups."""
+    """Return 1 if a step trains on any token of a group, and 0 otherwise, for steps that are measured in groups."""
     return int(any(any(kept_tokens(rollout, staleness, version)) for rollout in group.rollouts))

@@ -1,4 +1,4 @@
-"""What worked at each moment of a run, by its events: completions of each endpoint, and the trainer."""
+"""The load over time of a recorded run: running completions of each endpoint, and whether the trainer works."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any, NamedTuple
 from inflight.planning.traces import Trace
 
 State = tuple[int, bool]
-"""Endpoints that work, and whether the trainer trains or publishes."""
+"""The number of working endpoints, and whether the trainer trains or publishes."""
 
 
 class EndpointActivity(NamedTuple):
-    """What runs on an endpoint from a time on."""
+    """The load of an endpoint from a point in time on."""
 
     since: float
     num: int
     first: float
-    """When the longest completion would have had no token, its prompt included."""
+    """The time at which the longest completion, including its prompt, would have had zero tokens."""
     rate: float
-    """Tokens per second that it gets."""
+    """Tokens per second of the longest completion."""
 
     def context(self, start: float, end: float) -> float:
-        """Return the integral over a time of the completions times the tokens of the longest."""
+        """Return the integral over time of the running completions times the length of the longest."""
         return self.num * self.rate * (end - start) * ((start + end) / 2 - self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Running completions of each endpoint, as steps over time, and when the trainer trains."""
+    """Running completions of each endpoint, as step functions of time, and when the trainer works."""
 
     running: dict[str, list[EndpointActivity]]
     states: tuple[list[float], list[State]]
 
     @classmethod
     def of(cls, trace: Trace, num_prompt_tokens: int) -> Loads:
-        """Completions of a request are taken to advance evenly, and prompts to have so many tokens."""
+        """Assumes that completions grow at a constant rate, and that every prompt has ``num_prompt_tokens`` tokens."""
         sampled: dict[str, list[tuple[float, float, float, float]]] = {}
         for request in trace.requests:
             start, rate = request["start_s"], rate_of(request)
@@ -67,7 +67,7 @@ class Loads:
         return cls(running, (times, states))
 
     def between(self, start: float, end: float) -> Iterator[tuple[float, float, State]]:
-        """Yield the parts of a stretch of time with what worked in each."""
+        """Yield the start, end and state of each part of a time window."""
         times, states = self.states
         i = max(0, bisect.bisect_right(times, start) - 1)
         while i < len(times) and times[i] < end:
@@ -77,18 +77,18 @@ class Loads:
             i += 1
 
     def num_busy(self, start: float, end: float) -> float:
-        """Return how many endpoints work on average."""
+        """Return the mean number of working endpoints."""
         return sum((until - since) * state[0] for since, until, state in self.between(start, end)) / (end - start)
 
 
 def rate_of(request: Mapping[str, Any]) -> float:
-    """Return the tokens per second of the completion that got most in a request."""
+    """Return the tokens per second of the completion of a request that gained the most tokens."""
     most = max(part["num_tokens"] - part["num_before"] for part in request["parts"])
     return float(most / max(1e-9, request["end_s"] - request["start_s"]))
 
 
 def _steps(sampled: list[tuple[float, float, float, float]]) -> list[EndpointActivity]:
-    """Return what runs over time, of completions by their start, end, ``Running.first`` and rate."""
+    """Return the load over time from the start, end, ``EndpointActivity.first`` and rate of each completion."""
     changes = sorted([(it[0], 1, it) for it in sampled] + [(it[1], -1, it) for it in sampled], key=lambda it: it[:2])
     steps, number, longest = [EndpointActivity(0.0, 0, 0.0, 0.0)], 0, list[tuple[float, float, float]]()
     for time, change, (_, end, first, rate) in changes:
@@ -110,34 +110,34 @@ def _steps(sampled: list[tuple[float, float, float, float]]) -> list[EndpointAct
 
 
 class LoadPart(NamedTuple):
-    """A part of a stretch in which the same processes worked: averages over it."""
+    """Averages over a part of a stretch in which the set of working processes did not change."""
 
     seconds: float
     context: float
-    """Running completions times the tokens of the longest."""
+    """Running completions times the length of the longest."""
     num_working: int
-    """Endpoints and trainer."""
+    """The number of working endpoints and trainers."""
 
 
 @dataclass(slots=True)
 class Stretch:
-    """A part of a request: how many tokens its longest completion got in it, and what ran meanwhile."""
+    """A part of a request: the tokens that its longest completion gained, and the load meanwhile."""
 
     num_tokens: int
     seconds: float
     parts: list[LoadPart]
     size: int
-    """Completions of the request."""
+    """The number of completions of the request."""
     num_admitted: int
-    """Requests that began at the endpoint meanwhile, itself included."""
+    """Requests that began at the endpoint meanwhile, including this one."""
     is_last: bool
-    """Whether the request ends with it: it then has the time until the run has the answer."""
+    """Whether this is the end of the request, which includes the time until the run receives the answer."""
 
 
 def stretches_of(trace: Trace, load: Loads, begin: float) -> Iterator[Stretch]:
-    """Yield the requests of a run, cut where a version began to be served.
+    """Yield the requests of a run, split where a new version began to be served.
 
-    Spans say at which token that was, so a stretch in the middle has nothing but tokens.
+    Version spans record the token at which that happened, so a stretch in the middle consists of decoding only.
     """
     served = {publish["version"]: publish["end_s"] for publish in trace.publishes}
     begins: dict[str, list[float]] = {}
@@ -154,7 +154,7 @@ def stretches_of(trace: Trace, load: Loads, begin: float) -> Iterator[Stretch]:
         times, running = begins[request["endpoint"]], load.running[request["endpoint"]]
         for at, end, is_last in [*cuts, (longest["num_tokens"], request["end_s"], True)]:
             if end is None or end <= start or at <= token:
-                continue  # a publish that other endpoints had first, say
+                continue  # for example, another endpoint received this publish first
             parts = [
                 LoadPart(until - since, _mean_context(running, since, until), max(1, sum(state)))
                 for since, until, state in load.between(start, end)
@@ -166,7 +166,7 @@ def stretches_of(trace: Trace, load: Loads, begin: float) -> Iterator[Stretch]:
 
 
 def _mean_context(steps: Sequence[EndpointActivity], start: float, end: float) -> float:
-    """Return the mean over a time of the running completions times the tokens of the longest."""
+    """Return the mean over time of the running completions times the length of the longest."""
     i = max(0, bisect.bisect_right(steps, start, key=lambda step: step.since) - 1)
     context = 0.0
     while i < len(steps) and steps[i].since < end:

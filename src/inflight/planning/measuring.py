@@ -1,4 +1,4 @@
-"""Live measurements in place of simulations: short runs of a machine, one after another (as Spreeze tunes itself)."""
+"""Measures configurations by short real runs, one after another, instead of simulating them (as Spreeze does)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from inflight.planning.applying import settings_of
 from inflight.planning.candidates import Candidate
 from inflight.planning.outcome import Steady
 from inflight.planning.plan import SearchPlan
-from inflight.planning.search import Planned
-from inflight.planning.traces import measured
+from inflight.planning.search import EvaluatedCandidate
+from inflight.planning.traces import measurements_of
 
 
 def base_of(path: Path) -> Candidate:
-    """Return the configuration of a run's file. Raises `ConfigError` if it lists its servers itself."""
+    """Return the configuration in the TOML file of a run. Raises `ConfigError` if it configures a mixed fleet."""
     from inflight.run.config import load_config
 
     config = load_config(path)
     servers = config.servers
     if servers.fleet or servers.attach.urls or servers.attach.others_may_come:
-        raise ConfigError(f"{path} lists its servers itself: --measure sets servers.count, and cannot be used with it")
+        raise ConfigError(f"{path} configures a mixed fleet: --measure sets servers.count, which does not apply to it")
     return Candidate(
         config.servers.count,
         config.servers.max_concurrent,
@@ -41,8 +41,8 @@ def base_of(path: Path) -> Candidate:
 
 def measure(
     source: Path, wanted: Sequence[Candidate], plan: SearchPlan, limit_s: float, on_progress: Callable[[int], None]
-) -> list[Planned]:
-    """Make a run of ``search.num_steps`` steps of every configuration, in a directory that is removed afterwards.
+) -> list[EvaluatedCandidate]:
+    """Do a run of ``search.num_steps`` steps with every configuration, in a directory that is removed afterwards.
 
     Nothing else should use the machine. Raises `ConfigError` if one fails or takes longer than ``limit_s``.
     """
@@ -58,7 +58,7 @@ def measure(
                 "run.checkpoint_every_steps": num_steps,
             }
             _run(source, settings, limit_s)
-            found.append(Planned(candidate, _steady(directory, num_steps // 5), 0))
+            found.append(EvaluatedCandidate(candidate, _steady(directory, num_steps // 5), 0))
             on_progress(len(found))
     return found
 
@@ -78,9 +78,9 @@ def _run(source: Path, settings: dict[str, Any], limit_s: float) -> None:
 
 
 def _steady(directory: Path, num_skipped: int) -> Steady:
-    """Return what a run came to. When an endpoint runs something at all, a run does not write down."""
+    """Return the averages of a run. A run does not record when each endpoint is busy."""
     num_skipped = max(1, num_skipped)
-    whole = measured(directory, num_skipped)
+    whole = measurements_of(directory, num_skipped)
     steps = [*read_steps(directory)]
     begin, end = steps[num_skipped - 1]["time_s"], steps[-1]["time_s"]
     trained = sum(

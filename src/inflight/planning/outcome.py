@@ -1,4 +1,4 @@
-"""What a simulated run did: totals, and a row for each step."""
+"""The result of a simulated run: totals, and a row for each step."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ class StepRow:
     """One optimizer step."""
 
     time: float
-    """When its version was there for the run to continue."""
+    """When its version was served and the run continued."""
     num_tokens: int
-    """Training tokens, prompts included."""
+    """Training tokens, including prompts."""
     num_sequences: int
     age: float
-    """Mean over its completions of the step's version minus the one of their first token."""
+    """Mean over the trained completions of the step's version minus the version of their first token."""
     lag: float
-    """Mean over its tokens of the step's version minus theirs."""
+    """Mean over the trained tokens of the step's version minus the version that sampled them."""
     busy_time: float
-    """Until then, of all endpoints, time in which they ran something; ``slot_time``: held slots times time."""
+    """Total time so far in which endpoints were busy, summed over endpoints; ``slot_time``: held slots times time."""
     slot_time: float
     train_time: float
 
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Averages over the steps after the first ones, in which pipelines fill."""
+    """Averages over all steps but the first ones, during which the pipeline fills."""
 
     tokens_per_time: float
     steps_per_time: float
     age: float
     lag: float
     busy_share: float
-    """Of the endpoints' time, that with something running."""
+    """The share of the endpoints' time in which they were busy."""
     slot_share: float
-    """Of all slots, those held."""
+    """The share of all slots that were held."""
     train_share: float
 
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What a simulated run did. Times are in the unit of its costs."""
+    """The result of a simulated run. Times are in the unit of its costs."""
 
     time: float = 0.0
     num_tokens: int = 0
-    """Training tokens of trained groups, prompts included."""
+    """Training tokens of trained groups, including prompts."""
     num_completions: int = 0
-    """That finished."""
+    """Completions that finished."""
     num_lost_tokens: int = 0
-    """Sampled, and thrown away because their completion started again."""
+    """Sampled tokens that were discarded because their completion restarted."""
     num_slots: int = 0
     busy: dict[str, float] = field(default_factory=dict)
-    """Time with something running, by endpoint; ``slot_time``: held slots times time."""
+    """Busy time by endpoint; ``slot_time``: held slots times time."""
     slot_time: dict[str, float] = field(default_factory=dict)
     train_time: float = 0.0
     group_lags: list[int] = field(default_factory=list)
-    """For each trained group, the trainer's version minus the version when it was first issued."""
+    """For each trained group, the step's version minus the version at which it was first issued."""
     trained: list[int] = field(default_factory=list)
     """Items in the order in which they were trained."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Groups by reason, as the ledger counts them."""
+    """Dropped groups by reason, as the ledger counts them."""
     ages: Counter[int] = field(default_factory=Counter)
     """Trained completions by the lag of their first token."""
     lags: Counter[int] = field(default_factory=Counter)
@@ -72,11 +72,11 @@ class SimulationResult:
     steps: list[StepRow] = field(default_factory=list)
     law: LittlesLaw = field(default_factory=LittlesLaw)
     scheduler: Mapping[str, float] = field(default_factory=dict)
-    """The scheduler's own figures."""
+    """Statistics of the scheduler."""
 
     @property
     def utilisation(self) -> float:
-        """Share of the time in which an endpoint runs something, averaged over the endpoints."""
+        """Share of the time in which an endpoint is busy, averaged over the endpoints."""
         return sum(self.busy.values()) / (len(self.busy) * self.time)
 
     @property

@@ -1,14 +1,14 @@
-"""Where a speed-up over conventional RL comes from: its parts, whose product it is.
+"""Splits the speed-up over conventional RL into factors.
 
-Each part is the ratio of two simulated runs that differ in one thing, in this order:
+Each factor is the ratio of the speeds of two simulated runs that differ in one respect, in this order:
 
-- memory: endpoints keep the memory that trainers shared with them, and take more completions (LlamaRL's theorem);
-- stragglers: completions of a phase are all equally long, so that none is waited for;
-- bubbles: sampling and training continue at the same time, on devices of their own, with the true lengths again;
-- drafts: what is drafted counts.
+- memory: endpoints no longer share memory with trainers and run more completions (LlamaRL's theorem);
+- stragglers: all completions of a phase have the same length, so that nothing waits for the longest;
+- bubbles: sampling and training run concurrently on separate devices, with the true lengths;
+- drafts: speculative drafts are enabled.
 
-Stragglers and bubbles are parts of what the pipeline removes. Where the pipeline itself waits for its longest
-completions, the part of the bubbles is smaller for it, and may be below 1.
+The pipeline removes both stragglers and bubbles. If the pipeline itself waits for its longest completions, the factor
+of bubbles is smaller and may be below 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.planning.calibration import Costs
-from inflight.planning.candidates import Candidate, simulated
+from inflight.planning.candidates import Candidate, simulate_candidate
 from inflight.planning.groups import Prompted
 
 
@@ -35,18 +35,18 @@ class Parts:
 
     @property
     def product(self) -> float:
-        """The whole speed-up."""
+        """The total speed-up."""
         return self.memory * self.stragglers * self.bubbles * self.drafts
 
 
 def parts_of(costs: Costs, conventional: Candidate, pipeline: Candidate, num_steps: int) -> Parts:
-    """Return the parts of the speed-up of a pipeline over a conventional run without drafts."""
+    """Return the factors of the speed-up of a pipeline over a conventional run without drafts."""
     plain = dataclasses.replace(costs, tokens_per_forward=1.0)
     roomy = dataclasses.replace(conventional, max_concurrent=pipeline.max_concurrent)
-    even = dataclasses.replace(plain, prompted=_even(costs))
+    even = dataclasses.replace(plain, prompted=_with_equal_lengths(costs))
 
     def speed(costs: Costs, candidate: Candidate) -> float:
-        return simulated(costs, candidate, num_steps).steady(num_steps // 5).tokens_per_time
+        return simulate_candidate(costs, candidate, num_steps).steady(num_steps // 5).tokens_per_time
 
     speeds = [
         speed(plain, conventional),
@@ -58,8 +58,8 @@ def parts_of(costs: Costs, conventional: Candidate, pipeline: Candidate, num_ste
     return Parts(*(after / before for before, after in itertools.pairwise(speeds)))
 
 
-def _even(costs: Costs) -> Callable[[int], Callable[[int, int], Prompted]]:
-    """Return prompts whose completions have the mean length of all."""
+def _with_equal_lengths(costs: Costs) -> Callable[[int], Callable[[int, int], Prompted]]:
+    """Return prompts whose completions all have the mean length."""
     of_size = costs.prompted
     assert of_size is not None
 

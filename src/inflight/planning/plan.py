@@ -1,4 +1,4 @@
-"""What ``inflight plan`` is asked: one typed model, read from TOML, of the machine, its costs and what to search."""
+"""The input of ``inflight plan``, read from TOML: the machine, its costs, and the configurations to try."""
 
 from __future__ import annotations
 
@@ -17,63 +17,63 @@ from inflight.planning.groups import Prompted
 
 
 class HardwareSection(Section):
-    """The GPUs that are divided between endpoints and trainer."""
+    """The GPUs that are divided between endpoints and the trainer."""
 
     gpus: int = Field(ge=2)
     gpus_per_endpoint: int = Field(default=1, ge=1)
     trainer_unit: int = Field(default=1, ge=1)
-    """GPUs of the trainer come in multiples of this."""
+    """The number of trainer GPUs must be a multiple of this."""
 
 
 class GenerationSection(Section):
     """One endpoint."""
 
     token_s: tuple[tuple[float, float], ...]
-    """(running completions, seconds of a token), ascending: the rows of ``inflight bench engine``, or a roofline."""
+    """Pairs (running completions, seconds per token), ascending, as ``inflight bench engine`` prints them."""
     max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
     conventional_max_concurrent: int | None = Field(default=None, ge=1)
-    """Where trainer and endpoint share the memory of the same GPUs. None: the same."""
+    """``max_concurrent`` in conventional mode, where trainer and endpoints share GPU memory. None: the same."""
     prompt_token_s: float = Field(default=0.0, ge=0)
     request_s: float = Field(default=0.0, ge=0)
     drafted_tokens: float = Field(default=0.0, ge=0)
-    """Drafted tokens that a verification accepts on average."""
+    """Mean number of drafted tokens that a verification accepts."""
     mean_hours_to_failure: float | None = Field(default=None, gt=0)
-    """Of one endpoint. None: it never fails."""
+    """Mean time to failure of one endpoint. None: it never fails."""
     restart_s: float = Field(default=60.0, ge=0)
 
 
 class TrainingSection(Section):
-    """One optimizer step; what it costs for each token is divided by the trainer's GPUs."""
+    """One optimizer step. The cost per token is divided by the number of trainer GPUs."""
 
     step_s: float = Field(default=0.0, ge=0)
     token_gpu_s: float = Field(gt=0)
-    """Seconds of one GPU for one token, forward and backward."""
+    """GPU seconds for one token, forward and backward."""
 
 
 class PublishSection(Section):
-    """From the end of a step until its version is served."""
+    """The time from the end of a step until its version is served."""
 
     total_s: float = Field(default=0.0, ge=0)
     pause_s: float = Field(default=0.0, ge=0)
 
 
 class PromptsSection(Section):
-    """Lengths of completions: log-normal between prompts, and among the completions of one prompt."""
+    """The distribution of completion lengths: log-normal across prompts, and across the completions of one prompt."""
 
     median_tokens: float = Field(gt=0)
     sigma: float = Field(default=0.9, ge=0)
-    """Of the logarithm, between prompts."""
+    """Standard deviation of the logarithm across prompts."""
     sigma_within: float = Field(default=0.15, ge=0)
-    """Of the logarithm, among completions of one prompt."""
+    """Standard deviation of the logarithm across completions of one prompt."""
     max_tokens: int = Field(ge=1)
     prompt_tokens: int = Field(default=0, ge=0)
     num_prompts: int = Field(default=1_000_000, ge=1)
-    """Distinct ones: fewer than are sampled come back in later epochs, and have a history by then."""
+    """Number of distinct prompts. If more items are sampled, prompts repeat in later epochs and then have a history."""
     environment_s: float = Field(default=0.0, ge=0)
-    """Time that the environment of one completion takes, exponential, in which its slot is held."""
+    """Mean time in the environment per completion, exponentially distributed; the slot is held meanwhile."""
 
     def prompted(self, group_size: int, seed: int, item: int) -> Prompted:
-        """Return what is sampled for an item."""
+        """Return the simulated outcome of an item."""
         prompt = item % self.num_prompts
         draw = random.Random(f"{seed}:{prompt}").normalvariate(0.0, self.sigma)
         own = random.Random(f"{seed}:{prompt}:{item}")
@@ -87,30 +87,30 @@ class PromptsSection(Section):
 
 
 T = TypeVar("T")
-Tried = Annotated[tuple[T, ...], Field(min_length=1)]
+NonEmpty = Annotated[tuple[T, ...], Field(min_length=1)]
 
 
 class SearchSection(Section):
-    """What is tried: every combination."""
+    """The values to try, in every combination."""
 
     mode: tuple[Literal["pipeline", "conventional"], ...] = ("pipeline", "conventional")
-    endpoints: Tried[int] | None = None
-    """None: with ``[hardware]`` about ten splits of its GPUs, else as many as the run had."""
+    endpoints: NonEmpty[int] | None = None
+    """None: about ten splits of the GPUs in ``[hardware]``, or without it the number in the measured run."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    """None: as the run had."""
-    group_size: Tried[int] | None = None
-    max_lag: Tried[int] = (1, 2, 4, 8)
-    """Of the pipeline."""
-    conventional_steps: Tried[int] = (1, 4)
-    max_concurrent: Tried[int] | None = None
-    scheduler: Tried[str] = ("least_loaded",)
+    """None: the value of the measured run."""
+    group_size: NonEmpty[int] | None = None
+    max_lag: NonEmpty[int] = (1, 2, 4, 8)
+    """Applies to pipeline mode."""
+    conventional_steps: NonEmpty[int] = (1, 4)
+    max_concurrent: NonEmpty[int] | None = None
+    scheduler: NonEmpty[str] = ("least_loaded",)
     num_steps: int = Field(default=24, ge=4)
-    """Simulated steps; the first fifth is not counted."""
+    """Number of simulated steps; the first fifth is not counted."""
     seed: int = 0
 
 
 class SearchPlan(Section):
-    """A plan. What it leaves out is taken from the runs given with ``--from``."""
+    """A plan. Values that it leaves out are measured from the runs given with ``--from``."""
 
     hardware: HardwareSection | None = None
     generation: GenerationSection | None = None

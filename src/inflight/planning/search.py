@@ -1,4 +1,4 @@
-"""Simulates every configuration of a plan, and finds those that no other beats in both speed and age."""
+"""Simulates every configuration of a plan, and finds the Pareto front of speed and token age."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from dataclasses import dataclass
 
 from inflight.errors import ConfigError
 from inflight.planning.calibration import Costs
-from inflight.planning.candidates import Candidate, prompted_of, simulated
+from inflight.planning.candidates import Candidate, prompted_of, simulate_candidate
 from inflight.planning.costs import Contention, PublishCost, TokenTime, TrainerCost
 from inflight.planning.outcome import Steady
 from inflight.planning.plan import SearchPlan
 
 _NUM_SPLITS = 10
 _MAX_COMPLETIONS = 50_000_000
-"""Of all simulations of a search: at some 20,000 a second, the better part of an hour."""
+"""Limit for all simulations of a search; at about 20,000 per second, they take most of an hour."""
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A configuration, and what it comes to."""
+class EvaluatedCandidate:
+    """A configuration and its simulated outcome."""
 
     candidate: Candidate
     steady: Steady
     num_dropped: int
-    """Groups that no step trained on."""
+    """Number of groups that no step trained on."""
 
 
 def costs_of(plan: SearchPlan, measured: Costs | None) -> Costs:
-    """Return the values of a plan, or measured ones where it has none. Raises `ConfigError` if both lack a value."""
+    """Return the costs in a plan, completed by measured ones. Raises `ConfigError` if both lack a value."""
     if measured is None:
         missing = [it for it in ("generation", "training", "prompts", "hardware") if getattr(plan, it) is None]
         if missing:
             raise ConfigError(
-                f"the plan has no section {', '.join(missing)}: write it, or measure it with --from RUN_DIR"
+                f"the plan has no section {', '.join(missing)}: add it, or measure it with --from RUN_DIR"
             )
         blank = PublishCost()
         measured = Costs(TokenTime(((1.0, 1.0),)), 0.0, Contention(), TrainerCost(), blank, 0.0)
     costs = measured
-    if plan.hardware is not None:  # every endpoint has GPUs of its own
+    if plan.hardware is not None:  # every endpoint has its own GPUs
         costs = dataclasses.replace(costs, contention=Contention())
     if (generation := plan.generation) is not None:
         failing = generation.mean_hours_to_failure
@@ -71,9 +71,9 @@ def costs_of(plan: SearchPlan, measured: Costs | None) -> Costs:
 
 
 def candidates(plan: SearchPlan, base: Candidate | None, *, knows_lengths: bool = True) -> Iterator[Candidate]:
-    """Yield every combination that the plan asks for; ``base`` is the configuration of the run that was measured.
+    """Yield every combination of the plan; ``base`` is the configuration of the measured run.
 
-    ``knows_lengths``: lengths are those that were measured, so that groups must be as large.
+    With ``knows_lengths``, lengths come from measured groups, so only their group size can be tried.
     """
     search, hardware, generation = plan.search, plan.hardware, plan.generation
     if base is None:
@@ -84,8 +84,8 @@ def candidates(plan: SearchPlan, base: Candidate | None, *, knows_lengths: bool 
     sizes = search.group_size or (base.group_size,)
     if knows_lengths and plan.prompts is None and {*sizes} != {base.group_size}:
         raise ConfigError(
-            f"the run has groups of {base.group_size}, and lengths of other groups are unknown: give [prompts], or "
-            f"search.group_size = [{base.group_size}]"
+            f"the run has groups of {base.group_size}, and lengths for other group sizes are unknown: add [prompts], "
+            f"or set search.group_size = [{base.group_size}]"
         )
     base = dataclasses.replace(
         base, tokens_per_step=search.tokens_per_step or base.tokens_per_step, conventional_steps=0
@@ -126,25 +126,25 @@ def candidates(plan: SearchPlan, base: Candidate | None, *, knows_lengths: bool 
 
 
 def splits(gpus: int, per_endpoint: int, unit: int) -> list[int]:
-    """Return about ten numbers of endpoints, evenly from one to as many as leave one unit for the trainer."""
+    """Return about ten evenly spaced numbers of endpoints; the largest leaves one unit for the trainer."""
     most = (gpus - unit) // per_endpoint
     if most < 1:
-        raise ConfigError(f"{gpus} GPUs do not suffice for an endpoint of {per_endpoint} GPUs and a trainer of {unit}")
+        raise ConfigError(f"{gpus} GPUs are too few for an endpoint of {per_endpoint} GPUs and a trainer of {unit}")
     return sorted({max(1, round(most * i / _NUM_SPLITS)) for i in range(1, _NUM_SPLITS + 1)})
 
 
-def planned(costs: Costs, candidate: Candidate, num_steps: int) -> Planned:
+def evaluate_candidate(costs: Costs, candidate: Candidate, num_steps: int) -> EvaluatedCandidate:
     """Simulate one configuration."""
-    outcome = simulated(costs, candidate, num_steps)
-    return Planned(candidate, outcome.steady(num_steps // 5), outcome.dropped.total())
+    outcome = simulate_candidate(costs, candidate, num_steps)
+    return EvaluatedCandidate(candidate, outcome.steady(num_steps // 5), outcome.dropped.total())
 
 
 def search(
     costs: Costs, wanted: Sequence[Candidate], num_steps: int, on_progress: Callable[[int], None] = lambda _: None
-) -> list[Planned]:
+) -> list[EvaluatedCandidate]:
     """Return the outcomes of simulated configurations; ``on_progress`` is called with the number that are complete.
 
-    Raises `ConfigError` if that would take hours.
+    Raises `ConfigError` if the search would take hours.
     """
     num = sum(num_completions(costs, candidate, num_steps) for candidate in wanted)
     if num > _MAX_COMPLETIONS:
@@ -155,22 +155,22 @@ def search(
         )
     found = []
     for candidate in wanted:
-        found.append(planned(costs, candidate, num_steps))
+        found.append(evaluate_candidate(costs, candidate, num_steps))
         on_progress(len(found))
     return found
 
 
 def num_completions(costs: Costs, candidate: Candidate, num_steps: int) -> float:
-    """Return about how many completions a simulation samples: those of its steps, and what fills all slots."""
+    """Return the approximate number of completions of a simulation: those of its steps and those that fill slots."""
     prompted = prompted_of(costs, candidate.group_size)
     groups = [prompted(item, 0) for item in range(32)]
     tokens = statistics.fmean(length + it.num_prompt_tokens for it in groups for length in it.lengths)
     return num_steps * candidate.tokens_per_step / tokens + candidate.num_endpoints * candidate.max_concurrent
 
 
-def pareto(found: Sequence[Planned]) -> list[Planned]:
+def pareto(found: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
     """Return the configurations that no other beats in tokens per second without older tokens; fastest first."""
-    best: list[Planned] = []
+    best: list[EvaluatedCandidate] = []
     for it in sorted(found, key=lambda it: (-it.steady.tokens_per_time, it.steady.lag)):
         if not best or it.steady.lag < best[-1].steady.lag:
             best.append(it)

@@ -1,7 +1,7 @@
-"""One endpoint in simulated time. It has a clock that counts the tokens of a completion that always runs.
+"""One simulated endpoint. Its clock counts the tokens of an imaginary completion that always runs.
 
-Every running completion gets a token whenever the clock passes a whole token of it, so one heap, by the clock at which
-each ends, holds all that must be known; an event costs the logarithm of what runs.
+Every running completion gains tokens at the rate of the clock, so a heap of the clock values at which completions end
+is all the state that is needed. The cost of an event is logarithmic in the number of running completions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 from inflight.planning.costs import Endpoint
 
 Key = tuple[str, int]
-"""Request and number of a completion."""
+"""The request of a completion, and its number in the request."""
 
 
 class Span(NamedTuple):
-    """Tokens that one version sampled: an `inflight.wire.VersionSpan` that costs less to make."""
+    """Tokens that one version sampled; cheaper to construct than `inflight.wire.VersionSpan`."""
 
     start: int
     end: int
@@ -29,11 +29,11 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A completion that runs, or ran until it ended or was removed."""
+    """A completion that runs, has ended or was removed."""
 
     key: Key
     began: float
-    """Clock of the endpoint when it began here."""
+    """Clock of the endpoint when the completion began here."""
     end: float
     """Clock at which its last token is sampled."""
     is_running: bool = True
@@ -41,42 +41,42 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class SimulatedServer:
-    """What runs on one endpoint at ``now``; all methods but `advance` and `next_end` are for that moment."""
+    """The state of one endpoint at ``now``. Methods other than `advance` and `next_end` act at that time."""
 
     endpoint: Endpoint
     now: float = 0.0
     clock: float = 0.0
     num_running: int = 0
     num_held: int = 0
-    """Slots that requests hold, with completions that have ended before others of their request."""
+    """Slots held by requests, including those of completions that ended before others of their request."""
     slowdown: float = 1.0
-    """Factor on the time of a token."""
+    """Factor on the time of each token."""
     blocked_until: float = 0.0
-    """Nothing is sampled before."""
+    """Nothing is sampled before this time."""
     busy_time: float = 0.0
-    """Time in which something ran."""
+    """Total time with at least one running completion."""
     slot_time: float = 0.0
     """Held slots times time."""
     stamp: int = 0
-    """Counts the changes that move `next_end`."""
+    """Incremented by every change that affects `next_end`."""
     jobs: dict[Key, Job] = field(default_factory=dict)
     is_open: bool = True
     _heap: list[tuple[float, int, Job]] = field(default_factory=list)
     _longest: list[tuple[float, int, Job]] = field(default_factory=list)
-    """The longest first, by the clock at which each would have had no token; kept only if the context costs time."""
+    """A heap by the clock at which each completion would have had zero tokens; used only if context costs time."""
     _serial: itertools.count[int] = field(default_factory=itertools.count)
     _times: list[float] = field(init=False)
-    """Time of a token by running completions."""
+    """Time of a token by number of running completions."""
     _clocks: list[float] = field(default_factory=lambda: [0.0])
     _versions: list[int] = field(default_factory=lambda: [0])
-    """Versions served, and the clock from which on."""
+    """The served versions; ``_clocks`` has the clock at which each began."""
 
     def __post_init__(self) -> None:
         endpoint = self.endpoint
         self._times = [endpoint.token_time(i) / endpoint.tokens_per_forward for i in range(endpoint.capacity + 1)]
 
     def _token_time(self) -> tuple[float, float]:
-        """Return the time of a token of each completion, and by how much that of each further one is longer."""
+        """Return the time of the next token, and by how much each further token takes longer than the one before."""
         time = self._times[self.num_running] * self.slowdown
         if not self.endpoint.context_time or not self.num_running:
             return time, 0.0
@@ -87,7 +87,7 @@ class SimulatedServer:
         return time + growth * (self.clock - longest[0][0]), growth
 
     def advance(self, now: float) -> None:
-        """Let time pass."""
+        """Advance to the time ``now``."""
         elapsed = now - self.now
         if elapsed > 0.0:
             if self.num_running:
@@ -95,13 +95,13 @@ class SimulatedServer:
                 sampling = now - self.blocked_until if self.blocked_until > self.now else elapsed
                 if sampling > 0.0:
                     time, growth = self._token_time()
-                    # What solves sampling = time * tokens + growth * tokens ** 2 / 2.
+                    # The solution of sampling = time * tokens + growth * tokens ** 2 / 2.
                     self.clock += 2 * sampling / (time + math.sqrt(time * time + 2 * growth * sampling))
             self.slot_time += elapsed * self.num_held
             self.now = now
 
     def next_end(self) -> float:
-        """Return when a completion ends, if nothing changes before; infinite if none runs."""
+        """Return when the next completion ends if nothing changes before; infinity if none runs."""
         heap = self._heap
         while heap and not heap[0][2].is_running:
             heapq.heappop(heap)
@@ -112,7 +112,7 @@ class SimulatedServer:
         return max(self.now, self.blocked_until) + left * (time + growth * left / 2)
 
     def begin(self, key: Key, num_tokens: float, num_before: int = 0) -> None:
-        """Start a completion that has so many tokens to go, after so many with its prompt."""
+        """Start a completion with ``num_tokens`` left to sample, after ``num_before`` tokens including its prompt."""
         job = self.jobs[key] = Job(key, self.clock, self.clock + num_tokens)
         heapq.heappush(self._heap, (job.end, next(self._serial), job))
         if self.endpoint.context_time:
@@ -120,7 +120,7 @@ class SimulatedServer:
         self.num_running += 1
 
     def take_ended(self, *, at_least_one: bool) -> list[Job]:
-        """Remove and return the completions that have ended; ``at_least_one``: the next has, whatever rounding says."""
+        """Remove and return the completions that have ended. With ``at_least_one``, the next one counts as ended."""
         heap, ended = self._heap, list[Job]()
         while heap:
             end, _, job = heap[0]
@@ -137,22 +137,22 @@ class SimulatedServer:
         return ended
 
     def remove(self, key: Key) -> int:
-        """End a running completion; return how many tokens it has got here."""
+        """End a running completion; return the number of tokens that it gained here."""
         job = self.jobs.pop(key)
         job.is_running = False
         self.num_running -= 1
         return max(0, min(math.floor(self.clock - job.began + 1e-9), math.ceil(job.end - job.began) - 1))
 
     def block(self, until: float) -> None:
-        """Sample nothing before a time."""
+        """Sample nothing before the time ``until``."""
         self.blocked_until = max(self.blocked_until, until)
 
     def delay(self, duration: float) -> None:
-        """Sample nothing for so long, once what blocks it already is over."""
+        """Sample nothing for ``duration`` after any earlier block has ended."""
         self.blocked_until = max(self.blocked_until, self.now) + duration
 
     def serve(self, version: int) -> None:
-        """Sample tokens with another version from now on."""
+        """Sample tokens with this version from now on."""
         if self._clocks[-1] == self.clock:
             self._versions[-1] = version
         else:
@@ -182,7 +182,7 @@ class SimulatedServer:
         return spans
 
     def _forget(self) -> None:
-        """Drop the versions that no running completion has a token of."""
+        """Drop the versions that sampled no token of a running completion."""
         oldest = min((job.began for job in self.jobs.values()), default=self.clock)
         first = max(0, bisect.bisect_right(self._clocks, oldest) - 1)
         del self._clocks[:first], self._versions[:first]

@@ -1,4 +1,4 @@
-"""What a simulated run is made of: the policies of a live run, its workload, and what things cost."""
+"""The setup of a simulated run: the policies of a live run, its workload, and its costs."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from inflight.rollouts.step_queue import StepRules
 
 @dataclass(frozen=True)
 class Setup:
-    """A run to simulate. The policies are used up: a scheduler that has seen one run cannot begin another."""
+    """A run to simulate. Its policies have state, so a scheduler that has been used cannot begin another run."""
 
     scheduler: Scheduler
     history: HistoryStore
-    """The scheduler's own."""
+    """The history that the scheduler reads."""
     endpoints: Sequence[Endpoint]
     prompted: Callable[[int, int], Prompted]
-    """What is sampled for an item that is offered at a version."""
+    """Returns the simulated outcome of an item that is offered at a version."""
     step_size: int
     num_steps: int
     unit: Literal["tokens", "groups"] = "tokens"
-    """Of ``step_size``."""
+    """The unit of ``step_size``."""
     staleness: StalenessPolicy = field(default_factory=lambda: MaxLag(8))
     composer: BatchComposer | None = None
-    """None: the oldest groups that reach ``step_size``."""
+    """None: a step has the oldest groups that reach ``step_size``."""
     conventional_steps: int = 0
-    """Steps of a phase of the conventional mode, in which sampling and training take turns. 0: the pipeline."""
+    """Steps per phase in conventional mode, in which sampling and training alternate. 0: pipeline mode."""
     trainer: TrainerCost = field(default_factory=TrainerCost)
     publish: PublishCost = field(default_factory=PublishCost)
     contention: Contention = field(default_factory=Contention)
     whole_requests: bool = False
-    """Whether the completions of a group are one request, which holds their slots until the last has ended: so it is
-    with a task, and not with episodes of an environment."""
+    """Whether the completions of a group form one request, which holds all their slots until the last one has ended.
+    That holds for tasks, but not for episodes of an environment."""
     score_time: float = 0.0
-    """From the end of a group to its rewards."""
+    """Time from the end of a group until its rewards are known."""
     trains_on_equal_rewards: bool = True
     expected_tokens: float = 0.0
-    """Of a group, before any has finished. 0: those of the first."""
+    """Expected tokens of a group before any has finished. 0: those of the first group."""
     seed: int = 0
-    """Of failures."""
+    """Seed of the random failures."""
     record: Callable[[str, dict[str, Any]], None] | None = None
-    """Is given the kind and the fields of events as a live run would write them, as far as `calibrate` reads them."""
+    """Called with the kind and the fields of each event of a live run that `calibrate` reads."""
 
     def dispatcher(self) -> Dispatcher:
         """Return the dispatcher of the run."""

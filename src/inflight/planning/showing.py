@@ -1,4 +1,4 @@
-"""The table and the plot of a plan."""
+"""The table and the plot of ``inflight plan``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from inflight.errors import ConfigError
 from inflight.planning.candidates import Candidate
-from inflight.planning.search import Planned
+from inflight.planning.search import EvaluatedCandidate
 
 _COLUMNS = (
     "", "mode", "endpoints", "training GPUs", "running each", "group", "lag bound", "scheduler", "tokens/s",
@@ -17,8 +17,8 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def table(found: Sequence[Planned], numbers: Sequence[int]) -> str:
-    """Return configurations as text, each with its number."""
+def table(found: Sequence[EvaluatedCandidate], numbers: Sequence[int]) -> str:
+    """Return a table of numbered configurations as text."""
     rows = [_COLUMNS, *(_row(number, it) for number, it in zip(numbers, found, strict=True))]
     if all(it.candidate.num_training_gpus == found[0].candidate.num_training_gpus for it in found):
         rows = [(*row[:3], *row[4:]) for row in rows]
@@ -28,7 +28,7 @@ def table(found: Sequence[Planned], numbers: Sequence[int]) -> str:
     )
 
 
-def _row(number: int, it: Planned) -> tuple[str, ...]:
+def _row(number: int, it: EvaluatedCandidate) -> tuple[str, ...]:
     own, steady = it.candidate, it.steady
     return (
         str(number),
@@ -50,21 +50,21 @@ def _row(number: int, it: Planned) -> tuple[str, ...]:
 
 
 def mode_of(candidate: Candidate) -> str:
-    """Return the mode of a run as the table shows it."""
+    """Return the mode of a run in the notation of the table."""
     return f"conventional G={candidate.conventional_steps}" if candidate.conventional_steps else "pipeline"
 
 
-def draw(found: Sequence[Planned], best: Sequence[Planned], path: Path) -> None:
-    """Draw tokens per second against token age: every configuration, and the line of those that none beats.
+def draw(found: Sequence[EvaluatedCandidate], best: Sequence[EvaluatedCandidate], path: Path) -> None:
+    """Plot tokens per second against token age for every configuration, with the Pareto front as a line.
 
-    A file that cannot be written raises `ConfigError`.
+    Raises `ConfigError` if the file cannot be written.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axis = figure.subplots()
     line = sorted(best, key=lambda it: it.steady.lag)
-    axis.plot(*_points(line), color="#8c959f", linewidth=1, zorder=1, label="beaten by none")
+    axis.plot(*_points(line), color="#8c959f", linewidth=1, zorder=1, label="best trade-offs")
     for mode, colour, marker in (("conventional", "#1f6feb", "s"), ("pipeline", "#8250df", "o")):
         own = [it for it in found if mode_of(it.candidate).startswith(mode)]
         axis.scatter(*_points(own), c=colour, marker=marker, s=22, alpha=0.35, linewidths=0, zorder=2)
@@ -84,11 +84,11 @@ def draw(found: Sequence[Planned], best: Sequence[Planned], path: Path) -> None:
         raise ConfigError(f"the plot cannot be written to {path}: {error}") from error
 
 
-def _points(found: Sequence[Planned]) -> tuple[list[float], list[float]]:
+def _points(found: Sequence[EvaluatedCandidate]) -> tuple[list[float], list[float]]:
     return [it.steady.lag for it in found], [it.steady.tokens_per_time for it in found]
 
 
-def as_json(it: Planned) -> dict[str, Any]:
+def as_json(it: EvaluatedCandidate) -> dict[str, Any]:
     """Return a configuration and its figures as JSON values."""
     own, steady = it.candidate, it.steady
     return {

@@ -1,6 +1,6 @@
-"""A run in simulated time: the dispatcher of a live run decides, over modelled endpoints and a modelled trainer.
+"""Simulates a run: the dispatcher of a live run drives modelled endpoints and a modelled trainer.
 
-Costs that are not given are zero: prompts, publishes, rewards and environments then take no time.
+Costs default to zero: prompts, publishes, rewards and environments then take no time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from inflight.types import Group
 
 
 def simulate(setup: Setup) -> SimulationResult:
-    """Simulate a run. Raises `InvalidRequestError` if the scheduler issues what it may not, or if the run stalls."""
+    """Simulate a run. Raises `InvalidRequestError` if the scheduler breaks its contract or the run stalls."""
     before = gc.get_threshold()
-    gc.set_threshold(200_000, 20, 20)  # a simulation keeps many small objects, and hardly any in cycles
+    gc.set_threshold(200_000, 20, 20)  # a simulation keeps many small objects and almost no cycles
     try:
         return SimulatedRun(setup, setup.dispatcher()).run()
     finally:
@@ -53,14 +53,14 @@ class SimulatedRequest:
     server: SimulatedServer
     began: float
     num_left: int
-    """Completions that run or wait for their environment."""
+    """Number of completions that run or wait for their environment."""
     ended: dict[int, Spans] = field(default_factory=dict)
-    """Spans of those that have ended, by number."""
+    """Spans of the completions that have ended, by number."""
 
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """Calls in the order of their times; those of one time in the order in which they were added."""
+    """Scheduled calls, ordered by time and then by the order in which they were added."""
 
     now: float = 0.0
     _calls: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -70,14 +70,14 @@ class Timeline:
         heapq.heappush(self._calls, (time, next(self._serial), call))
 
     def after(self, duration: float, call: Callable[[], None]) -> None:
-        """Make a call after some time: at once if it is none."""
+        """Schedule a call after ``duration``; a duration of zero calls immediately."""
         if duration > 0.0:
             self.at(self.now + duration, call)
         else:
             call()
 
     def next_time(self) -> float:
-        """Return the time of the next call; infinite if there is none."""
+        """Return the time of the next call; infinity if there is none."""
         return self._calls[0][0] if self._calls else math.inf
 
     def make_next_call(self) -> None:
@@ -98,15 +98,15 @@ class SimulatedRun:
     trainer: SimulatedTrainer = field(init=False)
     requests: dict[str, SimulatedRequest] = field(default_factory=dict)
     returned: list[tuple[SimulatedRequest, list[SimulatedCompletion]]] = field(default_factory=list)
-    """Aborted requests with what they have sampled; the run has them after its next decision, as a live one would."""
+    """Aborted requests and their partial completions, which the run receives after its next decision."""
     composed: Batch | None = None
     ready_at: float = 0.0
-    """When the trainer may begin a step."""
+    """When the trainer may begin the next step."""
     phase: deque[Sequence[Group]] = field(default_factory=deque)
-    """Steps of a conventional phase that are not trained yet."""
+    """Untrained steps of a conventional phase."""
     outcome: SimulationResult = field(default_factory=SimulationResult)
     _changed: dict[str, SimulatedServer] = field(default_factory=dict)
-    """Servers whose next end must be looked at again."""
+    """Servers whose next end must be recomputed."""
     _load: tuple[int, bool] = (0, False)
     _random: random.Random = field(init=False)
 
@@ -137,8 +137,8 @@ class SimulatedRun:
             self._look_ahead()
             if (time := self.timeline.next_time()) == math.inf:
                 raise InvalidRequestError(
-                    f"nothing runs at version {self.version}: {len(self.dispatcher.open)} groups are open and "
-                    f"{self.dispatcher.steps.waiting.num_groups} wait; {self.dispatcher.oldest} is the oldest"
+                    f"the simulation stalled at version {self.version}: {len(self.dispatcher.open)} groups are open "
+                    f"and {self.dispatcher.steps.waiting.num_groups} wait; {self.dispatcher.oldest} is the oldest"
                 )
             while self.timeline.next_time() <= time and not self._is_over():
                 self.timeline.make_next_call()
@@ -157,13 +157,13 @@ class SimulatedRun:
         return self.outcome
 
     def _advance_server(self, server: SimulatedServer) -> SimulatedServer:
-        """Return a server that is about to change, as it is now."""
+        """Advance a server that is about to change to the present time, and return it."""
         server.advance(self.timeline.now)
         self._changed[server.endpoint.name] = server
         return server
 
     def _share(self) -> None:
-        """Let what works slow the rest down, where processes share cores."""
+        """Update the slowdown of processes that share cores."""
         if not self.setup.contention.is_any:
             return
         load = sum(server.num_running > 0 for server in self.servers.values()), self.trainer.is_working
@@ -242,7 +242,7 @@ class SimulatedRun:
             server.begin((command.request_id, i), length, prompted.num_prompt_tokens + num_before)
 
     def _server_event(self, server: SimulatedServer, stamp: int) -> None:
-        """End the completions of a server that end now."""
+        """Handle the completions of a server that end now."""
         if stamp != server.stamp:
             return
         ended = []
@@ -253,7 +253,7 @@ class SimulatedRun:
             num_before = 0 if partial is None else partial.num_tokens
             request.ended[i] = continue_spans(partial, server, job, prompted.lengths[i] - num_before)
             ended.append((request, prompted.waits[i] if prompted.waits else 0.0))
-        for request, wait in ended:  # once all are noted: the end of one may let others be stopped
+        for request, wait in ended:  # after all are recorded, because the end of one may cause others to be stopped
             if wait > 0.0:
                 self.timeline.after(wait, lambda request=request: self._one_ended(request))  # type: ignore[misc]
             else:
@@ -277,7 +277,7 @@ class SimulatedRun:
         self.dispatcher.request_ended(command, sampled, self.timeline.now)
 
     def _stop(self, request: SimulatedRequest, *, keeps_partials: bool) -> None:
-        """Take a request off its server, and report what it has sampled: nothing unless the server keeps it."""
+        """Remove a request from its server, and report its partial completions if the server keeps them."""
         server, command = self._leave_server(request), request.command
         sampled = []
         for i in command.numbers:
@@ -304,7 +304,7 @@ class SimulatedRun:
         return server
 
     def _end_returned(self) -> None:
-        """Report the aborted requests, one after the other."""
+        """Report the aborted requests one by one."""
         returned, self.returned = self.returned, []
         for request, sampled in returned:
             self.dispatcher.request_ended(request.command, sampled, self.timeline.now)
@@ -330,7 +330,7 @@ class SimulatedRun:
         if self.composed is None or self.trainer.groups:
             return
         batch, self.composed = self.composed, None
-        self.trainer.groups = batch.groups  # it is under way from now on, and begins once the last step is settled
+        self.trainer.groups = batch.groups  # reserved now; it begins once the last step is settled
 
         def begin() -> None:
             self.trainer.begin(self.timeline.now, batch, self.setup.contention.of(self._load[0] + 1))
@@ -360,7 +360,7 @@ class SimulatedRun:
             self._advance_server(server).block(until)
 
     def _settle(self, batch: Batch, published_since: float | None) -> None:
-        """A step is complete, and published, if it was: its groups are settled, and the next one may begin."""
+        """Settle the groups of a step that is trained and, if due, published; the next step may then begin."""
         outcome, now = self.outcome, self.timeline.now
         self.dispatcher.settle(batch.groups, now)
         for group in batch.groups:
@@ -407,7 +407,7 @@ class SimulatedRun:
         self._serve()
 
     def _fail(self, server: SimulatedServer) -> None:
-        """An endpoint is gone, with what ran there; it comes back with the version that is served then."""
+        """Fail an endpoint and its requests; it returns later with the version that is served then."""
         self._advance_server(server).is_open = False
         self.dispatcher.endpoints.lose(server.endpoint.name, "it failed", self.timeline.now)
         self.timeline.at(self.timeline.now + server.endpoint.restart_time, lambda: self._join(server))

@@ -1,8 +1,8 @@
-"""Token times of endpoints, fitted to stretches of requests.
+"""Fits the token times of endpoints to stretches of requests.
 
-A stretch takes (n (a + c x) + k r) f, with n tokens of its longest completion, x running completions times the tokens
-of the longest of them, k requests that the endpoint admits meanwhile, and the factor f of what shares its cores; the
-last stretch of a request takes o more.
+A stretch takes (n (a + c x) + k r) f. Here n is the number of tokens of its longest completion, x the number of running
+completions times the length of the longest, k the number of requests that the endpoint admits meanwhile, and f the
+slowdown by shared cores. The last stretch of a request takes o in addition.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inflight.planning.loads import Stretch
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """What was found, in seconds; the fields are those of `inflight.planning.costs.Endpoint`."""
+    """The fitted times in seconds; fields have the meaning of those of `inflight.planning.costs.Endpoint`."""
 
     token_time: float
     context_time: float
@@ -28,11 +28,11 @@ class TokenTimes:
     error: float
     """Mean relative difference between stretches and their fit."""
     spread: float
-    """Standard deviation of x over its mean. If it is small, the data cannot distinguish a, c and r."""
+    """Standard deviation of x divided by its mean. If it is small, the data cannot distinguish a, c and r."""
 
 
 def token_times(stretches: Sequence[Stretch], contention: Contention) -> TokenTimes:
-    """Return the times that explain stretches best. Raises `ConfigError` if there are none."""
+    """Return the best fit to stretches. Raises `ConfigError` if there are none."""
     rows = [_row(stretch, contention) for stretch in stretches]
     found = fit(rows, [stretch.seconds for stretch in stretches])
     errors = [
@@ -40,7 +40,7 @@ def token_times(stretches: Sequence[Stretch], contention: Contention) -> TokenTi
         for row, stretch in zip(rows, stretches, strict=True)
     ]
     request_time, token_time, context_time, admission_time = found
-    # Where all requests are of one size, nothing states what another size would cost: completions then share the cost.
+    # If all requests have the same size, the cost of other sizes is unknown, so it is attributed to completions.
     sizes = {stretch.size for stretch in stretches}
     each = admission_time / sizes.pop() if len(sizes) == 1 else 0.0
     admission_time = 0.0 if each else admission_time
@@ -52,9 +52,9 @@ def token_times(stretches: Sequence[Stretch], contention: Contention) -> TokenTi
 
 
 def _row(stretch: Stretch, contention: Contention) -> list[float]:
-    """Return what o, a, c and r are multiplied by.
+    """Return the coefficients of o, a, c and r.
 
-    Tokens are made in each part of a stretch in proportion to its time over its factor.
+    The tokens of each part of a stretch are proportional to its time divided by its slowdown.
     """
     work = [(part.seconds / contention.of(part.num_working), part.context) for part in stretch.parts]
     total = sum(seconds for seconds, _ in work)

@@ -1,4 +1,4 @@
-"""What the planner reads of a run that was made."""
+"""The events of a recorded run that the planner reads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class Trace:
     directory: Path
     config: dict[str, Any]
     requests: list[dict[str, Any]]
-    """Those that were answered. Each part has ``num_before``: the number of its tokens that earlier requests
-    sampled."""
+    """Answered requests. ``num_before`` of each part is the number of its tokens that earlier requests sampled."""
     groups: list[dict[str, Any]]
     trained: list[dict[str, Any]]
     publishes: list[dict[str, Any]]
@@ -27,7 +26,7 @@ class Trace:
 
     @classmethod
     def read(cls, directory: Path) -> Trace:
-        """Raises `ConfigError` if the directory does not hold a run that trained."""
+        """Raises `ConfigError` if the directory does not contain a run with at least 4 steps."""
         kinds: dict[str, list[dict[str, Any]]] = {
             k: [] for k in ("run_started", "request", "group", "train", "publish")
         }
@@ -36,7 +35,7 @@ class Trace:
         steps = [*read_steps(directory)]
         if not kinds["run_started"] or len(steps) < 4 or not kinds["request"]:
             raise ConfigError(
-                f"{directory} does not hold the events of a run with at least 4 steps: give the directory of a run"
+                f"{directory} does not contain the events of a run with at least 4 steps: pass a run directory"
             )
         whole = [it for it in kinds["request"] if it["parts"] and it["error"] is None]
         _count_sampled(whole)
@@ -50,27 +49,27 @@ def _count_sampled(requests: Iterable[dict[str, Any]]) -> None:
         for part in request["parts"]:
             key = request["item"], part["number"]
             before = brought.get(key, 0)
-            part["num_before"] = before if before <= part["num_tokens"] else 0  # it started again
+            part["num_before"] = before if before <= part["num_tokens"] else 0  # it was restarted
             brought[key] = part["num_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunMeasurements:
-    """What a run came to, after its first steps."""
+    """Averages of a run after its first steps."""
 
     tokens_per_s: float
     steps_per_s: float
     age: float
-    """Mean over trained completions of the step's version minus that of their first token."""
+    """Mean over trained completions of the step's version minus the version of their first token."""
     lag: float
-    """Mean over trained tokens of the step's version minus theirs."""
+    """Mean over trained tokens of the step's version minus the version that sampled them."""
 
 
-def measured(directory: Path, num_skipped: int) -> RunMeasurements:
-    """Return what a run came to after its first ``num_skipped`` steps. Raises `ConfigError` if it has no more."""
+def measurements_of(directory: Path, num_skipped: int) -> RunMeasurements:
+    """Return the averages of a run after its first ``num_skipped`` steps. Raises `ConfigError` if it has too few."""
     steps = [*read_steps(directory)]
     if len(steps) <= num_skipped + 1:
-        raise ConfigError(f"{directory} has {len(steps)} steps: more than {num_skipped + 1} are needed")
+        raise ConfigError(f"{directory} has {len(steps)} steps, but more than {num_skipped + 1} are needed")
     first, rest = steps[num_skipped - 1], steps[num_skipped:]
     seconds = rest[-1]["time_s"] - first["time_s"]
     num_tokens = sum(row["num_step_tokens"] for row in rest)

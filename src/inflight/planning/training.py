@@ -1,4 +1,4 @@
-"""The trainer in simulated time, and what a step trains on."""
+"""The simulated trainer, and the data of a step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from inflight.types import Group, Sample
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one step, and what it trains on of them."""
+    """The groups of one step, and the parts of them that it trains on."""
 
     groups: Sequence[Group]
     version: int
-    """That the step starts from."""
+    """The version that the step starts from."""
     num_tokens: int
     ages: Counter[int]
     """Completions by the lag of their first token."""
@@ -34,7 +34,7 @@ class Batch:
         return StepRow(time, self.num_tokens, self.ages.total(), age, lag, busy_time, slot_time, train_time)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a live run's step that it knows."""
+        """Return the fields of a live run's step event that the simulation knows."""
         return {
             "num_step_tokens": self.num_tokens,
             "num_step_sequences": self.ages.total(),
@@ -47,7 +47,7 @@ class Batch:
 def batch_of(
     groups: Sequence[Group], version: int, staleness: StalenessPolicy, composer: BatchComposer | None
 ) -> Batch:
-    """Return what a step from ``version`` trains on, shaped by the composer if it does that."""
+    """Return the batch of a step that starts from ``version``, shaped by the composer if it shapes batches."""
     num_tokens, num_stale, ages, lags = 0, 0, Counter[int](), Counter[int]()
     shapes = composer is not None and type(composer).shaped is not BatchComposer.shaped
     samples = []
@@ -82,20 +82,20 @@ def batch_of(
 
 @dataclass(slots=True, eq=False)
 class SimulatedTrainer:
-    """Works on one batch at a time, slower while others share its cores."""
+    """Trains on one batch at a time, slower while others share its cores."""
 
     cost: TrainerCost
     groups: Sequence[Group] = ()
-    """Of the batch that it has, until its version is published."""
+    """Groups of the current batch, until its version is published."""
     busy_time: float = 0.0
     began: float = 0.0
-    """When the last step did."""
+    """When the last step began."""
     publishes: bool = False
     stamp: int = 0
-    """Counts the changes that move `end`."""
+    """Incremented by every change that affects `end`."""
     _batch: Batch | None = None
     _left: float = 0.0
-    """Time that is left without any slowdown."""
+    """Remaining time without slowdown."""
     _since: float = 0.0
     _slowdown: float = 1.0
 
@@ -110,7 +110,7 @@ class SimulatedTrainer:
 
     @property
     def end(self) -> float:
-        """When the step ends, if nothing changes before."""
+        """When the step ends if nothing changes before."""
         return self._since + self._left * self._slowdown
 
     def begin(self, now: float, batch: Batch, slowdown: float) -> None:

@@ -1,1 +1,1 @@
-"""A recorded run again: trained without engines, or sampled again by one; and the records of other frameworks."""
+"""Replays recorded runs: repeats training without engines or sampling on an engine, and imports other records."""

@@ -1,4 +1,4 @@
-"""How a replay differs from its record: pure comparisons of figures, logprobs and weights."""
+"""Compares a replay with its record: metrics, logprobs and weights."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from inflight.model.checkpoints import stored_tensors
 from inflight.observe.trace.steps import RecordedStep, StepOutcome
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
-"""By dtype of the computation, what sums in another order explain: relative for a gradient norm, absolute for a
-logprob. Float32 has 24 bits and bfloat16 8; a forward and a backward lose about 10 and 4 of them."""
+"""Differences that another order of summation can explain, by dtype of the computation: relative for a gradient norm,
+absolute for a logprob. Float32 has 24 bits and bfloat16 has 8; a forward and backward lose about 10 and 4 of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
-    """Trainer logprobs of the targets of one step, in nats."""
+    """Differences of the trainer logprobs of one step's targets, in nats."""
 
     num_targets: int
     largest: float
     mean: float
     num_equal: int
-    """Targets whose logprobs are equal to the last bit."""
+    """Number of targets whose logprobs are bit-equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """One step, recorded and again."""
+    """One step, as recorded and as replayed."""
 
     version: int
-    """That it made."""
+    """The version that the step produced."""
     gradient_norm: float
     recorded_gradient_norm: float | None
-    """None if the record does not say what came of the step."""
+    """None if the record has no outcome of the step."""
     unequal: tuple[str, ...]
-    """Figures that are not equal to the last bit."""
+    """Names of the metrics that are not bit-equal."""
     figures: Mapping[str, tuple[float, float]]
-    """Those that differ: recorded, and again."""
+    """Recorded and replayed values of the metrics that differ."""
     logprobs: LogprobDifference | None
     """None if the record has no trainer logprobs."""
 
@@ -52,14 +52,14 @@ class StepDifference:
 
     @property
     def gradient_norm_difference(self) -> float | None:
-        """Relative to the recorded one."""
+        """The difference relative to the recorded gradient norm."""
         if self.recorded_gradient_norm is None:
             return None
         scale = max(abs(self.recorded_gradient_norm), abs(self.gradient_norm))
         return abs(self.gradient_norm - self.recorded_gradient_norm) / scale if scale else 0.0
 
     def exceeds(self, rounding: float) -> bool:
-        """Return whether the gradient norm or the mean logprob differ by more than ``rounding``."""
+        """Return whether the gradient norm or the mean logprob differs by more than ``rounding``."""
         difference = self.gradient_norm_difference
         beyond = difference is not None and difference > rounding
         return beyond or (self.logprobs is not None and self.logprobs.mean > rounding)
@@ -67,14 +67,14 @@ class StepDifference:
 
 @dataclass(frozen=True, slots=True)
 class WeightDifference:
-    """Final weights: the L2 norm of their difference, over that of what training changed, and the largest element."""
+    """Difference of final weights: its L2 norm relative to that of the change by training, and its largest element."""
 
     relative: float
     largest: float
 
 
 def step_difference(step: RecordedStep, outcome: StepOutcome, logprobs: Sequence[Sequence[float]]) -> StepDifference:
-    """Return how a step differs; ``logprobs`` are the trainer's of each sample's completion tokens."""
+    """Return how a step differs; ``logprobs`` are the trainer logprobs of each sample's completion tokens."""
     recorded = step.outcome
     unequal: list[str] = []
     figures: dict[str, tuple[float, float]] = {}
@@ -119,7 +119,7 @@ def _logprob_difference(step: RecordedStep, logprobs: Sequence[Sequence[float]])
 
 
 def weight_difference(start: Path, recorded: Path, again: Path) -> WeightDifference | None:
-    """Return how two directories of weights that were trained from ``start`` differ; None if tensors differ by name."""
+    """Return how two checkpoints trained from ``start`` differ; None if they have different tensor names."""
     stored = [stored_tensors(path) for path in (start, recorded, again)]
     if not {*stored[0]} >= {*stored[1]} == {*stored[2]}:
         return None

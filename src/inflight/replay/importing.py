@@ -1,7 +1,7 @@
-"""Records made of what other frameworks stored of their rollouts, as far as their formats say what a step was made of.
+"""Imports rollouts that other frameworks stored as records.
 
-One file is one step here. What a format leaves out is listed in the manifest: a record that lacks behaviour logprobs
-can be looked at and sampled again, but not trained on.
+Each file is one step. The manifest lists the data that a format lacks: a record without behaviour logprobs can be read
+and sampled again, but not trained on.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ANY_LAG = 1 << 40
 
 @dataclass(slots=True)
 class Found:
-    """What the files of a framework held."""
+    """The contents of the files of a framework."""
 
     steps: Iterator[list[Group]] = field(default_factory=lambda: iter(()))
-    """The groups of each file, in order; read as they are asked for, since one file may take gigabytes."""
+    """The groups of each file, in order. They are read lazily, because one file may have gigabytes."""
     lacks: set[str] = field(default_factory=set)
     """As `inflight.observe.trace.records.RecordManifest.lacks`."""
     assumed: Counter[str] = field(default_factory=Counter)
-    """What had to be assumed, with how many samples it concerns. Known like ``lacks`` once all steps are read."""
+    """Assumptions, with the number of affected samples. Like ``lacks``, it is complete once all steps are read."""
 
 
 def write_imported(
@@ -40,10 +40,10 @@ def write_imported(
 ) -> RecordManifest:
     """Write a record and return its manifest.
 
-    Raises `ConfigError` if the directory holds one already, and what reading raises; no step is left then.
+    Raises `ConfigError` if the directory already has a record, and errors of reading; no step is left then.
     """
     if step_files(directory):
-        raise ConfigError(f"{str(directory)!r} holds a record already: choose another directory with --to")
+        raise ConfigError(f"{str(directory)!r} already contains a record: choose another directory with --to")
     writer = RecordWriter(directory)
     writer.begin(RecordManifest(source=source))
     try:
@@ -51,7 +51,9 @@ def write_imported(
             batch = make_batch(groups, version, advantages, MaxLag(_ANY_LAG))
             writer.write_step(RecordedStep(version, batch.groups, batch.samples))
         notes = [f"{what} ({number} samples)" for what, number in found.assumed.items()]
-        notes.append(f"advantages are {advantages}, by group of one prompt, since {source} does not store them")
+        notes.append(
+            f"advantages are computed as {advantages} in each prompt's group, because {source} does not store them"
+        )
         notes.append("each file is one step: " + ", ".join(path.name for path in files))
         manifest = RecordManifest(source=source, lacks=tuple(sorted(found.lacks)), notes=tuple(notes))
         writer.write_manifest(manifest)
@@ -63,7 +65,7 @@ def write_imported(
 
 
 def grouped(rollouts: Sequence[tuple[Any, Rollout]], first_item: int) -> list[Group]:
-    """Return groups of the rollouts with the same key, in the order of their first ones, as items from a number on."""
+    """Return groups of rollouts with equal keys, in the order of their first rollouts, numbered from ``first_item``."""
     by_key: dict[Any, list[Rollout]] = {}
     for key, rollout in rollouts:
         by_key.setdefault(key, []).append(rollout)
@@ -71,7 +73,7 @@ def grouped(rollouts: Sequence[tuple[Any, Rollout]], first_item: int) -> list[Gr
 
 
 def field_of(values: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], wanted: str, where: str) -> Any:
-    """Return a field of a stored sample. Raises `ConfigError`, which states what it should be."""
+    """Return a field of a stored sample. Raises `ConfigError`, which states the expected value."""
     value = values.get(name)
     if not is_valid(value):
         raise ConfigError(f"{where}: {name} is {str(value)[:80]!r}, not {wanted}")
@@ -79,7 +81,7 @@ def field_of(values: Mapping[str, Any], name: str, is_valid: Callable[[Any], boo
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a stored value is a finite number, which true and false are not."""
+    """Return whether a stored value is a finite number, and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -89,7 +91,7 @@ def are_numbers(value: Any) -> bool:
 
 
 def is_name(value: Any) -> bool:
-    """Return whether a stored value can distinguish groups."""
+    """Return whether a stored value can identify a group."""
     return isinstance(value, str | int)
 
 

@@ -1,4 +1,4 @@
-"""What a replay came to, as text and as JSON values."""
+"""The report of a replay, as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from inflight.replay.sampling import Resampled
 from inflight.replay.training import Replayed
 
 _NUM_SHOWN = 8
-"""Completions that part, of which the report has a row."""
+"""Largest number of diverging completions for which the report has a row."""
 
 
 def as_json(replayed: Replayed) -> dict[str, Any]:
-    """Return everything as JSON values."""
+    """Return the whole report as JSON values."""
     return {
         "trainer": replayed.trainer,
         "num_ranks": replayed.num_ranks,
@@ -43,7 +43,7 @@ def as_json(replayed: Replayed) -> dict[str, Any]:
 
 
 def first_unequal(replayed: Replayed) -> int | None:
-    """Return the version of the first step that is not equal to the last bit."""
+    """Return the version of the first step that is not bit-equal."""
     return next((step.version for step in replayed.steps if not step.is_bit_equal), None)
 
 
@@ -54,14 +54,14 @@ def first_beyond_rounding(replayed: Replayed) -> int | None:
 
 
 def described(replayed: Replayed) -> str:
-    """Return the report."""
+    """Return the report as text."""
     number = len(replayed.steps)
     what = f"{number} step{'s' * (number != 1)} on {replayed.trainer} with {_ranks(replayed.num_ranks)}"
     if replayed.recorded_trainer is not None and replayed.recorded_ranks is not None:
         what += f"; recorded on {replayed.recorded_trainer} with {_ranks(replayed.recorded_ranks)}"
     lines = [what]
     if all(step.recorded_gradient_norm is None for step in replayed.steps):
-        return "\n".join([*lines, "the record does not say what came of its steps: there is nothing to compare"])
+        return "\n".join([*lines, "the record has no outcomes of its steps, so there is nothing to compare"])
     if replayed.is_bit_equal:
         final = (
             f"the final weights have SHA-256 {replayed.final.sha256}"
@@ -78,15 +78,15 @@ def _first_difference(replayed: Replayed) -> list[str]:
     step = next(step for step in replayed.steps if step.version == version)
     first = f"first difference: the step to version {version}"
     if version == 1:
-        first += ", which starts from the same weights: the two compute the same numbers in another way"
+        first += ", which starts from the same weights: the two compute the same numbers differently"
     else:
-        first += ", after steps that are bit-equal"
+        first += ", after bit-equal steps"
     lines = [first, f"  by {_what(step)}"]
     beyond, rounding = first_beyond_rounding(replayed), ROUNDING[replayed.dtype]
     if beyond is None:
-        return [*lines, f"no step differs by more than rounding in {replayed.dtype} explains ({rounding:g})"]
+        return [*lines, f"no step differs by more than rounding in {replayed.dtype} can explain ({rounding:g})"]
     step = next(step for step in replayed.steps if step.version == beyond)
-    lines.append(f"first beyond rounding in {replayed.dtype} ({rounding:g}): the step to version {beyond}")
+    lines.append(f"first difference beyond rounding in {replayed.dtype} ({rounding:g}): the step to version {beyond}")
     return [*lines, f"  by {_what(step)}"]
 
 
@@ -134,7 +134,7 @@ def _of_weights(replayed: Replayed) -> list[str]:
         return []
     return [
         "",
-        f"final weights: their difference has {replayed.weights.relative:.2g} times the norm of what training changed; "
+        f"final weights: the norm of their difference is {replayed.weights.relative:.2g} of that of the training; "
         f"no element differs by more than {replayed.weights.largest:.2g}",
     ]
 
@@ -144,14 +144,14 @@ def _ranks(number: int) -> str:
 
 
 def described_sampling(found: Sequence[Resampled], tolerance: float, decode: Callable[[Sequence[int]], str]) -> str:
-    """Return the report of what was sampled again; ``decode`` gives a token's text."""
+    """Return the report of a repeated sampling; ``decode`` returns the text of tokens."""
     parted = [it for it in found if it.parts_at is not None]
     largest = max(it.largest_difference for it in found)
     num_tokens = sum(it.num_tokens if it.parts_at is None else it.parts_at for it in found)
     lines = [
         f"{len(found)} completions sampled again: {len(found) - len(parted)} have the recorded tokens, "
-        f"{len(parted)} part from them",
-        f"logprobs of the {num_tokens} tokens in common differ by {largest:.2g} at most",
+        f"{len(parted)} diverge from them",
+        f"logprobs of the {num_tokens} common tokens differ by at most {largest:.2g}",
     ]
     by_logprob = [it for it in found if it.parts_by_logprob_at is not None]
     if by_logprob:

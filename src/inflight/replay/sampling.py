@@ -1,4 +1,4 @@
-"""Samples again what a run recorded, on an endpoint with the same weights, and finds where tokens or logprobs part."""
+"""Repeats recorded sampling on an endpoint with the same weights, and finds where tokens or logprobs differ."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from inflight.wire import Completion, GenerateRequest, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Resampled:
-    """One completion, recorded and sampled again."""
+    """One completion, as recorded and as sampled again."""
 
     item: int
     number: int
     num_tokens: int
     parts_at: int | None
-    """Index of the first token that differs, or that only one of the two has; None: all tokens are equal."""
+    """Index of the first token that differs or is missing in one of the two. None: all tokens are equal."""
     recorded_token: int | None
-    """At that index; None where the completion has ended."""
+    """The recorded token at that index; None if the completion has ended."""
     token: int | None
     recorded_logprob: float | None
-    """Of the recorded token, when it was sampled."""
+    """Recorded logprob of the recorded token."""
     logprob: float | None
-    """Of the token sampled now."""
+    """Logprob of the token that was sampled now."""
     largest_difference: float
-    """Of the logprobs of the tokens before that, in nats."""
+    """Largest logprob difference of the tokens before that index, in nats."""
     parts_by_logprob_at: int | None
-    """Index of the first of them whose logprobs differ by more than the tolerance."""
+    """Index of the first of these tokens whose logprobs differ by more than the tolerance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +53,16 @@ class _Asked:
 async def sample_again(
     record: Path, config: RunConfig, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
 ) -> list[Resampled]:
-    """Sample groups of a record again whose tokens all came from ``version``, which the endpoint must serve.
+    """Repeat the sampling of recorded groups whose tokens all came from ``version``, which the endpoint must serve.
 
-    The seeds, prompts and settings are those of the run. Of a record in a run directory, the events indicate which
-    completions a request asked for; without them each group counts as one request. Completions that were continued
-    after an abort are left out. Raises `ConfigError` if nothing can be sampled again, if the endpoint takes no seeds,
-    or if it serves another version that a run sent to it.
+    Seeds, prompts and settings are those of the run. For a record in a run directory, the events show which completions
+    formed a request; otherwise each group counts as one request. Completions that were continued after an abort are
+    left out. Raises `ConfigError` if nothing can be sampled again, if the endpoint does not support seeds, or if it
+    serves another version that a run published to it.
     """
     capabilities = await endpoint.capabilities()
     if not capabilities.seeds:
-        raise ConfigError(f"{endpoint.name} takes no seeds: what it samples differs from call to call")
+        raise ConfigError(f"{endpoint.name} does not support seeds, so its samples differ from call to call")
     found: list[Resampled] = []
     asked = _asked(record, config, version)
     for number, one in enumerate(itertools.islice(asked, num_groups)):
@@ -83,28 +83,28 @@ async def sample_again(
         served = {span.version for completion in response.completions for span in completion.version_spans}
         if not served <= {0, version}:
             raise ConfigError(
-                f"{endpoint.name} serves version {max(served)}, which a run sent to it, but version {version} is to be "
-                "sampled again: start a server on the weights of that version"
+                f"{endpoint.name} serves version {max(served)}, which a run published to it, but the replay needs "
+                f"version {version}: start a server with the weights of that version"
             )
         for i, completion in zip(one.numbers, response.completions, strict=True):
             found.append(compared(one.group.item_index, i, one.group.rollouts[i], completion, tolerance))
     if not found:
         raise ConfigError(
-            f"no completion of the record can be sampled again: each must come from version {version} alone, as a "
-            "whole and in one request, which turns of environments do not"
+            f"no completion of the record can be sampled again: it must come entirely from version {version} and from "
+            "a single request, which excludes turns of environments"
         )
     return found
 
 
 def compared(item: int, number: int, recorded: Rollout, again: Completion, tolerance: float) -> Resampled:
-    """Return where a completion parts from the recorded one."""
+    """Return where a completion diverges from the recorded one."""
     before, after = recorded.completion_token_ids, again.token_ids
     num_shared = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), None)
     if num_shared is None and len(before) != len(after):
         num_shared = min(len(before), len(after))
     end = len(before) if num_shared is None else num_shared
     differences = [abs(recorded.behaviour_logprobs[i] - again.logprobs[i]) for i in range(end)]
-    known = [it for it in differences if not math.isnan(it)]  # an imported record may lack them
+    known = [it for it in differences if not math.isnan(it)]  # an imported record may lack logprobs
     has_before, has_after = end < len(before), end < len(after)
     return Resampled(
         item=item,
@@ -121,7 +121,7 @@ def compared(item: int, number: int, recorded: Rollout, again: Completion, toler
 
 
 def _asked(record: Path, config: RunConfig, version: int) -> Iterator[_Asked]:
-    """Yield the requests that can be made again."""
+    """Yield the requests that can be repeated."""
     seed, size = config.run.seed, config.sampling.group_size
     requests = _requests(record.parent)
     for step in read_steps(record):
@@ -142,7 +142,7 @@ def _is_from(rollout: Rollout, version: int) -> bool:
 
 
 def _requests(directory: Path) -> Mapping[int, Sequence[tuple[int, ...]]]:
-    """Return, by item, the completions that were asked for together, without those of several requests."""
+    """Return the completions of each request by item, without completions of several requests."""
     if not (directory / EVENTS).exists():
         return {}
     found: dict[int, list[tuple[int, ...]]] = defaultdict(list)

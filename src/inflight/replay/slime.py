@@ -1,6 +1,6 @@
 """Reads slime's rollouts: the files of ``--save-debug-rollout-data``, one for each rollout.
 
-A file is what ``torch.save`` makes of ``{"rollout_id": int, "samples": [...]}``; a sample is the fields of slime's
+A file is the ``torch.save`` output of ``{"rollout_id": int, "samples": [...]}``; a sample is the fields of slime's
 ``Sample`` as a dict (slime/utils/types.py). Only plain values, tensors and numpy's arrays are read from it.
 """
 
@@ -27,8 +27,8 @@ _FINISH = {"completed": "stop", "truncated": "length", "aborted": "abort", "fail
 def read_slime(files: Sequence[Path], *, temperature: float, reward_key: str | None) -> Found:
     """Return the groups of each file, in the order of their ``rollout_id``. Raises `ConfigError`.
 
-    Versions are counted from the oldest one in the files. slime indicates which versions a sample saw, but not where
-    they changed: such a sample counts as sampled from the oldest one.
+    Versions are counted from the oldest one in the files. slime records which versions a sample saw, but not where they
+    changed, so such a sample counts as sampled from the oldest one.
     """
     found = Found()
     versions: list[int] = []
@@ -66,7 +66,7 @@ def _steps(
 
 
 def _numpys() -> list[Any]:
-    """Return what numpy's arrays and numbers are made of in a pickle, under the names of numpy 1 and 2."""
+    """Return the classes of numpy arrays and numbers in a pickle, under the names of numpy 1 and 2."""
     made_by = (getattr(np._core.multiarray, name) for name in ("_reconstruct", "scalar"))  # type: ignore[attr-defined]
     named = [(it, f"numpy.{core}.multiarray.{it.__name__}") for it in made_by for core in ("core", "_core")]
     numbers = [type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"]
@@ -79,7 +79,7 @@ def _load(path: Path) -> dict[str, Any]:
             dump = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    except Exception as error:  # whatever torch raises on bytes that are no file of its own
+    except Exception as error:  # torch raises various errors for files that it did not write
         raise ConfigError(
             f"{str(path)!r} is not a file that can be read without running code from it: "
             f"{' '.join(str(error).split())[:200]}. Store the samples again as lists, numbers, texts and tensors"
@@ -97,7 +97,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a tensor, or an array or number of numpy, as Python's values."""
+    """Return a tensor, numpy array or numpy number as Python values."""
     return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
 
 
@@ -148,12 +148,12 @@ def _rollout_of(
 def _sampled_from(sample: Mapping[str, Any], found: Found, version: int, oldest: int) -> int:
     versions = _versions(sample)
     if not versions:
-        found.assumed["no weight version is stored: taken for that of the step"] += 1
+        found.assumed["no weight version is stored: assumed to be that of the step"] += 1
         return version
     if len({*versions}) > 1:
-        found.assumed["several versions sampled it, and where they changed is not stored: taken for the oldest"] += 1
+        found.assumed["several versions sampled it at unknown positions: assumed to be the oldest"] += 1
     if (at := min(versions) - oldest) > version:
-        found.assumed["it is newer than the step by its number: taken for that of the step"] += 1
+        found.assumed["its version is newer than the step: assumed to be that of the step"] += 1
     return min(at, version)
 
 
@@ -168,7 +168,7 @@ def _reward_of(sample: Mapping[str, Any], key: str | None, where: str) -> float:
     if isinstance(reward, dict):
         if key is None:
             raise ConfigError(
-                f"{where}: its reward has several values, {sorted(map(str, reward))}: choose one with --reward-key"
+                f"{where}: the reward has several values, {sorted(map(str, reward))}: choose one with --reward-key"
             )
         reward = _plain(reward.get(key))
     if not is_number(reward):

@@ -1,4 +1,4 @@
-"""Trains again from a record, without engines: the same batches, over the same path to the ranks as in a run."""
+"""Repeats the training of a record without engines: the same batches, over the same path to the ranks as in a run."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from inflight.run.record.recording import outcome_of, weights_of
 from inflight.run.sampling.batches import frames_of, logprobs_of_samples
 
 _STOP_S = 2.0
-"""How long trainer ranks may take to end after Ctrl-C: nothing of theirs is kept."""
+"""How long trainer ranks may take to end after Ctrl-C; their state is discarded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedIncarnation:
-    """How training is configured up to a version, at which the run was resumed; None: to the end."""
+    """The configuration of training up to the version at which the run was resumed. None: to the end."""
 
     until: int | None
     config: RunConfig
@@ -44,12 +44,12 @@ class ReplayedIncarnation:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What training again came to, step by step."""
+    """The result of repeating the training, step by step."""
 
     trainer: str
     num_ranks: int
     recorded_trainer: str | None
-    """None if the record does not say how the run was configured."""
+    """None if the record has no configuration of the run."""
     recorded_ranks: int | None
     dtype: str
     steps: tuple[StepDifference, ...]
@@ -57,11 +57,11 @@ class Replayed:
     recorded_final: WeightsFile | None
     """None if the run has not ended, or the replay ended before it."""
     weights: WeightDifference | None
-    """None if the recorded weights are gone, or equal."""
+    """None if the recorded weights no longer exist, or are equal."""
 
     @property
     def is_bit_equal(self) -> bool:
-        """Whether every figure of every step and the final weights are those of the record."""
+        """Whether every metric of every step and the final weights are equal to the record."""
         is_final_equal = self.recorded_final is None or self.recorded_final.sha256 == self.final.sha256
         return is_final_equal and all(step.is_bit_equal for step in self.steps)
 
@@ -76,15 +76,15 @@ def replay_config(
     num_ranks: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Return the configuration of a replay that keeps its files in ``directory``: that of the run, without servers.
+    """Return the configuration of a replay in ``directory``: that of the run, without servers.
 
-    ``base`` stands in for a configuration that the record lacks. Options of the trainer are the run's only if the
-    trainer is. Raises `ConfigError`.
+    ``base`` replaces a configuration that the record lacks. The trainer options of the run are kept only if its trainer
+    is kept. Raises `ConfigError`.
     """
     recorded = manifest.config if base is None else base
     if recorded is None:
         raise ConfigError(
-            f"the record was imported from {manifest.source} and has no configuration: give that of a run with --config"
+            f"the record was imported from {manifest.source} and has no configuration: pass one with --config RUN.toml"
         )
     train = {name: value for name, value in recorded.get("train", {}).items() if name not in ("devices", "place")}
     if trainer is not None and trainer != train.get("trainer", "fsdp"):
@@ -97,7 +97,7 @@ def replay_config(
     kept = {name: value for name, value in recorded["run"].items() if name in _KEPT}
     start = manifest.start
     if model is None and start is not None and not Path(recorded["model"]["path"]).is_dir():
-        model = Path(start.path)  # a relative path starts from where the run was
+        model = Path(start.path)  # a relative path is relative to the working directory of the run
     sampling = recorded.get("sampling", {})
     values = {
         **recorded,
@@ -107,19 +107,17 @@ def replay_config(
         "train": train,
         "model": {**recorded["model"], **({} if model is None else {"path": str(model)})},
     }
-    return check_settings(RunConfig, values, "the configuration in the record is not valid here")
+    return check_settings(RunConfig, values, "the configuration in the record is invalid here")
 
 
 _KEPT = {"num_steps", "seed", "start_timeout_s", "step_timeout_s", "save_timeout_s"}
-"""Of ``run``: what trains. The rest indicates where files go, and how sampling and training take turns."""
+"""Fields of ``run`` that affect training. The others set paths, and how sampling and training alternate."""
 
 
 def replay_incarnations(
     manifest: RecordManifest, directory: Path, *, base: Mapping[str, Any] | None = None, **changes: Any
 ) -> list[ReplayedIncarnation]:
-    """Return the incarnations of the recorded run, each configured by `replay_config`; ``base`` stands in for all of
-    them.
-    """
+    """Return the incarnations of the recorded run, each configured by `replay_config`; ``base`` replaces them all."""
     earlier = () if base is not None else manifest.earlier
     incarnations = [
         ReplayedIncarnation(it.until, replay_config(manifest, directory, base=it.config, **changes)) for it in earlier
@@ -128,22 +126,22 @@ def replay_incarnations(
 
 
 def check_record(record: Path, manifest: RecordManifest, config: RunConfig, num_steps: int | None = None) -> None:
-    """Raise `ConfigError` if training cannot begin where the record begins, or the files of its steps are not whole.
+    """Raise `ConfigError` if training cannot begin where the record begins, or if step files are missing or damaged.
 
-    ``num_steps`` of them are needed; None: all.
+    Only the first ``num_steps`` are needed. None: all.
     """
     if "behaviour_logprobs" in manifest.lacks:
         raise ConfigError(
-            f"the record has no behaviour logprobs, because what {manifest.source} stored has none, and the loss is "
-            "made of their ratios: it can be sampled again with --engine, but not trained on"
+            f"the record has no behaviour logprobs, because {manifest.source} did not store them, and the loss needs "
+            "them: the record can be sampled again with --engine, but not trained on"
         )
     versions = versions_of(record)
     if not versions:
         raise ConfigError(f"the record {str(record)!r} has no step")
     if versions[0] != 1:
         raise ConfigError(
-            f"the record {str(record)!r} begins with the step to version {versions[0]}: training again needs every "
-            "step from version 1 on"
+            f"the record {str(record)!r} begins with the step to version {versions[0]}, but a replay needs every step "
+            "from version 1 on"
         )
     if manifest.final_version is not None and versions[-1] < manifest.final_version:
         raise ConfigError(
@@ -156,7 +154,7 @@ def check_record(record: Path, manifest: RecordManifest, config: RunConfig, num_
     if manifest.start is not None and found.sha256 != manifest.start.sha256:
         raise ConfigError(
             f"the weights in {str(config.model.path)!r} have SHA-256 {found.sha256[:16]}..., but the run began with "
-            f"{manifest.start.sha256[:16]}...: give the directory of those with --model"
+            f"{manifest.start.sha256[:16]}...: pass the directory with those weights as --model"
         )
 
 
@@ -168,8 +166,8 @@ def check_tokens(step: RecordedStep, vocab_size: int) -> None:
             if largest >= vocab_size:
                 raise ConfigError(
                     f"the record of the step to version {step.version + 1} has token {largest} in item "
-                    f"{group.item_index}, and the model's vocabulary has {vocab_size}: is it another model, or was "
-                    "the file changed?"
+                    f"{group.item_index}, but the model's vocabulary has {vocab_size} tokens: is it another model, or "
+                    "was the file changed?"
                 )
 
 
@@ -181,11 +179,11 @@ async def train_again(
     note: Callable[[str], None],
     on_step: Callable[[StepDifference], None],
 ) -> Replayed:
-    """Train the steps of a record again, and return how each differs from what was recorded.
+    """Repeat the training steps of a record, and return how each differs from the record.
 
-    As in the run, each of its incarnations begins with new ranks, from a checkpoint. Files go to ``run.directory``:
+    As in the run, each incarnation begins with new ranks from a checkpoint. Files are written to ``run.directory``:
     ``logs``, and ``weights`` with the final checkpoint. Raises `ConfigError` for a record that cannot be trained on,
-    and what `TrainerGroup` raises.
+    and the errors of `TrainerGroup`.
     """
     manifest, config = read_manifest(record), incarnations[-1].config
     for incarnation in incarnations:
@@ -194,7 +192,9 @@ async def train_again(
     try:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{str(directory)!r} cannot be made: {error.strerror}; choose another with --to") from error
+        raise ConfigError(
+            f"{str(directory)!r} cannot be created: {error.strerror}; choose another directory with --to"
+        ) from error
     versions = versions_of(record)[:num_steps]
     differences: list[StepDifference] = []
 
@@ -230,7 +230,7 @@ async def _train_incarnation(
     note: Callable[[str], None],
     on_step: Callable[[StepDifference], None],
 ) -> None:
-    """Train the steps to ``versions`` on new ranks that begin with a checkpoint, if there is one, and save."""
+    """Train the steps to ``versions`` on new ranks, from a checkpoint if there is one, and save."""
     directory, images = config.run.directory, load_image_processor(config.model.path)
     max_tokens = config.train.max_tokens_per_micro_batch
     vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
@@ -249,7 +249,7 @@ async def _train_incarnation(
             on_step(step_difference(step, outcome_of(answers), logprobs))
         await group.save(directory / "weights")
     except asyncio.CancelledError:
-        note("interrupted: the trainer ranks end, and nothing is kept")
+        note("interrupted: stopping the trainer ranks; nothing is kept")
         for rank in group.ranks:
             rank.stop_s = _STOP_S
         raise
@@ -261,7 +261,7 @@ def _weight_difference(config: RunConfig, final: WeightsFile, recorded: WeightsF
     if recorded is None or recorded.sha256 == final.sha256 or not Path(recorded.path).is_dir():
         return None
     if weights_of(Path(recorded.path)).sha256 != recorded.sha256:
-        return None  # something else is there now
+        return None  # the weights there have changed
     return weight_difference(config.model.path, Path(recorded.path), Path(final.path))
 
 
@@ -274,8 +274,8 @@ def replay_training(
     note: Callable[[str], None],
     on_step: Callable[[StepDifference], None] = lambda step: None,
 ) -> Replayed:
-    """Train again with the incarnations that ``make_incarnations`` configures for a directory; None: one that is
-    removed.
+    """Repeat the training with the incarnations that ``make_incarnations`` configures for a directory. None: a
+    temporary directory.
     """
     with tempfile.TemporaryDirectory(prefix="inflight-replay-") as temporary:
         incarnations = make_incarnations(Path(temporary) if directory is None else directory)

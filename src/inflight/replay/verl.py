@@ -1,7 +1,7 @@
 """Reads verl's rollouts: the files of ``trainer.rollout_data_dir``, one ``STEP.jsonl`` for each step.
 
 A line has the texts ``input`` and ``output``, the ``score`` and the ``step``. There are no tokens, logprobs or
-versions: texts are tokenised again, which need not give the tokens that were sampled.
+versions. Texts are tokenised again, which may not reproduce the sampled tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def read_verl(files: Sequence[Path], *, tokenizer: Path, temperature: float) -> 
     """Return the groups of each file, in the order of their steps. Raises `ConfigError`."""
     loaded = load_tokenizer(tokenizer)
     if loaded is None:
-        raise ConfigError(f"{str(tokenizer)!r} has no tokenizer: give the model directory of the run with --tokenizer")
+        raise ConfigError(f"{str(tokenizer)!r} has no tokenizer: pass the model directory of the run with --tokenizer")
     found = Found(lacks={"behaviour_logprobs", "token_ids"})
     found.steps = _steps(sorted(files, key=_step_of), found, loaded, temperature)
     return found
@@ -55,30 +55,32 @@ def _steps(files: Sequence[Path], found: Found, tokenizer: Any, temperature: flo
             rollouts.append((uid, rollout))
         groups = grouped(rollouts, num_items)
         num_items += len(groups)
-        found.assumed["no weight version and no finish reason are stored: taken for on-policy and stop"] += num_rows
+        found.assumed["no weight version and no finish reason are stored: assumed on-policy and stop"] += num_rows
         yield groups
 
 
 def _tokens(tokenizer: Any, text: str, where: str) -> list[int]:
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can write half of a character
+    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
         raise ConfigError(f"{where}: {text[error.start]!r} is not a character that can be tokenised") from error
     return [int(it) for it in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def _step_of(path: Path) -> int:
-    """Return the step that a file's first row names."""
+    """Return the step in a file's first row."""
     for where, row in _rows(path):
         return int(field_of(row, "step", lambda it: type(it) is int, "a step's number", where))
     raise ConfigError(f"{str(path)!r} is empty")
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each row of a file stands, and the row. Raises `ConfigError`."""
+    """Yield the location of each row of a file, and the row. Raises `ConfigError`."""
     number = 0
     try:
-        with path.open(encoding="utf-8") as lines:  # not splitlines: texts have other ends of lines than "\n"
+        with path.open(
+            encoding="utf-8"
+        ) as lines:  # not splitlines, because texts may contain line ends other than "\n"
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     row = json.loads(line)

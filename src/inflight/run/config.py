@@ -20,7 +20,7 @@ from inflight.run.fleet_config import ServersSection
 from inflight.run.updates_config import UpdatesSection
 
 
-def _listed(value: object) -> object:
+def _split_commas(value: object) -> object:
     """Return the parts of a comma-separated string, and any other value unchanged."""
     return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
@@ -67,7 +67,7 @@ class RunSection(Section):
     """How long to wait for a checkpoint. None: 900 s plus the time for writing its bytes at 0.5 GB/s."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Loopback port where the run serves ``/metrics`` for Prometheus. 0: any free port. None: no metrics are served."""
-    trackers: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    trackers: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = ()
     """Trackers that receive the metrics of the run: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, another entry
     point in the group ``inflight.trackers``, or ``module:attribute``. Either a list or a comma-separated string.
     """

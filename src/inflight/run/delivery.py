@@ -1,4 +1,4 @@
-"""Tracks which server serves which version, and gives work to those that are up to date."""
+"""Tracks the version of each server, and gives work to the servers that are up to date."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import PublishResult
 from inflight.run.record.journal import Journal
 from inflight.run.sampling.sampling_endpoint import version_of
-from inflight.run.servers.servers import REAP_S, Servers, nobody_left
+from inflight.run.servers.servers import REAP_S, Servers, no_server_left
 from inflight.weights.send.fleet import MemberState
 from inflight.wire import EndpointState
 
 _ASK_AGAIN_S = 0.5
-"""How long to wait before the servers are asked again."""
+"""Interval at which servers are asked for their versions."""
 _VERSION_S = 2.0
 """How long a server that pulls may take to report the version that it serves."""
 _SAMPLES = (EndpointState.READY, EndpointState.STAGING, EndpointState.PAUSED, EndpointState.UPDATING)
@@ -55,7 +55,7 @@ class PushDelivery(Delivery):
     serving: Mapping[str, int | None] = field(default_factory=dict)
     noted: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=set)
-    """The servers that have taken part from the start, or have held a version since."""
+    """The servers that took part from the start or have since held a version."""
 
     async def start(self, published: PublishResult | None) -> None:
         self.known = set() if published is None else {*published.states}
@@ -97,7 +97,7 @@ class PushDelivery(Delivery):
         while True:
             await actor.unserved.wait()
             if self.servers.own:
-                await asyncio.sleep(REAP_S)  # if all processes have ended, the run ends, which shows a little later
+                await asyncio.sleep(REAP_S)  # if all processes have ended, the run ends soon
             self.servers.note(f"no inference server is left; waiting up to {timeout_s:g} s for one to come back")
             deadline = time.monotonic() + timeout_s
             while actor.unserved.is_set():
@@ -105,7 +105,7 @@ class PushDelivery(Delivery):
                 self.record((await self.trainers.publish(self.servers.members())).published)
                 if actor.unserved.is_set():
                     if is_late:
-                        raise nobody_left(actor)
+                        raise no_server_left(actor)
                     await asyncio.sleep(_ASK_AGAIN_S)
 
 
@@ -134,7 +134,7 @@ class PullDelivery(Delivery):
             if not actor.unserved.is_set():
                 last_seen = time.monotonic()
             elif time.monotonic() - last_seen > self.servers.config.run.start_timeout_s:
-                raise nobody_left(actor)
+                raise no_server_left(actor)
 
     async def _look(self) -> None:
         """Ask every server which version it serves, and give work to those that answer."""

@@ -76,11 +76,11 @@ async def dry_run(prepared: Prepared) -> DryRun:
     """Return what a run would do, after asking running servers whether they can take part."""
     config, notes = prepared.config, []
     if any(it.devices and not prepared.memory[it.name] for it in prepared.placement.trainers):
-        notes.append(f"memory of {config.train.trainer!r} workers is not known, and left out")
+        notes.append(f"the memory of {config.train.trainer!r} workers is unknown and not included")
     if not prepared.placement.placed:
-        notes.append("no GPU: every process computes on the CPU, in host memory that is not counted here")
+        notes.append("no GPU: every process computes on the CPU, and host memory is not included")
     return DryRun(
-        (*_started(prepared), *await run_together(*(_ask(prepared, url) for url in prepared.attached))),
+        (*_planned_processes(prepared), *await run_together(*(_ask(prepared, url) for url in prepared.attached))),
         planned_update(prepared),
         prepared.uses,
         tuple(notes),
@@ -103,11 +103,11 @@ def hosts_of_dry_run(config: RunConfig, devices: Sequence[Device]) -> Hosts:
 # Processes
 
 
-def _started(prepared: Prepared) -> list[PlannedProcess]:
+def _planned_processes(prepared: Prepared) -> list[PlannedProcess]:
     config, memory = prepared.config, prepared.memory
     train, num = config.train, config.train.num_ranks
-    meets = "meets the others at a free port of rank 0's host" if num > 1 else "meets nobody"
-    found = [PlannedProcess("controller", "samples, scores and composes", (), "asks the others")]
+    meets = "meets the other ranks at a free port of rank 0's host" if num > 1 else "the only rank"
+    found = [PlannedProcess("controller", "samples, scores and composes", (), "connects to the others")]
     for rank, it in enumerate(prepared.placement.trainers):
         what = f"{train.trainer} worker, rank {rank} of {num}"
         found.append(PlannedProcess(it.name, what, _indices(it), meets, memory.get(it.name, ())))
@@ -130,7 +130,7 @@ async def _ask(prepared: Prepared, url: str) -> PlannedProcess:
         async with asyncio.timeout(_ASK_S):
             can = await check_endpoint(config, prepared.model.vocab_size, endpoint)
             limit = min(can.max_concurrent_sequences, config.servers.slots_of_attached)
-        address = f"{url} answers, and runs up to {limit} sequences"
+        address = f"{url} is ready and runs up to {limit} sequences"
     except (TimeoutError, InflightError) as error:
         address = f"{url} cannot take part now: {str(error) or f'no answer within {_ASK_S:g} s'}"
     finally:
@@ -175,15 +175,15 @@ def render_text(plan: DryRun) -> str:
         f"GB on the wire, at most {update.deadline_s:.0f} s; {update.transport}: {update.travels}"
     )
     if plan.devices:
-        lines.append("memory by arithmetic, not measured:")
+        lines.append("memory, estimated and not measured:")
     alike = itertools.groupby((it for it in plan.processes if it.devices), lambda it: it.memory)
     for terms, group in alike:
         names = [it.name for it in group]
         who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        lines.append(f"  {who}: {total_as_text(terms)} ({terms_as_text(terms) or 'not known'})")
+        lines.append(f"  {who}: {total_as_text(terms)} ({terms_as_text(terms) or 'unknown'})")
     for use in plan.devices:
         has = gib(use.memory_bytes) if use.memory_bytes else "an unknown amount"
-        who = ", ".join(use.processes) or "nobody"
+        who = ", ".join(use.processes) or "no process"
         when = "" if use.phase is None else f" while {use.phase}"
         lines.append(f"  GPU {use.index}: {gib(use.needed_bytes)} of {has}{when} ({who})")
     return "\n".join([*lines, *plan.notes])

@@ -188,7 +188,7 @@ def _check_launcher(config: RunConfig, hosts: Hosts) -> None:
     """Raise `ConfigError` if the configuration needs something that the launcher does not support."""
     if hosts.port and not config.servers.attach.others_may_come:
         raise ConfigError(
-            f"launcher {config.run.launcher!r} starts no servers: set servers.attach.join, where they come by "
+            f"launcher {config.run.launcher!r} starts no servers: set servers.attach.join, where they join by "
             "themselves"
         )
     if config.servers.lease_s and not hosts.can_outlive:
@@ -225,7 +225,7 @@ def _check_reach(config: RunConfig, machine: Machine, urls: Sequence[str]) -> No
     if updates.transport in _WITHIN_ONE_MACHINE:
         remedy = "choose 'gloo', 'nccl', 'http' or 'file'"
     elif updates.transport in _CONNECTS_BACK and updates.address.startswith("127."):
-        remedy = "set updates.address to the address of this machine as the servers see it"
+        remedy = "set updates.address to the address at which the servers reach this machine"
     else:
         return
     for url in urls:

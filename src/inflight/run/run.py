@@ -37,7 +37,7 @@ from inflight.run.sampling.groups import work_of
 from inflight.run.sampling.sampling import Sampling
 from inflight.run.servers.leases import token_of
 from inflight.run.servers.memory_turns import MemoryTurns
-from inflight.run.servers.servers import Servers, nobody_left
+from inflight.run.servers.servers import Servers, no_server_left
 from inflight.run.updates import updates_of
 
 
@@ -81,7 +81,7 @@ async def _pipeline(run: _Run) -> None:
     run.sampling.begin_batch(run.journal.version)
     while not run.is_over():
         batch = await run.interrupt.unless(run.sampling.batch())
-        run.sampling.begin_batch(batch.version + 1)  # from groups that finish while the ranks train
+        run.sampling.begin_batch(batch.version + 1)  # the next batch is composed while the ranks train
         trained = await _train(run, batch, publish=run.servers.members())
         _settle_step(run, batch, trained)
         await _save_step(run, batch, trained)
@@ -144,7 +144,7 @@ def _settle_step(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> Non
     run.saving.note(trained)
     run.delivery.record(trained[0].published)
     row = run.notes.step(batch, trained, run.delivery.serving)
-    run.sampling.stepped(run.journal.version, row.get("effective_sample_size"))
+    run.sampling.report_step(run.journal.version, row.get("effective_sample_size"))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class _Run:
         self.journal.version = started.version
         await self.delivery.start(started.published)
         if self.sampling.actor.unserved.is_set():
-            raise nobody_left(self.sampling.actor)
+            raise no_server_left(self.sampling.actor)
         self.notes.doing = ""
 
     async def _train_and_watch(self) -> None:

@@ -35,7 +35,7 @@ from inflight.wire import ChatCompletionRequest, EndpointState, ModelCard, Model
 
 Handler = Callable[[Request], Awaitable[Response]]
 Receive = Callable[[WeightUpdateRequest], Awaitable[None]]
-"""Brings an update to the endpoints. Raises `InflightError`."""
+"""Publishes an update to the endpoints. Raises `InflightError`."""
 
 
 def dialect_app(
@@ -47,8 +47,8 @@ def dialect_app(
 ) -> Starlette:
     """Return the application. Without ``receive`` it has no route for updates.
 
-    ``on_unreadable`` is called when an update cannot be read. Each chat goes to the endpoint that answers the fewest.
-    ``/health`` states that the server is up once ``is_ready`` and every endpoint serves.
+    ``on_unreadable`` is called when an update cannot be read. Each chat goes to the endpoint with the fewest running
+    chats. ``/health`` reports success once ``is_ready`` returns true and every endpoint serves.
     """
     num_running = dict.fromkeys(endpoints, 0)
 
@@ -74,7 +74,7 @@ def dialect_app(
         except ValueError as error:
             raise InvalidRequestError(f"{CHAT_ROUTE} cannot use this body: {error}") from error
         if asked.stream:
-            raise InvalidRequestError(f"{CHAT_ROUTE} does not stream here")
+            raise InvalidRequestError(f"{CHAT_ROUTE} does not support streaming here")
         num_running[endpoint] += 1
         try:
             return JSONResponse(chat_answer(await run_while_connected(request, endpoint.chat_completion(asked))))
@@ -118,6 +118,6 @@ def _answering(handler: Handler) -> Handler:
         except InflightError as error:
             return error_response(error)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
 
     return handle

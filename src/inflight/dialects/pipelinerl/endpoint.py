@@ -1,9 +1,9 @@
-"""A PipelineRL inference server as an `InferenceEndpoint`: vLLM with PipelineRL's route for updates in front.
+"""A PipelineRL inference server, which is vLLM with PipelineRL's update route, as an `InferenceEndpoint`.
 
-The server was started with a group of its own, in which this process is rank 0, the trainer. PipelineRL's answers name
-no version and its servers keep none, so the endpoint is an `OwnedEndpoint`: weights change when nothing runs. What
-arrives is checked and staged here; the commit then posts the update and broadcasts it. A commit that fails leaves torn
-weights, and a group that nobody can form again: the server has to be restarted.
+The server was started with its own process group, in which this process is rank 0, the trainer. PipelineRL's servers
+keep and report no version, so the endpoint is an `OwnedEndpoint`: weights change only when no request runs. Incoming
+weights are checked and staged here, and the commit posts the update and broadcasts it. A failed commit leaves torn
+weights and a group that cannot be formed again, so the server must be restarted.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ if TYPE_CHECKING:
 
 _HEALTH_POLL_S = 0.2
 _PARTING_S = 1.0
-"""How long the last broadcast may end after the server has said that it has everything."""
+"""How long after the server's answer the last broadcast may end."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRlOptions:
-    """What a server does not say of itself; the query of its URL."""
+    """Facts about a server that it does not report itself, from the query of its URL."""
 
     group: str = ""
-    """``tcp://HOST:PORT`` of --weight-update-group-init-method. Empty: this process does not send weights."""
+    """``tcp://HOST:PORT`` of --weight-update-group-init-method. If empty, this process does not send weights."""
     world_size: int = 2
     """Of --weight-update-group-world-size."""
     dtype: str = ""
@@ -72,11 +72,11 @@ class PipelineRlOptions:
     max_concurrent: int = 64
     """Of --max-num-seqs."""
     timeout_s: float = 300.0
-    """How long the server may take to join the group, and to take an update."""
+    """How long the server may take to join the group, and to apply an update."""
 
 
 class PipelineRlEndpoint(OwnedEndpoint):
-    """One server at ``url`` with one rank. The first call hosts the group, without which the server does not answer."""
+    """One server at ``url`` with one rank. The first call hosts the group, which the server needs before it answers."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
         return can, specs
 
     async def _until_healthy(self) -> None:
-        """Return once the server answers, which it does after it has joined the group."""
+        """Return once the server answers, which is after it has joined the group."""
         try:
             async with asyncio.timeout(self._options.timeout_s if self._options.group else None):
                 while True:
@@ -154,16 +154,16 @@ class PipelineRlEndpoint(OwnedEndpoint):
             raise DeadlineError(f"not healthy within {self._options.timeout_s:g} s", self.name) from error
 
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """Raises `TransferError` if the server's own group is gone; only a restart of the server restores it."""
+        """Raises `TransferError` if the server's group is lost; only a restart of the server restores it."""
         await self.capabilities()
         if self._options.group and (self._group is None or not self._group.is_formed):
-            raise TransferError(f"{self.name}: the group of this server is gone; start the server again")
+            raise TransferError(f"{self.name}: the group of this server is lost; restart the server")
         await super().init_process_group(spec)
 
     async def _complete(self, request: GenerateRequest, index: int, version: int) -> Completion:
         can = await self.capabilities()
         body = body_of(request, model=can.model, room=can.max_model_len - len(request.prompt_token_ids))
-        # Keys cached prefixes by the weights: PipelineRL's server does not clear them.
+        # The salt separates cached prefixes by weights, because PipelineRL's server does not clear its cache.
         body["cache_salt"] = self._salt
         answer = await self._routes.request(ROUTE, body, self._generate_timeout_s)
         with protocol_errors(ROUTE):
@@ -171,7 +171,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
             return completion_of(choice, ids_of_tokens(choice["logprobs"]["tokens"]), index, version)
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """One choice, as PipelineRL's own client asks for it; texts are the server's."""
+        """Return one choice, as PipelineRL's own client requests it, with the texts of the server."""
         can = await self.capabilities()
         check_chat(request, can)
         body = request.model_dump(mode="json", include={"model", "messages", "temperature", "top_p", "top_k", "min_p"})
@@ -179,7 +179,9 @@ class PipelineRlEndpoint(OwnedEndpoint):
         body |= {"include_stop_str_in_output": True, "repetition_penalty": 1.0, "cache_salt": self._salt}
         sampling = request.sampling()
         if sampling.n != 1 or sampling.seed is not None or sampling.stop:
-            raise UnsupportedError("chats with several choices, a seed or stop strings: send token ids instead")
+            raise UnsupportedError(
+                "chats do not support several choices, a seed or stop strings: send token ids instead"
+            )
         if sampling.max_tokens is not None:
             body["max_tokens"] = sampling.max_tokens
         async with self._sampling() as version:
@@ -203,7 +205,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
     async def _replace(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
         """Post the update and broadcast it, as PipelineRL's trainer does. Raises unless the server answers ``ok``."""
         group, timeout_s = self._group, self._options.timeout_s
-        assert group is not None  # transports are declared only then
+        assert group is not None  # transports are supported only then
         message = update_request(update.version, update.manifest.tensors)
 
         def broadcast() -> None:
@@ -221,10 +223,10 @@ class PipelineRlEndpoint(OwnedEndpoint):
                 raise ProtocolError(f"POST {UPDATE_ROUTE} answered status {status}: {error_text_of(answer)}", self.name)
             await asyncio.wait({sending}, timeout=_PARTING_S)
             if not sending.done():
-                raise ProtocolError(f"POST {UPDATE_ROUTE} said ok before every tensor was sent", self.name)
+                raise ProtocolError(f"POST {UPDATE_ROUTE} answered ok before every tensor was sent", self.name)
             sending.result()
         except BaseException:
-            group.abort()  # out of step
+            group.abort()  # the ranks are out of step
             raise
         finally:
             await cancel_and_wait(asking)
@@ -235,14 +237,14 @@ class PipelineRlEndpoint(OwnedEndpoint):
         return f"inflight-{self._updates.session.session_id or self._version}"
 
     async def aclose(self) -> None:
-        """Leaves the group, after which the server takes no more updates."""
+        """Leaves the group, after which the server accepts no more updates."""
         await super().aclose()
         if self._group is not None:
             self._group.abort()
 
 
 class PipelineRlKind(EngineKind):
-    """Attaches only: PipelineRL's own launcher starts the servers."""
+    """Supports only attaching, because PipelineRL's own launcher starts the servers."""
 
     name = "pipelinerl"
 
@@ -255,7 +257,7 @@ class PipelineRlKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """The query of the URL is `PipelineRlOptions`. The server takes no token. Raises `ConfigError`."""
+        """The query of the URL is `PipelineRlOptions`. The server does not use a token. Raises `ConfigError`."""
         address, _, query = url.partition("?")
         return PipelineRlEndpoint(
             address,

@@ -1,11 +1,11 @@
-"""The process group in which PipelineRL's weights travel: rank 0 is the trainer, each server is one rank.
+"""The process group over which PipelineRL sends weights: rank 0 is the trainer, and each server is one rank.
 
-The ranks meet at the TCPStore that rank 0 hosts, where PipelineRL's own code waits for all of them
-(``torch_utils._create_stateless_pg``). The group is formed once and for all: a rank that leaves cannot come back. On a
-CPU it is a group of gloo under the keys of torch's own groups, as ``torch_utils.init_extra_process_group`` forms it.
+The ranks connect through the TCPStore that rank 0 hosts, where PipelineRL's own code waits for all of them
+(``torch_utils._create_stateless_pg``). The group is formed only once: a rank that leaves cannot return. On a CPU it is
+a gloo group under the keys of torch's own groups, as ``torch_utils.init_extra_process_group`` forms it.
 
-On GPUs PipelineRL's broadcasts go over vLLM's communicator of NCCL, whose id rank 0 leaves in the store as a pickle.
-Nothing is unpickled here, so that group is not joined.
+On GPUs, PipelineRL broadcasts over vLLM's NCCL communicator, whose id rank 0 puts into the store as a pickle. This
+module never unpickles, so it does not join that group.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from inflight.weights.transports.store import ABANDONED, abandon
 
 dist: Any = torch.distributed  # its stubs leave out the stores
 NAME = "actor"
-"""The name that PipelineRL gave the group while torch formed it."""
+"""The name that PipelineRL gives the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRank:
-    """Where a group meets, which ``rank`` of it this process is, and how long the others may take to come."""
+    """The address of a group, the rank of this process in it, and how long the others may take to join."""
 
     address: str
     port: int
@@ -67,7 +67,7 @@ def place_of(init_method: str, *, rank: int, world_size: int, timeout_s: float =
 
 
 class BroadcastGroup:
-    """One rank's end. Its calls block; `abort` ends them from another thread."""
+    """One rank's end of the group. Its calls block; `abort` ends them from another thread."""
 
     def __init__(self, place: GroupRank) -> None:
         self._place = place
@@ -80,14 +80,14 @@ class BroadcastGroup:
         return self._group is not None and not self._abandoned.done()
 
     def join(self) -> None:
-        """Host the store if this is rank 0, and return once all ranks have come. Raises `TransferError`."""
+        """Host the store if this is rank 0, and return once all ranks have joined. Raises `TransferError`."""
         place = self._place
         what = f"joining PipelineRL's group at {place.address}:{place.port}"
-        # A store's client tries for its timeout to reach it, and then waits as long for the other ranks.
+        # A client of the store uses its timeout twice: to connect, and to wait for the other ranks.
         run_unless_abandoned(self._abandoned, lambda: self._form(what), what, place.timeout_s + GRACE_S)
 
     def broadcast(self, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
-        """Send ``tensor`` as rank 0, or receive into it. It lies on the CPU, contiguous.
+        """Send ``tensor`` as rank 0, or receive into it. It must be contiguous and on the CPU.
 
         Raises `TransferError`: the ranks are then out of step, and the group is abandoned.
         """
@@ -95,14 +95,14 @@ class BroadcastGroup:
         if group is None or self._abandoned.done():
             raise TransferError("PipelineRL's group is not formed, or was abandoned; start trainer and servers again")
         try:
-            flat = tensor.reshape(-1).view(torch.uint8)  # what travels is bytes
+            flat = tensor.reshape(-1).view(torch.uint8)  # tensors are sent as bytes
             run_unless_abandoned(self._abandoned, group.make_broadcast(flat, timeout_s), what, timeout_s + GRACE_S)
         except (RuntimeError, TransferError) as error:
             self.abort()
             raise error if isinstance(error, TransferError) else transfer_failed(error, what) from error
 
     def abort(self) -> None:
-        """Leave the group for good, which ends what is pending in it on every rank. Idempotent."""
+        """Leave the group permanently, which ends pending operations on every rank. Idempotent."""
         abandon(self._abandoned)
         group, self._group, self._store = self._group, None, None
         if group is not None:
@@ -121,7 +121,7 @@ class BroadcastGroup:
         except (OSError, RuntimeError) as error:
             raise transfer_failed(error, what) from error
         group = GlooGroup(raw)
-        self._store = store  # of rank 0: the others still read it
+        self._store = store  # kept on rank 0, because the others still read it
         self._group = group
         if self._abandoned.done():
             self.abort()
@@ -147,7 +147,7 @@ def _hosted(place: GroupRank) -> Any:
 
 
 def _found(place: GroupRank) -> Any:
-    """Return rank 0's store; it counts the ranks that have come."""
+    """Return rank 0's store, which counts the ranks that have joined."""
     timeout = timeout_of(place.timeout_s)
     return dist.TCPStore(
         place.address, place.port, world_size=place.world_size, is_master=False, timeout=timeout, use_libuv=False

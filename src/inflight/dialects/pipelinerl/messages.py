@@ -15,7 +15,7 @@ from inflight.wire import DTYPE_SIZES, ChatCompletion, Items, Manifest, Natural,
 UPDATE_ROUTE = "/receive_weight_update"
 CHAT_ROUTE = "/v1/chat/completions"
 MAX_UPDATE_BYTES = 64 << 20
-"""Longest message of an update: a name, a shape and a dtype for each tensor."""
+"""Largest update message in bytes: a name, a shape and a dtype for each tensor."""
 _TORCH = "torch."
 
 
@@ -32,7 +32,7 @@ class ParameterInfo(BaseModel):
 class WeightUpdateRequest(BaseModel):
     """Body of ``POST /receive_weight_update``: the tensors of one update, in the order of their broadcasts.
 
-    ``version`` counts the samples that the trainer has trained on. PipelineRL ignores unknown keys, and so does this.
+    ``version`` counts the samples that the trainer has trained on. Unknown keys are ignored, as in PipelineRL.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -43,10 +43,10 @@ class WeightUpdateRequest(BaseModel):
     timestamp: float = Field(default_factory=time.time)
 
     def manifest(self) -> Manifest:
-        """Return the tensors as the contract names them. Raises `InvalidRequestError` for a dtype it does not have."""
+        """Return the tensors in the contract's terms. Raises `InvalidRequestError` for an unsupported dtype."""
         for info in self.parameters_info:
             if info.dtype.removeprefix(_TORCH) not in DTYPE_SIZES:
-                raise InvalidRequestError(f"{info.name} is {info.dtype}; weights travel as {', '.join(DTYPE_SIZES)}")
+                raise InvalidRequestError(f"{info.name} is {info.dtype}; supported dtypes are {', '.join(DTYPE_SIZES)}")
         try:
             return Manifest(
                 tensors=tuple(
@@ -71,27 +71,29 @@ def update_request(version: int, tensors: Iterable[TensorSpec]) -> WeightUpdateR
 def chat_body(body: Any) -> dict[str, Any]:
     """Return the body of a chat request of PipelineRL's client as one of the contract's.
 
-    Raises `InvalidRequestError` for what cannot be kept. Fields that the contract does not know stay, and are refused
-    where the result is read.
+    Raises `InvalidRequestError` for requests that cannot be converted. Fields that are unknown to the contract are
+    kept, and refused when the result is parsed.
     """
     if not isinstance(body, dict):
-        raise InvalidRequestError("the body of a chat request is a JSON object")
+        raise InvalidRequestError("the body of a chat request must be a JSON object")
     fields = dict(body)
     fields["logprobs"] = bool(fields.get("logprobs"))
-    # Tokens are listed whole in any case. Only a stop string would make the text differ from what was asked for.
+    # All tokens are listed in any case. Only with a stop string would the text differ from the request.
     with_stop = fields.pop("include_stop_str_in_output", False)
     fields.pop("skip_special_tokens", None)
     if with_stop and fields.get("stop"):
-        raise InvalidRequestError("include_stop_str_in_output together with stop: texts end before a stop string here")
-    if fields.get("top_k") == -1:  # vLLM's word for none
+        raise InvalidRequestError(
+            "include_stop_str_in_output and stop cannot be combined: texts end before a stop string here"
+        )
+    if fields.get("top_k") == -1:  # vLLM's value for no limit
         fields["top_k"] = 0
     return fields
 
 
 def chat_answer(completion: ChatCompletion) -> dict[str, Any]:
-    """Return an answer as PipelineRL's client reads it: in place of its text, each token has its id.
+    """Return an answer as PipelineRL's client reads it, with token ids in place of token texts.
 
-    The contract's own fields stay, version spans among them.
+    The contract's own fields, such as version spans, are kept.
     """
     answer = completion.model_dump(mode="json")
     for choice in answer["choices"]:

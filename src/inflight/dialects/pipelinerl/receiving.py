@@ -1,7 +1,7 @@
-"""Weights that PipelineRL's trainer broadcasts, published to endpoints of the contract.
+"""Publishes weights that PipelineRL's trainer broadcasts to endpoints of the contract.
 
-Each update is one publish: the endpoints accept the manifest or refuse it, every tensor is received whole and compared
-on its way, and they commit together.
+Each update is one publish: the endpoints accept or refuse the manifest, every tensor is received completely and
+verified in transit, and the endpoints commit together.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ArrivingWeights(WeightSource):
         return self._specs
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Receives the weights even if no endpoint wants them, because the trainer sends them in any case.
+        """Receive the weights even if no endpoint accepts them, because the trainer sends them in any case.
 
         Raises `TransferError`; the group is then abandoned.
         """
@@ -62,7 +62,7 @@ class ArrivingWeights(WeightSource):
 class ArrivingUpdates:
     """The updates of one trainer, one at a time, published by ``publisher``.
 
-    ``timeout_s`` is how long the trainer may take from one tensor to the next, and the endpoints to take an update.
+    ``timeout_s`` limits the time from one tensor to the next, and the time in which endpoints apply an update.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class ArrivingUpdates:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the group is formed, and the next broadcast the trainer's next."""
+        """Whether the group is formed and its ranks agree on the next broadcast."""
         return self._group.is_formed
 
     def join(self) -> None:
-        """Join the group; blocks until all ranks have come. Raises `TransferError`."""
+        """Join the group; blocks until all ranks have joined. Raises `TransferError`."""
         self._group.join()
 
     def receive(self, request: WeightUpdateRequest) -> PublishReport:
         """Return once every endpoint serves the update. Blocks.
 
-        Raises `PublishError` if one does not, and what `publish_weights` raises. Its broadcasts were received all the
-        same, and the group is in step for the next update, unless `TransferError` states that it was abandoned.
+        Raises `PublishError` if one does not, and the errors of `publish_weights`. The broadcasts are received in any
+        case, so the group is ready for the next update unless `TransferError` states that it was abandoned.
         """
         with self._lock:
             try:
@@ -99,5 +99,5 @@ class ArrivingUpdates:
             return publish_weights(weights, self._publisher, in_flight=self._in_flight, deadline_s=self._timeout_s)
 
     def out_of_step(self) -> None:
-        """Give the group up, because the trainer broadcasts what was not understood. Its broadcasts then fail."""
+        """Abandon the group after an update that could not be read. The trainer's broadcasts then fail."""
         self._group.abort()

@@ -1,4 +1,4 @@
-"""What other programs show of a run: traces for Perfetto, spans for OpenTelemetry, metrics for Prometheus.
+"""Exports of a run to other programs: traces for Perfetto, spans for OpenTelemetry, metrics for Prometheus.
 
-All of it is made of the run's events, and of nothing else.
+All of them are derived from the run's events alone.
 """

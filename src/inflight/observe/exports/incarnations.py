@@ -1,7 +1,7 @@
-"""When the events of a run happened, and what lies within them.
+"""Wall-clock times of the events of a run, and the parts of requests and publishes.
 
-Times of events leave out the time between a run's processes, and a process that resumes a killed run goes back to its
-last checkpoint. By the clock on the wall nothing overlaps that did not.
+Event times exclude the time between a run's processes, and a process that resumes a killed run restarts at the last
+checkpoint. In wall-clock time, events of different processes do not overlap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ProcessIncarnation:
-    """One process of a run. ``began_at`` is second 0 of its events, in seconds since 1970."""
+    """One process of a run. ``began_at`` is second 0 of its events, as a Unix time in seconds."""
 
     began_at: float
     version: int
@@ -31,25 +31,25 @@ class TurnSpan:
     """A sampled turn of an episode."""
 
     number: int
-    """From 1, of all turns of the episode."""
+    """Number of the turn in the episode, from 1."""
     start_s: float
     end_s: float
     num_tokens: int
     spans: tuple[tuple[int, int, int], ...]
-    """Start, end and version of each stretch of it, over the indices of the episode's sampled tokens."""
+    """Start, end and version of each span of the turn, as indices into the episode's sampled tokens."""
 
 
 class Incarnations:
-    """Reads a run, and knows which of its processes wrote what."""
+    """Reads the events of a run, and assigns them to the processes that wrote them."""
 
     def __init__(self, directory: Path) -> None:
         if not event_files(directory):
-            raise ConfigError(f"{str(directory)!r} holds no events of a run: name a run directory")
+            raise ConfigError(f"{str(directory)!r} contains no events of a run: pass a run directory")
         self._directory = directory
         self._incarnations: list[ProcessIncarnation] = []
 
     def events(self) -> Iterator[tuple[float, Row]]:
-        """Yield every event but the steps, with its process's second 0 in seconds since 1970."""
+        """Yield every event except steps, with second 0 of its process as a Unix time."""
         for event in read_events(self._directory):
             if event["kind"] == "run_started":
                 incarnation = ProcessIncarnation(event["began_at"], event["version"])
@@ -57,13 +57,13 @@ class Incarnations:
                     self._incarnations.append(incarnation)
             if not self._incarnations:
                 raise ConfigError(
-                    f"the events in {str(self._directory)!r} begin with {event['kind']!r}, so when they were is not "
-                    "known: write a 'run_started' event first"
+                    f"the events in {str(self._directory)!r} begin with {event['kind']!r}, so their wall-clock times "
+                    "are unknown: the first event must be 'run_started'"
                 )
             yield self._incarnations[-1].began_at, event
 
     def steps(self) -> Iterator[tuple[float, Row]]:
-        """Yield every step likewise, once `events` is exhausted. Steps that a resumed run made again are left out."""
+        """Yield every step likewise, once `events` is exhausted. Steps that a resumed run repeated are left out."""
         incarnations = iter(self._incarnations)
         present, following = next(incarnations, None), next(incarnations, None)
         for step in read_steps(self._directory):
@@ -74,7 +74,7 @@ class Incarnations:
 
 
 def turns_of(request: Row) -> list[TurnSpan]:
-    """Return the turns that an episode had in a request, by their starts. Earlier ones were at other servers."""
+    """Return the turns of an episode in one request, by start time. Earlier turns may have run on other servers."""
     turns = []
     for part in request["parts"]:
         first = 0
@@ -89,10 +89,10 @@ def turns_of(request: Row) -> list[TurnSpan]:
 
 
 def publish_parts(publish: Row) -> dict[str, tuple[float, float]]:
-    """Return start and end of the parts of a publish that took time, in seconds of its process.
+    """Return the start and end of each part of a publish that took time, in seconds of its process.
 
-    Only durations are measured. A publish gathers first and pauses last; the weights have arrived when it pauses, and
-    loading begins then.
+    Events record only durations. A publish gathers first and pauses last. The weights have arrived when it pauses, and
+    loading begins at that time.
     """
     start, end = publish["start_s"], publish["end_s"]
     paused = end - publish["pause_s"]

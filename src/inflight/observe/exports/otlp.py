@@ -1,8 +1,8 @@
-"""A run as OpenTelemetry spans, in OTLP's JSON: a line of a file, or the body of a request, for each batch.
+"""Exports a run as OpenTelemetry spans in OTLP JSON. Each batch is a line of a file, or the body of a request.
 
-A trace for each step (``step`` with ``train`` on each rank, and ``publish`` with its parts) and for each item (``item``
-with its ``request`` spans, and in these the ``turn`` spans of an episode). A step links to the items that it trained
-on. Ids are made of the run's id and of what they name, so a run that is exported twice has the same spans.
+There is a trace for each step (``step`` with ``train`` on each rank, and ``publish`` with its parts) and for each item
+(``item`` with its ``request`` spans, which contain the ``turn`` spans of an episode). A step links to the items that it
+trained on. Ids are derived from the run id and the name of the span, so exporting a run twice gives the same spans.
 
 Format: https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding and
 https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/
@@ -42,8 +42,8 @@ Span = dict[str, Any]
 def write_otlp(directory: Path, target: str) -> int:
     """Write the spans of a run to a file, or send them to a URL; return their number.
 
-    A URL without a path gets ``/v1/traces``. Requests carry the headers of OTEL_EXPORTER_OTLP_HEADERS. Raises
-    `ConfigError` if the directory holds no run, or if the target does not take the spans.
+    The path ``/v1/traces`` is added to a URL without a path. Requests have the headers in OTEL_EXPORTER_OTLP_HEADERS.
+    Raises `ConfigError` if the directory contains no run, or if the target does not accept the spans.
     """
     batches = _batches(directory)
     if target.startswith(("http://", "https://")):
@@ -94,12 +94,12 @@ def _partial_success(content: bytes) -> Row:
     try:
         answer = json.loads(content or b"{}")
     except ValueError:
-        return {}  # it took them, and reports it in another format
+        return {}  # success, reported in another format
     return dict(answer.get("partialSuccess") or {}) if isinstance(answer, dict) else {}
 
 
 def _headers(text: str) -> dict[str, str]:
-    """Return headers from ``key1=value1,key2=value2``, with escapes of URLs."""
+    """Return the headers in ``key1=value1,key2=value2``, where values are URL-encoded."""
     pairs = (part.partition("=") for part in text.split(",") if "=" in part)
     return {key.strip(): unquote(value.strip()) for key, _, value in pairs}
 
@@ -114,7 +114,7 @@ def _num_spans(batch: Row) -> int:
 
 @dataclass(slots=True)
 class _Item:
-    """An item that was sampled and is not settled."""
+    """A sampled item that is not settled yet."""
 
     trace_id: str
     span_id: str
@@ -125,7 +125,7 @@ class _Item:
 
 @dataclass(slots=True)
 class _Step:
-    """A step that was trained, and whose publishes may still come."""
+    """A trained step, whose publish events may still follow."""
 
     event: Row
     began_at: float
@@ -134,7 +134,7 @@ class _Step:
 
 
 class _Spans:
-    """Turns events into spans. Holds the items that are not settled, and one step."""
+    """Converts events to spans. Keeps only the unsettled items and one step in memory."""
 
     def __init__(self, run_id: str, incarnations: Incarnations) -> None:
         self._run_id = run_id
@@ -171,12 +171,14 @@ class _Spans:
                 case "failure":
                     trace_id = self._id("failure", event["start_s"], began_at)
                     what = event["what"]
-                    yield self._span("failure", trace_id, None, _placed(event, began_at), {"rl.what": what}, error=what)
+                    yield self._span(
+                        "failure", trace_id, None, _unix_times(event, began_at), {"rl.what": what}, error=what
+                    )
         yield from self._end_incarnation()
         yield from self._metrics_of_steps()
 
     def _request(self, event: Row, began_at: float) -> Iterator[Span]:
-        index, (start, end) = event["item"], _placed(event, began_at)
+        index, (start, end) = event["item"], _unix_times(event, began_at)
         if index not in self._items:
             trace_id = self._id("item", index, began_at)
             self._items[index] = _Item(trace_id, trace_id[:16], start, end, {"rl.item": index})
@@ -219,7 +221,7 @@ class _Spans:
             yield self._span("item", item.trace_id, None, (item.start, item.end), facts, span_id=item.span_id)
 
     def _end_incarnation(self) -> Iterator[Span]:
-        """Settle what the end of a process left: a process after it samples those items again."""
+        """Settle the items that were open when a process ended; the next process samples them again."""
         yield from self._end_step()
         for index in list(self._items):
             yield from self._settle(index, "outstanding")
@@ -230,7 +232,7 @@ class _Spans:
         self._step = None
         event, began_at = step.event, step.began_at
         trace_id = self._id("step", event["version"], began_at)
-        start, end = _placed(event, began_at)
+        start, end = _unix_times(event, began_at)
         end = max([end, *(it["end_s"] + began_at for it in step.publishes)])
         facts = {"rl.version": event["version"], "rl.num_items": len(event["items"])}
         yield self._span("step", trace_id, None, (start, end), facts, span_id=trace_id[:16], links=step.links)
@@ -248,16 +250,16 @@ class _Spans:
             "rl.outcomes": [f"{endpoint} {outcome}" for endpoint, outcome in event["outcomes"].items()],
         }
         span_id = self._id("publish", event["version"], event["start_s"], began_at)[:16]
-        yield self._span("publish", trace_id, parent, _placed(event, began_at), facts, span_id=span_id)
+        yield self._span("publish", trace_id, parent, _unix_times(event, began_at), facts, span_id=span_id)
         for name, (start, end) in publish_parts(event).items():
             yield self._span(f"publish {name}", trace_id, span_id, (start + began_at, end + began_at), {})
 
     def _metrics_of_steps(self) -> Iterator[Span]:
-        """Yield a span without duration for the metrics of each step, in its trace."""
+        """Yield a span of zero duration for the metrics of each step, in the trace of the step."""
         for began_at, step in self._incarnations.steps():
             trace_id = self._id("step", step["version"], began_at)
             facts = {f"rl.{name}": step[name] for name in _OF_STEPS if step.get(name) is not None}
-            yield self._span("metrics", trace_id, trace_id[:16], _placed(step, began_at), facts)
+            yield self._span("metrics", trace_id, trace_id[:16], _unix_times(step, began_at), facts)
 
     def _id(self, *what: object) -> str:
         return hashlib.sha256(json.dumps([self._run_id, *what]).encode()).hexdigest()[:32]
@@ -296,7 +298,7 @@ class _Spans:
         return span
 
 
-def _placed(event: Row, began_at: float) -> tuple[float, float]:
+def _unix_times(event: Row, began_at: float) -> tuple[float, float]:
     return event["start_s"] + began_at, event["end_s"] + began_at
 
 

@@ -1,8 +1,8 @@
-"""A run as a trace that ui.perfetto.dev opens, in Chrome's Trace Event Format.
+"""Exports a run in Chrome's Trace Event Format, which ui.perfetto.dev opens.
 
-Processes are the run itself, the trainer and each server. A server's requests are slices in as few tracks as hold them
-without overlap; within the request of an episode lie its turns and, where none is sampled, its environment. The
-trainer's ranks and the parts of a publish have a track each. Lag, reward, running groups and the version of each server
+The processes of the trace are the run itself, the trainer and each server. A server's requests are slices, in as few
+tracks as possible without overlap. The request of an episode contains its turns, and its environment between them. Each
+trainer rank and each part of a publish has its own track. Lag, reward, running groups and the version of each server
 are counters; failures and changes of the fleet are instants. Times are microseconds since the run began.
 """
 
@@ -27,15 +27,15 @@ _COUNTERS = {
     "completion_length": "completion length",
     "utilisation": "slot utilisation",
 }
-"""Metrics of a step, and what they are called."""
+"""Metrics of a step, and their labels."""
 _INSTANTS = ("item_dropped", "episode_failed", "checkpoint_saved", "fleet_scaled", "failure", "run_ended")
 """Kinds without a duration that are shown on the run's own track."""
 
 
 def write_perfetto(directory: Path, out: Path) -> int:
-    """Write the trace of a run; return the number of its events. Nothing but the present row is held in memory.
+    """Write the trace of a run and return the number of its events. Only the current row is kept in memory.
 
-    Raises `ConfigError` if the directory holds no run, or if the file cannot be written.
+    Raises `ConfigError` if the directory contains no run, or if the file cannot be written.
     """
     trace = _Trace(Incarnations(directory))
     try:
@@ -56,7 +56,7 @@ def _write_array(rows: Iterator[Row], file: IO[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """A slice within another one."""
+    """A slice inside another slice."""
 
     name: str
     category: str
@@ -65,10 +65,10 @@ class _Inner:
 
 
 class _Tracks:
-    """Tracks of one group, each of which holds slices without overlap.
+    """The tracks of one group; slices in a track do not overlap.
 
-    A slice goes to the track whose last one ended latest before it. Where slices come in the order of their ends, no
-    other choice needs fewer tracks.
+    A slice is placed in the track whose last slice ended latest before it. If slices arrive in the order of their ends,
+    this uses the fewest possible tracks.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class _Tracks:
 
 
 class _Trace:
-    """Turns events into rows of the format."""
+    """Converts events to rows of the format."""
 
     def __init__(self, incarnations: Incarnations) -> None:
         self._incarnations = incarnations
@@ -133,7 +133,7 @@ class _Trace:
         span = _span(event, shift_s)
         result = _first_to_last(versions) or {None: "without tokens", "cancelled": "cancelled"}.get(error, "lost")
         name = f"item {event['item']} {result}"
-        inner, overlapping = _within(event, shift_s)
+        inner, overlapping = _inner_slices(event, shift_s)
         yield from self._slice(event["endpoint"], "requests", name, span, facts, inner)
         for turn in overlapping:
             yield from self._slice(event["endpoint"], "overlapping turns", turn.name, turn.span, turn.facts)
@@ -147,7 +147,7 @@ class _Trace:
             yield from self._slice(_TRAINER, f"rank {rank}", f"train v{event['version']}", span, facts)
 
     def _publish(self, event: Row, shift_s: float) -> Iterator[Row]:
-        """Draw the publish, its parts where their durations put them, and the pause of each server."""
+        """Yield slices for the publish, for its parts, and for the pause of each server."""
         start, end = _span(event, shift_s)
         facts = {key: event[key] for key in ("version", "size_bytes", "sent_bytes", "total_s", "outcomes")}
         yield from self._slice(_TRAINER, "publish", f"publish v{event['version']}", (start, end), facts)
@@ -203,7 +203,7 @@ class _Trace:
         facts: Mapping[str, Any],
         inner: Sequence[_Inner] = (),
     ) -> Iterator[Row]:
-        """Yield a slice in a track of this name that has room for it, and then those that lie within it."""
+        """Yield a slice in a free track of this name, and then the slices inside it."""
         start, end = map(_microseconds, span)
         number = self._tracks.setdefault((process, track), _Tracks()).place(start, end)
         thread = track if number == 0 else f"{track} {number + 1}"
@@ -245,7 +245,7 @@ class _Trace:
         yield {"ph": "C", "name": counter, "pid": pid, "tid": tid, "ts": _microseconds(at_s), "args": {series: value}}
 
     def _place(self, process: str, thread: str) -> tuple[int, int, list[Row]]:
-        """Return the numbers of a process and a thread, and the rows that name those that are new."""
+        """Return the ids of a process and a thread, and metadata rows for new ones."""
         new = []
         if process not in self._processes:
             pid = self._processes[process] = len(self._processes) + 1
@@ -259,10 +259,10 @@ class _Trace:
         return pid, self._threads[pid, thread], new
 
 
-def _within(request: Row, shift_s: float) -> tuple[list[_Inner], list[_Inner]]:
-    """Return what to draw within a request, and turns that another one overlaps, which have no room there.
+def _inner_slices(request: Row, shift_s: float) -> tuple[list[_Inner], list[_Inner]]:
+    """Return the slices inside a request, and separately the turns that overlap others and do not fit there.
 
-    Where no turn is sampled, the episode's environment is at work.
+    The time between turns belongs to the episode's environment.
     """
     inner: list[_Inner] = []
     overlapping: list[_Inner] = []
@@ -271,10 +271,10 @@ def _within(request: Row, shift_s: float) -> tuple[list[_Inner], list[_Inner]]:
         if turn.start_s > sampled_s:
             inner.append(_environment(sampled_s + shift_s, turn.start_s + shift_s))
         if turn.start_s >= free_s:
-            inner.append(_drawn(turn, request["item"], shift_s))
+            inner.append(_turn_slice(turn, request["item"], shift_s))
             free_s = turn.end_s
         else:
-            overlapping.append(_drawn(turn, request["item"], shift_s))
+            overlapping.append(_turn_slice(turn, request["item"], shift_s))
         sampled_s = max(sampled_s, turn.end_s)
     if inner and request["end_s"] > sampled_s:
         inner.append(_environment(sampled_s + shift_s, request["end_s"] + shift_s))
@@ -285,7 +285,7 @@ def _environment(start_s: float, end_s: float) -> _Inner:
     return _Inner("environment", "environment", (start_s, end_s), {})
 
 
-def _drawn(turn: TurnSpan, item: int, shift_s: float) -> _Inner:
+def _turn_slice(turn: TurnSpan, item: int, shift_s: float) -> _Inner:
     versions = sorted({version for _, _, version in turn.spans})
     facts = {"item": item, "tokens": turn.num_tokens, "versions": versions}
     span = (turn.start_s + shift_s, turn.end_s + shift_s)

@@ -1,4 +1,4 @@
-"""Metrics of a run for Prometheus, kept up to date by its events, and the server that shows them."""
+"""Prometheus metrics of a run, updated by its events, and the server that exposes them."""
 
 from __future__ import annotations
 
@@ -17,51 +17,63 @@ from inflight.observe.trace import events
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _PARTS = ("gather_s", "wire_s", "load_s", "pause_s", "first_token_s", "total_s")
 _OF_STEPS = {
-    "reward": ("inflight_run_reward", "Mean reward of the rollouts finished since the step before"),
+    "reward": ("inflight_run_reward", "Mean reward of the rollouts that finished since the previous step"),
     "lag_mean": ("inflight_run_lag_mean", "Mean lag of the trained tokens, in versions"),
     "lag_max": ("inflight_run_lag_max", "Largest lag of a trained token"),
-    "effective_sample_size": ("inflight_run_effective_sample_size", "Of the step, as a share of its tokens"),
-    "mismatch_k3": ("inflight_run_mismatch_k3", "Divergence of trainer and servers at lag 0"),
-    "stale_k3": ("inflight_run_stale_k3", "Divergence that the lag adds"),
+    "effective_sample_size": (
+        "inflight_run_effective_sample_size",
+        "Effective sample size of the step, as a share of its tokens",
+    ),
+    "mismatch_k3": ("inflight_run_mismatch_k3", "KL divergence of trainer and servers at lag 0"),
+    "stale_k3": ("inflight_run_stale_k3", "Additional KL divergence caused by the lag"),
     "gradient_norm": ("inflight_run_gradient_norm", "Before clipping"),
-    "completion_length": ("inflight_run_completion_length", "Mean tokens of the completions since the step before"),
-    "utilisation": ("inflight_run_utilisation", "Share of all slots that sampled"),
-    "bubble_share": ("inflight_run_bubble_share", "Share of the slots of servers that take work that stood free"),
-    "trained_tokens_per_s": ("inflight_run_trained_tokens_per_second", "Mean since the run began"),
-    "completion_tokens_per_s": ("inflight_run_completion_tokens_per_second", "Mean since the run began"),
+    "completion_length": (
+        "inflight_run_completion_length",
+        "Mean length of the completions since the previous step, in tokens",
+    ),
+    "utilisation": ("inflight_run_utilisation", "Share of all slots that were sampling"),
+    "bubble_share": ("inflight_run_bubble_share", "Share of free slots on servers that accept work"),
+    "trained_tokens_per_s": (
+        "inflight_run_trained_tokens_per_second",
+        "Trained tokens per second, mean since the run began",
+    ),
+    "completion_tokens_per_s": (
+        "inflight_run_completion_tokens_per_second",
+        "Sampled tokens per second, mean since the run began",
+    ),
 }
-"""Metrics of a step that are shown unchanged."""
+"""Metrics of a step that are exported unchanged."""
 
 
 _COUNTERS = {
     "steps": ("Optimizer steps",),
     "trained_tokens": ("Tokens of optimizer steps",),
-    "stale_tokens": ("Tokens that were masked for their lag",),
+    "stale_tokens": ("Tokens that were masked because of their lag",),
     "completions": ("Rollouts of complete groups",),
     "completion_tokens": ("Sampled tokens of complete groups",),
-    "requests": ("Requests to servers that ended", "endpoint", "outcome"),
+    "requests": ("Requests to servers that have ended", "endpoint", "outcome"),
     "items": ("Items that the ledger settled", "outcome"),
-    "publishes": ("Publishes by what became of each server", "outcome"),
-    "published_bytes": ("Bytes that were sent or stored",),
-    "failed_episodes": ("Episodes that count for nothing", "reason"),
-    "failures": ("What ended an incarnation of the run",),
+    "publishes": ("Outcomes of publishes, counted for each server", "outcome"),
+    "published_bytes": ("Bytes of weights that were sent or stored",),
+    "failed_episodes": ("Episodes that failed and are not trained on", "reason"),
+    "failures": ("Failures that ended an incarnation of the run",),
 }
 _GAUGES = {
-    "weight_version": ("Trained versions so far",),
-    "groups": ("Groups being sampled, and complete ones that wait", "state"),
-    "items_outstanding": ("Items issued and not settled",),
+    "weight_version": ("Number of trained versions so far",),
+    "groups": ("Groups that are being sampled, and complete groups that wait", "state"),
+    "items_outstanding": ("Items that were issued and are not settled",),
     "servers": ("Servers by state", "state"),
 }
 _HISTOGRAMS = {
-    "train_seconds": ("Optimizer steps, without the publish",),
-    "request_seconds": ("Requests to servers", "endpoint"),
-    "publish_seconds": ("Parts of publishes", "part"),
+    "train_seconds": ("Duration of optimizer steps, without the publish",),
+    "request_seconds": ("Duration of requests to servers", "endpoint"),
+    "publish_seconds": ("Duration of the parts of publishes", "part"),
 }
-"""Help text and labels of each metric by its name without ``inflight_run_``."""
+"""Help text and labels of each metric, by its name without ``inflight_run_``."""
 
 
 class RunMetrics:
-    """Counts what a run does. Counters begin with this process."""
+    """The metrics of a run. Counters start at 0 in this process."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -84,7 +96,7 @@ class RunMetrics:
         self._has_server_states = False
 
     def count(self, event: events.Event) -> None:
-        """Count an event."""
+        """Update the metrics with an event."""
         counters, gauges = self._counters, self._gauges
         match event:
             case events.RunStarted():
@@ -128,7 +140,7 @@ class RunMetrics:
         self._counters["published_bytes"].inc(event.sent_bytes)
         for outcome in event.outcomes.values():
             self._counters["publishes"].labels(outcome).inc()
-        if not self._has_server_states:  # a fleet that never changed
+        if not self._has_server_states:  # the fleet has never changed
             self._set_servers(Tally("healthy" if it == "applied" else "suspect" for it in event.outcomes.values()))
 
     def _set_servers(self, by_state: Mapping[str, int]) -> None:
@@ -149,13 +161,13 @@ class RunMetrics:
 
 
 class MetricsServer:
-    """Serves ``/metrics`` on loopback in a thread, during its context. Port 0: any free one."""
+    """Serves ``/metrics`` on loopback in a thread while the context is open. Port 0: any free port."""
 
     def __init__(self, metrics: RunMetrics, port: int) -> None:
         try:
             self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=metrics.registry)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"run.metrics_port {port} cannot be used: {error}; choose another one") from error
+            raise ConfigError(f"run.metrics_port {port} cannot be used: {error}; choose another port") from error
         self.url = f"http://127.0.0.1:{self._server.server_port}/metrics"
 
     def __enter__(self) -> Self:

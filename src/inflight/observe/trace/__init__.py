@@ -1,4 +1,4 @@
-"""What a run writes about itself: versioned events, what decided its steps, and readers of both.
+"""The traces that a run writes: versioned events, the record of its steps, and readers for both.
 
-`events` is the schema of events, `files` their files, `records` the record of the steps.
+`events` is the schema of events, `files` reads and writes event files, and `records` is the record of the steps.
 """

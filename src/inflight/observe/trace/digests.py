@@ -1,4 +1,4 @@
-"""Digests of weights on disk that do not depend on how they are cut into files."""
+"""Digests of weights on disk that do not depend on how the weights are split into files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MAX_HEADER_BYTES = 1 << 27
 
 
 def weights_digest(directory: Path) -> tuple[str, int]:
-    """Return the SHA-256 of a model directory's weights, and their bytes.
+    """Return the SHA-256 digest of the weights in a model directory, and their size in bytes.
 
-    For each tensor, in the order of names: name, dtype and shape as the safetensors header has them, as one line of
-    JSON, then its bytes. Raises `ConfigError` if a file cannot be read.
+    The digest covers, for each tensor in the order of names, one line of JSON with its name, dtype and shape as in the
+    safetensors header, and then its bytes. Raises `ConfigError` if a file cannot be read.
     """
     places: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for path in sorted(directory.glob("*.safetensors")):
@@ -33,7 +33,7 @@ def weights_digest(directory: Path) -> tuple[str, int]:
             while left:
                 chunk = file.read(min(left, _CHUNK_BYTES))
                 if not chunk:
-                    raise ConfigError(f"{str(path)!r} ends within {name}: it is cut off")
+                    raise ConfigError(f"{str(path)!r} is truncated: it ends inside tensor {name}")
                 digest.update(chunk)
                 left -= len(chunk)
         num_bytes += end - begin

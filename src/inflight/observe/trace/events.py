@@ -1,8 +1,8 @@
 """The events of a run: one line of JSON each, distinguished by ``kind``.
 
-Times are seconds since the run began, without the time between its processes; `RunStarted` records when that was. An
-event has a start and an end, which are equal if it has no duration. Versions count optimizer steps. Readers ignore
-unknown fields; `SCHEMA_VERSION` rises when a field changes its meaning or disappears.
+Times are seconds since the run began, without the time between its processes; `RunStarted` records the wall-clock time.
+An event has a start and an end, which are equal if it has no duration. Versions count optimizer steps. Readers ignore
+unknown fields; `SCHEMA_VERSION` increases when a field changes its meaning or disappears.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Event(BaseModel):
 
 
 class RunStarted(Event):
-    """A process of the run began, or a new file of events: the first line of each."""
+    """A process of the run, or a new event file, began. This is the first line of every event file."""
 
     kind: Literal["run_started"] = "run_started"
     schema_version: int = SCHEMA_VERSION
-    """Of the lines that follow."""
+    """Schema version of the lines that follow."""
     began_at: float
-    """Second 0 of this process's events, in seconds since 1970."""
+    """Second 0 of this process's events, as a Unix time in seconds."""
     version: int
-    """Trained versions so far; 0 in a new run."""
+    """Number of trained versions so far; 0 in a new run."""
     inflight: str
-    """The release that writes."""
+    """The release of inflight that writes the events."""
     config: dict[str, Any] = {}
     """The run's configuration, as in ``config.json``."""
 
@@ -45,81 +45,81 @@ class RunStarted(Event):
 
 
 class SampledPart(BaseModel):
-    """What a request brought of one completion, or the state of one episode after it."""
+    """The state of one completion or episode after a request."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     number: int
-    """Of the completion in its group, from 0."""
+    """Number of the completion in its group, from 0."""
     num_tokens: int
-    """So far, with what earlier requests brought."""
+    """Tokens sampled so far, including those of earlier requests."""
     spans: tuple[tuple[int, int, int], ...]
-    """Start, end and version of each stretch of its tokens that one version sampled."""
+    """Start, end and version of each span of tokens that one version sampled."""
     finish_reason: str
-    """``stop``, ``length``, ``abort`` where the rest was sampled by another request, or ``failed``."""
+    """``stop``, ``length``, ``abort`` if another request continued the completion, or ``failed``."""
     turns: tuple[tuple[float, float, int], ...] = ()
-    """Of an episode: start, end and sampled tokens of each turn. Between them its environment was at work."""
+    """Start, end and number of sampled tokens of each turn of an episode. The environment runs between turns."""
 
 
 class RequestEnded(Event):
-    """A request was at an endpoint: completions of one group, or an episode's stay there."""
+    """A request to an endpoint ended: completions of one group, or an episode for as long as it ran there."""
 
     kind: Literal["request"] = "request"
     endpoint: str
     """The server's URL."""
     item: int
-    """Index of the task's item, which the ledger counts."""
+    """Index of the task item, which the ledger counts."""
     request_id: str
-    """As the server knew it."""
+    """The id of the request on the server."""
     numbers: tuple[int, ...]
-    """Completions that it asked for."""
+    """Numbers of the requested completions."""
     parts: tuple[SampledPart, ...]
-    """What it brought; empty if it was lost or cancelled."""
+    """The sampled completions; empty if the request was lost or cancelled."""
     error: str | None = None
-    """Why it brought nothing; ``cancelled`` if the run wanted it no longer."""
+    """Why the request returned nothing; ``cancelled`` if the run no longer needed it."""
 
 
 class RunningGroups(Event):
-    """The number of groups that are being sampled or scored changed."""
+    """The number of groups that are being sampled or scored has changed."""
 
     kind: Literal["running_groups"] = "running_groups"
     num_groups: int
 
 
 class GroupFinished(Event):
-    """A group is complete and has its rewards. One entry per rollout; an episode may bring several."""
+    """A group is complete and has its rewards. Lists have one entry per rollout; an episode may produce several."""
 
     kind: Literal["group"] = "group"
     endpoint: str
-    """Names of its endpoints, separated by commas."""
+    """Names of the endpoints that sampled it, separated by commas."""
     item: int
     oldest: int | None
-    """Oldest and newest version that sampled one of its tokens."""
+    """The oldest version that sampled one of its tokens; ``newest`` is the newest one."""
     newest: int | None
     rewards: tuple[float, ...]
-    """Of each rollout."""
+    """Reward of each rollout."""
     lengths: tuple[int, ...]
-    """Sampled tokens."""
+    """Number of sampled tokens of each rollout."""
 
 
 class ItemDropped(Event):
-    """The ledger settled an item that no step will train on."""
+    """The ledger settled an item that will not be trained on."""
 
     kind: Literal["item_dropped"] = "item_dropped"
     reason: str
     """``equal rewards``, ``filtered``, ``stale``, ``unusable``, ``failed`` or ``failed episodes``."""
     item: int
     what: str = ""
-    """What happened, where more is known than the reason."""
+    """Details, if more is known than the reason."""
 
 
 class EpisodeFailed(Event):
-    """An episode counts for nothing."""
+    """An episode failed and is not trained on."""
 
     kind: Literal["episode_failed"] = "episode_failed"
     item: int
     reason: str
-    """The class of failure, by which the run counts."""
+    """The kind of failure, by which the run counts failed episodes."""
     what: str
     """What happened."""
 
@@ -129,60 +129,60 @@ class EpisodeFailed(Event):
 
 
 class StepTrained(Event):
-    """An optimizer step, from the first forward to the end of the step, without the publish."""
+    """An optimizer step was taken. Its time is that of the training, without the publish."""
 
     kind: Literal["train"] = "train"
     version: int
-    """The version that it made."""
+    """The version that the step produced."""
     ranks: tuple[tuple[float, float], ...]
-    """Start and end on each rank."""
+    """Start and end of the step on each rank."""
     items: tuple[int, ...]
-    """What the ledger settled with it, in the order of the batch."""
+    """Items that the ledger settled with the step, in the order of the batch."""
 
 
 class WeightsPublished(Event):
-    """A version went to the servers. ``gather_s`` and ``wire_s`` overlap."""
+    """A version was published to the servers. ``gather_s`` and ``wire_s`` overlap."""
 
     kind: Literal["publish"] = "publish"
     version: int
     size_bytes: int
-    """Of the version."""
+    """Size of the version in bytes."""
     sent_bytes: int
-    """Sent or stored, once however many servers took them."""
+    """Bytes that were sent or stored, counted once for any number of servers."""
     gather_s: float
-    """Gathering the weights from the ranks."""
+    """Time for gathering the weights from the ranks."""
     wire_s: float
-    """Their way to the servers."""
+    """Time for transferring the weights to the servers."""
     load_s: float
-    """Loading, on the slowest server."""
+    """Time for loading the weights on the slowest server."""
     pause_s: float
-    """From the first server asked to pause to the last one resumed."""
+    """Time from the request to pause the first server until the last server resumed."""
     first_token_s: float | None
-    """From the resume to the first token, on the slowest server; None if none was sampled."""
+    """Time from resuming to the first token on the slowest server; None if no token was sampled."""
     total_s: float
-    """Seen from the publisher."""
+    """Duration of the publish as measured by the publisher."""
     paused_s: dict[str, float]
-    """How long each server sampled nothing."""
+    """How long each server was paused."""
     outcomes: dict[str, str]
-    """By endpoint, as `inflight.types.EndpointOutcome`."""
+    """Outcome for each endpoint, as in `inflight.types.EndpointOutcome`."""
 
 
 class StepCompleted(Event):
-    """An optimizer step is complete, with all its metrics; the rows of ``metrics.jsonl``."""
+    """An optimizer step is complete. Its metrics are the rows of ``metrics.jsonl``."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: Literal["step"] = "step"
     version: int
-    """The version that it made."""
+    """The version that the step produced."""
     time_s: float
     """Equal to ``end_s``."""
     reward: float | None
-    """Mean of the rollouts finished since the step before; None if there were none."""
+    """Mean reward of the rollouts that finished since the previous step; None if there were none."""
 
 
 class CheckpointSaved(Event):
-    """A checkpoint of a version is complete."""
+    """The checkpoint of a version is complete."""
 
     kind: Literal["checkpoint_saved"] = "checkpoint_saved"
     version: int
@@ -193,47 +193,47 @@ class CheckpointSaved(Event):
 
 
 class FleetChanged(Event):
-    """Which servers came, went or changed state."""
+    """Servers joined, left or changed state."""
 
     kind: Literal["fleet_changed"] = "fleet_changed"
     version: int
-    """Trained versions so far."""
+    """Number of trained versions so far."""
     restored: tuple[str, ...] = ()
-    """Known servers that hold the present version again."""
+    """Known servers that hold the current version again."""
     joined: tuple[str, ...] = ()
-    """New servers that hold it."""
+    """New servers that hold the current version."""
     removed: tuple[str, ...] = ()
-    """Servers that the publisher no longer knows."""
+    """Servers that the publisher has removed."""
     left: tuple[str, ...] = ()
     """Servers that are no longer listed."""
     changes: tuple[tuple[str, str | None, str], ...] = ()
-    """Endpoint, state before (None for a new one), state after."""
+    """Endpoint, previous state (None for a new endpoint) and new state."""
     states: dict[str, str] = {}
-    """Of every member, where the publisher told them."""
+    """State of every member, if the publisher reported it."""
     serving: tuple[str, ...] = ()
-    """Those that get work."""
+    """Servers that receive work."""
 
 
 class ServedVersions(Event):
-    """Which version each server serves that pulls by itself; None: it gets no work."""
+    """The version that each server serves when servers pull; None if the server receives no work."""
 
     kind: Literal["served_versions"] = "served_versions"
     trainer: int
-    """Trained versions so far."""
+    """Number of trained versions so far."""
     servers: dict[str, int | None]
 
 
 class FleetScaled(Event):
-    """The run started or stopped a server of its own."""
+    """The run started or stopped one of its additional servers."""
 
     kind: Literal["fleet_scaled"] = "fleet_scaled"
     change: Literal["grow", "shrink"]
     servers: tuple[str, ...]
-    """Those that it has started and that still run."""
+    """The additional servers that are running."""
 
 
 class MemoryMoved(Event):
-    """Servers released their memory for the trainers, or have it back."""
+    """Servers released their memory for the trainers, or restored it."""
 
     kind: Literal["memory_released", "memory_restored"]
     servers: tuple[str, ...]
@@ -244,21 +244,21 @@ class MemoryMoved(Event):
 
 
 class Failure(Event):
-    """What ended the run, or an incarnation of it that the run outlived."""
+    """A failure ended the run, or one incarnation of it."""
 
     kind: Literal["failure"] = "failure"
     what: str
 
 
 class RunEnded(Event):
-    """The run came to its end."""
+    """The run ended."""
 
     kind: Literal["run_ended"] = "run_ended"
     version: int
     is_interrupted: bool
     ledger: dict[str, Any] = {}
-    """At the end, as in a step: ``trained``, ``dropped`` by reason, ``requeued``, and ``outstanding``, which no step
-    will train on unless the run is resumed."""
+    """Final counts of the ledger: ``trained``, ``dropped`` by reason, ``requeued``, and ``outstanding``, which will not
+    be trained on unless the run is resumed."""
 
 
 AnyEvent = Annotated[

@@ -1,8 +1,8 @@
-"""The files of a run's events: ``events.jsonl`` and its older parts, and ``metrics.jsonl``, which has the steps.
+"""The event files of a run: ``events.jsonl`` and its older parts, and ``metrics.jsonl``, which has the steps.
 
-Lines are only appended. ``events.jsonl`` becomes ``events.1.jsonl``, ``events.2.jsonl`` and so on when it is full, the
-highest number being the newest, or ``events.1.jsonl.zst`` where parts are compressed; the oldest parts are removed.
-Steps are kept for good. A line that a killed process left incomplete is not read.
+Lines are only appended. When ``events.jsonl`` is full, it is renamed to ``events.1.jsonl``, ``events.2.jsonl`` and so
+on, or to ``events.1.jsonl.zst`` if parts are compressed. The highest number is the newest part, and the oldest parts
+are removed. Steps are never removed. A line that a killed process left incomplete is not read.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 PART_BYTES = 32 * 1024 * 1024
 NUM_PARTS = 8
-"""``events.jsonl`` is renamed at ``PART_BYTES``; ``NUM_PARTS`` files of events are kept, itself included."""
+"""``events.jsonl`` is renamed at ``PART_BYTES``; ``NUM_PARTS`` event files are kept, including ``events.jsonl``."""
 _CHUNK_BYTES = 1 << 17
 _COMPRESS_S = 10.0
-"""How long the last file may take to be compressed once the run has ended."""
+"""How long compressing the last file may take once the run has ended."""
 
 EVENTS, STEPS = "events.jsonl", "metrics.jsonl"
 
 
 class EventWriter:
-    """Appends events to the files of a run directory. A full disk raises `CheckpointError` and leaves whole lines."""
+    """Appends events to the files of a run directory. A full disk raises `CheckpointError`; no partial line is left."""
 
     def __init__(self, directory: Path, *, compresses: bool = False) -> None:
         self._directory = directory
@@ -41,7 +41,7 @@ class EventWriter:
         self._events, self._steps = ((directory / name).open("ab", buffering=0) for name in (EVENTS, STEPS))
 
     def write(self, event: Event) -> bool:
-        """Write an event; return whether the next one is the first of a new file."""
+        """Write an event; return whether the next event will be the first of a new file."""
         file = self._steps if event.kind == "step" else self._events
         try:
             _append(file, event.model_dump_json().encode() + b"\n")
@@ -53,14 +53,14 @@ class EventWriter:
         return True
 
     def close(self) -> None:
-        """Close the files, and wait a little for one that is being compressed."""
+        """Close the files, and wait briefly for a file that is being compressed."""
         self._steps.close()
         self._events.close()
         if self._compressing is not None:
             self._compressing.join(_COMPRESS_S)
 
     def _rotate(self) -> None:
-        """Begin a new file of events, and remove the oldest if there are too many."""
+        """Begin a new event file, and remove the oldest one if there are too many."""
         parts = _parts(self._directory)
         number = max(parts, default=0) + 1
         parts[number] = self._directory / f"events.{number}.jsonl"
@@ -77,7 +77,7 @@ class EventWriter:
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """Write a whole line or nothing."""
+    """Write the complete line or nothing."""
     begin = os.fstat(file.fileno()).st_size
     try:
         while line:
@@ -94,12 +94,12 @@ def begin_files(directory: Path) -> None:
 
 
 def resume_files(directory: Path, version: int) -> None:
-    """Remove what a killed process left incomplete, and steps after ``version``, which it has lost."""
+    """Remove incomplete data of a killed process, and steps after ``version``, whose weights are lost."""
     for path in _unfinished(directory):
         path.unlink()
     _keep_lines(directory / STEPS, lambda row: row["version"] <= version)
     if (directory / EVENTS).exists():
-        _cut_torn_line(directory / EVENTS)  # in place: who follows the file continues reading it
+        _cut_torn_line(directory / EVENTS)  # in place, so that followers keep reading the same file
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -107,16 +107,16 @@ def resume_files(directory: Path, version: int) -> None:
 
 
 def read_events(directory: Path, kinds: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run without its steps, oldest first; only those of some ``kinds`` if any are given.
+    """Yield the events of a run without its steps, oldest first; only those of ``kinds`` if any are given.
 
-    They are as written, and not validated. Raises `ConfigError` if a newer release of inflight wrote them, or if
-    another run replaces them meanwhile.
+    Events are not validated. Raises `ConfigError` if a newer release of inflight wrote them, or if another run replaces
+    them while they are read.
     """
     reader = _EventReader(directory)
     try:
         for event in reader.read():
             if event.get("is_new_run"):
-                raise ConfigError(f"another run has begun in {directory} while its events were read: read them again")
+                raise ConfigError(f"another run began in {directory} while its events were being read: try again")
             if not kinds or event["kind"] in kinds:
                 yield event
     finally:
@@ -129,41 +129,41 @@ def read_steps(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file, without an incomplete last one; none if the file does not exist."""
+    """Yield the complete rows of a file; none if the file does not exist."""
     if path.exists():
-        with _opened(path) as file:
+        with _open_file(path) as file:
             yield from (from_json(line) for line in _lines_of(file))
 
 
 def check_schema(began: dict[str, Any], directory: Path) -> None:
-    """Raise `ConfigError` if events were written by a release whose fields have another meaning."""
+    """Raise `ConfigError` if the events have a newer schema than this release reads."""
     from inflight.observe.trace.events import SCHEMA_VERSION
 
     if (found := began["schema_version"]) > SCHEMA_VERSION:
         raise ConfigError(
-            f"{directory} was written by inflight {began['inflight']} with schema {found} of events, and this release "
-            f"reads up to {SCHEMA_VERSION}: read it with that release or a newer one"
+            f"{directory} was written by inflight {began['inflight']} with event schema {found}, but this release "
+            f"reads only up to {SCHEMA_VERSION}: use that release or a newer one"
         )
 
 
 class EventFollower:
-    """Reads what a run adds to its files, call by call, also while it runs in another process."""
+    """Reads the events that a run appends to its files. The run may be active in another process."""
 
     def __init__(self, directory: Path) -> None:
         self._events, self._steps = _EventReader(directory), _Tail(directory / STEPS)
         self._incarnation_of_steps: float | None = None
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the events since the call before, the steps after all others. Raises `ConfigError` as `read_events`.
+        """Yield the events since the previous call, steps last. Raises `ConfigError` like `read_events`.
 
-        A resumed run replaces its steps; all of them are yielded again then, and before them a `Began`, which indicates
-        from which version on earlier ones do not count. Events that a run removed before this call are left out. Where
-        another run has taken the place of the one that was read, its first `Began` has ``is_new_run`` set: nothing that
-        was yielded before belongs to it.
+        When a run is resumed, it replaces its steps. A ``run_started`` event is then yielded, whose version invalidates
+        later steps, followed by all steps. Events that the run removed before this call are left out. If another run
+        has replaced the one that was read, its ``run_started`` event has ``is_new_run`` set, and nothing that was
+        yielded before belongs to it.
         """
         for event in self._events.read():
             if event["kind"] == "run_started":
-                # Steps that were read before any event may be of a run that was replaced since.
+                # Steps that were read before any event may belong to a run that has since been replaced.
                 if self._incarnation_of_steps is None and self._steps.is_replaced():
                     event["is_new_run"] = True
                 if event.get("is_new_run"):
@@ -172,10 +172,10 @@ class EventFollower:
         yield from self.read_steps()
 
     def read_steps(self) -> Iterator[dict[str, Any]]:
-        """Yield the steps since the call before; those that a resumed run replaces again, from the first one."""
+        """Yield the steps since the previous call; after a resumed run has replaced them, all steps."""
         if self._steps.is_replaced():
             if self._events.incarnation == self._incarnation_of_steps:
-                return  # the process that replaced them is about to write its `Began`
+                return  # the process that replaced them is about to write its ``run_started``
             self._steps.reopen()
         self._incarnation_of_steps = self._events.incarnation
         yield from self._steps.read()
@@ -186,27 +186,27 @@ class EventFollower:
 
 
 class _EventReader:
-    """Reads files of events one after the other, also while they are renamed, compressed and removed.
+    """Reads event files one by one, even while they are renamed, compressed and removed.
 
-    Files are distinguished by the number that they have once they are full: of ``events.jsonl``, one more than the
-    newest.
+    Files are identified by the number that they have once they are full. ``events.jsonl`` will get the next number
+    after the newest part.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._number = 0
-        """Of the file that is read, or to be read next; 0: the oldest."""
+        """Number of the file that is being read or is next; 0: the oldest."""
         self._tail: _Tail | None = None
         self._is_lost = False
-        """Whether the file that was read last is no longer there: of a new run, or of one that was read too late."""
+        """Whether the last file has disappeared, because a new run began or reading was too slow."""
         self.incarnation: float | None = None
-        """When the process began whose events were read last."""
+        """When the process that wrote the last events began."""
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield all further events. Raises `ConfigError` if a newer release wrote them."""
+        """Yield all new events. Raises `ConfigError` if a newer release wrote them."""
         while self._tail is not None or self._open():
             assert self._tail is not None
-            # Asked first: what is read after that is all of it.
+            # Checked first: if the file was complete, the following read returns all of it.
             is_complete = self._tail.is_complete() or self._newest() >= self._number
             for event in self._tail.read():
                 if event.get("kind") == "run_started":
@@ -224,13 +224,13 @@ class _EventReader:
             self.close()
 
     def _is_kept(self) -> bool:
-        """Return whether the directory still has the file that was read, under its number."""
+        """Return whether the directory still contains the current file under its number."""
         assert self._tail is not None
         plain = self._directory / f"events.{self._number}.jsonl"
         return self._tail.is_at(plain) or self._tail.begins_like(plain.with_suffix(".jsonl.zst"))
 
     def _lose(self) -> None:
-        """Continue with the oldest file that there is."""
+        """Continue with the oldest existing file."""
         self._is_lost, self._number = True, 0
 
     def close(self) -> None:
@@ -239,7 +239,7 @@ class _EventReader:
             self._tail = None
 
     def _open(self) -> bool:
-        """Open the file to read next; return whether there is one."""
+        """Open the next file; return whether there is one."""
         while True:
             if numbers := [number for number in sorted(_parts(self._directory)) if number >= self._number]:
                 self._number = numbers[0]
@@ -248,14 +248,14 @@ class _EventReader:
                     if tail.open():
                         self._tail = tail
                         return True
-                continue  # it was removed meanwhile
+                continue  # it has been removed meanwhile
             tail = _Tail(self._directory / EVENTS)
             is_there, number = tail.open(), self._newest() + 1
             self._number = self._number or 1
             if self._number == number:
                 self._tail = tail if is_there else None
                 return is_there
-            tail.close()  # it has taken the place of one that was full
+            tail.close()  # a new file has replaced the full one
             if self._number > number:
                 self._lose()
 
@@ -264,18 +264,18 @@ class _EventReader:
 
 
 class _Tail:
-    """Reads the complete lines that a file gains. An incomplete last one may be replaced."""
+    """Reads the complete lines that are appended to a file. An incomplete last line may be replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[bytes] | None = None
         self._offset = 0
-        """Where the lines end that were yielded."""
+        """Offset of the end of the last line that was yielded."""
 
     def open(self) -> bool:
         """Open the file; return whether it exists."""
         try:
-            self._file = _opened(self._path)
+            self._file = _open_file(self._path)
         except FileNotFoundError:
             return False
         if self._path.suffix == ".zst":
@@ -293,7 +293,7 @@ class _Tail:
             yield from_json(line)
 
     def is_replaced(self) -> bool:
-        """Return whether the path names another file now; False between two files."""
+        """Return whether the path now names another file; False if it names none."""
         return self._file is not None and self._path.exists() and not self.is_at(self._path)
 
     def is_at(self, path: Path) -> bool:
@@ -305,16 +305,16 @@ class _Tail:
             return False
 
     def is_complete(self) -> bool:
-        """Return whether the file gains no more lines: it is compressed, or has no name any more."""
+        """Return whether no more lines will be appended, because the file is compressed or was removed."""
         assert self._file is not None
         return isinstance(self._file, BytesIO) or os.fstat(self._file.fileno()).st_nlink == 0
 
     def begins_like(self, path: Path) -> bool:
-        """Return whether the file at a path has the same first line, as a compressed copy has."""
+        """Return whether the file at a path has the same first line, as a compressed copy does."""
         assert self._file is not None
         self._file.seek(0)
         try:
-            with _opened(path) as other:
+            with _open_file(path) as other:
                 return next(_lines_of(other), None) == next(_lines_of(self._file), None)
         except FileNotFoundError:
             return False
@@ -333,7 +333,7 @@ class _Tail:
 
 
 def event_files(directory: Path) -> list[Path]:
-    """Return the files of events, oldest first; of a part that is just being compressed, one of its two files."""
+    """Return the event files, oldest first, with only one file of a part that is being compressed."""
     parts = _parts(directory)
     older = [parts[number] for number in sorted(parts)]
     present = directory / EVENTS
@@ -341,17 +341,17 @@ def event_files(directory: Path) -> list[Path]:
 
 
 def _parts(directory: Path) -> dict[int, Path]:
-    """Return the full files of events by number."""
+    """Return the full event files by number."""
     found = sorted(directory.glob("events.*.jsonl*"))[::-1]
     return {int(path.name.split(".")[1]): path for path in found if path.name.endswith((".jsonl", ".jsonl.zst"))}
 
 
 def _unfinished(directory: Path) -> list[Path]:
-    """Return what a process left that was killed while it compressed a file."""
+    """Return the files left by a process that was killed during compression."""
     return list(directory.glob("events.*.partial"))
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open_file(path: Path) -> IO[bytes]:
     if path.suffix != ".zst":
         return path.open("rb")
     import zstandard
@@ -382,7 +382,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _compress(paths: Sequence[Path]) -> None:
-    """Replace parts by their compressed form. One that was removed meanwhile, or a full disk, leaves it unchanged."""
+    """Replace parts by compressed files. A part is kept if the disk is full, and skipped if it was removed."""
     import zstandard
 
     for path in paths:

@@ -1,8 +1,8 @@
-"""The record of a run: what decided each optimizer step, in a format that other frameworks can read too.
+"""The record of a run: the inputs and results of each optimizer step, in a format that other frameworks can read.
 
-A directory with ``manifest.json`` and one safetensors file per step, ``step-000001.safetensors`` for the step that made
-version 1. The structure of a step is JSON in the metadata of its file, its tokens are flat arrays. docs/replay.md
-describes every field. Nothing is pickled.
+A record is a directory with ``manifest.json`` and one safetensors file per step: ``step-000001.safetensors`` is the
+step that produced version 1. The structure of a step is JSON in the metadata of its file, and its tokens are flat
+arrays. docs/replay.md describes every field. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -21,69 +21,69 @@ from safetensors.numpy import save_file
 from inflight import __version__
 from inflight.base.validation import describe_problems
 from inflight.errors import CheckpointError, ConfigError
-from inflight.observe.trace.steps import Kept, RecordedStep, StoredStep, put_together, taken_apart
+from inflight.observe.trace.steps import RecordedStep, StoredModel, StoredStep, join_step, split_step
 from inflight.observe.trace.text import pieces_of
 from inflight.types import Rollout
 
 FORMAT_VERSION = 1
-"""Rises when a field changes its meaning or disappears; readers ignore fields that they do not know."""
+"""Increases when a field changes its meaning or disappears; readers ignore unknown fields."""
 RECORD, MANIFEST = "record", "manifest.json"
 _STEP = "step"
 """Key of a step's structure in the metadata of its file."""
 
 
-class WeightsFile(Kept):
-    """Weights, distinguished by `inflight.observe.trace.digests.weights_digest`."""
+class WeightsFile(StoredModel):
+    """Weights on disk, identified by `inflight.observe.trace.digests.weights_digest`."""
 
     path: str
     sha256: str
     size_bytes: int
 
 
-class EarlierIncarnation(Kept):
-    """How a run was configured until it was resumed."""
+class EarlierIncarnation(StoredModel):
+    """The configuration of a run until it was resumed."""
 
     until: int
-    """The version that it was resumed at."""
+    """The version at which it was resumed."""
     config: dict[str, Any]
 
 
-class RecordManifest(Kept):
-    """What holds for all steps of a record."""
+class RecordManifest(StoredModel):
+    """The metadata that applies to all steps of a record."""
 
     format: Literal["inflight record"] = "inflight record"
     format_version: int = FORMAT_VERSION
     inflight: str = __version__
     source: str = "inflight"
-    """The framework whose run it is."""
+    """The framework that made the run."""
     config: dict[str, Any] | None = None
-    """The run's configuration as far as it was set, the last one if it was resumed; None: not known."""
+    """The fields that the run's configuration sets, of the last incarnation if it was resumed. None: unknown."""
     earlier: tuple[EarlierIncarnation, ...] = ()
-    """Those before it, in order."""
+    """Earlier incarnations, in order."""
     num_ranks: int | None = None
     start: WeightsFile | None = None
-    """The model directory that training began with."""
+    """The model directory from which training began."""
     final: WeightsFile | None = None
     """The checkpoint after the last step; None: the run has not ended."""
     final_version: int | None = None
     lacks: tuple[str, ...] = ()
-    """What an import could not know: ``behaviour_logprobs``, ``token_ids`` (tokenised again from text)."""
+    """Data that an import lacks: ``behaviour_logprobs``, or ``token_ids`` if text was tokenised again."""
     notes: tuple[str, ...] = ()
-    """What an import had to assume."""
+    """Assumptions that an import made."""
 
 
 class RecordWriter:
-    """Writes a record. A full disk raises `CheckpointError`, and leaves all earlier steps whole."""
+    """Writes a record. A full disk raises `CheckpointError` and leaves all earlier steps intact."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def begin(self, manifest: RecordManifest) -> None:
-        """Write the manifest, and make the directory if there is none."""
+        """Write the manifest, and create the directory if it does not exist."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"the record {str(self.directory)!r} cannot be made: {error.strerror}") from error
+            raise CheckpointError(f"the record {str(self.directory)!r} cannot be created: {error.strerror}") from error
         self.write_manifest(manifest)
 
     def write_manifest(self, manifest: RecordManifest) -> None:
@@ -91,8 +91,8 @@ class RecordWriter:
         self._replace(self.directory / MANIFEST, lambda partial: _write_text(partial, text))
 
     def write_step(self, step: RecordedStep) -> Path:
-        """Write a step and return its file, which is there as a whole or not at all."""
-        facts, arrays = taken_apart(step)
+        """Write a step atomically and return its file."""
+        facts, arrays = split_step(step)
         metadata = {"format": "inflight record", _STEP: facts.model_dump_json()}
         path = _file_of(self.directory, step.version + 1)
         self._replace(path, lambda partial: save_file(arrays, partial, metadata))
@@ -113,9 +113,9 @@ class RecordWriter:
 
 
 def remove_steps(directory: Path, version: int) -> None:
-    """Remove the steps of a record after ``version``, which a killed process made and a resumed one makes again.
+    """Remove the steps of a record after ``version``, which a resumed process repeats.
 
-    Raises `CheckpointError` if it cannot.
+    Raises `CheckpointError` if that fails.
     """
     try:
         for path in [*directory.glob("*.partial"), *(it for it in step_files(directory) if _version_of(it) > version)]:
@@ -134,7 +134,7 @@ def record_of(path: Path) -> Path:
         if (directory / MANIFEST).is_file():
             return directory
     raise ConfigError(
-        f"{str(path)!r} holds no record: give the directory of a run with run.record = true, or a directory with "
+        f"{str(path)!r} contains no record: pass the directory of a run with run.record = true, or a directory with "
         f"{MANIFEST}"
     )
 
@@ -146,9 +146,9 @@ def read_manifest(directory: Path) -> RecordManifest:
         values = json.loads(path.read_bytes())
         if values["format"] == "inflight record" and values["format_version"] > FORMAT_VERSION:
             raise ConfigError(
-                f"{str(directory)!r} was written by inflight {values['inflight']} in version "
-                f"{values['format_version']} of the format, and this release reads up to {FORMAT_VERSION}: use that "
-                "release or a newer one"
+                f"{str(directory)!r} was written by inflight {values['inflight']} in record format "
+                f"{values['format_version']}, but this release reads only up to {FORMAT_VERSION}: use that release or "
+                "a newer one"
             )
         return RecordManifest.model_validate(values)
     except OSError as error:
@@ -164,24 +164,24 @@ def step_files(directory: Path) -> list[Path]:
 
 
 def versions_of(directory: Path) -> list[int]:
-    """Return the versions that the recorded steps made, in order."""
+    """Return the versions that the recorded steps produced, in order."""
     return [_version_of(path) for path in step_files(directory)]
 
 
 def check_steps(directory: Path, versions: Sequence[int]) -> None:
-    """Raise `ConfigError` for a gap between these versions, and for one whose file is missing or has lost its end."""
+    """Raise `ConfigError` if there is a gap between these versions, or if a file is missing or truncated."""
     for before, version in itertools.pairwise(versions):
         if version != before + 1:
             raise ConfigError(
                 f"the record {str(directory)!r} has no step between versions {before} and {version}: files are missing"
             )
     for version in versions:
-        with _opened(directory, version):
+        with _open_step(directory, version):
             pass
 
 
 def read_steps(directory: Path) -> Iterator[RecordedStep]:
-    """Yield the steps of a record in order. Raises `ConfigError` for a file that cannot be read, and for a gap."""
+    """Yield the steps of a record in order. Raises `ConfigError` for an unreadable file or a gap."""
     versions = versions_of(directory)
     check_steps(directory, versions)
     for version in versions:
@@ -189,55 +189,55 @@ def read_steps(directory: Path) -> Iterator[RecordedStep]:
 
 
 def read_step(directory: Path, version: int) -> RecordedStep:
-    """Return the step that made ``version``. Raises `ConfigError`, which names the file and what is wrong with it."""
-    with _opened(directory, version) as file:
+    """Return the step that produced ``version``. Raises `ConfigError`, which names the file and the problem."""
+    with _open_step(directory, version) as file:
         facts = StoredStep.model_validate_json((file.metadata() or {})[_STEP])
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        step = put_together(facts, arrays)
+        step = join_step(facts, arrays)
     if step.version != version - 1:
         raise ConfigError(
-            f"{str(_file_of(directory, version))!r} holds the step to version {step.version + 1}: it was renamed"
+            f"{str(_file_of(directory, version))!r} contains the step to version {step.version + 1}: it was renamed"
         )
     return step
 
 
 @contextlib.contextmanager
-def _opened(directory: Path, version: int) -> Iterator[Any]:
-    """Open the file of a step. Raises `ConfigError` if it cannot be opened, or what the body reads is damaged."""
+def _open_step(directory: Path, version: int) -> Iterator[Any]:
+    """Open the file of a step. Raises `ConfigError` if it cannot be opened, or if the body reads damaged data."""
     path = _file_of(directory, version)
     try:
         with safe_open(path, framework="numpy") as file:
             yield file
     except FileNotFoundError as error:
-        raise ConfigError(f"the record {str(directory)!r} has no step that made version {version}") from error
+        raise ConfigError(f"the record {str(directory)!r} has no step that produced version {version}") from error
     except (OSError, SafetensorError, KeyError, IndexError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{str(path)!r} is not a step of a record, or is damaged: {_one_line(error)}. Copy it again, or remove it "
-            "and all later ones"
+            f"{str(path)!r} is not a recorded step, or is damaged: {_one_line(error)}. Copy it again, or remove it and "
+            "all later steps"
         ) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# One item, for people
+# The details of one item
 
 
 def item_details(
     directory: Path, version: int, item: int, decode: Callable[[Sequence[int]], str] | None = None
 ) -> dict[str, Any]:
-    """Return one item of the step that made ``version``, as JSON values: every token with all that is known of it.
+    """Return one item of the step that produced ``version`` as JSON values, with all recorded data of every token.
 
-    ``decode`` is a tokenizer's; with it each token has its ``pieces`` of text, which joined are the text. Values that
-    a token does not have are None: logprobs and versions of observations, advantages of rollouts that the step left
-    out. Raises `ConfigError` if the record has no such step or item.
+    ``decode`` is the method of a tokenizer. If it is given, ``pieces`` has the text of each token. Missing values are
+    None: logprobs and versions of observations, and advantages of rollouts that the step left out. Raises
+    `ConfigError` if the record has no such step or item.
     """
     step = read_step(directory, version)
     numbers = [number for number, group in enumerate(step.groups) if group.item_index == item]
     if not numbers:
         items = [group.item_index for group in step.groups]
-        raise ConfigError(f"the step to version {version} was not made of item {item}: its items are {items[:20]}")
+        raise ConfigError(f"the step to version {version} did not train on item {item}: its items are {items[:20]}")
     group = step.groups[numbers[0]]
     samples = {id(sample.rollout): number for number, sample in enumerate(step.samples)}
-    rollouts = [_told(step, rollout, samples.get(id(rollout)), decode) for rollout in group.rollouts]
+    rollouts = [_rollout_details(step, rollout, samples.get(id(rollout)), decode) for rollout in group.rollouts]
     return {
         "item": item,
         "version": version,
@@ -247,7 +247,7 @@ def item_details(
     }
 
 
-def _told(
+def _rollout_details(
     step: RecordedStep, rollout: Rollout, number: int | None, decode: Callable[[Sequence[int]], str] | None
 ) -> dict[str, Any]:
     sample = None if number is None else step.samples[number]
@@ -261,7 +261,7 @@ def _told(
         if mask is None or values is None:
             return None
         pairs = zip(mask, values, strict=True)
-        return [value if is_there and value == value else None for is_there, value in pairs]  # NaN: not known
+        return [value if is_there and value == value else None for is_there, value in pairs]  # NaN: unknown
 
     return {
         "reward": rollout.reward,

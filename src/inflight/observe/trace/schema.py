@@ -15,7 +15,7 @@ from inflight.observe.trace.events import ANY_EVENT, SCHEMA_VERSION, AnyEvent, E
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of one line of a run's files of events and steps."""
+    """Return the JSON Schema of one line of a run's event and step files."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"Event of an inflight run, schema {SCHEMA_VERSION}",
@@ -41,7 +41,7 @@ def _section(model: type[BaseModel]) -> Iterator[str]:
 
 
 def _kind_of(model: type[BaseModel], name: str) -> str:
-    """Return a type as the source has it."""
+    """Return a type as written in the source."""
     return "`" + str(model.__annotations__[name]).replace("|", "\\|") + "`"
 
 
@@ -50,7 +50,7 @@ def _meaning_of(model: type[BaseModel], name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a docstring in one line of Markdown."""
+    """Return a docstring as one line of Markdown."""
     return " ".join(text.replace("``", "`").split())
 
 

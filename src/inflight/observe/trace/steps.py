@@ -1,4 +1,4 @@
-"""One recorded step as JSON for its structure and flat arrays for its tokens, and back.
+"""Converts a recorded step to JSON for its structure and flat arrays for its tokens, and back.
 
 docs/replay.md describes every field.
 """
@@ -21,43 +21,43 @@ from inflight.wire import PromptImage, RoutedExperts, VersionSpan
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-class Kept(BaseModel):
-    """Base of what is stored as JSON. Keeps NaN and infinity, as Python's JSON does."""
+class StoredModel(BaseModel):
+    """Base of the stored JSON objects. Keeps NaN and infinity, as Python's JSON does."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
 
-class StepOutcome(Kept):
-    """What a step did, to compare a replay with."""
+class StepOutcome(StoredModel):
+    """The results of a step, with which a replay is compared."""
 
     gradient_norm: float
     learning_rate: float
     metrics: tuple[dict[str, list[float]], ...]
-    """Of each share of the data: ``[sum, weight]`` of a mean, ``[value]`` of a maximum."""
+    """Metrics of each share of the data: ``[sum, weight]`` for a mean, ``[value]`` for a maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One optimizer step: its groups in order, the samples made of them, and what came of it."""
+    """One optimizer step: its groups in order, the samples made from them, and the outcome."""
 
     version: int
-    """Of the weights that it starts from."""
+    """Version of the weights that the step starts from."""
     groups: Sequence[Group]
     samples: Sequence[Sample]
     trainer_logprobs: Sequence[Sequence[float]] | None = None
-    """Of each sample, one per completion token, 0.0 where the loss has no target; None if they are not known."""
+    """For each sample, one per completion token, and 0.0 where the loss has no target. None: unknown."""
     outcome: StepOutcome | None = None
 
 
-class StoredRollout(Kept):
+class StoredRollout(StoredModel):
     """A rollout, without its tokens."""
 
     prompt: int
     """Index into the step's prompts."""
     num_tokens: int
-    """Of the completion."""
+    """Number of tokens of the completion."""
     spans: tuple[tuple[int, int, int], ...]
-    """Start, end and version of each stretch that one version sampled."""
+    """Start, end and version of each span that one version sampled."""
     finish_reason: str
     reward: float
     temperature: float
@@ -68,7 +68,7 @@ class StoredRollout(Kept):
     has_routed_experts: bool = False
 
 
-class StoredGroup(Kept):
+class StoredGroup(StoredModel):
     """A group; ``item`` is its ``item_index``."""
 
     group_id: int
@@ -77,29 +77,29 @@ class StoredGroup(Kept):
     rollouts: tuple[StoredRollout, ...]
 
 
-class StoredSample(Kept):
-    """Which rollout a sample is made of, and which of the step's groups it belongs to."""
+class StoredSample(StoredModel):
+    """The rollout from which a sample is made, and its group in the step."""
 
     rollout: int
-    """Index into all rollouts of the step: those of the groups in order, then those of ``more_rollouts``."""
+    """Index into all rollouts of the step: first those of the groups, then ``more_rollouts``."""
     group: int
 
 
-class StoredStep(Kept):
+class StoredStep(StoredModel):
     """A step, without its arrays."""
 
     version: int
     prompts: tuple[int, ...]
-    """Tokens of each prompt."""
+    """Number of tokens of each prompt."""
     groups: tuple[StoredGroup, ...]
     more_rollouts: tuple[StoredRollout, ...] = ()
-    """Those that a composer made of others."""
+    """Rollouts that a composer derived from others."""
     samples: tuple[StoredSample, ...]
     outcome: StepOutcome | None = None
 
 
-def taken_apart(step: RecordedStep) -> tuple[StoredStep, Arrays]:
-    """Return a step as its structure and its arrays. Logprobs and advantages become float32, as ranks get them."""
+def split_step(step: RecordedStep) -> tuple[StoredStep, Arrays]:
+    """Return the structure and the arrays of a step. Logprobs and advantages become float32, as on the ranks."""
     prompts: dict[tuple[int, ...], int] = {}
     rollouts = [rollout for group in step.groups for rollout in group.rollouts]
     num_of_groups = len(rollouts)
@@ -119,16 +119,16 @@ def taken_apart(step: RecordedStep) -> tuple[StoredStep, Arrays]:
         for group in step.groups
     )
     arrays: Arrays = {
-        "prompt_token_ids": _flat(prompts, np.int32),
-        "completion_token_ids": _flat((it.completion_token_ids for it in rollouts), np.int32),
-        "behaviour_logprobs": _flat((it.behaviour_logprobs for it in rollouts), np.float32),
-        "advantages": _flat((sample.advantages for sample in step.samples), np.float32),
-        "loss_mask": _flat((sample.loss_mask for sample in step.samples), np.bool_),
+        "prompt_token_ids": _flatten(prompts, np.int32),
+        "completion_token_ids": _flatten((it.completion_token_ids for it in rollouts), np.int32),
+        "behaviour_logprobs": _flatten((it.behaviour_logprobs for it in rollouts), np.float32),
+        "advantages": _flatten((sample.advantages for sample in step.samples), np.float32),
+        "loss_mask": _flatten((sample.loss_mask for sample in step.samples), np.bool_),
     }
     if any(sample.reference_logprobs is not None for sample in step.samples):
-        arrays["reference_logprobs"] = _flat((it.reference_logprobs or () for it in step.samples), np.float32)
+        arrays["reference_logprobs"] = _flatten((it.reference_logprobs or () for it in step.samples), np.float32)
     if step.trainer_logprobs is not None:
-        arrays["trainer_logprobs"] = _flat(step.trainer_logprobs, np.float32)
+        arrays["trainer_logprobs"] = _flatten(step.trainer_logprobs, np.float32)
     for index, rollout in enumerate(rollouts):
         if (experts := rollout.routed_experts) is not None:
             shape = (experts.num_tokens, experts.num_layers, experts.num_chosen)
@@ -162,13 +162,16 @@ def _facts_of(rollout: Rollout, prompt: int) -> StoredRollout:
     )
 
 
-def put_together(facts: StoredStep, arrays: Arrays) -> RecordedStep:
-    """Return the step that `taken_apart` took apart. Raises ``KeyError``, ``IndexError`` or ``ValueError``."""
+def join_step(facts: StoredStep, arrays: Arrays) -> RecordedStep:
+    """Return the step that `split_step` split. Raises ``KeyError``, ``IndexError`` or ``ValueError``."""
     of_groups = [rollout for group in facts.groups for rollout in group.rollouts]
     every = [*of_groups, *facts.more_rollouts]
     lengths = [rollout.num_tokens for rollout in every]
-    prompts = _cut(arrays["prompt_token_ids"], facts.prompts)
-    ids, logprobs = _cut(arrays["completion_token_ids"], lengths), _cut(arrays["behaviour_logprobs"], lengths)
+    prompts = _split_rows(arrays["prompt_token_ids"], facts.prompts)
+    ids, logprobs = (
+        _split_rows(arrays["completion_token_ids"], lengths),
+        _split_rows(arrays["behaviour_logprobs"], lengths),
+    )
     rollouts = [
         _rollout_of(it, prompts[it.prompt], ids[i], logprobs[i], arrays.get(f"routed_experts.{i}"))
         for i, it in enumerate(every)
@@ -178,7 +181,7 @@ def put_together(facts: StoredStep, arrays: Arrays) -> RecordedStep:
     of_samples = [lengths[sample.rollout] for sample in facts.samples]
 
     def per_sample(name: str) -> list[list[Any]]:
-        return _cut(arrays[name], of_samples)
+        return _split_rows(arrays[name], of_samples)
 
     nothing = [None] * len(facts.samples)
     references = per_sample("reference_logprobs") if "reference_logprobs" in arrays else nothing
@@ -228,13 +231,13 @@ def _experts_of(rows: npt.NDArray[Any]) -> RoutedExperts:
     )
 
 
-def _flat(values: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
+def _flatten(values: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
     rows = [np.asarray(row, dtype) for row in values]
     return np.concatenate(rows) if rows else np.empty(0, dtype)
 
 
-def _cut(flat: npt.NDArray[Any], lengths: Sequence[int]) -> list[list[Any]]:
-    """Return the rows of a flat array. Raises ``ValueError`` if they are not all of it."""
+def _split_rows(flat: npt.NDArray[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    """Return the rows of a flat array. Raises ``ValueError`` if their lengths do not add up to its size."""
     if flat.ndim != 1 or len(flat) != sum(lengths):
         raise ValueError(f"an array has shape {flat.shape}, but its rows have {sum(lengths)} elements")
     ends = np.cumsum([0, *lengths])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _OVERLAP = 8
-"""Tokens that are decoded again as context for the tokens after them, because some tokenizers join neighbours."""
+"""Number of tokens that are decoded again as context, because some tokenizers join adjacent tokens."""
 _UNFINISHED = "\ufffd"
 
 
 def pieces_of(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """Return what each token adds to the text; a token within a character adds nothing, and its last one all of it."""
+    """Return the text that each token adds. Of several tokens of one character, the last adds the whole character."""
     pieces: list[str] = []
     read = 0
     for end in range(1, len(token_ids) + 1):

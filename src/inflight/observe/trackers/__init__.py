@@ -1,7 +1,7 @@
-"""Trackers: where people watch and compare their runs, such as Weights & Biases.
+"""Experiment trackers, such as Weights & Biases.
 
-A tracker gets the configuration of a run once, each of its steps, and its end. It decides nothing, and a tracker that
-fails or hangs never harms the run.
+A tracker receives the configuration of a run once, each of its steps, and its end. A tracker that fails or hangs does
+not affect the run.
 """
 
 from __future__ import annotations

@@ -13,15 +13,15 @@ from inflight.observe.trackers.tracker import TrackedRun, Tracker
 
 _RUN_ID = "inflight.run_id"
 _MAX_METRICS, _MAX_PARAMS = 1000, 100
-"""Most of them in one call, by MLflow's limits."""
+"""MLflow's limit for one call."""
 _MAX_CHARACTERS = 500
-"""Of a parameter, by the limit of older servers."""
+"""Longest value of a parameter on older MLflow servers."""
 
 
 class Mlflow(Tracker):
-    """Logs each optimizer step as the step of that number, in the run with the tag ``inflight.run_id``.
+    """Logs each optimizer step under its version, in the run with the tag ``inflight.run_id``.
 
-    MLflow keeps both values of a step that a resumed run makes again.
+    MLflow keeps both values of a step that a resumed run repeats.
     """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "inflight") -> None:

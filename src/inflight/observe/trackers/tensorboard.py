@@ -12,7 +12,7 @@ from inflight.observe.trackers.tracker import TrackedRun, Tracker
 
 
 class TensorBoard(Tracker):
-    """Writes event files. Steps that a resumed run makes again replace the earlier ones."""
+    """Writes event files. Steps that a resumed run repeats replace the earlier ones."""
 
     def __init__(self, directory: str | None = None) -> None:
         self._directory = None if directory is None else Path(directory)

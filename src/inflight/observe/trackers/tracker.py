@@ -14,33 +14,33 @@ class TrackedRun:
     """The run that a tracker follows."""
 
     run_id: str
-    """Unique, and the same after the run was resumed."""
+    """Unique, and unchanged when the run is resumed."""
     directory: Path
-    """The run's own, which trackers may write to under their name."""
+    """The run directory. A tracker may write to a subdirectory with its name."""
     config: Mapping[str, Any]
     version: int
-    """Steps that are made already. A resumed run makes later ones again; what was notified of them is void."""
+    """Number of completed steps. A resumed run repeats later steps, so earlier reports of them are void."""
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Shows a run to people. All calls come from one thread, which waits for each.
+    """An experiment tracker. All calls come from one thread, one at a time.
 
-    Constructed with its table in ``run.tracker_options``, before the run starts; a `ConfigError` from there ends the
-    run. An exception from a method ends the calls, and the run continues.
+    A tracker is constructed with its table in ``run.tracker_options`` before the run starts; a `ConfigError` from the
+    constructor ends the run. After an exception from a method, the tracker is not called again and the run continues.
     """
 
     @abstractmethod
     def begin(self, run: TrackedRun) -> str:
-        """Begin to follow a run, or continue; return where people find it: a URL, a path or a command."""
+        """Begin or continue to track a run; return where to find it: a URL, a path or a command."""
 
     @abstractmethod
     def step(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of one step. Names of parts have slashes, as in ``publish/pause_s``."""
+        """Log the metrics of one step. Nested names have slashes, as in ``publish/pause_s``."""
 
     @abstractmethod
     def end(self, failure: str | None) -> None:
-        """Write everything down; ``failure`` is what ended the run too early."""
+        """Finish; ``failure`` is the error that ended the run, if any."""
 
 
 def numbers_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -12,9 +12,9 @@ from inflight.observe.trackers.tracker import TrackedRun, Tracker
 
 
 class Trackio(Tracker):
-    """Logs each optimizer step as the step of that number.
+    """Logs each optimizer step under its version.
 
-    Trackio keeps both values of a step that a resumed run makes again.
+    Trackio keeps both values of a step that a resumed run repeats.
     """
 
     def __init__(self, **options: Any) -> None:

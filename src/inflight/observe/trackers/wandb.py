@@ -12,9 +12,9 @@ from inflight.observe.trackers.tracker import TrackedRun, Tracker
 
 
 class WeightsAndBiases(Tracker):
-    """Logs each optimizer step as the step of that number.
+    """Logs each optimizer step under its version.
 
-    W&B keeps the first value that it receives: steps that a resumed run repeats after a kill keep their earlier values.
+    W&B keeps the first value that it receives, so steps that a resumed run repeats keep their earlier values.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -30,10 +30,10 @@ class WeightsAndBiases(Tracker):
             "dir": str(run.directory),
             "resume": "allow",
             "config": dict(run.config),
-            # The run's own output goes where the user wants it, and its signals mean what they meant.
+            # W&B must not capture the output of the run or change its signal handlers.
             "settings": {"console": "off", "silent": True},
         }
-        wandb.setup(wandb.Settings(silent=True))  # else it asks for a login on the run's own terminal
+        wandb.setup(wandb.Settings(silent=True))  # otherwise it asks for a login on the run's terminal
         self._run = wandb.init(**(given | self._options))
         if self._run.offline:
             return f"wandb sync {self._run.settings.sync_dir}"

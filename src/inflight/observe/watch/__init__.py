@@ -1,1 +1,1 @@
-"""A page that shows runs, while they run and afterwards: it reads the files of events and nothing else."""
+"""A web page that shows active and finished runs. It reads only their event files."""

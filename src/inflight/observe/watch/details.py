@@ -1,4 +1,4 @@
-"""The tokens of rollouts, of runs that record them."""
+"""The tokens of recorded rollouts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from inflight.observe.trace.records import MANIFEST, RECORD, item_details, read_
 
 
 def rollout_details(directory: Path, version: int | None, item: int) -> list[dict[str, Any]] | None:
-    """Return the recorded rollouts of an item that was trained on for a version, with every token.
+    """Return the recorded rollouts of an item that ``version`` was trained on, with every token.
 
-    None if the run records nothing, or not this item: only those that were trained on are recorded.
+    Returns None if the run keeps no record, or if the item is not in it because it was not trained on.
     """
     record = directory / RECORD
     if version is None or not (record / MANIFEST).exists():
@@ -24,13 +24,13 @@ def rollout_details(directory: Path, version: int | None, item: int) -> list[dic
             return None
         found = item_details(record, version, item, _decoder(record))
     except ConfigError:
-        return None  # a step that is not written yet, or that a resumed run made again
+        return None  # a step that is not written yet, or that a resumed run repeated
     rollouts: list[dict[str, Any]] = found["rollouts"]
     return rollouts
 
 
 def _decoder(record: Path) -> Callable[[Sequence[int]], str] | None:
-    """Return how the model of a record decodes tokens; None if its directory is gone."""
+    """Return the decode function of a record's model; None if its directory no longer exists."""
     start = read_manifest(record).start
     return None if start is None else _decoder_of(start.path)
 

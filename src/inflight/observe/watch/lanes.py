@@ -1,4 +1,4 @@
-"""Spans of time in lanes, as a timeline shows them: one by one, or in bins where they are too many.
+"""Lanes of a timeline: individual time spans, or bins if there are too many of them.
 
 Times are seconds since the run began.
 """
@@ -13,17 +13,17 @@ import numpy as np
 from inflight.observe.watch.series import Array, rounded
 
 MAX_SPANS = 100_000
-"""Spans that one lane keeps; beyond that the oldest half is forgotten."""
+"""Largest number of spans that a lane keeps; beyond it, the oldest half is dropped."""
 
 
 class Lane:
-    """What one server or one rank did, or one kind of work: spans in rows, so that none covers another."""
+    """The activity of a server or a rank, or one kind of work, as spans in rows without overlap."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.name, self.kind = name, kind
         self.num_rows = 1
         self.forgotten_until_s = 0.0
-        """Spans that ended before are not kept."""
+        """Spans that ended before this time were dropped."""
         self._starts, self._ends, self._rows = array("d"), array("d"), array("i")
         self._facts: list[Any] = []
         self._row_ends: list[float] = []
@@ -32,7 +32,7 @@ class Lane:
         return len(self._facts)
 
     def add(self, start_s: float, end_s: float, facts: Any, row: int | None = None) -> None:
-        """Add a span; without ``row`` it gets one that is free. Spans come in the order of their ends."""
+        """Add a span, in a free row unless ``row`` is given. Spans must be added in the order of their ends."""
         if row is None:
             row = self._free_row(start_s, end_s)
         self.num_rows = max(self.num_rows, row + 1)
@@ -45,16 +45,16 @@ class Lane:
             self._keep(np.arange(MAX_SPANS // 2, len(self._facts)))
 
     def forget_after(self, time_s: float) -> None:
-        """Forget the spans that end after a time."""
+        """Drop the spans that end after a time."""
         ends = np.array(self._ends)
         if (ends > time_s).any():
             self._keep(np.flatnonzero(ends <= time_s))
         self._row_ends = [min(end, time_s) for end in self._row_ends]
 
     def window(self, from_s: float, to_s: float, num_bins: int, max_spans: int) -> dict[str, Any]:
-        """Return what overlaps a window: ``spans`` as (start, end, row, facts), or ``bins`` if they are too many.
+        """Return the overlap with a window: ``spans`` as (start, end, row, facts), or ``bins`` if there are too many.
 
-        A bin has the mean number of spans that were under way at a time.
+        A bin is the mean number of concurrent spans.
         """
         starts, ends = np.array(self._starts), np.array(self._ends)
         found = np.flatnonzero((ends >= from_s) & (starts <= to_s))
@@ -65,7 +65,7 @@ class Lane:
         }
 
     def _free_row(self, start_s: float, end_s: float) -> int:
-        """Return the row that was free for the shortest time, so that as few rows as possible are used."""
+        """Return the row that has been free for the shortest time, so that as few rows as possible are used."""
         free = [(end, row) for row, end in enumerate(self._row_ends) if end <= start_s]
         if not free:
             self._row_ends.append(end_s)
@@ -82,7 +82,7 @@ class Lane:
 
 
 def _occupancy(starts: Array, ends: Array, from_s: float, to_s: float, num_bins: int) -> list[float]:
-    """Return the mean number of spans that were under way in each bin."""
+    """Return the mean number of concurrent spans in each bin."""
     edges = np.linspace(from_s, to_s, num_bins + 1)
     busy = _seconds_after(starts, edges) - _seconds_after(ends, edges)
     return rounded(np.diff(busy) / max((to_s - from_s) / num_bins, 1e-9), 3)

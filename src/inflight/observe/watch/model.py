@@ -1,4 +1,4 @@
-"""A run as its page shows it, folded from its events one by one. What it keeps is bounded, however long the run is."""
+"""The state of a run as the page shows it, folded from events. Its size is bounded for any length of the run."""
 
 from __future__ import annotations
 
@@ -18,62 +18,62 @@ from inflight.observe.watch.server_states import ServerStates
 Event = Mapping[str, Any]
 
 _PARTS = ("gather_s", "wire_s", "load_s", "pause_s", "first_token_s")
-"""Of a publish; their order is that of the rows of its lane."""
+"""Parts of a publish, in the order of the rows of its lane."""
 _SECTIONS = ("publish", "ledger", "littles_law")
-"""Dicts within a step whose numbers are series too."""
+"""Dicts in a step whose values are also plotted."""
 _QUIET_REASONS = ("equal rewards", "stale", "filtered", "surplus")
-"""Reasons for a drop that are no failures."""
+"""Reasons for dropping an item that are not failures."""
 
 
 @dataclass
 class Reading:
-    """How far the files of a run have been read."""
+    """The progress of reading the files of a run."""
 
     has_steps: threading.Event = field(default_factory=threading.Event)
-    """Unset while a follower reads the steps that the files held at first."""
+    """Unset until a follower has read the steps that existed when it started."""
     is_complete: bool = False
-    """Whether all that the files held at first has been folded."""
+    """Whether everything that existed when the follower started has been folded."""
     problem: str = ""
-    """Why the files cannot be read, if they cannot."""
+    """The reason if the files cannot be read."""
 
 
 class Rates:
-    """What was at work over time: tokens and busy time by server, training by rank, and running groups."""
+    """Rates over time: tokens and busy time by server, training by rank, and running groups."""
 
     def __init__(self) -> None:
         self.tokens, self.busy, self.training, self.running = TimeBins(), TimeBins(), TimeBins(), TimeBins()
         self._num_running = (0.0, 0)
 
     def set_running(self, time_s: float, num_groups: int) -> None:
-        """Note how many groups are sampled or scored from now on."""
+        """Record how many groups are being sampled or scored from this time on."""
         since_s, num = self._num_running
         if time_s > since_s:
             self.running.add("running", since_s, time_s, num * (time_s - since_s))
         self._num_running = (time_s, num_groups)
 
     def forget_after(self, time_s: float) -> None:
-        """Remove what an ended process did and that is repeated."""
+        """Remove data after ``time_s``, which the next process repeats."""
         for bins in (self.tokens, self.busy, self.training, self.running):
             bins.forget_after(time_s)
         self._num_running = (time_s, 0)
 
 
 class RunModel:
-    """What is known of one run. Safe for one thread that folds and others that ask."""
+    """The known state of one run. One thread may fold while others read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.lock = threading.Lock()
         self.revision = 0
-        """Changes whenever something was folded."""
+        """Changes whenever events have been folded."""
         self.reading = Reading()
         self.reading.has_steps.set()
         self.number = 0
-        """How many runs have taken the place of the first one in the directory."""
+        """How many times another run has replaced the one in the directory."""
         self._forget_all()
 
     def _forget_all(self) -> None:
-        """Begin with nothing folded."""
+        """Reset to the state before the first event."""
         self.began: Event = {}
         self.version = 0
         self.end_s = 0.0
@@ -84,7 +84,7 @@ class RunModel:
         self.counts = {"ages": VersionCounts(), "lags": VersionCounts()}
         self.ledger: Event = {}
         self._last_ledger: dict[str, Any] = {}
-        """At the end, if the run has come to it."""
+        """Final counts of the ledger, once the run has ended."""
         self.rates = Rates()
         self.items = Items()
         self.lanes: dict[str, Lane] = {}
@@ -100,9 +100,9 @@ class RunModel:
     # ------------------------------------------------------------------------------------------------------- folding
 
     def fold(self, events: Iterable[Event], at_once: int = 500) -> bool:
-        """Fold events and steps, as `EventFollower` yields them; return whether there were any.
+        """Fold events and steps from an `EventFollower`; return whether there were any.
 
-        Others may ask after each ``at_once`` events.
+        Other threads may read the state after every ``at_once`` events.
         """
         events, is_changed = iter(events), False
         while chunk := list(islice(events, at_once)):
@@ -120,7 +120,7 @@ class RunModel:
         return is_changed
 
     def _fold_steps(self, steps: Sequence[Event]) -> None:
-        """Fold steps; one whose version is not new replaces all from that version on."""
+        """Fold steps; a step whose version is already known replaces all steps from that version on."""
         first = 0
         last = self.steps.last
         for i, step in enumerate(steps):
@@ -162,7 +162,7 @@ class RunModel:
             self.notices.mark(event, "resumed", f"resumed from version {event['version']}")
 
     def _forget_after(self, time_s: float, version: int) -> None:
-        """Forget what an ended process did after the checkpoint from which the run continued."""
+        """Remove data of the previous process after the checkpoint from which the run was resumed."""
         self.end_s = time_s
         self.counts["lags"].forget_from(version + 1)
         for lane in self.lanes.values():
@@ -214,7 +214,7 @@ class RunModel:
 
     @staticmethod
     def _turns(event: Event) -> list[list[float]]:
-        """Return start and end of each turn that was sampled in a request."""
+        """Return the start and end of each turn that was sampled in a request."""
         parts = [part["turns"] for part in event["parts"] if part.get("turns")]
         return sorted([turn[0], turn[1]] for turns in parts for turn in turns if turn[1] >= event["start_s"])
 

@@ -1,4 +1,4 @@
-"""What a page points out of a run: marks on its timeline, and failures."""
+"""The notices of a run: marks on its timeline, and failures."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ class Notices:
         self.failures.append({"time_s": event["end_s"], "kind": kind, "what": what[:2000], "where": where})
 
     def forget_marks_after(self, time_s: float) -> None:
-        """Remove marks of work that an ended process did and that is repeated."""
+        """Remove marks after ``time_s``, because the next process repeats that work."""
         self.marks = deque((mark for mark in self.marks if mark["time_s"] <= time_s), _NUM_MARKS)

@@ -1,4 +1,4 @@
-"""The page of finished runs as one file, which holds its data and needs no network."""
+"""Writes the page of finished runs as a single offline file that contains its data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inflight.observe.watch.serving import asset
 
 _WIDTH = 1200
 _TILE_FACTOR = 4
-"""Each level of the timeline divides the tiles of the one before in so many; the page counts on it."""
+"""Number of tiles into which each level of the timeline divides a tile of the previous level; the page relies on it."""
 _MAX_LEVELS = 6
 _TIMELINE_BYTES = 24 * 1024 * 1024
 _NUM_ITEMS, _NUM_DETAILS, _NUM_WITH_TOKENS = 2000, 400, 60
@@ -30,7 +30,7 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
     runs = []
     for directory in directories:
         if not any((directory / name).exists() for name in (EVENTS, STEPS)):
-            raise ConfigError(f"{str(directory)!r} holds no events of a run: pass the run.directory of a run")
+            raise ConfigError(f"{str(directory)!r} contains no events of a run: pass the run.directory of a run")
         run = RunModel(directory)
         follower = EventFollower(directory)
         run.fold(follower.read())
@@ -57,7 +57,7 @@ def _embedded(run: RunModel) -> dict[str, Any]:
 
 
 def _levels(run: RunModel) -> list[list[dict[str, Any]]]:
-    """Return the timeline at growing resolution, until all spans are there or the report would become too large."""
+    """Return the timeline at increasing resolution, until it is complete or the report would become too large."""
     end_s = max(run.end_s, 0.1)
     levels: list[list[dict[str, Any]]] = []
     size = 0
@@ -74,7 +74,7 @@ def _levels(run: RunModel) -> list[list[dict[str, Any]]]:
 
 
 def _page(data: str) -> str:
-    """Return the page with its style, its scripts and data within it, and a policy that allows no others."""
+    """Return the page with embedded style, scripts and data, and a security policy that allows no others."""
     hashes: dict[str, list[str]] = {"style": [], "script": []}
 
     def embed(tag: str, name: str) -> str:
@@ -90,7 +90,7 @@ def _page(data: str) -> str:
         f"default-src 'none'; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    # No text of a run can end the element that holds it, nor begin another one.
+    # Escaped so that no text of a run can close the element that contains it or open another one.
     safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     page = page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{head}', 1)

@@ -1,4 +1,4 @@
-"""What became of each item of a run: its requests, its completions and their rewards, and who trained on it."""
+"""The history of each item of a run: requests, completions, rewards, and the step that trained on it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_ITEMS = 5000
-"""Items that are kept; beyond that the oldest is forgotten."""
+"""Largest number of items that are kept; beyond it, the oldest is dropped."""
 
 Part = tuple[int, Sequence[Sequence[int]], str]
-"""Sampled tokens so far, their spans (start, end, version), and the finish reason."""
+"""Number of sampled tokens so far, their spans (start, end, version), and the finish reason."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class ItemRow:
     reason: str = ""
     """Why it was dropped."""
     version: int | None = None
-    """The version that was made from it."""
+    """The version that was trained on it."""
     oldest: int | None = None
     newest: int | None = None
     endpoints: dict[str, None] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class ItemRow:
     """What failed."""
 
     def row(self) -> dict[str, Any]:
-        """Return what a list of items shows."""
+        """Return the row of this item in the list of items."""
         return {
             "item": self.number,
             "start_s": self.start_s,
@@ -59,7 +59,7 @@ class ItemRow:
         }
 
     def detail(self) -> dict[str, Any]:
-        """Return everything that the events say about it."""
+        """Return everything that the events record about it."""
         parts = [
             {
                 "number": number,
@@ -89,7 +89,7 @@ class Items:
         return self._items.get(number)
 
     def at(self, number: int, start_s: float, end_s: float) -> ItemRow:
-        """Return an item, which something was said about at a time; a new one if it is not known."""
+        """Return the item with this number, with its time span extended; create it if it is unknown."""
         item = self._items.get(number)
         if item is None:
             item = self._items[number] = ItemRow(number, start_s, end_s)
@@ -99,12 +99,12 @@ class Items:
         return item
 
     def forget_after(self, time_s: float, version: int) -> None:
-        """Forget items that something was said about after a time, and those that later versions trained on."""
+        """Drop items with events after ``time_s``, and those that versions after ``version`` trained on."""
         for number in [it.number for it in self if it.end_s > time_s or (it.version or 0) > version]:
             del self._items[number]
 
     def page(self, state: str, order: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return some of the items: those of a state (empty: all), by ``newest``, ``reward``, ``length`` or ``lag``."""
+        """Return a page of items in a state (empty: all), sorted by ``newest``, ``reward``, ``length`` or ``lag``."""
         found = [item for item in self if state in ("", item.state)]
         found.sort(key=_ORDERS.get(order, _ORDERS["newest"]))
         counts = Counter(item.state for item in self)
@@ -125,9 +125,9 @@ _ORDERS = {
 
 
 def longest_part(parts: Sequence[Mapping[str, Any]], before: Mapping[int, Part]) -> list[tuple[float, int]]:
-    """Return, for the longest completion of a request, where each of its versions ends, as a share of its tokens.
+    """Return where each version ends in the longest completion of a request, as a share of its tokens.
 
-    Tokens that an earlier request sampled (``before``) do not count.
+    Tokens that earlier requests sampled (``before``) do not count.
     """
     longest, first = None, 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""Numbers of many steps or of much time in bins, whose number is bounded: when they are full, two become one."""
+"""Series of numbers by step or by time, in a bounded number of bins. When all bins are full, pairs are merged."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ NUM_BINS = 1024
 NUM_COLUMNS = 256
 _FIRST_WIDTH_S = 0.1
 _LARGEST = 1 << 1000
-"""Integers from here on may have no float."""
+"""Integers from here on may not be representable as floats."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class StepTable:
-    """Named numbers of each step: mean, least and largest of each bin of consecutive versions."""
+    """Named numbers of each step: mean, minimum and maximum of each bin of consecutive versions."""
 
     def __init__(self) -> None:
         self.width = 1
-        """Versions in a bin; bin i begins at version i * width."""
+        """Number of versions in a bin; bin i begins at version i * width."""
         self.last = 0
         """Newest version."""
         self._columns: dict[str, int] = {}
         self._no_numbers: set[str] = set()
-        """Names whose first values were none."""
+        """Names whose first values were not numbers."""
         self._counts = np.zeros((NUM_BINS, 0), dtype=np.int64)
         self._sums = np.zeros((NUM_BINS, 0))
         self._lows = np.zeros((NUM_BINS, 0))
         self._highs = np.zeros((NUM_BINS, 0))
         self.first_not_finite: dict[str, int] = {}
-        """First version whose number is NaN or infinite, by name."""
+        """The first version whose number is NaN or infinite, by name."""
 
     @property
     def names(self) -> list[str]:
         return list(self._columns)
 
     def add(self, versions: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
-        """Add the numbers of some steps, in the order of their versions; other values than numbers are left out."""
+        """Add the numbers of steps in the order of their versions; values that are not numbers are left out."""
         self._add_columns(columns)
         self._make_room(versions[-1])
         self.last = versions[-1]
@@ -61,7 +61,7 @@ class StepTable:
         self._highs[at] = np.fmax(self._highs[at], np.fmax.reduceat(values, starts, axis=1).T)
 
     def forget_from(self, version: int) -> None:
-        """Forget the bins from that of a version on."""
+        """Drop the bin of a version and all later bins."""
         self.last = min(self.last, version - 1)
         first = version // self.width
         self._counts[first:], self._sums[first:] = 0, 0.0
@@ -69,11 +69,11 @@ class StepTable:
         self.first_not_finite = {name: bad for name, bad in self.first_not_finite.items() if bad < version}
 
     def bins(self) -> list[int]:
-        """Return the numbers of the bins that have a value."""
+        """Return the indices of the bins that have a value."""
         return [int(i) for i in np.flatnonzero(self._counts.any(axis=1))]
 
     def values(self, name: str, bins: Sequence[int]) -> dict[str, list[float]]:
-        """Return the ``mean`` of one number, NaN where there is none, and ``low`` and ``high`` if bins are wider."""
+        """Return the ``mean`` of one number, NaN where missing, and ``low`` and ``high`` if bins are wider."""
         column = self._columns[name]
         counts = self._counts[bins, column]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -105,8 +105,11 @@ class StepTable:
     def _make_room(self, version: int) -> None:
         while version // self.width >= NUM_BINS:
             self.width *= 2
-            self._counts, self._sums = _halved(self._counts, np.add), _halved(self._sums, np.add)
-            self._lows, self._highs = _halved(self._lows, np.fmin, np.nan), _halved(self._highs, np.fmax, np.nan)
+            self._counts, self._sums = _merge_pairs(self._counts, np.add), _merge_pairs(self._sums, np.add)
+            self._lows, self._highs = (
+                _merge_pairs(self._lows, np.fmin, np.nan),
+                _merge_pairs(self._highs, np.fmax, np.nan),
+            )
 
     def _note_not_finite(self, versions: Sequence[int], columns: Mapping[str, Sequence[Any]], is_bad: Array) -> None:
         for name in columns.keys() & self._columns.keys() - self.first_not_finite.keys():
@@ -126,15 +129,15 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]]:
 
 
 class VersionCounts:
-    """How often each small number occurred, by bins of consecutive versions."""
+    """Counts of small integers, in bins of consecutive versions."""
 
     LARGEST = 64
-    """Larger numbers are counted here."""
+    """Larger numbers are counted as this one."""
 
     def __init__(self) -> None:
         self._width = 1
         self._counts: dict[int, list[float]] = {}
-        """By bin. Lists: a step has few numbers, for which numpy would be slower."""
+        """Counts by bin. These are lists, because numpy would be slower for the few numbers of a step."""
 
     def add(self, version: int, counts: Iterable[tuple[int, float]]) -> None:
         while version // self._width >= NUM_BINS:
@@ -148,7 +151,7 @@ class VersionCounts:
         self._counts = {at: row for at, row in self._counts.items() if at < version // self._width}
 
     def total(self) -> list[float]:
-        """Return how often each number occurred, up to the largest that did."""
+        """Return the count of each number, up to the largest that occurred."""
         totals = [sum(row[number] for row in self._counts.values()) for number in range(self.LARGEST + 1)]
         while totals and not totals[-1]:
             totals.pop()
@@ -164,12 +167,12 @@ class VersionCounts:
 
 
 class TimeBins:
-    """Amounts over time: each is spread evenly between its start and its end."""
+    """Amounts over time, each spread evenly between its start and its end."""
 
     def __init__(self) -> None:
         self.width_s = _FIRST_WIDTH_S
         self._amounts: dict[str, list[float]] = {}
-        """Lists: a span has few bins, for which numpy would be slower."""
+        """These are lists, because numpy would be slower for the few bins of a span."""
         self.end_s = 0.0
 
     def add(self, name: str, start_s: float, end_s: float, amount: float) -> None:
@@ -194,14 +197,14 @@ class TimeBins:
         amounts[last] += per_bin * (end_s / self.width_s - last)
 
     def forget_after(self, time_s: float) -> None:
-        """Forget what came after a time."""
+        """Drop amounts after a time."""
         self.end_s = min(self.end_s, time_s)
         first = int(time_s / self.width_s) + 1
         for amounts in self._amounts.values():
             amounts[first:] = [0.0] * (NUM_BINS - first)
 
     def per_second(self, until_s: float) -> dict[str, list[float]]:
-        """Return the rate of each bin up to a time; the last bin is as long as it has been."""
+        """Return the rate in each bin up to a time, where the last bin ends."""
         num = min(NUM_BINS, int(until_s / self.width_s) + 1)
         widths = np.full(num, self.width_s)
         widths[-1] = max(until_s - (num - 1) * self.width_s, self.width_s / 4)
@@ -209,7 +212,7 @@ class TimeBins:
 
 
 def rounded(values: Array, digits: int = 5) -> list[float]:
-    """Return numbers with a few significant digits, which are what a page can show."""
+    """Return numbers rounded to the few significant digits that a page can show."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(values))))
         short = np.where(np.isfinite(scale), np.round(values * scale) / scale, values)
@@ -221,14 +224,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(values: Sequence[Any]) -> Array:
-    """Return values as numbers; NaN for what is none."""
+    """Return values as numbers, and NaN for other values."""
     try:
         return np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         return np.array([it if _is_number(it) else None for it in values], dtype=np.float64)
 
 
-def _halved(values: Array, join: np.ufunc, empty: float = 0) -> Array:
-    """Return bins of twice the width, followed by as many empty ones."""
+def _merge_pairs(values: Array, join: np.ufunc, empty: float = 0) -> Array:
+    """Return bins of twice the width, followed by empty bins up to the same number."""
     joined = join(values[0::2], values[1::2])
     return np.concatenate([joined, np.full_like(joined, empty)])

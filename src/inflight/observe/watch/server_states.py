@@ -19,7 +19,7 @@ class ServerStates:
         return iter(self._servers.values())
 
     def at(self, name: str) -> dict[str, Any]:
-        """Return the facts of a server, which is new if it has none."""
+        """Return the facts of a server, which is added if it is new."""
         return self._servers.setdefault(
             name,
             {
@@ -37,14 +37,14 @@ class ServerStates:
         )
 
     def working(self, name: str, time_s: float) -> dict[str, Any]:
-        """Return the facts of a server that works; one that left with an ended process is back."""
+        """Return the facts of a working server, which is back if it had left with an ended process."""
         server = self.at(name)
         if server["state"] == "left":
             self.change(name, time_s, "healthy")
         return server
 
     def change(self, name: str, time_s: float, state: str, before: str | None = None) -> None:
-        """Note a new state of a server, and ``before`` if it is the first that is known."""
+        """Record a new state of a server, and also ``before`` if no earlier state is known."""
         server = self.at(name)
         if not server["history"]:
             server["history"].append((0.0, before or "healthy"))
@@ -52,6 +52,6 @@ class ServerStates:
         server["state"] = state
 
     def leave_all(self, time_s: float) -> None:
-        """Note that the process which knew the servers has ended; those that the next one finds are back."""
+        """Record that the process of the run has ended; servers that the next process finds are back."""
         for name in self._servers:
             self.change(name, time_s, "left")

@@ -1,4 +1,4 @@
-"""The server of the page: an application over some runs, and threads that follow their files."""
+"""The server of the page: an application that shows runs, and threads that follow their files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from inflight.observe.watch import views
 from inflight.observe.watch.model import RunModel
 
 FOLLOW_S = 0.5
-"""How often files are looked at for new events; ``_TELL_S``: how often pages are notified of them."""
+"""How often files are checked for new events; ``_TELL_S``: how often pages are notified of them."""
 _TELL_S = 0.2
 _HEARTBEAT_S = 15.0
 _STEPS_S = 1.5
-"""How long a page waits for all steps of a long run before it shows those that were read."""
+"""How long a page waits for all steps of a long run before it shows those that have been read."""
 _ASSETS = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(
     ("kit.js", "source.js", "charts.js", "timeline.js", "rollouts.js", "fleet.js", "metrics.js", "page.js"),
     "text/javascript; charset=utf-8",
@@ -53,7 +53,7 @@ def asset(name: str) -> str:
 
 
 class Follower(threading.Thread):
-    """Folds the events of a run, and those that it writes, until stopped."""
+    """Folds the existing and new events of a run until stopped."""
 
     def __init__(self, run: RunModel) -> None:
         super().__init__(name=f"inflight-watch-{run.directory.name}", daemon=True)
@@ -64,7 +64,7 @@ class Follower(threading.Thread):
     def run(self) -> None:
         follower = EventFollower(self.run_model.directory)
         try:
-            # Steps first: they have few bytes, and are most of what the page shows.
+            # Steps come first, because they are small and provide most of the page.
             self.run_model.fold(follower.read_steps())
             self.run_model.reading.has_steps.set()
             while not self._stop_it.is_set():
@@ -92,7 +92,7 @@ def create_app(runs: Sequence[RunModel], token: str, closing: threading.Event | 
     def run_of(request: Request) -> RunModel:
         number: int = _number(request.path_params, "run", int)
         if not 0 <= number < len(runs):
-            raise InvalidRequestError(f"there is no run {number}: {len(runs)} are shown, from 0")
+            raise InvalidRequestError(f"there is no run {number}: runs are numbered from 0 to {len(runs) - 1}")
         return runs[number]
 
     def page(request: Request) -> Response:
@@ -107,7 +107,7 @@ def create_app(runs: Sequence[RunModel], token: str, closing: threading.Event | 
 
     def overview(request: Request) -> Response:
         run = run_of(request)
-        run.reading.has_steps.wait(_STEPS_S)  # a page that draws meanwhile slows the reading down
+        run.reading.has_steps.wait(_STEPS_S)  # a page that draws meanwhile would slow down the reading
         return _json(views.overview(run, request.query_params.get("names", "").split(",")))
 
     def timeline(request: Request) -> Response:
@@ -174,7 +174,7 @@ async def _changes(runs: Sequence[RunModel], request: Request, closing: threadin
 
 
 class _WithHeaders:
-    """Adds the headers that keep a browser from running or telling what is not the page's."""
+    """Adds headers that keep the browser from running foreign code and from leaking data."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -206,8 +206,8 @@ def _number(values: Mapping[str, Any], name: str, kind: type, default: Any = Non
 
 
 @contextlib.contextmanager
-def following(directories: Sequence[Path]) -> Any:
-    """Follow runs as long as the context is open; yields their models."""
+def follow_runs(directories: Sequence[Path]) -> Any:
+    """Follow runs while the context is open; yields their models."""
     followers = [Follower(RunModel(directory)) for directory in directories]
     for follower in followers:
         follower.start()

@@ -1,4 +1,4 @@
-"""What the page is notified of a run, as JSON values. Each function holds the run's lock while it reads."""
+"""The data that the page requests, as JSON values. Each function holds the run's lock while it reads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from inflight.errors import InvalidRequestError
 from inflight.observe.watch.model import RunModel
 
 _SPANS_AT_ONCE = 6000
-"""Spans that a page can draw quickly; lanes that have more in a window come in bins."""
+"""Number of spans that a page can draw quickly; lanes with more spans in a window are sent as bins."""
 _MAX_WIDTH = 4000
 
 
 def overview(run: RunModel, names: Sequence[str]) -> dict[str, Any]:
-    """Return the state of a run, its histograms, and the series of some numbers of its steps."""
+    """Return the state of a run, its histograms, and the named series of its steps."""
     with run.lock:
         steps = run.steps
         bins = steps.bins()
@@ -65,11 +65,11 @@ def overview(run: RunModel, names: Sequence[str]) -> dict[str, Any]:
 
 
 def timeline(run: RunModel, from_s: float, to_s: float, width: int) -> dict[str, Any]:
-    """Return the lanes of a window, for a drawing of a width in pixels. Raises `InvalidRequestError`."""
+    """Return the lanes of a window for a drawing of ``width`` pixels. Raises `InvalidRequestError`."""
     if not (math.isfinite(from_s) and math.isfinite(to_s) and from_s < to_s):
-        raise InvalidRequestError(f"the window from {from_s} to {to_s} s is empty: its end comes after its start")
+        raise InvalidRequestError(f"the window from {from_s} to {to_s} s is empty: its end must be after its start")
     if not 1 <= width <= _MAX_WIDTH:
-        raise InvalidRequestError(f"a timeline has 1 to {_MAX_WIDTH} pixels, not {width}")
+        raise InvalidRequestError(f"the width of a timeline must be 1 to {_MAX_WIDTH} pixels, not {width}")
     with run.lock:
         lanes = sorted(run.lanes.items(), key=lambda entry: (_LANE_ORDER[entry[1].kind], _natural(entry[0])))
         max_spans = max(200, _SPANS_AT_ONCE // max(1, len(lanes)))
@@ -99,15 +99,13 @@ def rollouts(run: RunModel, state: str, order: str, offset: int, limit: int) -> 
 
 
 def rollout(run: RunModel, number: int, *, with_tokens: bool = True) -> dict[str, Any]:
-    """Return all that is known of an item. Raises `InvalidRequestError` if nothing is."""
-    from inflight.observe.watch.details import rollout_details  # loads what reads tensors
+    """Return all known details of an item. Raises `InvalidRequestError` if the item is unknown."""
+    from inflight.observe.watch.details import rollout_details  # imports the reader of tensors
 
     with run.lock:
         item = run.items.get(number)
         if item is None:
-            raise InvalidRequestError(
-                f"nothing is known of item {number}: it is older than what the page keeps, or new"
-            )
+            raise InvalidRequestError(f"item {number} is unknown: it is too old to be kept by the page, or too new")
         detail = item.detail()
     tokens = rollout_details(run.directory, detail["version"], number) if with_tokens else None
     return {**detail, "tokens": tokens}
@@ -117,7 +115,7 @@ _LANE_ORDER = {"server": 0, "rank": 1, "publish": 2, "memory": 3}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort rank 2 before rank 10."""
+    """Return a key that sorts rank 2 before rank 10."""
     words = "".join(c if c.isdigit() else f" {c} " for c in name).split()
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in words]
 

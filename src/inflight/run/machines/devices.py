@@ -59,7 +59,7 @@ def _device(line: str) -> Device:
         index, uuid, mebibytes = (word.strip() for word in line.split(","))
         return Device(int(index), uuid, (int(mebibytes) << 20) if mebibytes.isdecimal() else 0)
     except ValueError as error:
-        raise ConfigError(f"nvidia-smi describes a GPU as {line!r}, which is not understood") from error
+        raise ConfigError(f"nvidia-smi describes a GPU as {line!r}, which cannot be parsed") from error
 
 
 def visible_devices(devices: Sequence[Device], visible: str | None) -> tuple[Device, ...]:

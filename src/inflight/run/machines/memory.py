@@ -11,9 +11,9 @@ A server:
 - engine (any other engine): its share of each GPU, which holds weights, KV cache and activations
 - staged update: c times all elements, where an update waits in GPU memory for its commit
 
-With ``servers.release_memory`` trainers and servers take turns: while trainers train, servers hold nothing.
+With ``servers.release_memory`` trainers and servers take turns: while trainers train, servers hold no GPU memory.
 
-Each process also needs `CONTEXT_BYTES` all the time. These estimates have not been compared with measurements.
+Each process also needs `CONTEXT_BYTES` at all times. These estimates have not been compared with measurements.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from inflight.run.ranks.workers import training_load, worker_settings
 from inflight.wire import DTYPE_SIZES
 
 CONTEXT_BYTES = 1 << 30
-"""Assumed for each process on a GPU: CUDA's context, workspaces of its libraries, buffers of NCCL."""
+"""Assumed for each process on a GPU: the CUDA context, library workspaces, and NCCL buffers."""
 ON_THE_GPU = ("nccl", "ipc")
 """Transports whose buckets arrive in GPU memory."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -65,7 +65,7 @@ def trainer_terms(config: RunConfig) -> tuple[MemoryTerm, ...]:
 def server_terms(
     config: RunConfig, member: FleetMember, use: GpuUse, model: ModelShape, memory_bytes: int
 ) -> tuple[MemoryTerm, ...]:
-    """Return what one server needs on each of its GPUs, which have ``memory_bytes`` (0: unknown).
+    """Return what one server needs on each of its GPUs, each of which has ``memory_bytes`` (0: unknown).
 
     Raises `ConfigError` if the engine's share of it cannot hold the model and one sequence.
     """
@@ -155,13 +155,13 @@ def device_uses(devices: Sequence[Device], placement: Placement, memory: Memory)
 
 
 def check_fits(uses: Sequence[DeviceUse], memory: Memory) -> None:
-    """Raise `ConfigError` if a device has too little memory; it states how much, and what would help."""
+    """Raise `ConfigError` if a device has too little memory; the message states how much, and what would help."""
     for use in uses:
         if use.memory_bytes and use.needed_bytes > use.memory_bytes:
-            raise ConfigError(_too_little(use, memory))
+            raise ConfigError(_shortage(use, memory))
 
 
-def _too_little(use: DeviceUse, memory: Memory) -> str:
+def _shortage(use: DeviceUse, memory: Memory) -> str:
     needed = {name: [term for term in memory[name] if term.phase in (None, use.phase)] for name in use.processes}
     parts = [f"{name}: {terms_as_text(terms)}" for name, terms in needed.items()]
     terms = [term for it in needed.values() for term in it if term.remedy]
@@ -173,18 +173,18 @@ def _too_little(use: DeviceUse, memory: Memory) -> str:
             remedies.append("set run.mode = 'conventional' and servers.release_memory = true, so that they take turns")
     when = "" if use.phase is None else f" while {use.phase}"
     return (
-        f"by arithmetic, GPU {use.index} needs {gib(use.needed_bytes)}{when} but has {gib(use.memory_bytes)}, "
+        f"by estimate, GPU {use.index} needs {gib(use.needed_bytes)}{when} but has {gib(use.memory_bytes)}, "
         f"{gib(use.needed_bytes - use.memory_bytes)} too little ({'; '.join(parts)}): {'; or '.join(remedies)}"
     )
 
 
 def total(terms: Iterable[MemoryTerm], phase: Phase | None) -> int:
-    """Return the bytes of the terms of a phase, with those that are needed all the time."""
+    """Return the total bytes of a phase, including terms that apply to all phases."""
     return sum(term.size_bytes for term in terms if term.phase in (None, phase))
 
 
 def total_as_text(terms: Sequence[MemoryTerm]) -> str:
-    """Return what terms need together as text, by phases if it depends on them."""
+    """Return the total of the terms as text, for each phase if it depends on the phase."""
     if not any(term.phase for term in terms):
         return f"{gib(total(terms, None))} on each GPU"
     each = [f"{gib(total(terms, phase))} while {phase}" for phase in PHASES]

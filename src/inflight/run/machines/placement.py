@@ -19,7 +19,7 @@ from inflight.run.machines.devices import Device
 
 @dataclass(frozen=True, slots=True)
 class GpuPlacement:
-    """One process of a run and its GPUs, which are none if it computes on the CPU."""
+    """One process of a run and its GPUs; there are none if it computes on the CPU."""
 
     name: str
     role: Literal["trainer", "server"]
@@ -69,7 +69,9 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
     Raises `ConfigError` if there are too few, or if processes would share a device that cannot be shared.
     """
     servers = config.servers
-    wanted = [_Wanted(f"trainer-{rank}", "trainer", 1, explicit) for rank, explicit in enumerate(_of_trainers(config))]
+    wanted = [
+        _Wanted(f"trainer-{rank}", "trainer", 1, explicit) for rank, explicit in enumerate(_trainer_devices(config))
+    ]
     if not wants_gpu(config.train.device):
         wanted = [_Wanted(it.name, it.role, 0) for it in wanted]
     if devices and servers.scaling is not None and wants_gpu(servers.device):
@@ -88,17 +90,17 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
                 f"servers.devices names GPUs, but the servers compute on {servers.device!r}: leave one out"
             )
         num_devices = gpu_use(member).num_gpus if devices and wants_gpu(servers.device) else 0
-        for explicit in _of_servers(member, num_devices):
+        for explicit in _server_devices(member, num_devices):
             index = len(wanted) - config.train.num_ranks
             wanted.append(_Wanted(server_name(index, member), "server", num_devices, explicit))
     if not devices:
-        if told := [it.name for it in wanted if it.explicit]:
+        if configured := [it.name for it in wanted if it.explicit]:
             raise ConfigError(
-                f"the configuration names GPUs for {told[0]}, but this run sees none: nvidia-smi lists none, or "
+                f"the configuration names GPUs for {configured[0]}, but this run sees none: nvidia-smi lists none, or "
                 "CUDA_VISIBLE_DEVICES hides them. Leave out train.devices and servers.devices"
             )
         wanted = [_Wanted(it.name, it.role, 0) for it in wanted]
-    places = _filled(wanted, devices, shares=servers.colocated)
+    places = _assign_devices(wanted, devices, shares=servers.colocated)
     _check_sharing(places, config)
     if servers.release_memory:
         _check_releases(places[config.train.num_ranks :], config)
@@ -176,7 +178,7 @@ class _Wanted:
     """The indices that the configuration names; empty for any free GPUs."""
 
 
-def _of_trainers(config: RunConfig) -> list[tuple[int, ...]]:
+def _trainer_devices(config: RunConfig) -> list[tuple[int, ...]]:
     """Return the configured devices of each rank."""
     train = config.train
     if train.devices is None:
@@ -193,7 +195,7 @@ def _of_trainers(config: RunConfig) -> list[tuple[int, ...]]:
     return [(index,) for index in train.devices]
 
 
-def _of_servers(member: FleetMember, num_devices: int) -> list[tuple[int, ...]]:
+def _server_devices(member: FleetMember, num_devices: int) -> list[tuple[int, ...]]:
     """Return the configured devices of each server of a member."""
     given = member.devices
     if given is None or not num_devices:
@@ -206,7 +208,7 @@ def _of_servers(member: FleetMember, num_devices: int) -> list[tuple[int, ...]]:
     return [given[i * num_devices : (i + 1) * num_devices] for i in range(member.count)]
 
 
-def _filled(wanted: Sequence[_Wanted], devices: Sequence[Device], *, shares: bool) -> list[GpuPlacement]:
+def _assign_devices(wanted: Sequence[_Wanted], devices: Sequence[Device], *, shares: bool) -> list[GpuPlacement]:
     """Return the devices of each process: those that the configuration names, or else free ones in order.
 
     With ``shares``, a server takes devices that no other server has, even if a trainer has them.
@@ -214,7 +216,7 @@ def _filled(wanted: Sequence[_Wanted], devices: Sequence[Device], *, shares: boo
     for it in wanted:
         if unknown := [index for index in it.explicit if index >= len(devices)]:
             raise ConfigError(
-                f"{it.name} is to get GPU {unknown[0]}, but the run sees {len(devices)}, numbered from 0: correct "
+                f"{it.name} is assigned GPU {unknown[0]}, but the run sees {len(devices)}, numbered from 0: correct "
                 "train.devices or the servers' devices"
             )
     taken = {"trainer": {i for it in wanted if it.role == "trainer" for i in it.explicit}}
@@ -225,13 +227,13 @@ def _filled(wanted: Sequence[_Wanted], devices: Sequence[Device], *, shares: boo
         free = [device.index for device in devices if device.index not in others]
         chosen = it.explicit if it.explicit and it.num_devices else tuple(free[: it.num_devices])
         if len(chosen) < it.num_devices:
-            raise ConfigError(_too_few(wanted, len(devices), shares=shares))
+            raise ConfigError(_shortage(wanted, len(devices), shares=shares))
         taken[it.role] |= set(chosen)
         places.append(GpuPlacement(it.name, it.role, tuple(devices[index] for index in chosen)))
     return places
 
 
-def _too_few(wanted: Sequence[_Wanted], num_devices: int, *, shares: bool) -> str:
+def _shortage(wanted: Sequence[_Wanted], num_devices: int, *, shares: bool) -> str:
     ranks = sum(it.num_devices for it in wanted if it.role == "trainer")
     on_servers = [it for it in wanted if it.role == "server" and it.num_devices]
     servers = sum(it.num_devices for it in on_servers)
@@ -249,7 +251,7 @@ def _check_releases(servers: Sequence[GpuPlacement], config: RunConfig) -> None:
     for it, member in zip(servers, config.servers.started, strict=True):
         if member.kind.releases_memory == "on_gpu" and not it.devices:
             raise ConfigError(
-                f"{it.name} computes on the CPU, but {member.engine} releases memory on a GPU only: leave out "
+                f"{it.name} computes on the CPU, but {member.engine} can release only GPU memory: leave out "
                 "servers.release_memory"
             )
 

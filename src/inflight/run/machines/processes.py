@@ -68,7 +68,7 @@ class ServerProcess(Process):
     launcher: Launcher
     url: str = ""
     is_ready: bool = False
-    """Since it was last started."""
+    """Time since it was last started."""
     is_leased: bool = False
     """Whether it keeps running when its standard input is closed."""
     has_served: bool = False
@@ -90,7 +90,7 @@ class ServerProcess(Process):
 
         Raises `ConfigError` with the end of its log if it does not become ready; the process has ended then.
         """
-        await Process.stop(self)  # it may restart elsewhere
+        await Process.stop(self)  # it may be restarted on another host
         port = urlsplit(self.url).port if same_port and self.url else 0
         program = replace(self.program, command=_command(self.spec, port or 0), appends=True)
         self.is_ready = False
@@ -101,7 +101,7 @@ class ServerProcess(Process):
         """Return once it answers at ``url``. Raises `ConfigError` with the end of its log; no process is left then."""
         try:
             async with asyncio.timeout(timeout_s):
-                await _ready(self)
+                await _wait_for_url(self)
         except TimeoutError as error:
             raise ConfigError(f"{self.name} did not answer within {timeout_s:g} s") from error
         finally:
@@ -122,14 +122,14 @@ class Rank(Process):
     async def channel(self) -> RunChannel:
         """Return the channel to it, once it has connected. Raises `WorkerDiedError` if it ends before that."""
         if self._channel is None:
-            early = WorkerDiedError(f"trainer rank {self.rank} ended before it had met the run")
+            early = WorkerDiedError(f"trainer rank {self.rank} ended before it connected to the run")
             self._channel = await result_unless(self.meeting.channel(self.rank), self.process.wait(), lambda: early)
         return self._channel
 
     async def rendezvous(self) -> str:
-        """Return the address where the other ranks meet this one, which it reports; empty for a single rank."""
+        """Return the address that this rank reports for the other ranks to connect to; empty for a single rank."""
         said = await (await self.channel()).receive()
-        assert isinstance(said, Here), "a rank first states that it is here"
+        assert isinstance(said, Here), "the first message of a rank must be Here"
         return said.rendezvous
 
     def how_it_ended(self) -> str:
@@ -156,10 +156,10 @@ async def start_servers(
         process: Launched | None = None
         if config.servers.lease_s and program.ready_file is not None:
             process = await reconnect_leased_server(program.ready_file, token, directory.run_id)
-        # Each one separately, because it may be restarted elsewhere without the others.
-        servers[place.name] = server = await _launched(member, spec, program, launcher, timeout_s, process)
+        # Each one separately, because it may be restarted on another host without the others.
+        servers[place.name] = server = await _launch_or_reuse(member, spec, program, launcher, timeout_s, process)
         server.is_leased = config.servers.lease_s > 0
-        await _ready(server)
+        await _wait_for_url(server)
 
     try:
         async with asyncio.timeout(timeout_s):
@@ -192,12 +192,12 @@ async def start_joining_server(
     spec = replace(_spec(config, member, directory, place.name), joining=JoinOptions(at))
     program = _program(config, spec, member, directory, token, place)
     timeout_s = config.run.start_timeout_s
-    server = await _launched(member, spec, program, launcher, timeout_s, None)
+    server = await _launch_or_reuse(member, spec, program, launcher, timeout_s, None)
     await server.wait_until_ready(timeout_s)
     return server
 
 
-async def _launched(
+async def _launch_or_reuse(
     member: FleetMember,
     spec: ServerSpec,
     program: Program,
@@ -252,7 +252,7 @@ def _command(spec: ServerSpec, port: int) -> list[str]:
     return [sys.executable, "-m", "inflight", "serve", *spec.to_argv()]
 
 
-async def _ready(server: ServerProcess) -> None:
+async def _wait_for_url(server: ServerProcess) -> None:
     """Return once a server has reported its address. Raises `ConfigError` if its process ends before."""
     while (text := await server.process.ready()) is None:
         if server.process.ended is not None:

@@ -48,7 +48,7 @@ class WorkerChannel:
             while True:
                 head_size, payload_size = _sizes(self._read(_LENGTHS.size))
                 head, payload = self._read(head_size), self._read(payload_size)
-                yield _parsed(_REQUEST, head, "the run"), safetensors.torch.load(payload) if payload else {}
+                yield _parse(_REQUEST, head, "the run"), safetensors.torch.load(payload) if payload else {}
 
     def send(self, message: Message) -> None:
         self._connection.sendall(encode(message))
@@ -73,7 +73,7 @@ class RunChannel:
             self._writer.write(frame)
             await self._writer.drain()
         except OSError as error:
-            raise WorkerDiedError(f"trainer rank {self._rank} is gone: {error}") from error
+            raise WorkerDiedError(f"the connection to trainer rank {self._rank} is lost: {error}") from error
 
     async def receive(self) -> Reply:
         """Wait for the next reply. Raises `TrainerError` for any other message, `WorkerDiedError` for tensors."""
@@ -84,10 +84,10 @@ class RunChannel:
             raise WorkerDiedError(f"trainer rank {self._rank} ended unexpectedly") from error
         if payload_size:
             raise WorkerDiedError(f"trainer rank {self._rank} sent tensors, which a run never expects")
-        return _parsed(_REPLY, head, f"trainer rank {self._rank}")
+        return _parse(_REPLY, head, f"trainer rank {self._rank}")
 
     def close(self) -> None:
-        """Close the connection; the rank then sees the end of its input."""
+        """Close the connection, which ends the input of the rank."""
         self._writer.close()
 
 
@@ -98,7 +98,7 @@ def _sizes(data: bytes) -> tuple[int, int]:
     return head_size, payload_size
 
 
-def _parsed(kind: pydantic.TypeAdapter[T], head: bytes, sender: str) -> T:
+def _parse(kind: pydantic.TypeAdapter[T], head: bytes, sender: str) -> T:
     try:
         return kind.validate_json(head)
     except pydantic.ValidationError as error:

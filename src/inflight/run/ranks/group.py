@@ -40,7 +40,7 @@ A = TypeVar("A", bound=RankAnswer)
 T = TypeVar("T")
 
 _ANSWER_S = 10.0
-"""How long a rank may take to report that its own wait has timed out."""
+"""How long a rank may take to report that its own wait timed out."""
 _STOP_AFTER_FAILURE_S = 2.0
 """How long ranks may take to end once one has failed: others may be waiting for it in a collective."""
 _GRACE_S = 2.0
@@ -96,18 +96,18 @@ class TrainerGroup:
             run_id=run_id,
             members=members,
             checkpoint=checkpoint,
-            rendezvous=await self._met(),
+            rendezvous=await self._wait_for_ranks(),
         )
         timeout_s = self.config.run.start_timeout_s + self.limits.publish_s
         answers = await self._ask([encode(start)] * len(self.ranks), Ready, timeout_s)
         self.data_ranks = [answer.data_rank for answer in answers]
         return answers[0]
 
-    async def _met(self) -> str:
-        """Wait until every rank has connected; return the address where they meet."""
+    async def _wait_for_ranks(self) -> str:
+        """Wait until every rank has connected; return the address of rank 0 for the others."""
         timeout_s = self.config.run.start_timeout_s
         async with self._in_turn():
-            return (await _all_of(self.ranks, [_came(rank) for rank in self.ranks], timeout_s))[0]
+            return (await _all_of(self.ranks, [_rendezvous_of(rank) for rank in self.ranks], timeout_s))[0]
 
     async def train(self, frames: Sequence[bytes]) -> list[Trained]:
         """Take one optimizer step on the frame of each share; return every rank's answer.
@@ -126,9 +126,9 @@ class TrainerGroup:
         return [answers[self.data_ranks.index(share)] for share in range(self.num_shares)]
 
     async def publish(self, members: Members) -> Done:
-        """Publish the present version, for the first time or again, once the ranks are free; return rank 0's answer.
+        """Publish the current version, for the first time or again, once the ranks are free; return rank 0's answer.
 
-        It retries every server that was left out, without waiting for the backoff of the server.
+        The publish retries every server that was left out, without waiting for its backoff.
         """
         request = PublishPresent(members=members.model_copy(update={"ask_all": True}))
         return (await self._ask_alike(request, self.limits.step_s))[0]
@@ -157,7 +157,7 @@ class TrainerGroup:
             rank.meeting.close()
         await finish_all(*(rank.stop() for rank in self.ranks))
         for parent in {memory_directory(), Path(tempfile.gettempdir())}:
-            with contextlib.suppress(OSError):  # not worth an error at the end; the next run tries again
+            with contextlib.suppress(OSError):  # harmless at the end; the next run tries again
                 remove_left_behind(parent)
 
     async def _ask_alike(self, request: Message, timeout_s: float) -> list[Done]:
@@ -216,7 +216,7 @@ async def _all_of(ranks: Sequence[Rank], calls: Iterable[Coroutine[Any, Any, T]]
         await cancel_and_wait(*asking)
     if failures:
         cause = min(failures, key=lambda failure: failure.blames_another)
-        raise _named(cause, failures, len(ranks)) from cause
+        raise _with_rank_name(cause, failures, len(ranks)) from cause
     return [task.result() for task in asking]
 
 
@@ -230,7 +230,7 @@ async def _ask_one(rank: Rank, frame: bytes, kind: type[A]) -> A:
             rank.doing = reply.what
         return reply
 
-    reply = await _unless_lost(rank, answer())
+    reply = await _cancel_if_lost(rank, answer())
     if isinstance(reply, Failed):
         if reply.code is not None:
             said = error_from_code(reply.code, reply.message)
@@ -243,29 +243,29 @@ async def _ask_one(rank: Rank, frame: bytes, kind: type[A]) -> A:
     return reply
 
 
-async def _came(rank: Rank) -> str:
-    """Return where the others meet this rank. Raises `_RankError`."""
-    rendezvous = await _unless_lost(rank, rank.rendezvous())
+async def _rendezvous_of(rank: Rank) -> str:
+    """Return the address at which the other ranks reach this one. Raises `_RankError`."""
+    rendezvous = await _cancel_if_lost(rank, rank.rendezvous())
     rank.doing = ""
     return rendezvous
 
 
-async def _unless_lost(rank: Rank, call: Coroutine[Any, Any, T]) -> T:
-    """Await a call to a rank, and abandon it soon after the process of the rank has ended. Raises `_RankError`.
+async def _cancel_if_lost(rank: Rank, call: Coroutine[Any, Any, T]) -> T:
+    """Await a call to a rank, and cancel it soon after the process of the rank has ended. Raises `_RankError`.
 
     A host that is lost does not close its connections.
     """
-    gone = WorkerDiedError(f"{rank.name} is gone")
+    lost = WorkerDiedError(f"{rank.name} has ended or is unreachable")
     try:
         # Its last message may still be in transit.
-        return await result_unless(call, rank.process.wait(), lambda: gone, _GRACE_S)
+        return await result_unless(call, rank.process.wait(), lambda: lost, _GRACE_S)
     except WorkerDiedError as error:
-        raise _RankError(rank, WorkerDiedError(await _last_words(rank))) from error
+        raise _RankError(rank, WorkerDiedError(await _how_it_ended(rank))) from error
     except InflightError as error:
         raise _RankError(rank, error) from error
 
 
-async def _last_words(rank: Rank) -> str:
+async def _how_it_ended(rank: Rank) -> str:
     try:
         async with asyncio.timeout(STOP_S):
             await rank.process.wait()
@@ -291,7 +291,7 @@ async def _failures(asking: Sequence[asyncio.Future[T]]) -> list[_RankError]:
         await asyncio.wait(waiting, timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _named(cause: _RankError, failures: Sequence[_RankError], num_ranks: int) -> InflightError:
+def _with_rank_name(cause: _RankError, failures: Sequence[_RankError], num_ranks: int) -> InflightError:
     """Return the error of a rank with its name added, unless all ranks report the same or it already names one."""
     text, name = str(cause.error), cause.rank.name
     all_say_so = len(failures) == num_ranks and len({str(failure.error) for failure in failures}) == 1

@@ -1,4 +1,4 @@
-"""The handshake of trainer ranks with their run: a TCP port on which both sides prove that they know the run's token.
+"""The handshake of trainer ranks with their run: both sides prove over TCP that they know the run's token.
 
 The token itself is not sent. The connection is not encrypted, so the hosts of a run must share a private network.
 """
@@ -19,18 +19,18 @@ from inflight.errors import TrainerError, WorkerDiedError
 from inflight.run.ranks.channel import RunChannel
 
 RUN_VARIABLE = "INFLIGHT_RUN"
-"""``HOST:PORT`` at which a rank meets its run."""
+"""``HOST:PORT`` at which a rank connects to its run."""
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _RANK = struct.Struct("<I")
 _PROVE_S = 30.0
 """How long either side may take to prove that it knows the token."""
 _CONNECT_S = 300.0
-"""How long a rank tries to reach its run, which may start later."""
+"""How long a rank tries to connect to its run, which may start later."""
 
 
 class Meeting:
-    """Listens for the ranks of one run until it is closed."""
+    """Accepts connections from the ranks of one run until it is closed."""
 
     def __init__(self, server: asyncio.Server, address: str, ranks: list[asyncio.Future[RunChannel]]) -> None:
         self._server = server
@@ -51,7 +51,7 @@ class Meeting:
                 if rank >= num_ranks or ranks[rank].done():
                     raise WorkerDiedError(f"rank {rank} is not expected")
             except (TimeoutError, OSError, asyncio.IncompleteReadError, WorkerDiedError):
-                writer.close()  # not one of our ranks: keep waiting for those
+                writer.close()  # not a rank of this run: keep waiting
                 return
             _keep_alive(writer.get_extra_info("socket"))
             ranks[rank].set_result(RunChannel(rank, reader, writer))
@@ -64,7 +64,7 @@ class Meeting:
         return await asyncio.shield(self._ranks[rank])
 
     def close(self) -> None:
-        """Close the port and every channel; the ranks then see the end of their input."""
+        """Close the port and every channel, which ends the input of the ranks."""
         self._server.close()
         for rank in self._ranks:
             if rank.done() and not rank.cancelled():
@@ -79,15 +79,19 @@ def meet_run(where: str, token: str, rank: int) -> socket.socket:
     """
     host, _, port = where.rpartition(":")
     try:
-        connection = _connected(host.strip("[]"), int(port))
+        connection = _connect(host.strip("[]"), int(port))
         connection.settimeout(_PROVE_S)
-        theirs, ours = _received(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+        theirs, ours = _receive_exactly(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
         number = _RANK.pack(rank)
         connection.sendall(ours + number + _proof(token, b"rank", theirs, ours, number))
-        if not hmac.compare_digest(_received(connection, _PROOF_BYTES), _proof(token, b"run", ours, theirs, number)):
-            raise TrainerError(f"what answers at {where} does not know this run's token")
+        if not hmac.compare_digest(
+            _receive_exactly(connection, _PROOF_BYTES), _proof(token, b"run", ours, theirs, number)
+        ):
+            raise TrainerError(f"the process that answers at {where} does not know this run's token")
     except (OSError, EOFError) as error:
-        raise TrainerError(f"rank {rank} could not meet its run at {where}: {error or 'it hung up'}") from error
+        raise TrainerError(
+            f"rank {rank} could not connect to its run at {where}: {error or 'the connection was closed'}"
+        ) from error
     connection.settimeout(None)
     _keep_alive(connection)
     return connection
@@ -134,7 +138,7 @@ def _proof(token: str, role: bytes, challenge: bytes, answer: bytes, number: byt
     return hmac.digest(token.encode(), role + challenge + answer + number, "sha256")
 
 
-def _connected(host: str, port: int) -> socket.socket:
+def _connect(host: str, port: int) -> socket.socket:
     deadline = time.monotonic() + _CONNECT_S
     while True:
         try:
@@ -145,12 +149,12 @@ def _connected(host: str, port: int) -> socket.socket:
             time.sleep(0.5)
 
 
-def _received(connection: socket.socket, size: int) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         piece = connection.recv(size - len(data))
         if not piece:
-            raise EOFError("it hung up")
+            raise EOFError("the connection was closed")
         data += piece
     return data
 

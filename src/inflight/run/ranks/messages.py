@@ -1,7 +1,7 @@
 """The messages between the run and its trainer ranks.
 
-The run sends a request to every rank. A rank reports what it begins to do, any number of times, and then answers. The
-tensors of micro-batches are sent along with the message, by name.
+The run sends a request to every rank. A rank sends any number of status messages, and then its answer. The tensors of
+micro-batches are sent along with the message, by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from inflight.weights.send.fleet import MemberState, StateChange
 
 
 class Message(BaseModel):
-    """Base of every message: immutable, refuses unknown fields, keeps NaN and infinity."""
+    """Base of every message: immutable, rejects unknown fields, keeps NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
@@ -60,11 +60,11 @@ class Start(Message):
     """None: the run never publishes."""
     checkpoint: Path | None
     rendezvous: str
-    """``HOST:PORT`` of rank 0's store, in which the ranks meet; empty for a single rank."""
+    """``HOST:PORT`` of rank 0's store, through which the ranks connect; empty for a single rank."""
 
     @field_serializer("config")
     def _as_written(self, config: RunConfig) -> dict[str, Any]:
-        """Leave out unset fields: a section may refuse two fields together, even at their defaults."""
+        """Leave out unset fields, because a section may reject two fields together even at their defaults."""
         return config.model_dump(mode="json", exclude_unset=True)
 
 
@@ -73,9 +73,9 @@ class Train(Message):
 
     type: Literal["train"] = "train"
     segment_lengths: tuple[tuple[int, ...], ...]
-    """For each micro-batch."""
+    """Segment lengths of each micro-batch."""
     num_groups: int
-    """In the step, over all of its data; ``num_sequences`` likewise."""
+    """Number in the whole step; ``num_sequences`` likewise."""
     num_sequences: int
     publish: Members | None
     """None: the new version is not published."""
@@ -164,7 +164,7 @@ class Here(Message):
 
 
 class StatusMessage(Message):
-    """The activity that the rank begins; its answer follows later."""
+    """The activity that the rank begins. Its answer follows later."""
 
     type: Literal["doing"] = "doing"
     what: str
@@ -258,7 +258,7 @@ def tensors_of(batches: Iterable[MicroBatch]) -> dict[str, torch.Tensor]:
 
 
 def micro_batches_of(segment_lengths: Sequence[Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
-    """Return the micro-batches that `tensors_of` took apart. Raises `TrainerError` if the tensors do not fit."""
+    """Return the micro-batches from which `tensors_of` returned tensors. Raises `TrainerError` if they do not fit."""
     parts: list[dict[str, Any]] = [{"segment_lengths": tuple(lengths)} for lengths in segment_lengths]
     try:
         for key, tensor in tensors.items():

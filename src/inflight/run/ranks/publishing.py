@@ -24,11 +24,11 @@ from inflight.weights.transports.files import FileSender
 
 
 class Publishing(Protocol):
-    """Publishes the present version; rank 0 calls it while the other ranks gather."""
+    """Publishes the current version; rank 0 calls it while the other ranks gather."""
 
     @abstractmethod
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
-        """Publish the worker's present version."""
+        """Publish the worker's current version."""
 
     def close(self) -> None:
         return
@@ -92,7 +92,7 @@ class PullPublishing(Publishing):
         self._incarnation = newest_incarnation(self._directory, run_id) + 1
 
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
-        """Raises `FencedError` if a later incarnation has stored a version, because servers then refuse this one's."""
+        """Raises `FencedError` if a later incarnation has stored a version; servers refuse older incarnations."""
         started = time.time()
         newest = newest_incarnation(self._directory, self._run_id)
         report = store_weights(
@@ -103,7 +103,7 @@ class PullPublishing(Publishing):
             encoding=self._updates.encoding,
             deadline_s=self._deadline_s,
         )
-        if newest > self._incarnation:  # raised only now that every rank has gathered
+        if newest > self._incarnation:  # raised only after every rank has gathered
             raise FencedError(
                 f"the trainer of run {self._run_id!r} was replaced: this is its incarnation {self._incarnation}, and "
                 f"incarnation {newest} has taken over. Stop this trainer"

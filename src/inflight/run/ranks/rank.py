@@ -1,8 +1,8 @@
 """One trainer rank in its own process: ``python -m inflight.run.ranks.rank``, configured by environment variables.
 
-It connects to the run, takes requests from it, drives a `TrainerWorker` through them, and answers. Every rank gets
-the same requests and makes the same calls. It reports what it begins to do, so that the run knows what a rank was doing
-when it died. It ends when the run does.
+It connects to the run, executes its requests on a `TrainerWorker`, and answers them. Every rank receives the same
+requests and makes the same calls. It reports each activity when it begins, so that the run knows what a rank was doing
+when it died. It ends when the run ends.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from inflight.types import MicroBatch
 from inflight.weights.transports.groups import host_store
 
 _MEET_S = 300.0
-"""How long rank 0's store waits for what the other ranks put into it."""
+"""How long rank 0's store waits for entries of the other ranks."""
 Dist: Any = dist  # the stubs lack the stores
 _SAID_OF_OTHERS = ("gloo/transport", "NCCL")
 """Fragments of the errors of collectives, which fail on every rank when one rank ends."""
@@ -77,7 +77,7 @@ def blames_another_rank(error: Exception) -> bool:
 
 
 class TrainerRank:
-    """One rank with its model loaded and its servers connected. It calls ``begin`` with what it does next."""
+    """One rank with its model loaded and its servers connected. It calls ``begin`` with each new activity."""
 
     def __init__(self, start: Start, begin: Callable[[str], None], hosted: Any) -> None:
         config = start.config
@@ -102,7 +102,7 @@ class TrainerRank:
         kind = load_worker_kind(name)
         self._worker = kind.create(settings)
         if config.train.lora is not None and not isinstance(self._worker, LoraSource):
-            raise ConfigError(f"train.lora is set, but worker {name!r} trains no LoRA: it is not a LoraSource")
+            raise ConfigError(f"train.lora is set, but worker {name!r} cannot train a LoRA: it is not a LoraSource")
         if config.train.router_replay and not (
             isinstance(self._worker, ReplayingWorker) and self._worker.replays_routing
         ):
@@ -119,7 +119,7 @@ class TrainerRank:
                 )
             self._saver = self._worker
         self._saving: int | None = None
-        """The version that is being saved, until the run has been notified that it is complete."""
+        """The version that is being saved, until the run has been notified of its completion."""
         self._save_timeout_s = limits.save_s
         self._loss = config.loss.policy_loss()
         self._reference = kind.create(settings) if "reference_logprobs" in self._loss.needs else None
@@ -129,7 +129,7 @@ class TrainerRank:
         self._shares_memory = config.servers.release_memory
         self._updates = updates_of(config)
         self._publishing: Publishing | None = None
-        """On rank 0 only, and only if anything is published."""
+        """Set on rank 0 only, and only if versions are published."""
         if self._worker.rank or start.members is None:
             return
         self._begin("connecting to the servers")
@@ -143,7 +143,7 @@ class TrainerRank:
         """Fulfil a request of the run. After an error the rank must not be asked again."""
         answer = self._answer(request, tensors)
         if self._shares_memory:
-            torch.cuda.empty_cache()  # otherwise torch keeps freed memory that the servers need now
+            torch.cuda.empty_cache()  # otherwise torch keeps freed memory that the servers now need
         return answer
 
     def _answer(self, request: Request, tensors: Mapping[str, torch.Tensor]) -> RankAnswer:
@@ -178,7 +178,7 @@ class TrainerRank:
         self._begin(f"counting the targets of {number}")
         if any(batch.image_rows_M is not None for batch in batches):
             self._refuse_unless_images()
-        batches, plan = planned(self._worker, self._loss, batches, request)
+        batches, plan = prepare_step(self._worker, self._loss, batches, request)
         metrics: Metrics = {}
         logprobs: list[torch.Tensor] = []
         for batch in batches:
@@ -206,7 +206,7 @@ class TrainerRank:
         if not (isinstance(self._worker, ImageWorker) and self._worker.takes_images):
             raise UnsupportedError(
                 f"the rollouts have images, but {type(self._worker).__name__} does not support images: train a model "
-                "that takes them with the trainer 'fsdp'"
+                "that accepts images with the trainer 'fsdp'"
             )
 
     def _forward_backward(self, batch: MicroBatch, plan: LossPlan, number: str) -> tuple[LossOutput, torch.Tensor]:
@@ -247,15 +247,15 @@ class TrainerRank:
         return ended
 
 
-def planned(
+def prepare_step(
     worker: TrainerWorker, loss: PolicyLoss, batches: Sequence[MicroBatch], step: Train
 ) -> tuple[Sequence[MicroBatch], LossPlan]:
-    """Return the micro-batches with everything the loss needs, and the plan of the whole step."""
+    """Return the micro-batches with all inputs of the loss, and the plan of the whole step."""
 
     def sum_over_ranks(numbers: torch.Tensor) -> torch.Tensor:
         if worker.world_size > 1:
             dist.all_reduce(numbers)
-            # Ranks that compute the same data count it all; in this order whole numbers stay whole.
+            # Ranks that compute the same data all count it; dividing last keeps whole numbers exact.
             numbers = numbers * data_ranks_of(worker).size / worker.world_size
         return numbers
 
@@ -283,7 +283,7 @@ def answer_requests(channel: WorkerChannel, notes: list[str], hosted: Any) -> No
 
     ``hosted`` is the store that this rank hosts for the others, None on all but rank 0.
 
-    An error is reported to the run and ends the loop; anything but an `InflightError` is raised as well.
+    An error is reported to the run and ends the loop; errors other than `InflightError` are also raised.
     """
     trainer: TrainerRank | None = None
     try:

@@ -42,6 +42,6 @@ def check_lora(config: RunConfig) -> None:
         return
     if not load_worker_kind(config.train.trainer).trains_lora:
         raise ConfigError(
-            f"train.lora needs a trainer that trains LoRAs, which {config.train.trainer!r} does not: use 'fsdp'"
+            f"train.lora needs a trainer that supports LoRA, which {config.train.trainer!r} does not: use 'fsdp'"
         )
     lora_shapes(config.train.lora, config.model.path)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the workers' weights and optimizer, and the state that decides what is sampled next."""
+"""Checkpoints of a run: the workers' weights and optimizer, and the state that determines what is sampled next."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def latest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[No
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what a killed run began to save after its latest checkpoint."""
+    """Remove incomplete checkpoints that a killed run left after its latest checkpoint."""
     latest, _ = latest_checkpoint(directory)
     for path in (directory / "checkpoints").iterdir():
         is_finished = latest is not None and path.name.startswith("version-") and _version(path) <= _version(latest)

@@ -1,4 +1,4 @@
-"""What the user sees during a run: a live table on a terminal, occasional lines elsewhere."""
+"""The console output of a run: a live table on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.table import Table
 
 _LINE_EVERY_S = 5.0
 _WAIT_S = 10.0
-"""After this long without output the run reports what it is waiting for."""
+"""After this long without output, the run reports what it is waiting for."""
 
 
 class Progress:
-    """Shows rows as they come. Call `close` before printing anything else."""
+    """Shows rows as they arrive. Call `close` before printing anything else."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._console = Console()
         self._live: Live | None = None
         self._first: Mapping[str, Any] | None = None
-        """First row since this process started; the remaining time is estimated from it."""
+        """The first row since this process started, from which the remaining time is estimated."""
         self._last_line = 0.0
         self._last_word = self._last_event = time.monotonic()
 
@@ -38,7 +38,7 @@ class Progress:
         self._console.print(f"inflight: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def waiting(self, text: str) -> None:
-        """Print one line, with the time since the last event, if nothing was printed for a while."""
+        """Print one line with the time since the last event, unless something was printed recently."""
         now = time.monotonic()
         if now - self._last_word > _WAIT_S:
             self._print(f"{text} ({now - self._last_event:.0f} s)")
@@ -95,10 +95,10 @@ class Progress:
             *([] if accepted is None else [("accepted", f"{accepted:.1f} tokens per draft")]),
             ("length", _number(row["completion_length"], ".0f")),
             ("time", f"{row['time_s']:.0f} s"),
-            ("left", self._left(row)),
+            ("left", self._remaining_time(row)),
         ]
 
-    def _left(self, row: Mapping[str, Any]) -> str:
+    def _remaining_time(self, row: Mapping[str, Any]) -> str:
         """Return the estimated time for the remaining steps."""
         num_steps = 0 if self._first is None else row["version"] - self._first["version"]
         if self._first is None or num_steps == 0:

@@ -1,4 +1,4 @@
-"""What a run writes about itself: one row per step, events for the timeline, and the summary."""
+"""The journal of a run: one row per step, events for the timeline, and the summary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from inflight.types import Group
 from inflight.wire import DraftCounts
 
 _WINDOW = 10
-"""Number of steps that the first and the last mean reward of the summary average over."""
+"""Number of steps over which the first and the last mean reward of the summary are averaged."""
 
 
 class _Counts(BaseModel):
@@ -41,11 +41,11 @@ class _Counts(BaseModel):
     lags: Counter[int] = Counter()
     """Trained tokens by lag."""
     ages: Counter[int] = Counter()
-    """Trained completions by the lag of their first token."""
+    """Number of trained completions by the lag of their first token."""
     slots: SlotSeconds = SlotSeconds()
     drafted: DraftCounts = DraftCounts()
     versions: Counter[int] = Counter()
-    """Completions by the number of versions that sampled them."""
+    """Number of completions by the number of versions that sampled them."""
     lengths: Counter[int] = Counter()
     rewards: list[float] = []
     """Mean reward of each step."""
@@ -67,12 +67,12 @@ def open_journal(
 
 
 class Journal:
-    """Writes the events of a run and ``summary.json``. ``listeners`` are called with each event that was written.
+    """Writes the events of a run and ``summary.json``. ``listeners`` are called with each written event.
 
-    Its ``version`` is the run's only record of the last trained version: the loop, checkpoints and publishes read it.
+    ``version`` is the single source of the last trained version for the loop, checkpoints and publishes.
 
-    In a resumed run the counters continue from ``state``, as they were at ``version``; rows of later steps, which the
-    earlier process lost, are removed. A full disk raises `CheckpointError`.
+    In a resumed run the counters continue from ``state`` as of ``version``, and rows of later steps are removed. A full
+    disk raises `CheckpointError`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Journal:
         self._started = time.time() - self._counts.elapsed_s
         self._rewards_since: list[float] = []
         self._lengths_since: list[int] = []
-        """Lengths of the completions finished since the last step; rewards likewise."""
+        """Lengths of the completions that finished since the last step; rewards likewise."""
         self._num_running = -1
         self._listeners = listeners
         self._begin_file()
@@ -108,7 +108,7 @@ class Journal:
         return self._counts.model_copy(update={"elapsed_s": self.elapsed_s()}).model_dump()
 
     def elapsed_s(self) -> float:
-        """Return the seconds since the run began, without the time between its processes."""
+        """Return the seconds since the run began, excluding the time between its processes."""
         return time.time() - self._started
 
     def group_finished(self, group: Group) -> None:
@@ -122,9 +122,9 @@ class Journal:
             counts.num_completion_tokens += rollout.num_sampled_tokens
 
     def event(self, of: type[events.Event], span: tuple[float, float] | None = None, /, **facts: Any) -> None:
-        """Write an event; ``span`` is its start and end in wall-clock seconds, None: now."""
+        """Write an event; ``span`` is its start and end in wall-clock seconds. None: now."""
         start_s, end_s = map(self.since, span or (time.time(),) * 2)
-        # Unknown facts are refused here, where readers ignore them.
+        # Readers ignore unknown facts, so they are rejected here.
         self._write(of.model_validate({"start_s": start_s, "end_s": end_s, **facts}, extra="forbid"))
 
     def _write(self, event: events.Event) -> None:
@@ -144,17 +144,17 @@ class Journal:
         return at - self._started
 
     def fleet(self, span: tuple[float, float] | None = None, **facts: Any) -> None:
-        """Write which servers came, went or changed state."""
+        """Write which servers joined, left or changed state."""
         self.event(events.FleetChanged, span, version=self.version, **facts)
 
     def running(self, num_groups: int) -> None:
-        """Write for the timeline how many groups are running, if that has changed."""
+        """Write the number of running groups for the timeline, if it has changed."""
         if num_groups != self._num_running:
             self._num_running = num_groups
             self.event(events.RunningGroups, num_groups=num_groups)
 
     def trained(self, version: int, ranks: Sequence[tuple[float, float]], items: Sequence[int] = ()) -> None:
-        """Write when each rank began and ended the step that made ``version``, and the items that it trained on."""
+        """Write when each rank began and ended the step that produced ``version``, and the items that it trained on."""
         self.version = version
         times = tuple((self.since(start), self.since(end)) for start, end in ranks)
         self.event(events.StepTrained, ranks[0], version=version, ranks=times, items=tuple(items))
@@ -189,8 +189,8 @@ class Journal:
     ) -> dict[str, Any]:
         """Write the row of the last trained step and return it.
 
-        Rewards are those of the groups finished since the previous row, and so are ``slots`` and ``drafted``. ``lags``
-        counts trained tokens by their lag; ``ages`` has the lag of the first token of each trained completion.
+        Rewards, ``slots`` and ``drafted`` cover the time since the previous row. ``lags`` counts trained tokens by
+        lag; ``ages`` has the lag of the first token of each trained completion.
         """
         rewards, lengths = self._rewards_since, self._lengths_since
         self._rewards_since, self._lengths_since = [], []
@@ -221,7 +221,7 @@ class Journal:
         return row
 
     def recent_reward(self) -> float | None:
-        """Return the mean reward over the last ten steps, None before the tenth."""
+        """Return the mean reward over the last ten steps; None before the tenth step."""
         rewards = self._counts.rewards
         return statistics.fmean(rewards[-_WINDOW:]) if len(rewards) >= _WINDOW else None
 
@@ -254,7 +254,7 @@ class Journal:
         return summary
 
     def close(self) -> None:
-        """Close the files. A full disk loses the end of the last lines."""
+        """Close the files. On a full disk, the end of the last lines is lost."""
         with contextlib.suppress(OSError):  # a failed write was reported when it happened
             self._files.close()
 

@@ -1,4 +1,4 @@
-"""What shows a run in addition to its own files: trackers, Prometheus and the page in the browser."""
+"""Observers of a run in addition to its files: trackers, Prometheus and the web page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inflight.run.record.run_directory import RunDirectory
 
 
 class Observers:
-    """Passes events on to trackers and metrics, which are served while the context is open.
+    """Passes events to trackers and metrics. Metrics are served while the context is open.
 
     The trackers are notified of the end, and of the `InflightError` that caused it, when the context is closed.
     """
@@ -40,11 +40,11 @@ class Observers:
 
     @property
     def listeners(self) -> Sequence[Callable[[Event], None]]:
-        """What the journal calls with each event."""
+        """Functions that the journal calls with each event."""
         return [self._reporting.report] if self._metrics is None else [self._reporting.report, self._metrics.count]
 
     def calls(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Return calls that serve the page until cancelled, if the configuration asks for it."""
+        """Return coroutines that serve the page until cancelled, if it is configured."""
         if not self._settings.page:
             return []
         return [serve_page(self._directory.path, self._directory.logs, self._note)]

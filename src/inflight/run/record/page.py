@@ -15,8 +15,10 @@ _PARTING_S = 5.0
 
 
 async def serve_page(directory: Path, logs: Path, note: Callable[[str], None]) -> None:
-    """Serve the page until cancelled, and report its address. If that process ends, the run continues without it."""
-    environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}  # it gets its own
+    """Serve the page until cancelled, and report its address. If its process ends, the run continues without it."""
+    environment = {
+        name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE
+    }  # the page has its own token
     command = [sys.executable, "-m", "inflight", "watch", str(directory), "--port", "0", "--exit-with-stdin"]
     log = logs / "page.log"
     with log.open("wb") as output:
@@ -32,7 +34,7 @@ async def serve_page(directory: Path, logs: Path, note: Callable[[str], None]) -
     try:
         async for line in process.stdout:
             note(line.decode(errors="replace").strip().removeprefix("inflight: "))
-        note(f"the page of the run has ended; its output is in {log}. inflight watch {directory} serves it again")
+        note(f"the page of the run has ended; its output is in {log}. Run inflight watch {directory} to serve it again")
         await process.wait()
     finally:
         process.stdin.close()

@@ -12,13 +12,13 @@ from inflight.observe.trace.files import read_events, read_steps
 
 _COLOURS = {"reward": "#1f6feb", "train": "#2da44e", "publish": "#cf222e", "generate": "#8250df"}
 _PARTS = {"gather_s": "#f6c7c9", "wire_s": "#e5737b", "pause_s": "#8b0f1a"}
-"""Colours of the parts of an update, by the names in its event; drawn over one another, the shortest last."""
+"""Colours of the parts of an update, by their names in the event; they are drawn on top of each other."""
 _STATES = {"healthy": "#2da44e", "joining": "#1f6feb", "suspect": "#bf8700", "dead": "#cf222e"}
 _TIMELINE_S = 10.0
 
 
 def plot_run(directory: Path) -> None:
-    """Draw the plots of a run directory into ``plots/``; none if the run made no step.
+    """Draw the plots of a run directory into ``plots/``; none if the run took no step.
 
     A full disk raises `CheckpointError`.
     """
@@ -94,11 +94,11 @@ def _draw_lengths(rows: Sequence[dict[str, Any]], counts: dict[str, int]) -> Any
 
 
 def _draw_timeline(directory: Path) -> Any:
-    """Draw a few seconds from the middle of the run: how many groups are running, and what the trainer does."""
+    """Draw a few seconds from the middle of the run: the number of running groups and the trainer's activity."""
     ends = [event["end_s"] for event in read_events(directory, ["train"])]
     middle = ends[len(ends) // 2] if ends else 0.0
     low, high = middle - _TIMELINE_S / 2, middle + _TIMELINE_S / 2
-    events = _between(directory, low, high)
+    events = _events_between(directory, low, high)
     figure, axes = _figure(2, 1, sharex=True, height_ratios=(2, 1))
     running = [(event["end_s"], event["num_groups"]) for event in events if event["kind"] == "running_groups"]
     running += [(high, num_groups) for _, num_groups in running[-1:]]
@@ -125,8 +125,8 @@ def _draw_timeline(directory: Path) -> Any:
     return figure
 
 
-def _between(directory: Path, low: float, high: float) -> list[dict[str, Any]]:
-    """Return the events of a few seconds, preceded by the last earlier one that counts running groups."""
+def _events_between(directory: Path, low: float, high: float) -> list[dict[str, Any]]:
+    """Return the events of a time window, preceded by the last earlier event with a number of running groups."""
     before: dict[str, Any] | None = None
     events = []
     for event in read_events(directory):
@@ -138,7 +138,7 @@ def _between(directory: Path, low: float, high: float) -> list[dict[str, Any]]:
 
 
 def _part_span(event: dict[str, Any], part: str) -> tuple[float, float]:
-    """Return start and length of a part of an update: it gathers first, pauses last, and transfers before the pause."""
+    """Return the start and length of a part of an update, which gathers first, then transfers, and pauses last."""
     ends = {"gather_s": event["start_s"] + event["gather_s"], "pause_s": event["end_s"]}
     end = ends.get(part, event["end_s"] - event.get("pause_s", 0.0))
     return end - event[part], event[part]
@@ -151,7 +151,7 @@ def _text_of(event: dict[str, Any]) -> str:
 
 
 def _histories(events: Iterable[dict[str, Any]]) -> dict[str, list[tuple[float, str | None]]]:
-    """Return the times and states of every server that ever changed; the state None means that it left."""
+    """Return the times and states of every server whose state changed; None means that it left."""
     histories: dict[str, list[tuple[float, str | None]]] = {}
     for event in events:
         for name, before, after in event["changes"]:
@@ -162,7 +162,7 @@ def _histories(events: Iterable[dict[str, Any]]) -> dict[str, list[tuple[float, 
 
 
 def _draw_fleet(histories: Mapping[str, Sequence[tuple[float, str | None]]], end_s: float) -> Any:
-    """Draw every server that ever changed over the whole run, coloured by state."""
+    """Draw every server whose state changed over the whole run, coloured by state."""
     from matplotlib.patches import Patch
 
     figure, axis = _figure(height=1.5 + 0.4 * len(histories))

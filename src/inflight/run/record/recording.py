@@ -1,7 +1,7 @@
 """Writes the record of a run, in the format of `inflight.observe.trace.records`.
 
-Each step is written in a thread while the next one trains. A checkpoint begins once every step before it is written, so
-that a killed run continues with a whole record.
+Each step is written in a thread while the next one trains. A checkpoint begins once all earlier steps are written, so
+that a killed run resumes with a complete record.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from inflight.run.record.checkpoints import latest_checkpoint
 from inflight.run.sampling.batches import StepBatch, logprobs_of_samples
 
 _NUM_MEASURED = 3
-"""Steps after which the size of a record is estimated."""
+"""Number of steps after which the size of the record is estimated."""
 
 
 class RunRecording:
-    """Writes the record in the directory of a run, and reports to ``note`` once how large it becomes.
+    """Writes the record in the directory of a run, and reports its expected size to ``note`` once.
 
-    Every call raises `CheckpointError` if a step cannot be written; earlier steps are whole then.
+    Every call raises `CheckpointError` if a step cannot be written; earlier steps are then complete.
     """
 
     def __init__(self, config: RunConfig, directory: Path, note: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class RunRecording:
         self._sizes: list[int] = []
         """Bytes of each step so far."""
         self._last = 0
-        """Version that the last step made."""
+        """The version that the last step produced."""
         self._writer = RecordWriter(directory / RECORD)
         self._manifest = RecordManifest(
             config=config.model_dump(mode="json", exclude_unset=True), num_ranks=config.train.num_ranks
@@ -55,7 +55,7 @@ class RunRecording:
         self._writing: asyncio.Task[int] | None = None
 
     async def begin(self, version: int) -> None:
-        """Write down what training starts from; of a run resumed at ``version``, as it was."""
+        """Write the manifest of a new run, or update that of a run that is resumed at ``version``."""
         record = self._writer.directory
         if version and (record / MANIFEST).exists():
             before = read_manifest(record)
@@ -64,14 +64,14 @@ class RunRecording:
             known = {"start": await asyncio.to_thread(weights_of, self._config.model.path)}
         if versions_of(record) != [*range(1, version + 1)]:
             self._note(
-                f"recording: not every step up to version {version} was recorded, so what follows can be read and "
+                f"recording: some steps up to version {version} were not recorded, so the record can be read and "
                 "sampled again, but not trained again"
             )
         self._manifest = self._manifest.model_copy(update=known)
         await asyncio.to_thread(self._writer.begin, self._manifest)
 
     async def step(self, batch: StepBatch, by_share: Sequence[Trained]) -> None:
-        """Begin to write a step, once the step before is written; ``by_share`` is what came of each share."""
+        """Begin writing a step once the previous one is written; ``by_share`` has the answer of each share."""
         await self.written()
         self._writing = start(asyncio.to_thread(self._write, batch, by_share))
 
@@ -84,17 +84,17 @@ class RunRecording:
                 self._report_size()
 
     async def finish(self) -> None:
-        """Write down the last checkpoint, once every step is written."""
+        """Record the last checkpoint once every step is written."""
         await self.written()
         await asyncio.to_thread(self._write_final)
 
     def _write(self, batch: StepBatch, by_share: Sequence[Trained]) -> int:
         self._last = batch.version + 1
-        path = self._writer.write_step(recorded(batch, by_share, self._config.train.max_tokens_per_micro_batch))
+        path = self._writer.write_step(recorded_step(batch, by_share, self._config.train.max_tokens_per_micro_batch))
         return path.stat().st_size
 
     def _report_size(self) -> None:
-        """Report how large the record becomes. Raises `CheckpointError` if the disk has no room for it."""
+        """Report the expected size of the record. Raises `CheckpointError` if the disk has too little free space."""
         run, of_step = self._config.run, sum(self._sizes) / len(self._sizes)
         self._note(
             f"recording: {_megabytes(of_step)} per step, about {_megabytes(of_step * run.num_steps)} for "
@@ -104,7 +104,7 @@ class RunRecording:
         needed, free = of_step * num_left, shutil.disk_usage(self._directory).free
         if needed > free and run.stop_at_reward is None:
             raise CheckpointError(
-                f"the record needs about {_megabytes(needed)} for the {num_left:,} steps that are left, but the disk "
+                f"the record needs about {_megabytes(needed)} for the {num_left:,} remaining steps, but the disk "
                 f"of {str(self._directory)!r} has {_megabytes(free)} free: free some space and continue with "
                 "--resume, lower run.num_steps, or continue without run.record"
             )
@@ -117,14 +117,14 @@ class RunRecording:
 
 
 def earlier_incarnations(before: RecordManifest, version: int) -> tuple[EarlierIncarnation, ...]:
-    """Return the incarnations of a run up to ``version``, where it is resumed, from the manifest of the last one."""
+    """Return the incarnations of a run before it is resumed at ``version``, given the manifest of the last one."""
     incarnations = [it for it in before.earlier if it.until < version]
     last = next((it.config for it in before.earlier if it.until >= version), before.config)
     return (*incarnations, EarlierIncarnation(until=version, config=last or {}))
 
 
-def recorded(batch: StepBatch, by_share: Sequence[Trained], max_tokens: int) -> RecordedStep:
-    """Return a step as it is recorded, from the answers to `frames_of` with ``max_tokens``."""
+def recorded_step(batch: StepBatch, by_share: Sequence[Trained], max_tokens: int) -> RecordedStep:
+    """Return the recorded form of a step, given the answers to `frames_of` with ``max_tokens``."""
     return RecordedStep(
         version=batch.version,
         groups=batch.groups,
@@ -135,7 +135,7 @@ def recorded(batch: StepBatch, by_share: Sequence[Trained], max_tokens: int) -> 
 
 
 def outcome_of(by_share: Sequence[Trained]) -> StepOutcome:
-    """Return what a step did, from the answer of each share."""
+    """Return the outcome of a step, given the answer of each share."""
     return StepOutcome(
         gradient_norm=by_share[0].gradient_norm,
         learning_rate=by_share[0].learning_rate,
@@ -144,7 +144,7 @@ def outcome_of(by_share: Sequence[Trained]) -> StepOutcome:
 
 
 def weights_of(directory: Path) -> WeightsFile:
-    """Return what identifies the weights of a model directory. Raises `ConfigError`."""
+    """Return the path and digest of the weights in a model directory. Raises `ConfigError`."""
     sha256, size_bytes = weights_digest(directory)
     return WeightsFile(path=str(directory.absolute()), sha256=sha256, size_bytes=size_bytes)
 

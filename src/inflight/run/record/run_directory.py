@@ -1,7 +1,7 @@
-"""The directory of a run: which process owns it, and where a run in it begins.
+"""The directory of a run: its owner, and the checkpoint from which a run in it begins.
 
-Ownership is an operating-system lock on the file ``lock``. The run's children inherit it, so that a resumed run never
-works alongside processes of a killed one.
+Ownership is an operating-system lock on the file ``lock``. Child processes of the run inherit it, so that a resumed run
+never runs concurrently with processes of a killed one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RunDirectory:
         return self.path / "logs"
 
     def at_latest_checkpoint(self) -> RunDirectory:
-        """Return this directory, still owned, with the checkpoint from which a run begins again."""
+        """Return this directory, still owned, with the latest checkpoint as its starting point."""
         checkpoint, state = latest_checkpoint(self.path)
         remove_unfinished(self.path)
         return replace(self, checkpoint=checkpoint, state=state)
@@ -71,8 +71,8 @@ class RunDirectory:
 def starting_point(path: Path, *, resume: bool) -> StartingPoint:
     """Return where a run in this directory would begin, without changing anything.
 
-    Raises `ConfigError` where `claim` would: if a living process owns the directory, if it cannot be written to, if it
-    holds a run and ``resume`` is false, or if it holds none and ``resume`` is true.
+    Raises `ConfigError` where `claim` would: if a running process owns the directory, if it is not writable, if it
+    contains a run and ``resume`` is false, or if it contains none and ``resume`` is true.
     """
     if resume and not (path / "config.json").exists():
         raise ConfigError(f"{str(path)!r} holds no run to resume: start one without --resume")
@@ -96,11 +96,11 @@ def _last_checkpoint(path: Path, *, resume: bool) -> StartingPoint:
 
 
 def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], None]) -> RunDirectory:
-    """Own a run directory: a new one or, with ``resume``, that of an ended run.
+    """Take ownership of a run directory: a new one or, with ``resume``, that of an ended run.
 
     A run that ended before its first checkpoint starts over, with or without ``resume``. Remaining processes of a
     killed run are killed if they do not end in time. Raises `ConfigError` if another process owns the directory, if it
-    holds a run and ``resume`` is false, or if it holds none and ``resume`` is true; nothing was changed then.
+    contains a run and ``resume`` is false, or if it contains none and ``resume`` is true; it is then unchanged.
     """
     if resume and not (path / "config.json").exists():
         raise ConfigError(f"{str(path)!r} holds no run to resume: start one without --resume")
@@ -108,12 +108,12 @@ def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], N
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         (path / "logs").mkdir(exist_ok=True)
         with contextlib.ExitStack() as undo:
-            lock = _own(path / "lock", note)
+            lock = _take_lock(path / "lock", note)
             undo.callback(os.close, lock)
             start = _last_checkpoint(path, resume=resume)
             if start.checkpoint is None:
                 if (path / "config.json").exists():
-                    note(f"the run in {path} ended before its first checkpoint: it starts over")
+                    note(f"the run in {path} ended before its first checkpoint, so it starts over")
                 (path / "config.json").write_text(config_json + "\n")
                 (path / "run_id").write_text(f"{path.name}-{uuid.uuid4().hex[:8]}\n")
             remove_unfinished(path)
@@ -124,7 +124,7 @@ def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], N
     return RunDirectory(path, run_id, lock, start.checkpoint, start.state)
 
 
-def _own(path: Path, note: Callable[[str], None]) -> int:
+def _take_lock(path: Path, note: Callable[[str], None]) -> int:
     """Return a descriptor that holds the lock. Raises `ConfigError`, which names the owner, if another run holds it."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     refuse_at = time.monotonic() + _OWNER_S
@@ -145,7 +145,7 @@ def _own(path: Path, note: Callable[[str], None]) -> int:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
             elif now > refuse_at:
-                raise _owned(path.parent, lock)
+                raise _already_owned(path.parent, lock)
             time.sleep(_POLL_S)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -156,22 +156,22 @@ def _own(path: Path, note: Callable[[str], None]) -> int:
 
 
 def _refuse_living_owner(path: Path) -> None:
-    """Raise `ConfigError` if a living process of this host owns the directory and does not end in a moment."""
+    """Raise `ConfigError` if a running process of this host owns the directory and does not end soon."""
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # nobody has claimed it
+    except OSError:  # the directory has no owner
         return
     refuse_at = time.monotonic() + _OWNER_S
     try:
         while _owner(lock) in _holders(lock):
             if time.monotonic() > refuse_at:
-                raise _owned(path, lock)
+                raise _already_owned(path, lock)
             time.sleep(_POLL_S)
     finally:
         os.close(lock)
 
 
-def _owned(path: Path, lock: int) -> ConfigError:
+def _already_owned(path: Path, lock: int) -> ConfigError:
     return ConfigError(
         f"{str(path)!r} belongs to a run that has not ended ({os.pread(lock, 200, 0).decode()}): stop it first, or "
         "choose another directory with --run.directory"
@@ -179,7 +179,7 @@ def _owned(path: Path, lock: int) -> ConfigError:
 
 
 def _owner(lock: int) -> int | None:
-    """Return the process of this host that is written in the lock; None if there is none."""
+    """Return the process id in the lock if it is of this host; otherwise None."""
     words = os.pread(lock, 200, 0).decode().split()
     return int(words[1]) if len(words) >= 4 and words[3] == socket.gethostname() else None
 
@@ -193,7 +193,7 @@ def _try_lock(lock: int) -> bool:
 
 
 def _orphans(lock: int) -> list[int]:
-    """Return the processes that hold the lock of a run whose controller has ended; none if it is alive or unknown."""
+    """Return the processes that hold the lock of a run whose controller has ended; none if it runs or is unknown."""
     owner = _owner(lock)
     if owner is None:
         return []
@@ -202,7 +202,7 @@ def _orphans(lock: int) -> list[int]:
 
 
 def _holders(lock: int) -> list[int]:
-    """Return the processes of this host that hold the lock, not those that only have the file open to wait for it."""
+    """Return the processes of this host that hold the lock, excluding those that only wait for it."""
     wanted = os.fstat(lock)
     holders = []
     for process in Path("/proc").glob("[0-9]*"):

@@ -18,7 +18,7 @@ from inflight.run.record.recording import RunRecording
 
 
 @dataclass(slots=True)
-class _Begun:
+class _IncompleteCheckpoint:
     """An incomplete checkpoint, and the run's own state at that version."""
 
     state: dict[str, Any]
@@ -38,8 +38,8 @@ class Saving:
     on_saved: Callable[[int], None] = lambda version: None
     """Called with each version whose checkpoint is complete."""
     recording: RunRecording | None = None
-    """Has written every step of a checkpoint before that begins."""
-    begun: dict[int, _Begun] = field(default_factory=dict)
+    """Awaited before a checkpoint begins, so that all its steps are recorded."""
+    begun: dict[int, _IncompleteCheckpoint] = field(default_factory=dict)
     """Incomplete checkpoints by version."""
 
     async def save_if_due(self, version: int) -> None:
@@ -63,10 +63,10 @@ class Saving:
                 self.on_saved(version)
 
     async def _save(self, version: int) -> None:
-        """Write a checkpoint, or start writing it; the ledger in it lists untrained work, which is issued again."""
+        """Write a checkpoint, or start writing it. Its ledger lists untrained work, which is issued again on resume."""
         if self.recording is not None:
             await self.recording.written()
         answers = await self.trainers.save(checkpoint_path(self.directory, version))
-        self.begun[version] = _Begun(self.state())
+        self.begun[version] = _IncompleteCheckpoint(self.state())
         self.last = version
         self.note(answers)

@@ -1,4 +1,4 @@
-"""What a run records and shows: a row for each step, what it is waiting for, and the summary."""
+"""The reports of a run: a row for each step, what the run is waiting for, and the summary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAMPLE_S = 0.05
 
 @dataclass(eq=False)
 class Notes:
-    """Reads the run's parts and decides nothing."""
+    """Reports on the parts of a run without changing them."""
 
     config: RunConfig
     directory: Path
@@ -34,7 +34,7 @@ class Notes:
     journal: Journal
     progress: Progress
     doing: str = ""
-    """Shown to the user while nothing else happens; empty while steps are made."""
+    """The current activity, shown to the user during start and stop; empty while steps are trained."""
 
     def step(self, batch: StepBatch, answers: Sequence[Trained], serving: Mapping[str, int | None]) -> dict[str, Any]:
         """Write the row of the last step, show it, and return it."""
@@ -74,20 +74,20 @@ class Notes:
         return row
 
     async def note_what_runs(self) -> None:
-        """Record for the timeline how many groups are running, until cancelled."""
+        """Record the number of running groups for the timeline until cancelled."""
         while True:
             self.journal.running(self.sampling.num_running)
             await asyncio.sleep(_SAMPLE_S)
 
     async def show_what_is_waited_for(self) -> None:
-        """Show from time to time what the run is waiting for, until cancelled."""
+        """Show what the run is waiting for at intervals until cancelled."""
         while True:
             await asyncio.sleep(1.0)
             what = "training and publishing" if self.sampling.is_training else self.sampling.progress()
             self.progress.waiting(self.doing or f"step {self.journal.version + 1}/{self.config.run.num_steps}: {what}")
 
     def finish(self, failure: str | None, *, interrupted: bool) -> None:
-        """Write the summary and the plots, and show where they are."""
+        """Write the summary and the plots, and print where they are."""
         summary = self.journal.summarize(
             {
                 "version": self.journal.version,
@@ -111,7 +111,7 @@ class Notes:
         plot_run(self.directory)
         self.progress.summary(summary, self.directory)
         if failure is not None or interrupted:
-            self.progress.note("continue with the same command and --resume")
+            self.progress.note("to continue, run the same command with --resume")
 
     def _ledger_counts(self) -> dict[str, Any]:
         ledger = self.sampling.dispatcher.ledger

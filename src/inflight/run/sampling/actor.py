@@ -1,6 +1,6 @@
-"""The actor: sends the requests of a dispatcher to endpoints, scores groups, and reports how both ended.
+"""The actor: sends the requests of a dispatcher to endpoints, scores groups, and reports the outcomes.
 
-It owns tasks and endpoints. What is sent where, and what becomes of an item, the dispatcher decides.
+It owns tasks and endpoints. The dispatcher decides where requests are sent and what happens to each item.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from inflight.types import TaskItem
 from inflight.wire import Capabilities, Completion, DraftCounts
 
 _ABORT_AGAIN_S = 1.0
-"""How long an aborted request may take to come back before it is aborted again."""
+"""How long an aborted request may take to end before it is aborted again."""
 _RENDER_S = 0.005
-"""How long prompts are made before other tasks get their turn."""
+"""How long prompts may be rendered before control returns to the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request has ended with what it sampled; ``error`` states why it failed, or that it was cancelled."""
+    """The end of a request with its results; ``error`` states why it failed, or that it was cancelled."""
 
     order: Order
     endpoint: str
     began_at: float
-    """Seconds since 1970."""
+    """Unix time in seconds."""
     sampled: Sequence[Sampled]
     error: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class FailedEpisode:
-    """An episode that is left out of its group: a word to count by, and what happened."""
+    """An episode that is left out of its group: the kind of failure, and what happened."""
 
     item: int
     kind: str
@@ -72,7 +72,7 @@ Outcome = (
     | EndedRequest
     | FailedEpisode
 )
-"""What an actor's ``on_outcome`` is called with."""
+"""The argument of an actor's ``on_outcome``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,14 @@ class _RenderedItem:
 
 @dataclass(slots=True, eq=False)
 class _LiveRequest:
-    """A request that was sent, and the task that waits for it."""
+    """A request that was sent, and the asyncio task that waits for it."""
 
     command: SendRequest
     order: Order
     endpoint: SamplingEndpoint
     began_at: float
     task: asyncio.Task[None] | None = None
-    """None if the run was ending when it was to be sent."""
+    """None if the run ended before it was sent."""
 
     @property
     def is_running(self) -> bool:
@@ -99,7 +99,7 @@ class _LiveRequest:
 
 @dataclass(eq=False)
 class Actor:
-    """Carries out a dispatcher's commands with the endpoints of a run, and with users' code as ``work``."""
+    """Executes a dispatcher's commands on the endpoints of a run, with the user's code as ``work``."""
 
     work: Work
     dispatcher: Dispatcher
@@ -108,7 +108,7 @@ class Actor:
     on_outcome: Callable[[Outcome], None]
     clock: Callable[[], float] = time.monotonic
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    """Set while no endpoint gets work, from the first `serve` on."""
+    """Set while no endpoint receives work, after the first call of `serve`."""
     _endpoints: dict[str, SamplingEndpoint] = field(default_factory=dict, init=False)
     _requests: dict[str, _LiveRequest] = field(default_factory=dict, init=False)
     _tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup, init=False)
@@ -116,7 +116,7 @@ class Actor:
     _drafted: list[DraftCounts] = field(default_factory=list, init=False)
 
     def take_drafted(self) -> DraftCounts:
-        """Return what endpoints have counted of drafts since the last call."""
+        """Return the draft counts of the endpoints since the last call."""
         total = sum(self._drafted, DraftCounts())
         self._drafted.clear()
         return total
@@ -124,9 +124,9 @@ class Actor:
     # --------------------------------------------------------------------------------------------------- endpoints
 
     def add(self, endpoint: InferenceEndpoint, limit: int, capabilities: Capabilities | None = None) -> None:
-        """Add an endpoint; it gets work once `serve` names it.
+        """Add an endpoint; it receives work once `serve` names it.
 
-        It gets as many completions at a time as ``limit`` and its capabilities allow, and always room for one request.
+        It runs as many completions at a time as ``limit`` and its capabilities allow, but at least one request.
         """
         if capabilities is not None:
             limit = min(limit, capabilities.max_concurrent_sequences)
@@ -136,9 +136,9 @@ class Actor:
         self.dispatcher.endpoints.add(endpoint.name, capacity, keeps_partials=keeps, now=self.clock())
 
     def serve(self, names: Collection[str], version: int) -> None:
-        """Give work to these endpoints, and to no others.
+        """Give work to these endpoints and to no others.
 
-        ``version`` was published to them; 0 if servers load stored versions by themselves, which the run does not know.
+        ``version`` was published to them. It is 0 if servers load stored versions by themselves.
         """
         for name in self._endpoints.keys() & {*names}:
             self._endpoints[name].version = version
@@ -146,14 +146,14 @@ class Actor:
         self.carry_out_commands()
 
     def lose(self, name: str, reason: str) -> None:
-        """Give an endpoint no work until `serve` names it again; what ran there is sent again elsewhere."""
+        """Give an endpoint no work until `serve` names it again; its requests are sent to other endpoints."""
         self.dispatcher.endpoints.lose(name, reason, self.clock())
         self.carry_out_commands()
 
     def retire(self, name: str, on_idle: Callable[[], None], *, hands_on: bool = False) -> None:
-        """Give an endpoint no more work. Once its requests have ended, forget it and call ``on_idle``.
+        """Give an endpoint no more work. Once its requests have ended, remove it and call ``on_idle``.
 
-        With ``hands_on`` its requests are ended, and what they have sampled is continued elsewhere where possible.
+        With ``hands_on``, its requests are aborted, and partial completions are continued elsewhere if possible.
         """
         if (endpoint := self._endpoints.get(name)) is not None:
             endpoint.on_idle = on_idle
@@ -163,9 +163,9 @@ class Actor:
     # ----------------------------------------------------------------------------------------------------- the loop
 
     async def run(self) -> None:
-        """Offer and send until cancelled. Raises `TaskError` if task or reward fail, and what ``on_outcome`` raises.
+        """Offer items and send requests until cancelled. Raises `TaskError` if the task or a reward fails.
 
-        If several tasks fail, the first error is raised, with the others as notes.
+        Exceptions of ``on_outcome`` propagate. If several calls fail, the others become notes of the first error.
         """
         failures: Sequence[Exception] = ()
         try:
@@ -217,7 +217,7 @@ class Actor:
     # ----------------------------------------------------------------------------------------------------- commands
 
     def carry_out_commands(self) -> None:
-        """Carry out what the dispatcher has decided after a report to it, and let it decide again."""
+        """Execute the dispatcher's decisions after a report to it, and let it decide again."""
         while commands := self.dispatcher.take_commands():
             for command in commands:
                 match command:
@@ -288,13 +288,13 @@ class Actor:
     def _end_request(
         self, request: _LiveRequest, sampled: Sequence[Sampled], failure: Failure | None, error: str | None
     ) -> None:
-        """Report the end of a request, unless it was cancelled before."""
+        """Report the end of a request, unless it has been cancelled."""
         if self._requests.pop(request.command.request_id, None) is not None:
             self.dispatcher.request_ended(request.command, sampled, self.clock(), failure)
             self.on_outcome(EndedRequest(request.order, request.endpoint.name, request.began_at, sampled, error))
 
     def _cancel(self, request: _LiveRequest) -> None:
-        """End a request with nothing, whatever its task still has to clean up."""
+        """Report a request as cancelled without results, while its asyncio task may still clean up."""
         self._end_request(request, (), None, "cancelled")
         if request.task is not None:
             request.task.cancel()
@@ -308,11 +308,11 @@ class Actor:
                 self._cancel(request)
 
     async def _abort(self, endpoint: SamplingEndpoint, requests: Sequence[_LiveRequest]) -> None:
-        """Abort requests of one endpoint, and return once they have ended; cancel them if the endpoint fails."""
+        """Abort requests of one endpoint, and return once they have ended. If the endpoint fails, cancel them."""
         try:
             while running := [request for request in requests if request.is_running]:
                 await endpoint.abort([request.order.request_id for request in running])
-                # A call can overtake a request that it is to end, and is then ignored.
+                # An abort that overtakes its request is ignored by the endpoint.
                 await asyncio.wait([it.task for it in running if it.task is not None], timeout=_ABORT_AGAIN_S)
         except InflightError:
             for request in requests:
@@ -333,6 +333,6 @@ class Actor:
 
 
 def seed_of(seed: int, index: int, *parts: int) -> int:
-    """Return a seed for one item of one run, or for a part of it; it does not depend on the order of the items."""
+    """Return a seed for one item of a run, or for a part of the item. It does not depend on the order of items."""
     text = ":".join(map(str, (seed, index, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())

@@ -1,4 +1,4 @@
-"""From finished groups to the requests of one optimizer step: advantages, staleness, packing."""
+"""Turns finished groups into the requests of one optimizer step: advantages, staleness, packing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inflight.types import Group, Sample
 
 
 class StepData(Protocol):
-    """What the trainer ranks need of the data of one optimizer step."""
+    """The data of one optimizer step as the trainer ranks need it."""
 
     @property
     def groups(self) -> Sequence[Group]: ...
@@ -31,7 +31,7 @@ class StepData(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The data of one optimizer step, and the groups it was made from."""
+    """The data of one optimizer step, and the groups from which it was made."""
 
     groups: Sequence[Group]
     samples: Sequence[Sample]
@@ -46,12 +46,12 @@ class StepBatch:
 
     @property
     def ages(self) -> list[int]:
-        """For each sample, the step's version minus the one that sampled the completion's first token."""
+        """For each sample, the step's version minus the version that sampled the first token of the completion."""
         return [self.version - sample.rollout.version_spans[0].version for sample in self.samples]
 
     @property
     def num_tokens(self) -> int:
-        """Training tokens: prompts, observations and the unmasked tokens of turns."""
+        """Number of training tokens: prompts, observations and the unmasked tokens of turns."""
         return sum(sample.rollout.num_context_tokens + sum(sample.loss_mask) for sample in self.samples)
 
 
@@ -67,8 +67,8 @@ def make_batch(
 ) -> StepBatch:
     """Return the batch of finished groups, for a step that starts from ``version``, shaped by ``composer`` if given.
 
-    A rollout whose tokens are all too old gives no sample, but denominators that count rollouts still count it. The
-    critic, if there is one, learns from the groups once their advantages are known.
+    A rollout whose tokens are all too old yields no sample, but denominators that count rollouts still count it. The
+    critic, if there is one, learns from the groups after their advantages are computed.
     """
     samples: list[Sample] = []
     kept: list[list[bool]] = [[] for _ in groups]
@@ -102,8 +102,8 @@ def frames_of(
 ) -> list[bytes]:
     """Return the frame of a request for each share of the data; all have the same number of micro-batches.
 
-    ``images`` is the processor of a model that takes images. With ``returns_logprobs`` the ranks' answers have what
-    `logprobs_of_samples` takes.
+    ``images`` is the processor of a model that accepts images. With ``returns_logprobs``, the answers contain the
+    logprobs for `logprobs_of_samples`.
     """
     image_tensors = None if images is None else images.tensors
     lengths = [sample.rollout.num_tokens for sample in batch.samples]
@@ -127,7 +127,7 @@ def logprobs_of_samples(
 ) -> list[Sequence[float]]:
     """Return the trainer logprobs of each sample's completion tokens, from those of each share's micro-batches.
 
-    ``max_tokens`` is as for `frames_of`, which gives each micro-batch its samples.
+    ``max_tokens`` must be the same as for `frames_of`, which assigns samples to micro-batches.
     """
     lengths = [sample.rollout.num_tokens for sample in samples]
     found: list[Sequence[float]] = [()] * len(samples)

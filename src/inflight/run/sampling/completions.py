@@ -1,4 +1,4 @@
-"""Groups of completions of a task: its items, prompts as tokens, requests, and rewards. Tasks are users' code."""
+"""Groups of completions of a task: items, tokenized prompts, requests and rewards. Tasks are user code."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from inflight.wire import Completion, SamplingParams
 
 @dataclass(frozen=True)
 class Completions(Work):
-    """``tokenizer`` renders prompts (with its chat template, if any) and decodes; ``sampling.n`` make a group."""
+    """``tokenizer`` renders prompts, with its chat template if it has one, and decodes. A group has ``sampling.n``."""
 
     task: Task
     tokenizer: Any
     sampling: SamplingParams
     max_sequence_tokens: int
-    """An item whose prompt and completion together may have more tokens is not used."""
+    """An item whose prompt and completion may exceed this length together is not used."""
     timeout_s: float
-    """Longest that the rewards of one group may take."""
+    """How long the rewards of one group may take."""
     pool: ScoringPool | None = None
-    """Processes that score; None: a thread for each group."""
+    """Processes that compute rewards. None: a thread for each group."""
     routed_experts: bool = False
-    """Whether endpoints are asked which experts computed each token."""
+    """Whether requests ask which experts computed each token."""
 
     is_one_request = True
 
@@ -64,7 +64,7 @@ class Completions(Work):
             return None
         return (
             f"its prompt of {len(prompt_token_ids)} tokens and a completion of {max_tokens} may "
-            f"exceed {self.max_sequence_tokens} tokens, which is all that a micro-batch holds: raise "
+            f"exceed {self.max_sequence_tokens} tokens, the capacity of a micro-batch: raise "
             "train.max_tokens_per_micro_batch, or lower sampling.max_tokens"
         )
 
@@ -104,13 +104,13 @@ class Completions(Work):
         return Completion.model_validate(saved)
 
     async def _rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
-        """Score elsewhere, so that a slow reward function does not block the loop; `TaskError` if it hangs."""
+        """Compute rewards outside the event loop, which a slow function would block. `TaskError` if it hangs."""
         try:
             if self.pool is not None:
                 token_ids = [completion.token_ids for completion in completions]
                 return await self.pool.rewards(item.index, token_ids, self.timeout_s)
             async with asyncio.timeout(self.timeout_s):
-                return await run_abandonable(lambda: self._scored(item, completions), "inflight-reward")
+                return await run_abandonable(lambda: self._compute_rewards(item, completions), "inflight-reward")
         except TimeoutError as error:
             raise TaskError(
                 f"the reward of task {self.task.name!r}, item {item.index}, took longer than {self.timeout_s:g} s"
@@ -120,7 +120,7 @@ class Completions(Work):
         except Exception as error:  # rewards are user code
             raise TaskError(f"the reward of task {self.task.name!r} raised on item {item.index}: {error!r}") from error
 
-    def _scored(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
+    def _compute_rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
         texts = [
             self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True) for completion in completions
         ]

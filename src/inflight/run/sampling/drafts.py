@@ -1,4 +1,4 @@
-"""Finished groups on their way to the endpoints that draft later completions of the same prompts from them."""
+"""Sends finished groups to endpoints, which draft later completions of the same prompts from them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from inflight.types import Group
 from inflight.wire import DraftHistory, PromptHistory
 
 _MAX_WAITING = 1024
-"""Groups that wait to be sent; more push out the oldest."""
+"""Number of groups that may wait to be sent; beyond it, the oldest is dropped."""
 _MAX_TOKENS = 1 << 20
-"""Tokens of one message, unless a single group has more."""
+"""Largest number of tokens in one message, unless a single group has more."""
 
 
 class FinishedGroups:
@@ -27,9 +27,9 @@ class FinishedGroups:
         self._drafting: dict[InferenceEndpoint, bool] = {}
 
     def finished(self, group: Group) -> None:
-        """Have a group sent, instead of an earlier one of the same prompt that still waits.
+        """Queue a group to be sent, in place of an earlier group of the same prompt that still waits.
 
-        Episodes are left out: later turns have other prompts.
+        Episodes are left out, because later turns have other prompts.
         """
         if any(rollout.turns for rollout in group.rollouts):
             return
@@ -42,7 +42,7 @@ class FinishedGroups:
     async def send(self, endpoints: Collection[InferenceEndpoint]) -> None:
         """Send groups as they finish to those of ``endpoints`` that support drafts, until cancelled.
 
-        ``endpoints`` may change meanwhile. An endpoint that fails misses what it was sent: it drafts less.
+        ``endpoints`` may change meanwhile. An endpoint that fails misses its groups and drafts less.
         """
         while True:
             await self._arrived.wait()
@@ -55,7 +55,7 @@ class FinishedGroups:
                 await asyncio.gather(*(self._record(endpoint, messages) for endpoint in drafting))
 
     async def _drafts(self, endpoint: InferenceEndpoint) -> DraftingEndpoint | None:
-        """Return an endpoint that drafts; None if it does not, or does not answer."""
+        """Return the endpoint if it supports drafts; None if it does not support them or does not answer."""
         with contextlib.suppress(InflightError):  # requests to the endpoint indicate whether it can still be used
             if endpoint not in self._drafting:
                 self._drafting[endpoint] = (await endpoint.capabilities()).drafts

@@ -1,4 +1,4 @@
-"""Groups of episodes of an environment. Environments are users' code: what one does wrong fails only its episode."""
+"""Groups of episodes of an environment. Environments are user code; an error in one fails only its episode."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from inflight.types import TaskItem
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 
 _MIN_EPISODES = 2
-"""A group of fewer has nothing to compare."""
+"""A smaller group has nothing to compare."""
 
 
 @dataclass(eq=False)
-class _Played:
-    """An episode that is being played, on an endpoint or waiting for one."""
+class _RunningEpisode:
+    """An episode in progress, on an endpoint or waiting for one."""
 
     moving: Moving
     playing: PlayingEpisode
     task: asyncio.Future[PlayedEpisode]
     failed: asyncio.Future[None]
-    """Set to the error of the endpoint where it is, once that fails."""
+    """Receives the error of the current endpoint if that endpoint fails."""
 
     async def at(self, endpoint: SamplingEndpoint) -> PlayedEpisode:
-        """Continue on an endpoint, and return the episode once it is over. Raises what the endpoint raises."""
+        """Continue on an endpoint, and return the episode once it is over. Exceptions of the endpoint propagate."""
         self.failed = asyncio.get_running_loop().create_future()
-        self.moving.go_to(await _place(endpoint))
+        self.moving.go_to(await _turn_sampler(endpoint))
         try:
             ends: list[asyncio.Future[Any]] = [self.task, self.failed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -56,7 +56,7 @@ class _Played:
             self.failed.set_exception(error)
 
 
-async def _place(endpoint: SamplingEndpoint) -> TurnSampler:
+async def _turn_sampler(endpoint: SamplingEndpoint) -> TurnSampler:
     async def generate(request: GenerateRequest) -> Completion:
         (completion,) = await endpoint.sample(request)
         return completion
@@ -67,25 +67,25 @@ async def _place(endpoint: SamplingEndpoint) -> TurnSampler:
 
 @dataclass(frozen=True)
 class Episodes(Work):
-    """Plays ``size`` episodes of each item, of which ``num_needed`` that did not fail make a group."""
+    """Plays ``size`` episodes of each item. The first ``num_needed`` that do not fail form a group."""
 
     environment: Environment
     template: ChatTemplate
     sampling: SamplingParams
-    """Of every turn."""
+    """Sampling parameters of every turn."""
     num_needed: int
     num_extra: int
-    """Episodes that are begun beyond those that are needed; the last to finish are abandoned."""
+    """Number of additional episodes to start; the last ones to finish are abandoned."""
     max_sequence_tokens: int
     timeout_s: float
-    """Longest that an episode may take."""
+    """How long an episode may take."""
     proxy: Proxy | None = None
-    """Serves those that ask for a URL."""
+    """Serves the episodes that request a URL."""
     routed_experts: bool = False
-    """Whether endpoints are asked which experts computed each token. Nothing is streamed then."""
+    """Whether requests ask which experts computed each token; nothing is then streamed."""
     loop: PlayLoop = field(default_factory=PlayLoop)
-    _played: dict[tuple[int, int], _Played] = field(default_factory=dict)
-    """Episodes that are not over, by item and number; those without an endpoint wait for one."""
+    _played: dict[tuple[int, int], _RunningEpisode] = field(default_factory=dict)
+    """Episodes in progress, by item and number; those without an endpoint wait for one."""
     _plays: TaskOwner = field(default_factory=TaskOwner)
 
     is_one_request = False
@@ -105,7 +105,7 @@ class Episodes(Work):
             raise TaskError(f"environment {self.name!r} failed to make item {index}: {error!r}") from error
 
     def prompt_of(self, item: TaskItem) -> tuple[int, ...]:
-        """Return numbers that are the same for the same start state; what is said first is up to the environment."""
+        """Return numbers that identify the start state; the environment itself determines the actual prompt."""
         text = item.prompt or f"item {item.index}"
         return tuple(hashlib.blake2b(text.encode(), digest_size=12).digest())
 
@@ -113,19 +113,19 @@ class Episodes(Work):
         return None
 
     async def sample(self, endpoint: SamplingEndpoint, order: Order) -> list[Sampled]:
-        """Play an episode, or continue one that has lost its endpoint. Raises as `SamplingEndpoint.sample`.
+        """Play an episode, or continue one that has lost its endpoint. Raises like `SamplingEndpoint.sample`.
 
-        One that was over just when it lost its endpoint is kept for the next call.
+        An episode that ended just as its endpoint was lost is kept for the next call.
         """
         key = (order.item.index, order.numbers[0])
         played = self._played.get(key)
         if played is None:
-            played = self._played[key] = await self._begun(endpoint, order)
+            played = self._played[key] = await self._begin_episode(endpoint, order)
         sampled = await played.at(endpoint)
         self._played.pop(key, None)
         return [sampled]
 
-    async def _begun(self, endpoint: SamplingEndpoint, order: Order) -> _Played:
+    async def _begin_episode(self, endpoint: SamplingEndpoint, order: Order) -> _RunningEpisode:
         declared = await endpoint.capabilities()
         streams = declared.streaming and isinstance(endpoint.endpoint, StreamingEndpoint)
         moving = Moving((EndpointError, SlowRequest), lambda error: played.fail(error))
@@ -141,7 +141,7 @@ class Episodes(Work):
             routed_experts=self.routed_experts,
         )
         task = self._plays.start(play(self.environment, order.item, episode, self.loop, self.timeout_s))
-        played = _Played(moving, episode, task, asyncio.get_running_loop().create_future())
+        played = _RunningEpisode(moving, episode, task, asyncio.get_running_loop().create_future())
         return played
 
     def first_version(self, index: int, number: int) -> int | None:
@@ -176,7 +176,7 @@ class Episodes(Work):
         await self._plays.aclose()
         for played in self._played.values():
             if played.task.done() and not played.task.cancelled():
-                played.task.exception()  # nobody continues the episode
+                played.task.exception()  # mark as retrieved: the episode is not continued
         await self.loop.aclose()
 
     def parse(self, saved: Any) -> PlayedEpisode:

@@ -1,4 +1,4 @@
-"""What a run samples, made from its configuration."""
+"""Constructs the work of a run, completions or episodes, from its configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from inflight.wire import SamplingParams
 
 
 def check_task(config: RunConfig, task: Task | Environment) -> None:
-    """Raise `ConfigError` if the configuration has settings of environments for a task, or the other way round."""
+    """Raise `ConfigError` if the configuration has settings of environments for a task, or vice versa."""
     name = config.task.name
     if isinstance(task, Environment):
         if config.task.reward_processes:
@@ -37,7 +37,7 @@ def work_of(
 ) -> Work:
     """Return the groups of a task or environment, which `check_task` has accepted.
 
-    ``images`` is None if the model takes none. ``proxy`` serves the episodes that ask for a URL.
+    ``images`` is None if the model accepts no images. ``proxy`` serves the episodes that request a URL.
     """
     sampling = SamplingParams(
         n=config.sampling.group_size,

@@ -10,7 +10,7 @@ from inflight.rollouts import HistoryStore
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What decides which rollouts run where, which tokens are too old, and what makes up a step."""
+    """The policies that schedule rollouts, limit the age of tokens, and compose steps."""
 
     scheduler: Scheduler
     staleness: StalenessPolicy

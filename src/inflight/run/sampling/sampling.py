@@ -1,4 +1,4 @@
-"""From a task to the batches of optimizer steps: what the dispatcher composes, recorded and made into batches."""
+"""Produces the batches of optimizer steps from a task, through the dispatcher, and records what happens."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _step_rules(config: RunConfig, work: Work) -> StepRules:
 
 
 class Sampling:
-    """Makes batches of what the dispatcher composes, and records what happens to groups.
+    """Makes batches from the groups that the dispatcher composes, and records what happens to groups.
 
-    `begin_batch` states from which version the next step starts; `batch` returns its batch once the dispatcher has
+    `begin_batch` sets the version from which the next step starts; `batch` returns its batch once the dispatcher has
     composed it.
     """
 
@@ -83,18 +83,18 @@ class Sampling:
         self.actor = Actor(work, self.dispatcher, seed=config.run.seed, on_outcome=self._record_outcome)
         self.warnings = SamplingWarnings(note, ledger.num_dropped)
         self.draft_source = FinishedGroups()
-        """Finished groups, which are sent to the servers that draft from them."""
+        """Finished groups to send to the servers that draft from them."""
         self.num_rewritten = 0
-        """Conversations that continued from another rendering of their past, as another rollout."""
+        """Number of conversations that continued from another rendering of their history, as a separate rollout."""
         self.is_training = False
-        """Whether a batch has been handed out and not settled yet."""
+        """Whether a batch has been returned and is not settled yet."""
         self._batch: StepBatch | None = None
         self._phase: Sequence[Sequence[Group]] = ()
         self._is_composed = asyncio.Event()
         self._begun = 0.0
 
     def state(self) -> dict[str, Any]:
-        """Return, as JSON values, what decides what is sampled next, for `restore`."""
+        """Return the state that determines what is sampled next as JSON values, for `restore`."""
         return {
             **self.dispatcher.state(lambda sampled: sampled.model_dump(mode="json")),
             "scheduler_name": self._config.rollouts.scheduler,
@@ -105,9 +105,9 @@ class Sampling:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state` returned; the ledger is given to the constructor.
+        """Continue from a state that `state` returned; the constructor receives the ledger.
 
-        Raises `CheckpointError`. Another scheduler or staleness policy than then starts from scratch.
+        Raises `CheckpointError`. If the scheduler or the staleness policy has changed, it starts from scratch.
         """
         self.warnings.num_failed_episodes.update(state.get("failed_episodes", {}))
         self.num_rewritten = state.get("num_rewritten", 0)
@@ -124,12 +124,12 @@ class Sampling:
 
     @property
     def num_running(self) -> int:
-        """Groups that are being sampled or scored."""
+        """Number of groups that are being sampled or scored."""
         return len(self.dispatcher.open)
 
     @property
     def num_waiting(self) -> int:
-        """Groups that wait to be trained on."""
+        """Number of groups that wait to be trained on."""
         return self.dispatcher.steps.waiting.num_groups
 
     def progress(self) -> str:
@@ -145,14 +145,14 @@ class Sampling:
         self._begin(version)
 
     async def batch(self) -> StepBatch:
-        """Return the batch that `begin_batch` began. Raises `TrainerError` if it is not ready in time."""
+        """Return the batch for `begin_batch`. Raises `TrainerError` if it is not ready in time."""
         await self._until_composed()
         assert self._batch is not None
         self.is_training = True
         return self._batch
 
     async def phase(self, version: int) -> Sequence[Sequence[Group]]:
-        """Sample only the groups of one phase of the conventional mode; return those of each step.
+        """Sample only the groups of one phase in conventional mode; return those of each step.
 
         Raises `TrainerError` if they are not ready in time.
         """
@@ -166,7 +166,7 @@ class Sampling:
         return self._make_batch(groups, version)
 
     def settle(self, batch: StepBatch) -> None:
-        """A step has trained on a batch."""
+        """Settle the groups of a batch after its step."""
         self.is_training = False
         self.dispatcher.settle(batch.groups, self.actor.clock())
         for group, kept in zip(batch.groups, batch.kept, strict=True):
@@ -174,8 +174,8 @@ class Sampling:
         self.warnings.check_littles_law(self.dispatcher.steps.law)
         self.actor.carry_out_commands()
 
-    def stepped(self, version: int, effective_sample_size: float | None) -> None:
-        """Let the staleness policy look at a step. Raises `TrainerError` if it stops the run."""
+    def report_step(self, version: int, effective_sample_size: float | None) -> None:
+        """Report a step to the staleness policy. Raises `TrainerError` if the policy stops the run."""
         self.dispatcher.steps.staleness.after_step(version, effective_sample_size)
 
     def _begin(self, version: int) -> None:
@@ -254,7 +254,7 @@ class Sampling:
         )
 
     async def _until_composed(self) -> None:
-        """Return once what was begun is composed. Raises `TrainerError` if that takes too long."""
+        """Return once the current batch or phase is composed. Raises `TrainerError` if that takes too long."""
         timeout_s = self._config.run.step_timeout_s or STEP_S
         try:
             async with asyncio.timeout_at(self._begun + timeout_s):
@@ -268,7 +268,7 @@ class Sampling:
 
 
 def _part(number: int, sampled: Sampled, since: Callable[[float], float]) -> events.SampledPart:
-    """Return what a request sampled of one completion, or the turns of one episode, one after the other."""
+    """Return the event entry of one completion, or of one episode with its turns in order."""
     calls = [] if isinstance(sampled, Completion) else sampled.calls
     turns = [(since(call.span[0]), since(call.span[1]), call.completion.num_tokens) for call in calls if call.span]
     completions = [sampled] if isinstance(sampled, Completion) else [call.completion for call in sampled.calls]

@@ -1,4 +1,4 @@
-"""One endpoint of a run, and one request to it: what is at fault when it fails."""
+"""One endpoint of a run. Attributes the failure of a request to the item, the request or the endpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HEALTHY_S = 5.0
 
 
 class UnusableItem(Exception):  # noqa: N818 - an outcome, not an error
-    """No endpoint will sample this item; the message states why."""
+    """No endpoint can sample this item; the message states why."""
 
 
 class SlowRequest(Exception):  # noqa: N818 - an outcome, not an error
@@ -52,25 +52,25 @@ class SamplingEndpoint:
 
     endpoint: InferenceEndpoint
     known_capabilities: Capabilities | None = None
-    """None until it has been asked."""
+    """None until the endpoint has reported them."""
     version: int | None = None
     drafted: list[DraftCounts] = field(default_factory=list)
-    """Of the completions that were answered, where the endpoint counts; the endpoints of an actor share it."""
+    """Draft counts of answered completions, if the endpoint reports them; shared by the endpoints of an actor."""
     on_idle: Callable[[], None] | None = None
-    """Called when the endpoint is retired and nothing runs there any more."""
+    """Called once the endpoint is retired and has no running request."""
 
     @property
     def name(self) -> str:
         return self.endpoint.name
 
     async def capabilities(self) -> Capabilities:
-        """Return the capabilities of the endpoint, which is asked once."""
+        """Return the capabilities of the endpoint, which are requested once."""
         if self.known_capabilities is None:
             self.known_capabilities = await self.endpoint.capabilities()
         return self.known_capabilities
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with what they have, if the endpoint can do that. Raises `EndpointError`."""
+        """End requests with their partial completions, if the endpoint supports it. Raises `EndpointError`."""
         if not isinstance(self.endpoint, AbortingEndpoint):
             raise UnsupportedError(f"{self.name} reports partial_rollouts but has no abort_requests")
         for start in range(0, len(request_ids), MAX_ABORTED):
@@ -78,27 +78,27 @@ class SamplingEndpoint:
             await self.endpoint.abort_requests(AbortRequests(request_ids=ids))
 
     async def sample(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """Return the completions of one request. The seed is left out if the endpoint takes none.
+        """Return the completions of one request. The seed is left out if the endpoint does not support seeds.
 
         Raises `UnusableItem` if the request is refused, `SlowRequest` if it is late and the endpoint is healthy, and
         `EndpointError` for anything else.
         """
         version = self.version
-        async with self._judged():
+        async with self._translate_errors():
             completions = (await self.endpoint.generate(fitted(request, await self.capabilities()))).completions
         _check_versions(self.name, version, [span.version for it in completions for span in it.version_spans])
         self.drafted += [it.draft_counts for it in completions if it.draft_counts is not None]
         return completions
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """Yield the tokens of one completion as they are sampled; for an endpoint that supports streaming.
+        """Yield the tokens of one completion as they are sampled. The endpoint must support streaming.
 
-        Closing the iterator ends the request. Raises as `sample`.
+        Closing the iterator ends the request. Raises like `sample`.
         """
         version = self.version
         if not isinstance(self.endpoint, StreamingEndpoint):
             raise UnsupportedError(f"{self.name} does not support streaming")
-        async with self._judged():
+        async with self._translate_errors():
             streamed = fitted(request, await self.capabilities()).model_copy(update={"stream": True})
             chunks: Any = self.endpoint.generate_stream(streamed)
             async with contextlib.aclosing(chunks):
@@ -108,8 +108,8 @@ class SamplingEndpoint:
                     yield chunk
 
     @contextlib.asynccontextmanager
-    async def _judged(self) -> AsyncIterator[None]:
-        """Raise what the body raises as one of the errors of `sample`."""
+    async def _translate_errors(self) -> AsyncIterator[None]:
+        """Convert exceptions of the body to the errors of `sample`."""
         try:
             yield
         except InvalidRequestError as error:
@@ -121,14 +121,14 @@ class SamplingEndpoint:
             raise
         except EndpointError:
             raise
-        except Exception as error:  # endpoints may be anybody's code
+        except Exception as error:  # endpoints may be user code
             raise EndpointError(f"generate failed: {type(error).__name__}: {error}", self.name) from error
 
 
 def request_of(
     request_id: str, prompt_token_ids: tuple[int, ...], sampling: SamplingParams, *, routed_experts: bool = False
 ) -> GenerateRequest:
-    """Return a request. Raises `UnusableItem` if the prompt does not make a valid one."""
+    """Return a request. Raises `UnusableItem` if the prompt does not form a valid request."""
     try:
         return GenerateRequest(
             request_id=request_id,
@@ -137,7 +137,7 @@ def request_of(
             routed_experts=routed_experts,
         )
     except pydantic.ValidationError as error:
-        raise UnusableItem(f"its prompt does not make a valid request: {describe_problems(error)}") from error
+        raise UnusableItem(f"its prompt does not form a valid request: {describe_problems(error)}") from error
 
 
 def _check_versions(name: str, version: int | None, sampled: Collection[int]) -> None:

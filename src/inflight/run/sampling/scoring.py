@@ -1,9 +1,9 @@
-"""Rewards from processes of their own: ``python -m inflight.run.sampling.scoring FD NAME PARAMS SEED MODEL`` is one.
+"""Computes rewards in separate processes: ``python -m inflight.run.sampling.scoring FD NAME PARAMS SEED MODEL``.
 
-A reward function in a thread of the run takes the interpreter lock from the loop that feeds every server, for up to 5
-ms at a time. Each process makes the task and its items again, which are the same in every process, and decodes. A call
-is the number of an item, the lengths of its completions and their token ids as 32-bit integers; the answer is JSON, and
-so is the word that it is ready. A process ends when its standard input does, even while it scores.
+A reward function in a thread of the run holds the interpreter lock for up to 5 ms at a time, which delays the event
+loop that feeds every server. Each process constructs the task and the same items, and decodes completions. A call is
+the number of an item, the lengths of its completions and their token ids as 32-bit integers. Answers, and the message
+that the process is ready, are JSON. A process ends when its standard input ends, even while it computes rewards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import load_task
 
 _HEAD = struct.Struct("<QI")
-"""Number of the item, and of its completions; their lengths follow."""
+"""Index of the item and number of its completions; their lengths follow."""
 _SIZE = struct.Struct("<I")
 _STOP_S = 2.0
 
@@ -51,9 +51,9 @@ class ScoringPool:
         self._room = asyncio.Semaphore(self.size)
 
     async def rewards(self, index: int, completions: Sequence[Sequence[int]], timeout_s: float) -> list[float]:
-        """Return the reward of each completion of an item. A process that is not idle again is killed.
+        """Return the reward of each completion of an item. A process that does not become idle again is killed.
 
-        Raises `TaskError`, and ``TimeoutError`` if scoring, without the wait for a process, takes too long.
+        Raises `TaskError`, or ``TimeoutError`` if scoring takes too long, not counting the wait for a process.
         """
         async with self._room:
             process = self._idle.pop() if self._idle else await self._start()
@@ -73,7 +73,7 @@ class ScoringPool:
         return [float(reward) for reward in answer["rewards"]]
 
     async def aclose(self) -> None:
-        """End the processes; those that score are killed."""
+        """End the processes; those that are computing rewards are killed."""
         await finish_all(*(process.stop() for process in self._all))
         self._all.clear()
         self._idle.clear()
@@ -90,9 +90,9 @@ class ScoringPool:
         self._all.add(process)
         try:
             async with asyncio.timeout(self.start_timeout_s):
-                await process.answer("a process that scores was to start")
+                await process.answer("a scoring process was starting")
         except TimeoutError as error:
-            raise TaskError(f"a process that scores was not ready within {self.start_timeout_s:g} s") from error
+            raise TaskError(f"a scoring process was not ready within {self.start_timeout_s:g} s") from error
         return process
 
 
@@ -107,7 +107,7 @@ class _Process:
         lengths = array("I", map(len, completions))
         ids = [array("I", token_ids).tobytes() for token_ids in completions]
         self.writer.write(b"".join((_HEAD.pack(index, len(lengths)), lengths.tobytes(), *ids)))
-        return await self.answer(f"item {index} was scored")
+        return await self.answer(f"item {index} was being scored")
 
     async def answer(self, during: str) -> dict[str, Any]:
         try:
@@ -116,9 +116,7 @@ class _Process:
             answer: dict[str, Any] = json.loads(await self.reader.readexactly(size))
         except (OSError, asyncio.IncompleteReadError) as error:
             code = await self.child.wait()
-            raise TaskError(
-                f"its process ended with status {code} while {during}; its own output states why"
-            ) from error
+            raise TaskError(f"the process ended with status {code} while {during}; its output states why") from error
         return answer
 
     async def stop(self) -> None:
@@ -137,7 +135,7 @@ class _Process:
 
 
 def answer_calls(stream: BinaryIO, connection: socket.socket, task: Task, tokenizer: Any) -> None:
-    """Score until the run closes its end. An exception of the task is answered, and the next call is taken."""
+    """Answer calls until the run closes its end. An exception of the task is sent as the answer."""
     while head := stream.read(_HEAD.size):
         index, num_completions = _HEAD.unpack(head)
         lengths = array("I", stream.read(4 * num_completions))
@@ -163,14 +161,14 @@ def _end_with_the_run() -> None:
 
 
 def main() -> None:
-    """Serve one process. SIGINT is the run's to handle."""
+    """Run one scoring process. It ignores SIGINT, which the run handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     descriptor, name, params, seed, model = sys.argv[1:]
     connection = socket.socket(fileno=int(descriptor))
-    os.set_inheritable(connection.fileno(), False)  # so that what the task starts does not keep it open
+    os.set_inheritable(connection.fileno(), False)  # so that processes started by the task do not keep it open
     task = load_task(name, json.loads(params), int(seed))
-    assert isinstance(task, Task), "environments play in the run"
+    assert isinstance(task, Task), "environments are played in the process of the run"
     tokenizer = load_tokenizer(Path(model))
     with connection.makefile("rb") as stream:
         _send(connection, {})

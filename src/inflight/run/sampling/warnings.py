@@ -14,8 +14,8 @@ from inflight.types import Group
 _NUM_DROPPED = 24
 """The user is warned after this many dropped groups in a row, and after each doubling."""
 
-_WHY_STALE = "Their tokens are older than rollouts.max_lag allows: are the servers behind the trainer?"
-_WHY_FILTERED = "The composer accepts none like the last one: see rollouts.composer."
+_WHY_STALE = "Their tokens are older than rollouts.max_lag allows: do the servers lag behind the trainer?"
+_WHY_FILTERED = "The composer rejects groups like the last one: see rollouts.composer."
 
 
 @dataclass(slots=True)
@@ -24,16 +24,16 @@ class SamplingWarnings:
 
     note: Callable[[str], None]
     num_dropped: Mapping[str, int]
-    """Of the whole run, by reason."""
+    """Number of dropped groups in the whole run, by reason."""
     audit: BiasAudit = field(default_factory=BiasAudit)
     num_failed_episodes: Counter[str] = field(default_factory=Counter)
-    """Episodes that were left out of their groups, by what went wrong."""
+    """Number of failed episodes, by kind of failure."""
     _shown_reasons: set[str] = field(default_factory=set)
-    """Reasons of which the user was shown a dropped item."""
+    """Reasons for which the user has been shown an example."""
     _num_dropped_in_a_row: int = 0
 
     def drops(self) -> str:
-        """Return the end of a sentence that counts the dropped groups by reason."""
+        """Return the counts of dropped groups by reason, as the end of a sentence."""
         counts = sorted(self.num_dropped.items(), key=lambda item: -item[1])
         return "; dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in counts) if counts else ""
 
@@ -43,12 +43,12 @@ class SamplingWarnings:
     def group_dropped(self, group: Group, reason: str) -> None:
         """Record a finished group that no step will use; warn if that happens many times in a row."""
         why = _WHY_FILTERED
-        if reason == "stale":  # what is dropped for its rewards is meant to differ from what is trained on
+        if reason == "stale":  # groups dropped for their rewards are expected to differ from trained ones
             self.group_settled(group, [False] * len(group.rollouts))
             why = _WHY_STALE
         if reason == "equal rewards":
             why = (
-                f"All completions of the last one have the reward {group.rollouts[0].reward:g}, which teaches nothing: "
+                f"All completions of the last one have the reward {group.rollouts[0].reward:g}, so there is no signal: "
                 "is the task too hard or too easy for the model, or is its reward wrong?"
             )
         self._count_drop(why)
@@ -86,8 +86,8 @@ class SamplingWarnings:
             f"groups are {terms.age:.1f} steps old when they are settled, by their versions, but by Little's law they "
             f"should be {terms.expected_age:.1f}: {terms.in_flight:.0f} in flight, {terms.queued:.0f} queued and "
             f"{terms.training:.0f} in training, of which {terms.left:.1f} leave per step; this is alarm "
-            f"{law.num_alarms}. If they are older, servers are behind the trainer; if younger, requests "
-            "wait in an engine (lower servers.max_concurrent), or the ledger holds groups that nothing will settle"
+            f"{law.num_alarms}. If they are older, servers lag behind the trainer; if younger, requests wait "
+            "in an engine (lower servers.max_concurrent), or the ledger has groups that will never be settled"
         )
 
     def _count_drop(self, why: str) -> None:
@@ -107,5 +107,5 @@ class SamplingWarnings:
         self.note(
             f"training prefers some completions to others: {what}. They are left out because they are too old by "
             f"rollouts.max_lag; this is alarm {self.audit.num_alarms}. Raise rollouts.max_lag, or lower "
-            "servers.max_concurrent, so that fewer groups are under way"
+            "servers.max_concurrent, so that fewer groups are in flight"
         )

@@ -1,4 +1,4 @@
-"""The contents of a group, as the actor needs them: completions of a task, or episodes of an environment."""
+"""The interface between the actor and the contents of groups: completions of a task, or episodes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from inflight.types import TaskItem
 from inflight.wire import Completion
 
 Sampled = Completion | PlayedEpisode
-"""One completion, whole or a part of it, or one episode; of either, ``num_tokens`` and ``is_whole``."""
+"""One complete or partial completion, or one episode. Both have ``num_tokens`` and ``is_whole``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Completions of one item, by number, that are to be sampled in one request, or episodes to be played."""
+    """The numbered completions of one item to sample in one request, or episodes to play."""
 
     request_id: str
     item: TaskItem
@@ -27,14 +27,14 @@ class Order:
     numbers: tuple[int, ...]
     seed: int
     partial: Completion | None = None
-    """What is there of the only one; it is continued."""
+    """The partial result to continue, if the order has a single number."""
 
 
 class Work(Protocol):
-    """Makes items, prompts, requests and rewards. Users' code is called in here; what it raises is a `TaskError`."""
+    """Makes items, prompts, requests and rewards. It calls user code, whose exceptions become `TaskError`."""
 
     is_one_request: ClassVar[bool]
-    """Whether those of an order run as one request. If not, each has an order of its own."""
+    """Whether all completions of an order run as one request. If not, each has its own order."""
 
     @property
     @abstractmethod
@@ -44,7 +44,7 @@ class Work(Protocol):
     @property
     @abstractmethod
     def size(self) -> int:
-        """Return the number of completions or episodes of a group."""
+        """Return the number of completions or episodes in a group."""
 
     @abstractmethod
     def item(self, index: int) -> TaskItem:
@@ -56,21 +56,21 @@ class Work(Protocol):
 
     @abstractmethod
     def too_long(self, prompt_token_ids: Sequence[int]) -> str | None:
-        """Return why an item can never be trained on, if so."""
+        """Return the reason if an item can never be trained on."""
 
     @abstractmethod
     async def sample(self, endpoint: SamplingEndpoint, order: Order) -> Sequence[Sampled]:
-        """Return what was sampled for each number of an order, in their sequence.
+        """Return the result for each number of an order, in the same sequence.
 
-        Raises as `SamplingEndpoint.sample`.
+        Raises like `SamplingEndpoint.sample`.
         """
 
     def first_version(self, index: int, number: int) -> int | None:
-        """Return the oldest version of what is kept of an episode that waits for an endpoint; None if there is none."""
+        """Return the oldest version in an episode that waits for an endpoint; None if there is none."""
         return None
 
     def forget(self, index: int) -> None:
-        """End what is kept of an item."""
+        """End and discard the stored state of an item."""
         return
 
     @abstractmethod
@@ -83,8 +83,8 @@ class Work(Protocol):
 
     @abstractmethod
     def parse(self, saved: Any) -> Sampled:
-        """Return what was sampled from its JSON value. Raises ``ValueError``."""
+        """Return a sampled result from its JSON value. Raises ``ValueError``."""
 
     async def aclose(self) -> None:
-        """End what still runs of users' code."""
+        """End all user code that still runs."""
         return

@@ -27,7 +27,7 @@ from inflight.run.config import RunConfig
 _BEAT_S = 0.5
 _ASK_S = 5.0
 _PATIENCE_S = 15.0
-"""A server that has not answered for this long counts as ended."""
+"""A server that has not answered for this long is considered ended."""
 
 
 class LeasedServer(Launched):
@@ -63,13 +63,13 @@ class LeasedServer(Launched):
             self.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
-                    await self._gone()
+                    await self._wait_until_gone()
             self.send_signal(signal.SIGKILL)
             self._ended = ProcessEnd(None, cause="the run has stopped it")
             await cancel_and_wait(self._watching)
         await self._endpoint.aclose()
 
-    async def _gone(self) -> None:
+    async def _wait_until_gone(self) -> None:
         while _is_alive(self._pid):  # noqa: ASYNC110 - it is not a child process, so nothing reports its end
             await asyncio.sleep(0.05)
 
@@ -89,7 +89,7 @@ class LeasedServer(Launched):
 
 async def reconnect_leased_server(ready_file: Path, token: str, run_id: str) -> LeasedServer | None:
     """Return the server that wrote the ready file, if it still serves the weights of the run; otherwise None."""
-    said = _announced(ready_file)
+    said = _read_ready_file(ready_file)
     if said is None:
         return None
     url, pid = said
@@ -102,7 +102,7 @@ async def reconnect_leased_server(ready_file: Path, token: str, run_id: str) -> 
     return None
 
 
-def _announced(ready_file: Path) -> tuple[str, int] | None:
+def _read_ready_file(ready_file: Path) -> tuple[str, int] | None:
     """Return the URL and process id of the server that wrote a ready file, or None if it has ended."""
     try:
         said = json.loads(ready_file.read_text())

@@ -1,4 +1,4 @@
-"""Servers that come and leave while a run lasts: a file lists them, or they join by themselves."""
+"""Servers that join and leave during a run, through a file that lists them or by themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Line:
 
 
 class ListedServers:
-    """Lets servers take part while they are listed, and retires those that no longer are."""
+    """Lets servers take part while they are listed, and retires those that are no longer listed."""
 
     def __init__(self, config: RunConfig, membership: FleetMembership, note: Callable[[str], None]) -> None:
         self._config = config
@@ -39,12 +39,12 @@ class ListedServers:
         self._note = note
         self._note_once = functools.cache(note)
         self._lines: dict[str, _Line] = {}
-        """By endpoint name."""
+        """Known servers by endpoint name."""
         self._desk: JoinServer | None = None
-        """Where servers join by themselves, with ``servers.attach.join``."""
+        """The HTTP server through which servers join, with ``servers.attach.join``."""
 
     async def open(self, desk: JoinServer) -> str:
-        """Open the server where others join, and return its URL. Raises `ConfigError`."""
+        """Open the HTTP server through which others join, and return its URL. Raises `ConfigError`."""
         self._desk = desk
         return await desk.open()
 
@@ -75,13 +75,13 @@ class ListedServers:
 
     @property
     def _where(self) -> str:
-        """Where servers that may come are listed."""
+        """The settings that list servers, as text."""
         attach = self._config.servers.attach
         settings = {"urls_file": attach.urls_file, "join": attach.join}
         return " or ".join(f"servers.attach.{key} {str(it)!r}" for key, it in settings.items() if it is not None)
 
     def _listed(self) -> dict[str, str] | None:
-        """Return the URLs of the file and of those that joined, by endpoint name; None if the file is unreadable."""
+        """Return the URLs of listed and joined servers, by endpoint name; None if the file is unreadable."""
         listed: dict[str, str] | None = {}
         if self._config.servers.attach.urls_file is not None:
             listed, problems = read_server_list(self._config.servers.attach.urls_file)
@@ -92,9 +92,9 @@ class ListedServers:
         return listed
 
     async def _look(self) -> list[str]:
-        """Retire servers that are no longer listed and ask new ones; return the names of those that have joined.
+        """Retire servers that are no longer listed and contact new ones; return the names of those that have joined.
 
-        A server that does not answer or cannot take part is asked again later. An unreadable file changes nothing.
+        A server that does not answer or cannot take part is retried later. An unreadable file changes nothing.
         """
         listed = self._listed()
         if listed is None:
@@ -102,7 +102,7 @@ class ListedServers:
         for name in self._lines.keys() - listed.keys():
             if self._lines.pop(name).takes_part:
                 hands_on = self._desk is not None and self._desk.hands_on(name)
-                how = "hands on what it has sampled and leaves" if hands_on else "leaves once its groups have ended"
+                how = "hands on its partial completions and leaves" if hands_on else "leaves once its groups have ended"
                 self._note(f"{name} is no longer listed: it {how}")
                 self._membership.retire(name, hands_on=hands_on)
         present = {endpoint.name for endpoint in self._membership.taking_part}  # includes those that are leaving

@@ -20,7 +20,7 @@ from inflight.wire import Capabilities
 
 @dataclass(eq=False, kw_only=True)
 class FleetMembership:
-    """The endpoints that versions are published to. ``actor`` is notified of each that comes or leaves."""
+    """The endpoints to which versions are published. ``actor`` is notified of each one that joins or leaves."""
 
     config: RunConfig
     token: str
@@ -34,7 +34,7 @@ class FleetMembership:
     departed: list[InferenceEndpoint] = field(default_factory=list)
     """Endpoints that have left; their connections are closed at the end."""
     has_new_servers: bool = False
-    """Whether a server has come, or come back, since the last publish."""
+    """Whether a server has joined or returned since the last publish."""
 
     async def attach(self, limits: Mapping[str, int]) -> None:
         """Begin with the servers at these URLs, each with its number of slots.
@@ -51,28 +51,28 @@ class FleetMembership:
         return connect_endpoint(url, token=self.token, generate_timeout_s=timeout_s)
 
     async def check(self, endpoint: InferenceEndpoint) -> Capabilities:
-        """Return what an endpoint can do. Raises `ConfigError` if it cannot take part."""
+        """Return the capabilities of an endpoint. Raises `ConfigError` if it cannot take part."""
         can = await check_endpoint(self.config, self.vocab_size, endpoint)
         if self.config.train.lora is not None:
             run_id = (await endpoint.weight_version()).run_id
             if run_id not in (None, self.run_id):
                 raise ConfigError(
-                    f"{endpoint.name} serves weights of run {run_id!r}, but the LoRA of train.lora is for those that "
-                    "it was started from: start the server again"
+                    f"{endpoint.name} serves weights of run {run_id!r}, but train.lora needs the weights with which it "
+                    "was started: restart the server"
                 )
         return can
 
     def add(self, endpoint: InferenceEndpoint, url: str, num_slots: int, capabilities: Capabilities) -> None:
-        """Let an endpoint that was checked take part from the next publish on."""
+        """Let a checked endpoint take part from the next publish on."""
         self.has_new_servers = True
         self.taking_part[endpoint] = url
         self.actor.add(endpoint, num_slots, capabilities)
 
     def retire(self, name: str, *, hands_on: bool = False) -> None:
         """Give an endpoint no more work; it leaves once its groups have ended, or have been handed on."""
-        self.actor.retire(name, lambda: self._left(name), hands_on=hands_on)
+        self.actor.retire(name, lambda: self._remove_retired(name), hands_on=hands_on)
 
-    def _left(self, name: str) -> None:
+    def _remove_retired(self, name: str) -> None:
         """Remove a retired server that has finished its groups."""
         for endpoint in [endpoint for endpoint in self.taking_part if endpoint.name == name]:
             del self.taking_part[endpoint]
@@ -80,7 +80,7 @@ class FleetMembership:
         self.journal.fleet(left=[name])
 
     def take_members(self) -> Members:
-        """Return the servers that the next publish is for; from here on, servers come for the one after it."""
+        """Return the servers of the next publish. Servers that join afterwards belong to the publish after it."""
         members = Members(urls=tuple(self.taking_part.values()), ask_all=self.has_new_servers)
         self.has_new_servers = False
         return members

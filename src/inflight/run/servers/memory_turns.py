@@ -1,6 +1,6 @@
 """Passes GPU memory between servers, which hold it while they sample, and trainers, which hold it while they train.
 
-A server that fails to release or to restore its memory is left out, like any other server that fails, until a publish
+A server that fails to release or restore its memory is left out, like any other server that fails, until a publish
 reaches it again.
 """
 
@@ -39,7 +39,7 @@ class MemoryTurns:
         await self._restore(list(self.servers.membership.taking_part))
 
     async def end(self) -> None:
-        """Return once servers that continue after the run have their memory again. The trainers have ended."""
+        """Return once servers that outlive the run have their memory again. The trainers have ended."""
         if not self.servers.may_start.is_set():
             own = {server.url for server in self.servers.own}
             await self._restore(

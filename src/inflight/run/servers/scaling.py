@@ -1,4 +1,4 @@
-"""Scaling of the fleet by a rule: the run starts additional servers, which join it as any others do."""
+"""Scales the fleet by a rule: the run starts additional servers, which join it like any others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inflight.run.record.journal import Journal
 
 _LOOK_S = 0.25
 _LEAVE_S = 120.0
-"""How long a server that leaves may take to end; it hands on what it has sampled within its grace period."""
+"""How long a server that leaves may take to end, including its grace period for handing on requests."""
 
 
 class StartServer(Protocol):

@@ -93,7 +93,7 @@ class Servers:
             await self.listed.wait_for_the_first()
 
     def _scaling(self, directory: RunDirectory, join_url: str) -> Scaling | None:
-        """Return what starts and stops servers that join at a URL, None without ``servers.scaling``."""
+        """Return the scaling of servers that join at a URL; None without ``servers.scaling``."""
         settings = self.config.servers.scaling
         if settings is None:
             return None
@@ -108,7 +108,7 @@ class Servers:
         return Scaling(settings, self.extra, start_one, self._load, self.journal, self.note)
 
     def watching(self) -> list[Coroutine[Any, Any, None]]:
-        """Return calls that keep the run's own servers running and follow the list, until cancelled.
+        """Return coroutines that keep the run's own servers running and follow the list until cancelled.
 
         One of them raises `EndpointError` once all own servers are abandoned and no others can join.
         """
@@ -117,14 +117,14 @@ class Servers:
         return [*map(self._keep_running, self.own), *following, *scaling]
 
     def members(self) -> Members:
-        """Return the servers that the next publish is for; call it once for each publish.
+        """Return the servers of the next publish; call it once for each publish.
 
-        If a server has joined or been restarted since the last call, that publish asks every server that was left out.
+        If a server has joined or been restarted since the last call, it retries every server that was left out.
         """
         return self.membership.take_members()
 
     def served(self, names: Collection[str]) -> None:
-        """Note which of the run's own servers have held a version since their processes began."""
+        """Record which of the run's own servers have held a version since their processes began."""
         for server in self.own:
             server.has_served |= server.url in names
 
@@ -171,9 +171,9 @@ class Servers:
             await asyncio.sleep(backoff.next(time.monotonic()))
             await self.may_start.wait()
             before = server.url
-            with contextlib.suppress(ConfigError):  # its process has ended: the loop reports it
+            with contextlib.suppress(ConfigError):  # its process has ended, which the loop reports
                 await server.restart(self.config.run.start_timeout_s, same_port=num_failures == 1)
-                await self._moved(before, server)
+                await self._move_endpoint(before, server)
                 self.note(f"{server.name} was restarted and takes part after the next update")
                 server.is_end_reported = False
                 self.membership.has_new_servers = True
@@ -182,10 +182,10 @@ class Servers:
         )
         self.num_abandoned += 1
         if self.num_abandoned == len(self.own) and not self.config.servers.attach.others_may_come:
-            raise nobody_left(self.actor)
+            raise no_server_left(self.actor)
 
-    async def _moved(self, before: str, server: ServerProcess) -> None:
-        """Let a server that was started again take part where it is now, and nowhere else. Raises `ConfigError`."""
+    async def _move_endpoint(self, before: str, server: ServerProcess) -> None:
+        """Let a restarted server take part at its new address only. Raises `ConfigError`."""
         if server.url in self.membership.taking_part.values():
             return
         endpoint = self.membership.connect(server.url)
@@ -195,7 +195,7 @@ class Servers:
         self.membership.add(endpoint, server.url, server.spec.options.num_slots, can)
 
 
-def nobody_left(actor: Actor) -> EndpointError:
+def no_server_left(actor: Actor) -> EndpointError:
     """Return the error that states how every endpoint was lost."""
     causes = "; ".join(f"{lost}: {why}" for lost, why in actor.dispatcher.endpoints.lost.items())
     return EndpointError(f"no inference server is left ({causes})")

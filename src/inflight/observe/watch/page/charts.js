@@ -4,7 +4,7 @@
 (() => {
   const { h, s, isNumber } = Watch;
   const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2", "1 2"];
-  const DECADES = 8;  // smaller values stand at the bottom of a log scale
+  const DECADES = 8;  // smaller values are drawn at the bottom of a log scale
   const HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 30;
 
   Watch.dash = (i) => DASHES[i % DASHES.length];
@@ -36,7 +36,7 @@
     return low <= high ? [low, high] : null;
   }
 
-  // Returns the mapping of values to pixels, and the marks of an axis.
+  // Returns the mapping from values to pixels, and the marks of an axis.
   function axis(low, high, from, to, isLog, count, isTime) {
     if (isLog) {
       const top = Math.ceil(Math.log10(high)), bottom = Math.min(top - 1, Math.max(top - DECADES, Math.floor(Math.log10(low))));
@@ -95,7 +95,7 @@
     return up.length > 1 ? `M${up.join("L")}L${down.reverse().join("L")}Z` : "";
   }
 
-  // options: title, hint, format, isLog, min, max (of the axis), empty (said when there are no values)
+  // options: title, hint, format, isLog, min, max (of the axis), empty (the text when there are no values)
   // data: {series: [{label, x, mean, low, high, colour, dash, faint}], xLabel, xFormat, isTime, badAt: [{x, label}]}
   Watch.lineChart = (options) => {
     const { element, plot, legend } = figure(options.title, options.hint);
@@ -174,13 +174,13 @@
       for (const it of layout.series) {
         if (it.faint) continue;
         const i = at === null ? lastNumber(it.mean) : nearest(it.x, at);
-        const value = i === null ? null : at === null && data.tells ? data.tells(it) : it.mean[i];
+        const value = i === null ? null : at === null && data.meanOf ? data.meanOf(it) : it.mean[i];
         const range = it.low && isNumber(it.low[i]) && it.low[i] !== it.high[i]
           ? ` (${format(it.low[i])} to ${format(it.high[i])})` : "";
         const sample = s("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" },
           s("line", { x1: 0, x2: 22, y1: 5, y2: 5, class: `line c${it.colour}`, "stroke-dasharray": Watch.dash(it.dash || 0) }));
-        const which = at === null && data.tells ? "mean " : "";
-        entries.push(h("li", {}, sample, `${it.label} `, which, h("b", {}, format(value)), at === null && data.tells ? "" : range));
+        const which = at === null && data.meanOf ? "mean " : "";
+        entries.push(h("li", {}, sample, `${it.label} `, which, h("b", {}, format(value)), at === null && data.meanOf ? "" : range));
       }
       legend.replaceChildren(...entries);
       element.setAttribute("aria-label", `${options.title}. ${legend.textContent}`);

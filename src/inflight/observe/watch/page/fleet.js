@@ -13,7 +13,7 @@
   byId("ledger").lastChild.style.marginTop = "12px";
 
   function showServers(overview) {
-    if (!overview.servers.length) { servers.replaceChildren(h("p", { class: "soft" }, "No server took part yet")); return; }
+    if (!overview.servers.length) { servers.replaceChildren(h("p", { class: "soft" }, "No server has joined yet")); return; }
     const rows = overview.servers.map((server) => {
       const [sign, ink] = SIGNS[server.state] || ["·", "soft"];
       const changes = Math.max(0, server.history.length - 1);
@@ -53,7 +53,7 @@
   function showLedger(overview) {
     const body = byId("ledger-body");
     const ledger = overview.ledger;
-    if (!ledger || ledger.trained === undefined) { body.replaceChildren(h("p", { class: "soft" }, "No group was trained on or dropped yet")); return; }
+    if (!ledger || ledger.trained === undefined) { body.replaceChildren(h("p", { class: "soft" }, "No group has been trained on or dropped yet")); return; }
     const parts = [["trained", ledger.trained, "f2"], ...Object.entries(ledger.dropped || {}).map(([reason, count], i) => [`dropped: ${reason}`, count, ["f1", "f3", "f4"][i % 3]]), [overview.status === "running" ? "in flight" : "left over", ledger.outstanding, "f0"]];
     const issued = parts.reduce((sum, [, count]) => sum + count, 0);
     const share = (count) => (issued ? count / issued : 0);

@@ -91,14 +91,14 @@ const Watch = {};
     const kept = store && store.getItem("inflight-theme");
     if (kept === "light" || kept === "dark") root.dataset.theme = kept;
     const media = window.matchMedia("(prefers-color-scheme: dark)");
-    const told = () => listeners.forEach((call) => call());
-    media.addEventListener("change", told);
+    const notify = () => listeners.forEach((call) => call());
+    media.addEventListener("change", notify);
     return {
       isDark: () => (root.dataset.theme ? root.dataset.theme === "dark" : media.matches),
       toggle() {
         root.dataset.theme = this.isDark() ? "light" : "dark";
         if (store) store.setItem("inflight-theme", root.dataset.theme);
-        told();
+        notify();
       },
       listen: (call) => listeners.push(call),
     };

@@ -1,13 +1,13 @@
-// Every number that steps have, as small charts; those whose name contains what is typed.
+// All metrics of steps as small charts, filtered by the search text.
 "use strict";
 
 (() => {
   const { h, byId, isNumber } = Watch;
   const MOST = 12;
-  const input = h("input", { type: "search", placeholder: "such as kl, gradient, publish", "aria-label": "Names of metrics to show" });
+  const input = h("input", { type: "search", placeholder: "for example kl, gradient, publish", "aria-label": "Names of metrics to show" });
   const grid = h("div", { class: "grid small" });
-  const told = h("span", { class: "soft" });
-  byId("metrics-body").append(h("div", { class: "tools" }, h("label", {}, "Search ", input), told), grid);
+  const summary = h("span", { class: "soft" });
+  byId("metrics-body").append(h("div", { class: "tools" }, h("label", {}, "Search ", input), summary), grid);
   const views = new Map();
   let names = [], known = [];
 
@@ -23,7 +23,7 @@
     update(overviews, runs, xsOf, axis, axisName) {
       known = [...new Set(overviews.flatMap((overview) => overview.steps.names))].sort();
       const all = known.filter((name) => chosen().includes(name));
-      told.textContent = input.value ? `${all.length === MOST ? `the first ${MOST}` : all.length} shown` : `${known.length} metrics`;
+      summary.textContent = input.value ? `${all.length === MOST ? `the first ${MOST}` : all.length} shown` : `${known.length} metrics`;
       const charts = all.map((name) => {
         if (!views.has(name)) views.set(name, Watch.lineChart({ title: name }));
         const series = overviews.flatMap((overview, run) => {

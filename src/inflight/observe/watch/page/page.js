@@ -1,4 +1,4 @@
-// The page: fetches what is known of the runs, and fills its parts.
+// The page: fetches the data of the runs and fills its sections.
 "use strict";
 
 (async () => {
@@ -13,7 +13,7 @@
     num_samples: { label: "completions", format: (value) => Watch.number(value), isTime: false },
   };
 
-  // Each chart: where it stands, what it draws, and how. `lines` are metrics of steps.
+  // Each chart: its section, its metrics and its format. `lines` are metrics of steps.
   const CHARTS = [
     { at: "learning", title: "Reward", hint: "mean of each step", smooth: true, min: 0,
       lines: [["reward", "reward"]], empty: "No step has a reward yet" },
@@ -30,19 +30,19 @@
         ["effective_sample_size_sequences", "sequences"]] },
     { at: "staleness", title: "Mismatch and staleness", hint: "KL(behaviour ‖ trainer), k3, nats per token, log scale", isLog: true,
       lines: [["behaviour_kl_k3", "all tokens"], ["mismatch_k3", "lag 0: numerics"], ["stale_k3", "lag > 0: staleness"]],
-      empty: "No step has measured it yet" },
-    { at: "staleness", title: "Little's law", hint: "age of groups in steps: as their versions say, and as counts say", min: 0, isRare: true,
+      empty: "Not measured yet" },
+    { at: "staleness", title: "Little's law", hint: "age of groups in steps: from their versions, and from counts", min: 0, isRare: true,
       lines: [["littles_law.age", "by versions"], ["littles_law.expected_age", "by counts"]] },
-    { at: "staleness", title: "Tokens left out", hint: "of each step", min: 0, isRare: true,
-      lines: [["num_stale_tokens", "beyond the lag bound"]] },
+    { at: "staleness", title: "Masked tokens", hint: "in each step", min: 0, isRare: true,
+      lines: [["num_stale_tokens", "older than the lag limit"]] },
     { at: "speed", title: "Trained and sampled tokens", hint: "per second, mean since the run began", min: 0,
       lines: [["trained_tokens_per_s", "trained"], ["completion_tokens_per_s", "sampled"]] },
-    { at: "speed", title: "Use of the slots of servers", hint: "between two steps", min: 0, max: 1, format: Watch.percent,
+    { at: "speed", title: "Slot usage of the servers", hint: "since the previous step", min: 0, max: 1, format: Watch.percent,
       compared: ["utilisation"], lines: [["utilisation", "busy"], ["bubble_share", "bubbles"], ["paused_share", "paused (since the run began)"]] },
     { at: "speed", title: "Parts of a publish", hint: "seconds, log scale; gather and wire overlap", isLog: true, format: Watch.seconds, compared: ["publish.total_s", "publish.pause_s"],
       lines: [["publish.gather_s", "gather"], ["publish.wire_s", "wire"], ["publish.pause_s", "pause"], ["publish.load_s", "load"],
-        ["publish.first_token_s", "first token"], ["publish.total_s", "total"]], empty: "No version was published yet" },
-    { at: "speed", title: "Groups", hint: "when a step was taken", min: 0,
+        ["publish.first_token_s", "first token"], ["publish.total_s", "total"]], empty: "No version has been published yet" },
+    { at: "speed", title: "Groups", hint: "at the time of each step", min: 0,
       lines: [["groups_running", "being sampled"], ["groups_waiting", "waiting for a step"]] },
   ];
   const NEEDED = [...new Set(["time_s", "num_samples", "num_step_tokens", ...CHARTS.flatMap((chart) => chart.lines.map(([name]) => name))])];
@@ -51,12 +51,12 @@
     chart.view = Watch.lineChart(chart);
     byId(chart.at).querySelector(".grid").append(chart.view.element);
   }
-  const lags = Watch.histogram({ title: "Lag of tokens", hint: "whole run", xLabel: "versions behind", unit: "tokens", empty: "No tokens were trained yet" });
-  const ages = Watch.histogram({ title: "Age of completions", hint: "lag of the first token, whole run", xLabel: "versions behind", unit: "completions", empty: "No completions were trained yet" });
+  const lags = Watch.histogram({ title: "Lag of tokens", hint: "whole run", xLabel: "versions behind", unit: "tokens", empty: "No tokens have been trained on yet" });
+  const ages = Watch.histogram({ title: "Age of completions", hint: "lag of the first token, whole run", xLabel: "versions behind", unit: "completions", empty: "No completions have been trained on yet" });
   byId("staleness").querySelector(".grid").append(lags.element, ages.element);
   const rate = Watch.lineChart({ title: "Tokens per second by server", hint: "sampled", min: 0, empty: "No request has ended yet" });
-  const busy = Watch.lineChart({ title: "Requests at each server", hint: "mean number at a time", min: 0, empty: "No request has ended yet" });
-  const trainers = Watch.lineChart({ title: "Use of trainer ranks", hint: "share of the time; the rest waits or publishes", min: 0, max: 1, format: Watch.percent, empty: "No step was taken yet" });
+  const busy = Watch.lineChart({ title: "Requests at each server", hint: "mean number of concurrent requests", min: 0, empty: "No request has ended yet" });
+  const trainers = Watch.lineChart({ title: "Usage of the trainer ranks", hint: "share of time spent training; the rest is waiting or publishing", min: 0, max: 1, format: Watch.percent, empty: "No step has been taken yet" });
   byId("speed").querySelector(".grid").append(rate.element, busy.element, trainers.element);
 
   // ------------------------------------------------------------------------------------------------------------ data
@@ -109,7 +109,7 @@
     return { series, badAt: badAt.filter((it) => isNumber(it.x)), xLabel: axis.label, xFormat: axis.format, isTime: axis.isTime, isWhole: state.axis === "version" };
   }
 
-  // Joins bins of time until there are few enough to read.
+  // Merges time bins until there are few enough to read.
   function overTime(rates, width, most, names) {
     const entries = Object.entries(rates);
     const join = Math.max(1, Math.ceil((entries[0] ? entries[0][1].length : 0) / most));
@@ -122,12 +122,12 @@
       }
       return { label: names(name), x, mean, colour: i % 8, dash: Math.floor(i / 8) + (i % 8) };
     });
-    // The mean from the first value on: before it nothing was started.
-    const tells = (it) => {
+    // The mean starts at the first value, because nothing ran before it.
+    const meanOf = (it) => {
       const since = it.mean.slice(Math.max(0, it.mean.findIndex((value) => value > 0)));
       return since.length ? since.reduce((sum, value) => sum + value, 0) / since.length : null;
     };
-    return { series: series.slice(0, 16), xLabel: "time", xFormat: AXES.time_s.format, isTime: true, tells };
+    return { series: series.slice(0, 16), xLabel: "time", xFormat: AXES.time_s.format, isTime: true, meanOf };
   }
 
   // ------------------------------------------------------------------------------------------------------------ parts
@@ -138,7 +138,7 @@
     const words = { running: "● running", finished: "✓ finished", interrupted: "◼ interrupted", failed: "✕ failed", empty: "○ no events yet" };
     const element = byId("status");
     element.className = `status ${overview.status}`;
-    element.textContent = overview.is_read ? words[overview.status] || overview.status : "… reading its events";
+    element.textContent = overview.is_read ? words[overview.status] || overview.status : "… reading events";
     const silentSeconds = Date.now() / 1000 - (overview.began_at + overview.end_s);
     if (overview.is_read && overview.status === "running" && silentSeconds > SILENT_S) {
       element.className = "status interrupted";
@@ -234,7 +234,7 @@
         const began = performance.now();
         await load(now);
         const isWhole = now.every((run) => state.overviews[run].is_read);
-        // A run with many steps takes longer to show; most of the time is left for whoever looks at it.
+        // A run with many steps takes longer to draw, so draw less often to keep the page responsive.
         await new Promise((resolve) => setTimeout(resolve, Math.max(isWhole ? 700 : 100, 3 * (performance.now() - began))));
       }
     } catch (error) { complain(error.message); }
@@ -245,7 +245,7 @@
   byId("theme").addEventListener("click", () => Watch.theme.toggle());
   Watch.theme.listen(() => { if (Watch.timeline) Watch.timeline.draw(); });
   byId("axis-select").addEventListener("change", (event) => { state.axis = event.target.value; showAll(); });
-  setInterval(() => { if (state.overviews[state.shown]) showStatus(state.overviews[state.shown]); }, 10000); // silence brings no event
+  setInterval(() => { if (state.overviews[state.shown]) showStatus(state.overviews[state.shown]); }, 10000); // the status also changes when no events arrive
   byId("run-select").addEventListener("change", (event) => { state.shown = Number(event.target.value); showAll(); });
 
   try {
@@ -256,6 +256,6 @@
     }
     await load(state.runs.map((_, run) => run));
     document.documentElement.dataset.ready = "yes";
-    source.follow(changed, (isThere) => complain(isThere ? "" : "The server of this page has ended or cannot be reached. What is shown stays; the page goes on by itself once it is back."));
+    source.follow(changed, (isThere) => complain(isThere ? "" : "The server of this page has ended or cannot be reached. The page keeps its data and resumes when the server is back."));
   } catch (error) { complain(error.message); }
 })();

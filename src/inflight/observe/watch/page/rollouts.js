@@ -1,4 +1,4 @@
-// The list of groups, and all that is known of one: completions by version, requests, and tokens where the run recorded them.
+// The list of groups, and the details of one: completions by version, requests, and recorded tokens.
 "use strict";
 
 (() => {
@@ -11,26 +11,26 @@
   const select = (label, options, key) => h("label", {}, `${label} `, h("select", { onchange: (event) => { view[key] = event.target.value; view.offset = 0; fetchList(); } },
     options.map(([value, text]) => h("option", { value }, text))));
   const list = h("ol", { class: "items", "aria-label": "Groups" });
-  const told = h("span", { class: "soft" });
+  const summary = h("span", { class: "soft" });
   const earlier = h("button", { type: "button", onclick: () => { view.offset += PAGE; fetchList(); } }, "Next");
   const later = h("button", { type: "button", onclick: () => { view.offset = Math.max(0, view.offset - PAGE); fetchList(); } }, "Back");
   const detail = h("div", { class: "detail", tabindex: -1, "aria-live": "polite" }, h("p", { class: "soft" }, "Choose a group to see its completions."));
   byId("rollouts-body").append(
-    h("div", { class: "tools" }, select("Show", STATES, "state"), select("Order", ORDERS, "order"), h("span", { class: "gap" }), told, later, earlier),
+    h("div", { class: "tools" }, select("Show", STATES, "state"), select("Order", ORDERS, "order"), h("span", { class: "gap" }), summary, later, earlier),
     h("div", { class: "split" }, list, detail));
 
   async function fetchList() {
     try {
       const found = await Watch.source.rollouts(view.run, { state: view.state, order: view.order, offset: view.offset, limit: PAGE });
       const last = Math.min(found.total, found.offset + found.items.length);
-      told.textContent = found.total ? `${found.offset + 1} to ${last} of ${Watch.count(found.total)}` : "";
+      summary.textContent = found.total ? `${found.offset + 1} to ${last} of ${Watch.count(found.total)}` : "";
       later.disabled = found.offset === 0;
       earlier.disabled = last >= found.total;
       const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.item : null;
       list.replaceChildren(...found.items.map(entry));
       if (!found.items.length) list.replaceChildren(h("li", { class: "soft" }, "No groups"));
       if (focused) { const again = list.querySelector(`[data-item="${CSS.escape(focused)}"]`); if (again) again.focus(); }
-    } catch (error) { told.textContent = error.message; }
+    } catch (error) { summary.textContent = error.message; }
   }
 
   const mean = (values) => (values.length ? values.reduce((sum, it) => sum + it, 0) / values.length : null);
@@ -95,7 +95,7 @@
       requests(it)));
   }
 
-  // Rollouts of one completion each have no episodes; an episode may have several rollouts.
+  // Without episodes, each completion is one rollout; an episode may have several rollouts.
   const numberOf = (records, number) => (records.every((record) => record.episode === records[0].episode) ? number : records[number].episode);
 
   function colourings() {
@@ -135,7 +135,7 @@
 
   const textOf = (part) => (part.pieces ? part.pieces.join("") : part.token_ids.join(" "));
 
-  // The tokens of a recorded rollout; what its environment or its tools said stands between them.
+  // The tokens of a recorded rollout, with the output of its environment and tools in between.
   function recordText(record) {
     const { token_ids: ids, pieces, versions, behaviour_logprobs: behaviour, trainer_logprobs: trainer, advantages } = record.completion;
     const at = (values, i) => (values ? values[i] : null);

@@ -1,4 +1,4 @@
-// Where the page's data come from: the server that follows the run, or what a report has embedded.
+// The source of the page's data: the server that follows the run, or the data embedded in a report.
 "use strict";
 
 (() => {
@@ -22,7 +22,7 @@
     rollouts(run, query) { return this.get(`runs/${run}/rollouts`, query); }
     rollout(run, item) { return this.get(`runs/${run}/rollouts/${item}`); }
 
-    // Calls back with the numbers of runs that have changed; for good, also over restarts of the server.
+    // Calls `changed` with the numbers of runs that have changed, forever, reconnecting when the server restarts.
     async follow(changed, connected) {
       for (;;) {
         try {
@@ -41,7 +41,7 @@
               if (data) changed(JSON.parse(data.slice(6)));
             }
           }
-        } catch (_) { /* the server has ended, or is not there yet */ }
+        } catch (_) { /* the server has ended, or has not started yet */ }
         connected(false);
         await new Promise((resolve) => setTimeout(resolve, 2000));
       }
@@ -57,7 +57,7 @@
     async runs() { return this.data.runs.map((run) => ({ name: run.overview.name, directory: run.overview.directory })); }
     async overview(run) { return this.data.runs[run].overview; }
 
-    // Takes the level whose tiles fit the window best, and what overlaps the window of each tile.
+    // Uses the level whose tiles fit the window best, and the parts of its tiles that overlap the window.
     async timeline(run, from, to) {
       const levels = this.data.runs[run].timeline;
       const end = levels[0][0].to_s;
@@ -99,7 +99,7 @@
 
     async rollout(run, item) {
       const found = this.data.runs[run].details[item];
-      if (!found) throw new Error(`the report holds no details of item ${item}: open the run with inflight watch`);
+      if (!found) throw new Error(`the report has no details of item ${item}: open the run with inflight watch`);
       return found;
     }
 

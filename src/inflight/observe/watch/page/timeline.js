@@ -1,4 +1,4 @@
-// The timeline: a canvas with a lane for each server, each trainer rank and the publishes; zoomed from milliseconds to days.
+// The timeline: a canvas with a lane for each server, each trainer rank and the publishes, from milliseconds to days.
 "use strict";
 
 (() => {
@@ -8,12 +8,12 @@
   const STATE_COLOURS = { healthy: "c2", joining: "c0", suspect: "c4", dead: "bad", left: "c5" };
   const LEAST_S = 0.002;
 
-  const view = { run: 0, overview: null, from: 0, to: 1, isAll: true, data: null, boxes: [], chosen: null, told: 0, inFlight: false, isWanted: false };
+  const view = { run: 0, overview: null, from: 0, to: 1, isAll: true, data: null, boxes: [], chosen: null, inFlight: false, isWanted: false };
 
   const canvas = h("canvas", { tabindex: 0, role: "application", "aria-roledescription": "timeline",
-    "aria-label": "Timeline of servers, trainer ranks and publishes. Arrow left and right move, plus and minus zoom, Home shows the whole run, End its last minute, N and P go from one request to the next, Enter opens it below." });
+    "aria-label": "Timeline of servers, trainer ranks and publishes. Left and right arrows move, plus and minus zoom, Home shows the whole run, End shows the last minute, N and P select the next and previous request, Enter opens it below." });
   const tip = h("div", { class: "tip", hidden: true });
-  const said = h("p", { class: "said", "aria-live": "polite" });
+  const status = h("p", { class: "said", "aria-live": "polite" });
   const range = h("span", { class: "soft" });
   const button = (text, label, call) => h("button", { type: "button", "aria-label": label, onclick: call }, text);
   const follow = h("button", { type: "button", "aria-pressed": "true", onclick: () => showAll() }, "Whole run");
@@ -22,8 +22,8 @@
     h("div", { class: "tools" }, button("−", "Zoom out", () => zoom(2)), button("+", "Zoom in", () => zoom(0.5)),
       button("◀", "Earlier", () => move(-0.5)), button("▶", "Later", () => move(0.5)), follow,
       button("Last minute", "Show the last minute", () => showLast(60)), h("span", { class: "gap" }), range),
-    h("div", { class: "timeline" }, canvas, tip), legend, said,
-    h("p", { class: "said" }, "Click into the timeline, then scroll or pinch to zoom and drag to move; arrows, + and − do the same. A click on a request shows its rollouts below."));
+    h("div", { class: "timeline" }, canvas, tip), legend, status,
+    h("p", { class: "said" }, "Click the timeline, then scroll or pinch to zoom and drag to move, or use the arrow keys, + and −. Click a request to show its rollouts below."));
 
   // ------------------------------------------------------------------------------------------------------------ window
 
@@ -65,11 +65,11 @@
     view.inFlight = true;
     const { run, from, to } = view;
     try {
-      const room = (to - from) * 0.25;  // what a small move brings is there already
+      const room = (to - from) * 0.25;  // preload the surroundings for small moves
       const data = await Watch.source.timeline(run, from - room, to + room, Math.min(4000, Math.max(300, canvas.clientWidth * 1.5)));
       if (run === view.run) view.data = data;
       draw();
-    } catch (error) { said.textContent = error.message; }
+    } catch (error) { status.textContent = error.message; }
     view.inFlight = false;
     if (view.isWanted) { view.isWanted = false; fetchSoon(); }
   }
@@ -106,7 +106,7 @@
     if (!lanes.length) {
       pen.fillStyle = colour("soft");
       pen.textAlign = "center";
-      pen.fillText(data ? "Nothing was sampled or trained yet" : "Loading …", width / 2, height / 2);
+      pen.fillText(data ? "Nothing has been sampled or trained yet" : "Loading …", width / 2, height / 2);
       pen.textAlign = "left";
     }
     let top = AXIS;
@@ -185,7 +185,7 @@
     }
   }
 
-  // The colours within a request are the versions that sampled its longest completion, by tokens.
+  // The colours of a request are the versions that sampled its longest completion, in proportion to tokens.
   function drawRequest(pen, box, left, right, [, , versions, failed, turns], colour) {
     const spans = versions.length ? versions : [[1, null]];
     let from = 0;
@@ -197,7 +197,7 @@
       pen.fillRect(a, box.top, Math.max(0.8, b - a), box.tall);
       if (version !== null) write(pen, { ...box, left: a, right: b }, `v${version}`, colour);
     }
-    // What is not a turn of an episode is its environment: tools, rewards, waiting.
+    // The time between turns of an episode belongs to its environment: tools, rewards, waiting.
     if (turns && turns.length && right - left > 6) {
       pen.fillStyle = colour("back");
       let since = box.span[0];
@@ -225,7 +225,7 @@
     pen.fillText(text, Math.max(box.left, 0) + 3, box.top + box.tall / 2 + 0.5);
   }
 
-  // A line above a server's lane: its state, as the run saw it.
+  // A line above a server's lane shows its state as seen by the run.
   function drawStates(pen, lane, x, top, width, colour) {
     const server = view.overview.servers.find((it) => it.name === lane.name);
     if (!server || !server.history.length) return;
@@ -276,8 +276,8 @@
     legendOf = kinds + hasBins;
     const swatch = (number) => h("span", { class: `swatch f${number}` });
     const entries = [];
-    if (hasBins) entries.push(h("li", {}, "height: how much was under way; zoom in for single spans"));
-    if (kinds.includes("server")) entries.push(h("li", {}, "colours within a request: weight versions ", [0, 1, 2, 3, 4, 5].map(swatch), " in turn"), h("li", {}, "border: lost (red) or cancelled"));
+    if (hasBins) entries.push(h("li", {}, "height: number of concurrent spans; zoom in to see them"));
+    if (kinds.includes("server")) entries.push(h("li", {}, "colours of a request: weight versions ", [0, 1, 2, 3, 4, 5].map(swatch), " in turn"), h("li", {}, "border: lost (red) or cancelled"));
     if (kinds.includes("publish")) entries.push(h("li", {}, "publish: ", PART_NAMES.map((name, i) => [swatch(i === 4 ? 5 : i), `${name} `])));
     entries.push(h("li", {}, "◆ checkpoint  ↻ resumed  ↕ servers added or removed  ✕ failure"));
     legend.replaceChildren(...entries);
@@ -376,7 +376,7 @@
 
   function next(by) {
     const boxes = view.boxes.filter((box) => box.span).sort((a, b) => a.span[0] - b.span[0]);
-    if (!boxes.length) { said.textContent = "Zoom in until single requests are shown"; return; }
+    if (!boxes.length) { status.textContent = "Zoom in until individual requests are shown"; return; }
     const now = view.chosen ? boxes.findIndex((box) => box.lane.key === view.chosen.key && box.span[0] === view.chosen.start && box.span[2] === view.chosen.row) : -1;
     choose(boxes[(now + by + boxes.length) % boxes.length], false);
   }
@@ -384,7 +384,7 @@
   function choose(box, opens) {
     const isRequest = box.lane.kind === "server";
     view.chosen = { key: box.lane.key, start: box.span[0], row: box.span[2], item: isRequest ? box.span[3][0] : undefined };
-    said.textContent = textOf(box).replace(/\n/g, " · ");
+    status.textContent = textOf(box).replace(/\n/g, " · ");
     draw();
     if (opens && isRequest) Watch.rollouts.open(view.chosen.item);
   }
