@@ -7,8 +7,7 @@ import contextlib
 import copy
 import shutil
 import tempfile
-import threading
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,17 +104,20 @@ class EmbeddedServer(TestedServer):
         process = ServerProcess(endpoint, engine, model)
         endpoint.watch(self, process)
         model.base_model.register_forward_pre_hook(lambda *_: self._look(process, is_sampling=True) and None)
-        named_parameters = model.named_parameters
+        weights: Any = engine.weights
+        load = weights.load
 
-        def perhaps_torn() -> Any:
-            named = list(named_parameters())
-            if process.tears and threading.current_thread().name == "inflight-engine":
-                process.tears -= 1
-                process.was_torn = True
-                return iter(named[: len(named) // 2])  # loading fails where a name is missing
-            return iter(named)
+        def perhaps_torn(ready: Iterable[tuple[str, torch.Tensor]]) -> None:
+            if not process.tears:
+                load(ready)
+                return
+            process.tears -= 1
+            process.was_torn = True
+            tensors = list(ready)
+            load(tensors[: len(tensors) // 2])
+            raise RuntimeError("loading was torn after half of the tensors")
 
-        model.named_parameters = perhaps_torn
+        weights.load = perhaps_torn
         self.processes.append(process)
         self._process, self.is_up = process, True
 

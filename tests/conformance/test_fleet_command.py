@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from inflight.cli import main
+from tests.conformance.broken import require_no_crash
 from tests.zygote import python
 
 OWN = "-m inflight serve {model} --port {port} --token-file {token_file} --threads 1"
@@ -50,6 +51,7 @@ def test_servers_that_name_the_version_before_are_found_and_how_to_see_it_again_
     faulty = "-m tests.conformance.mutants.server 'one behind' {model} {port} {token_file}"
     answer = check_fleet(faulty, "--schedules", "1", "--servers", "1", "--transport", "shm", "--seed", "9")
     assert answer.returncode == 1, answer.stdout + answer.stderr
+    require_no_crash(answer.stdout + answer.stderr)
     assert re.search(r"token 0 is labelled version \d+, but has the logprob ", answer.stdout)
     assert "FAILED seed 9 over shm" in answer.stdout
     assert re.search(r"again: inflight check fleet --serve .* --servers 1 .*--schedules 1 --seed 9", answer.stdout)

@@ -9,6 +9,7 @@ import pytest
 
 from inflight.cli import main
 from inflight.conformance.models import make_tiny_model
+from tests.conformance.broken import require_no_crash
 from tests.zygote import python
 
 pytestmark = pytest.mark.timeout(300)
@@ -72,6 +73,7 @@ def test_what_differs_is_told_by_where_to_look(
     option = f"{'fault' if factory == OWN else 'mutant'}={fault}"
     assert check_parity(factory, "--option", option, "--model", str(deep_model)) == 1
     text = capsys.readouterr().out
+    require_no_crash(text)
     assert "They DIFFER" in text
     for words in said:
         assert words in text

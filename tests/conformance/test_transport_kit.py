@@ -21,6 +21,7 @@ from inflight.weights.transports import device_memory
 from inflight.weights.transports.device_memory import HostMemory
 from inflight.weights.transports.installed import ProcessGroupTransport
 from inflight.wire import ProcessGroupSpec
+from tests.conformance.broken import require_not_broken
 from tests.conformance.transport_mutants import MUTANTS
 from tests.gates import SOON_S
 from tests.selection import first_of_each
@@ -71,6 +72,7 @@ def test_a_fault_is_caught_by_its_check(name: str, faulty: Kit, name_file: Path)
     assert verdict.message
     assert verdict.look_at
     assert verdict.outcome is not CheckOutcome.HUNG or verdict.stacks
+    require_not_broken(verdict)
 
 
 def test_every_check_has_a_fault_that_it_catches() -> None:

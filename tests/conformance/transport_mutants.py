@@ -336,7 +336,7 @@ def sends_without_a_group(sender: Any) -> None:
 
     def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
         if sender._group is None:
-            raise AttributeError("'NoneType' object has no attribute 'broadcast'")
+            raise RuntimeError("the group is not initialised")
         send(bucket, timeout_s)
 
     sender.send = spoiled
@@ -476,7 +476,7 @@ MUTANTS = {
         "T-25", "what did not arrive is zero", receiver=answered("receive", "closed", big_zeros)
     ),
     "counts ranks that left": Mutant("T-26", "a group is never smaller than the last", counts_ranks_that_left),
-    "sends without a group": Mutant("T-27", "AttributeError comes through", sends_without_a_group),
+    "sends without a group": Mutant("T-27", "RuntimeError comes through", sends_without_a_group),
     "says nothing": Mutant(
         "T-28",
         "the message is the library's own",

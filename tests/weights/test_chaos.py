@@ -29,6 +29,7 @@ from inflight.wire import VersionSpan
 from tests.chaos import dying
 from tests.chaos.campaign import Campaign, results_of
 from tests.chaos.embedded import EmbeddedTestbed, digest
+from tests.conformance.broken import require_no_crash
 from tests.selection import first_of_each
 
 MOST_TRIES = 14
@@ -221,7 +222,7 @@ def lose_what_runs(patch: pytest.MonkeyPatch) -> None:
 
     def losing(self, tensors, version, policy) -> None:  # type: ignore[no-untyped-def]
         load(self, tensors, version, policy)
-        self.cancel_all()
+        self.scheduler.cancel_all()
 
     patch.setattr(Engine, "load", losing)
 
@@ -254,7 +255,9 @@ def test_a_campaign_finds_a_library_that_would(
 ) -> None:
     mutate(monkeypatch)
     tried = seeds_with(kind, steps)[:MOST_TRIES]
-    assert any(run_schedule(seed, testbed).problems for seed in tried), tried
+    problems = next(filter(None, (run_schedule(seed, testbed).problems for seed in tried)), ())
+    assert problems, tried
+    require_no_crash("\n".join(problems))
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -85,12 +86,17 @@ def last_bucket_only(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def matched_by_position(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Match tensors by their position among those of the same shape, so that every one of them fits."""
     engine: Any = endpoint._engine
     load = engine.load
-    names = [name for name, _ in engine.weights.model.named_parameters()]
+    own = [(name, parameter.shape) for name, parameter in engine.weights.model.named_parameters()]
 
     def faulty(tensors: Any, *others: Any) -> None:
-        load([(name, tensor) for name, (_, tensor) in zip(names, tensors, strict=True)], *others)
+        arrived = list(tensors)
+        names: dict[torch.Size, deque[str]] = defaultdict(deque)
+        for name, shape in own:
+            names[shape].append(name)
+        load([(names[tensor.shape].popleft(), tensor) for _, tensor in arrived], *others)
 
     engine.load = faulty
     return endpoint

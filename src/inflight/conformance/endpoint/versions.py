@@ -131,8 +131,8 @@ async def streamed_versions(subject: EndpointSubject) -> None:
     await reading
     completion = assembled(0, chunks)
     subject.note(chunks=len(chunks), spans=_short(completion.version_spans))
-    require(len(completion.version_spans) > 1, "the stream had ended before the first update")
     check_spans(subject, request, completion, published)
+    require(len(completion.version_spans) > 1, "the stream had ended before the first update")
 
 
 @check("U-25", "updates", deadline_s=40, look_at=_LOOK_AT)
