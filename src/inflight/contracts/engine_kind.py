@@ -58,7 +58,7 @@ class EngineOptions:
     )
     drafts: DraftProvider | None = option(
         "where speculative drafts come from: recorded completions of the same prompt (history), other completions on "
-        "this server (siblings), or both (default: off; vLLM supports only history, SGLang neither)"
+        "this server (siblings), or both (default: off; vLLM supports only history, SGLang none)"
     )
     threads: int | None = option("number of CPU threads of the engine (default: chosen by the engine)")
     arguments: tuple[str, ...] = option(

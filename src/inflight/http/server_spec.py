@@ -57,9 +57,7 @@ class JoinOptions:
 class FollowOptions:
     """Which stored versions the server loads on its own."""
 
-    follow: str | None = option(
-        "directory, or URL of a relay, from which to load the newest stored version", metavar="DIR_OR_URL"
-    )
+    follow: str | None = option("directory or URL from which to load the newest stored version", metavar="DIR_OR_URL")
     follow_run: str | None = option("run_id under which the versions are stored", metavar="RUN_ID")
     follow_token_file: Path | None = option("file with the token for the URL of --follow")
 

@@ -30,7 +30,7 @@ class Found:
     steps: Iterator[list[Group]] = field(default_factory=lambda: iter(()))
     """The groups of each file, in order. They are read lazily, because one file may have gigabytes."""
     lacks: set[str] = field(default_factory=set)
-    """As `inflight.observe.trace.records.RecordManifest.lacks`."""
+    """The same as `inflight.observe.trace.records.RecordManifest.lacks`."""
     assumed: Counter[str] = field(default_factory=Counter)
     """Assumptions, with the number of affected samples. Like ``lacks``, it is complete once all steps are read."""
 

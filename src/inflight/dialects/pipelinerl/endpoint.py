@@ -66,11 +66,11 @@ class PipelineRlOptions:
     group: str = ""
     """``tcp://HOST:PORT`` of --weight-update-group-init-method. If empty, this process does not send weights."""
     world_size: int = 2
-    """Of --weight-update-group-world-size."""
+    """Value of --weight-update-group-world-size."""
     dtype: str = ""
     """The dtype in which the server computes (default: the dtype of the checkpoint)."""
     max_concurrent: int = 64
-    """Of --max-num-seqs."""
+    """Value of --max-num-seqs."""
     timeout_s: float = 300.0
     """How long the server may take to join the group, and to apply an update."""
 

@@ -34,7 +34,7 @@ class ItemRow:
     rewards: Sequence[float] = ()
     lengths: Sequence[int] = ()
     parts: dict[int, Part] = field(default_factory=dict)
-    """By the number of the completion or episode in its group."""
+    """Parts by the number of the completion or episode in its group."""
     turns: dict[int, Sequence[Sequence[float]]] = field(default_factory=dict)
     """Start, end and tokens of each sampled turn of an episode, by its number."""
     requests: list[dict[str, Any]] = field(default_factory=list)

@@ -23,12 +23,12 @@ class TimeLimits:
 
     publish_s: float
     step_s: float
-    """Of an optimizer step and the publish after it."""
+    """Limit of an optimizer step and the publish after it."""
     save_s: float
 
     @property
     def collective_s(self) -> float:
-        """Of one collective of the trainer ranks, which may wait until rank 0 has published or saved."""
+        """Limit of one collective of the trainer ranks, which may wait until rank 0 has published or saved."""
         return max(_COLLECTIVE_S, self.step_s, self.save_s)
 
 

@@ -231,7 +231,7 @@ class Trained(RankAnswer):
     gradient_norm: float
     learning_rate: float
     metrics: dict[str, list[float]]
-    """As `encode_metrics` returns them."""
+    """Metrics in the form that `encode_metrics` returns."""
     span: tuple[float, float]
     """Start and end of the training, without the publish."""
     logprobs: tuple[Floats, ...] = ()
