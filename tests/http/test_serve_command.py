@@ -179,9 +179,9 @@ def test_a_port_that_is_taken_is_named(fails: Callable[..., str], model_dir: Pat
         (("--port", "70000"), ("70000", "--port")),
         (("--port", "-1"), ("-1", "--port")),
         (("--host", "no.such.host.invalid"), ("no.such.host.invalid",)),
-        (("--max-model-len", "1"), ("max_model_len 1", "2..1024")),
-        (("--max-model-len", "1025"), ("max_model_len 1025", "2..1024")),
-        (("--max-model-len", "-5"), ("max_model_len -5", "2..1024")),
+        (("--max-model-len", "1"), ("max_model_len 1", "range 2 to 1024")),
+        (("--max-model-len", "1025"), ("max_model_len 1025", "range 2 to 1024")),
+        (("--max-model-len", "-5"), ("max_model_len -5", "range 2 to 1024")),
         (("--max-concurrent", "0"), ("max_concurrent", "0")),
         (("--device", "toaster"), ("toaster",)),
         (("--device", "cuda:99"), ("cuda:99",)),
@@ -320,4 +320,4 @@ def test_a_server_with_little_memory_for_keys_and_values_says_how_long_a_sequenc
     body = {"request_id": "r", "prompt_token_ids": [1] * 195, "sampling": {"max_tokens": 1}}
     refused = httpx.post(f"{server.url}/v1/generate", json=body, trust_env=False)
     assert refused.status_code == 400
-    assert "as many as 50000 bytes of keys and values hold" in refused.json()["error"]["message"]
+    assert "the number that fits in 50000 bytes of keys and values" in refused.json()["error"]["message"]

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import inflight_fsdp
-import inflight_fsdp.torchtitan
 from inflight.contracts import BackgroundSaver
 from inflight.errors import CheckpointError
 from tests.models import make_model
@@ -22,7 +21,7 @@ from tests.worker.ranks import run_ranks
 from tests.worker.worker_cases import accumulate, file_bytes, make_batch, settings
 from tests.zygote import python
 
-TRAINERS = {"fsdp": inflight_fsdp.create_worker, "torchtitan": inflight_fsdp.torchtitan.create_worker}
+TRAINERS = {"fsdp": inflight_fsdp.FSDP, "torchtitan": inflight_fsdp.TORCHTITAN}
 DEADLINE_S = 60.0
 
 
@@ -37,7 +36,7 @@ def make_worker(request, model_path):
 
     def make():
         options = {**settings(model_path, betas=(0.9, 0.99)), "dtype": "float32", "wire_dtype": "float32"}
-        made.append(TRAINERS[request.param](options))
+        made.append(TRAINERS[request.param].create(options))
         return made[-1]
 
     yield make

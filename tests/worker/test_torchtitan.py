@@ -8,17 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torchtitan.models.llama3 import llama3_configs
-from torchtitan.models.qwen3 import qwen3_configs
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from inflight.errors import CheckpointError, ConfigError, PrecisionWarning, TrainerError, UnsupportedError
 from inflight.weights.encode.buckets import plan_buckets
-from inflight_fsdp import create_worker as create_fsdp_worker
+from inflight_fsdp import FSDP, TORCHTITAN
 from inflight_fsdp.config import parse_config
-from inflight_fsdp.torchtitan import create_worker
 from inflight_fsdp.torchtitan_config import TorchTitanConfig
-from inflight_fsdp.torchtitan_model import model_config_of, supported_config
 from tests.models import make_model
 from tests.worker.ranks import run_ranks
 from tests.worker.worker_cases import accumulate, assert_close, make_batch, settings
@@ -53,7 +49,7 @@ def make_pair():
     made = []
 
     def make(path: Path, **others: object):
-        pair = create_worker(options(path, **others)), create_fsdp_worker(options(path, **others))
+        pair = TORCHTITAN.create(options(path, **others)), FSDP.create(options(path, **others))
         made.extend(pair)
         return pair
 
@@ -185,7 +181,7 @@ def test_two_copies_step_as_one_rank_does(tmp_path, make_pair, model_path):
 )
 def test_ways_to_compute_the_same(make_pair, model_path, change):
     ours, _ = make_pair(model_path)
-    other = create_worker(options(model_path, **change))
+    other = TORCHTITAN.create(options(model_path, **change))
     for seed in range(2):
         assert train(other, seed).gradient_norm == pytest.approx(train(ours, seed).gradient_norm, rel=1e-5)
     assert_close(weights_of(other), weights_of(ours), 1e-3)
@@ -193,7 +189,7 @@ def test_ways_to_compute_the_same(make_pair, model_path, change):
 
 def test_bfloat16_is_computed_under_float32_weights(make_pair, model_path):
     ours, _ = make_pair(model_path)
-    mixed = create_worker(options(model_path, dtype="bfloat16", wire_dtype=None))
+    mixed = TORCHTITAN.create(options(model_path, dtype="bfloat16", wire_dtype=None))
     batch = make_batch(LENGTHS, seed=3)
     logprobs, exact = mixed.forward(batch).detach(), ours.forward(batch).detach()
     assert logprobs.dtype == torch.float32
@@ -209,7 +205,9 @@ def test_bfloat16_is_computed_under_float32_weights(make_pair, model_path):
 @pytest.mark.filterwarnings("ignore:master_dtype:inflight.errors.PrecisionWarning")
 def test_updates_of_a_small_learning_rate_are_kept_unless_masters_are_bfloat16(tmp_path, model_path):
     def share_changed(**masters):
-        worker = create_worker(options(model_path, dtype="bfloat16", learning_rate=1e-6, betas=(0.9, 0.999), **masters))
+        worker = TORCHTITAN.create(
+            options(model_path, dtype="bfloat16", learning_rate=1e-6, betas=(0.9, 0.999), **masters)
+        )
         worker.save(tmp_path / "before")
         before = load_file(tmp_path / "before" / "model.safetensors")
         lost = [train(worker, seed).rounded_away for seed in range(20)]
@@ -244,6 +242,11 @@ def test_a_checkpoint_is_a_hugging_face_model(tmp_path, make_pair):
 
 def test_real_models_are_translated_as_torchtitan_has_them():
     """Qwen3-0.6B and Llama-3-8B from their config.json, against TorchTitan's own configurations of them."""
+    from torchtitan.models.llama3 import llama3_configs
+    from torchtitan.models.qwen3 import qwen3_configs
+
+    from inflight_fsdp.torchtitan_model import model_config_of
+
     qwen = Qwen3Config(
         **{"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
         **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
@@ -283,17 +286,17 @@ def facts_of(model):
 def test_what_torchtitan_does_not_have_is_refused_by_name(tmp_path, model_path):
     qwen2 = write_model(tmp_path / "qwen2", "qwen2")
     with pytest.raises(UnsupportedError, match=r"type 'qwen2' are not supported; supported: qwen3, qwen3_moe, llama"):
-        create_worker(options(qwen2))
+        TORCHTITAN.create(options(qwen2))
     with pytest.raises(ConfigError, match=r"float64.*float32 or bfloat16"):
-        create_worker(options(model_path, dtype="float64"))
+        TORCHTITAN.create(options(model_path, dtype="float64"))
     with pytest.raises(ConfigError, match="TorchTitan sums gradients in float32"):
-        create_worker({"model_path": str(model_path), "reduce_dtype": "bfloat16"})
+        TORCHTITAN.create({"model_path": str(model_path), "reduce_dtype": "bfloat16"})
     with pytest.raises(ConfigError, match="float8 is supported only by the worker 'fsdp'"):
-        create_worker({"model_path": str(model_path), "float8": True})
+        TORCHTITAN.create({"model_path": str(model_path), "float8": True})
     with pytest.raises(ConfigError, match="the TorchTitan worker trains every parameter"):
-        create_worker(options(model_path, frozen=["*.k_proj.*"]))
+        TORCHTITAN.create(options(model_path, frozen=["*.k_proj.*"]))
     with pytest.raises(ConfigError, match="TorchTitan worker: unknown key 'learning_rat'; did you mean learning_rate"):
-        create_worker(options(model_path, learning_rat=1.0))
+        TORCHTITAN.create(options(model_path, learning_rat=1.0))
     for change, words in (
         ({"attention_bias": True}, "has no biases"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -303,7 +306,7 @@ def test_what_torchtitan_does_not_have_is_refused_by_name(tmp_path, model_path):
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UnsupportedError, match=words):
-            create_worker(options(path))
+            TORCHTITAN.create(options(path))
     assert not dist.is_initialized()
 
 
@@ -325,7 +328,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, words):
     change(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=words):
-        create_worker(options(path))
+        TORCHTITAN.create(options(path))
 
 
 def test_a_segment_longer_than_the_context_is_refused(make_pair, model_path):
@@ -362,6 +365,8 @@ def test_a_broken_checkpoint_changes_nothing(tmp_path, make_pair, model_path):
     ],
 )
 def test_ranks_that_cannot_share_a_model_are_refused_with_the_reason(model_path, layout, words):
+    from inflight_fsdp.torchtitan_model import supported_config
+
     with pytest.raises(ConfigError, match=words):
         supported_config(parse_config({"model_path": model_path, **layout}, TorchTitanConfig))
 

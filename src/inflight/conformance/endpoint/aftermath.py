@@ -10,7 +10,7 @@ from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
 from inflight.conformance.reference import ReferenceWeights
 from inflight.errors import PoisonedError
-from inflight.wire import Completion, EndpointState, WeightVersion
+from inflight.wire import Completion, EndpointState, GenerateResponse, WeightVersion
 
 
 async def until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
@@ -19,6 +19,25 @@ async def until_running(subject: EndpointSubject, num: int, seconds: float, what
     while (found := (await subject.endpoint.weight_version()).num_running) != num:
         require(time.monotonic() < deadline, f"{what} after {seconds:.2g} s (num_running is {found})")
         await asyncio.sleep(0.005)
+
+
+async def require_ended_early(subject: EndpointSubject, other: asyncio.Task[GenerateResponse], what: str) -> None:
+    """Require that soon only ``other``, a request that fills the context, is running.
+
+    How long the rest would have run is not estimated: the time until they have ended must be less than half of the time
+    that ``other`` runs, and whatever slows the server down slows both. It must also be at most `SERVED_S`.
+    """
+    started = time.monotonic()
+    while (await subject.endpoint.weight_version()).num_running > 1:
+        words = f"{what} was still being decoded after {SERVED_S:g} s"
+        require(time.monotonic() - started < SERVED_S, words)
+        await asyncio.sleep(0.005)
+    ended_s = time.monotonic() - started
+    await asyncio.wait([other], timeout=ended_s)
+    if other.done():
+        other.result()
+        fail(f"{what} ran for more than half of the time that an equally long request next to it needed to its end")
+    subject.note(**{f"seconds until {what} had ended": ended_s})
 
 
 async def wait_until_settled(subject: EndpointSubject, when: str, seconds: float = SLACK_S) -> WeightVersion:

@@ -12,7 +12,7 @@ import pydantic
 
 from inflight.base.tasks import cancel_and_wait, start
 from inflight.conformance.checks import check, fail, look_at, require, skip
-from inflight.conformance.endpoint.aftermath import until_running
+from inflight.conformance.endpoint.aftermath import require_ended_early, until_running
 from inflight.conformance.endpoint.connections import HttpAnswer, answer_to, connection, head, read_answer
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, SLACK_S, within
@@ -176,8 +176,7 @@ async def long_body(subject: EndpointSubject) -> None:
 async def cut_connections(subject: EndpointSubject) -> None:
     """A request, plain or streamed, ends when its connection is cut.
 
-    How long it would have run is not estimated: a request of the same length, which is not cut, runs next to it.
-    Whatever slows the server down slows both.
+    An equally long request, which is not cut, runs next to it.
     """
     if subject.capabilities.max_concurrent_sequences < 2:
         skip("the endpoint decodes one sequence at a time, and this check compares two that run together")
@@ -190,25 +189,9 @@ async def cut_connections(subject: EndpointSubject) -> None:
             await until_running(subject, 2, SLACK_S, f"{what} was not being decoded")
             if stream:
                 await within(SLACK_S, reader.readline(), "the status line of a stream")
-        ended_s = await _seconds_until_ended(subject, what)
-        await asyncio.wait([uncut], timeout=ended_s)
-        if uncut.done():
-            uncut.result()
-            words = "ran on for more than half of the time that an equally long request next to it needed to its end"
-            fail(f"{what} whose connection was cut {words}")
-        subject.note(**{f"seconds until {what} had ended": ended_s})
+        await require_ended_early(subject, uncut, f"{what} whose connection was cut")
         await cancel_and_wait(uncut)
         await until_running(subject, 0, SERVED_S, "a request that was cancelled was still being decoded")
-
-
-async def _seconds_until_ended(subject: EndpointSubject, what: str) -> float:
-    """Return how long it takes until only one of two sequences is being decoded. Fail the check after `SERVED_S`."""
-    started = time.monotonic()
-    while (await subject.endpoint.weight_version()).num_running > 1:
-        words = f"{what} whose connection was cut was still being decoded after {SERVED_S:g} s"
-        require(time.monotonic() - started < SERVED_S, words)
-        await asyncio.sleep(0.005)
-    return time.monotonic() - started
 
 
 @check("E-55", "url", look_at=_PARSING)

@@ -258,12 +258,6 @@ class EndpointSubject:
         """Return the first completion of a request."""
         return (await self.ask(prompt, **sampling))[1]
 
-    async def seconds_to_fill_the_context(self) -> float:
-        """Return how long a request to the end of the context would take, estimated from one of 100 tokens."""
-        started, longest = time.monotonic(), self.remaining_tokens()
-        await self.generate(max_tokens=(probed := min(100, longest)))
-        return (time.monotonic() - started) * longest / probed
-
     def start(self, num: int, max_tokens: int) -> Running:
         """Start requests, whether or not they can run now, and return them."""
         requests = [self.request(self.prompt(seed=i), max_tokens=max_tokens, seed=i) for i in range(num)]
