@@ -63,7 +63,7 @@ def test_another_size_than_what_is_ahead_is_told(pair: tuple[ProcessGroupSender,
     sender, receiver = pair
     receiver.receive_ahead((payload_spec(100),), 10.0)
     sender.send(bucket(1, 100), 10.0)
-    with pytest.raises(TransferError, match="a bucket of 100 bytes was due, not one of 99"):
+    with pytest.raises(TransferError, match="expected a bucket of 100 bytes, not 99"):
         receiver.receive((payload_spec(99),), 10.0)
 
 
