@@ -104,7 +104,7 @@ def test_an_engine_that_is_never_healthy_is_stopped_at_the_deadline() -> None:
 
 
 def test_what_cannot_be_started_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere/python' does not exist; name the one of the environment"):
+    with pytest.raises(ConfigError, match="nowhere/python' does not exist; pass the one of the environment"):
         start_engine(SILENT, NOTHING, python=str(tmp_path / "nowhere" / "python"))
     (tmp_path / "text").write_text("")
     with pytest.raises(ConfigError, match="text' is not executable"):

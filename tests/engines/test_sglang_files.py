@@ -69,7 +69,7 @@ def test_a_bucket_that_comes_after_the_end_leaves_nothing() -> None:
     home = files.checkpoint.parent
     files.remove()
     files.remove()
-    with pytest.raises(TransferError, match="ended meanwhile"):
+    with pytest.raises(TransferError, match="the update has ended"):
         write(files, announced, 1)
     assert not home.exists()
 

@@ -389,7 +389,7 @@ def test_an_unreachable_server_is_named(two_servers: Servers) -> None:
 
 
 def test_a_server_named_twice_is_a_mistake(two_servers: Servers) -> None:
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(ConfigError, match="listed twice"):
         WeightPublisher.connect([two_servers[0].url] * 2, run_id="run", token=TOKEN)
 
 
