@@ -37,7 +37,7 @@ def stored_by(name: str, options: Mapping[str, Any], directory: Path, **environm
         [python(), "-m", "tests.trackers.tracked", name, json.dumps(options), str(directory)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=NEVER_S,
         env={**os.environ, "PYTHONPATH": path.lstrip(os.pathsep), **environment},
         cwd=ROOT,
     )
@@ -89,7 +89,7 @@ def test_wandb_without_a_login_fails_and_does_not_ask_on_the_terminal_of_the_run
         stdin=terminal,
         stdout=subprocess.PIPE,
         stderr=terminal,
-        timeout=120,
+        timeout=NEVER_S,
         env=environment | {"HOME": str(tmp_path), "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TERM": "xterm"},
         cwd=ROOT,
     )

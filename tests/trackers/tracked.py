@@ -20,7 +20,7 @@ from inflight.observe.trackers import Reporting, TrackedRun, load_trackers
 from inflight.rollouts.slots import SlotSeconds
 from inflight.run.record.journal import Journal
 from inflight.wire import DraftCounts
-from tests.gates import SOON_S
+from tests.gates import NEVER_S
 
 CONFIG = {"run": {"num_steps": 5, "stop_at_reward": None}, "train": {"learning_rate": 0.25}}
 RUN_ID = "letters-1a2b3c4d"
@@ -42,14 +42,14 @@ def live(name: str, options: dict[str, Any], directory: Path) -> list[str]:
         _step(first[0], version, 0)
         state = first[0].state() if version == 2 else state
     first[0].close()
-    first[1].end(None, within_s=SOON_S)  # else a library in the same process would not begin again
+    first[1].end(None, within_s=NEVER_S)  # else a library in the same process would not begin again
     if name == "wandb":
         time.sleep(1.1)  # offline, its folders are named by the second
     second = _incarnation(name, options, directory, state, 2, told)
     for version in (3, 4, 5):
         _step(second[0], version, 1)
     second[0].close()
-    second[1].end(FAILURE, within_s=SOON_S)
+    second[1].end(FAILURE, within_s=NEVER_S)
     return told
 
 
