@@ -7,7 +7,6 @@ keeps the code off is then the sandbox, not the permissions of files.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import secrets
 import select
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from inflight.environments.tools.python_tool import PythonResult
+from tests.gates import SOON_S
 
 NOBODY = 65534
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCONT)
@@ -47,6 +48,7 @@ class Outside:
 
     def __post_init__(self) -> None:
         self.before = self._state()
+        self._descriptors = _open_descriptors()
 
     @property
     def header(self) -> str:
@@ -93,6 +95,7 @@ class Outside:
         found += [
             f"the {name} socket was reached" for name, listener in self.listeners.items() if _is_readable(listener)
         ]
+        found += self._changed_descriptors()
         if self.victim.poll() is not None:
             found.append("another process was ended")
         if self.signals:
@@ -109,7 +112,6 @@ class Outside:
 
     def _state(self) -> dict[str, Any]:
         own = Path(f"/proc/{os.getpid()}")
-        gc.collect()  # what earlier tests left open would close in between
         return {
             "files": {path.name: path.read_bytes() for path in sorted(self.folder.iterdir()) if path.is_file()},
             "shared memory": Path(f"/dev/shm/{self.folder.name}").read_bytes(),
@@ -119,9 +121,30 @@ class Outside:
             "the host's name": socket.gethostname(),
             "limits": [Path(f"/proc/{pid}/limits").read_text() for pid in (os.getpid(), self.victim.pid)],
             "priority": [os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, self.victim.pid)],
-            "file descriptors": sorted(os.listdir(own / "fd")),
             "children": (own / "task" / str(threading.get_native_id()) / "children").read_text(),
         }
+
+    def _changed_descriptors(self) -> list[str]:
+        """Return which of our file descriptors are not what they were, and which stay open that were not.
+
+        Those of earlier tests, which threads of theirs may open and close, are none of ours.
+        """
+        ours = {self.inheritable_fd, *(listener.fileno() for listener in self.listeners.values())}
+        now = _open_descriptors()
+        found = [f"file descriptor {fd} changed" for fd in ours if now.get(fd) != self._descriptors[fd]]
+        deadline = time.monotonic() + SOON_S
+        while (added := _open_descriptors().keys() - self._descriptors.keys()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [*found, *(f"file descriptor {fd} was left open" for fd in added)]
+
+
+def _open_descriptors() -> dict[int, str]:
+    """Return what each file descriptor of this process refers to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 def _is_readable(listener: socket.socket) -> bool:

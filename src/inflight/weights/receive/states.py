@@ -188,7 +188,7 @@ class UpdateStateMachine:
         if incarnation < highest:
             raise FencedError(
                 f"the trainer of run {run_id!r} was replaced: this call comes from its incarnation {incarnation}, "
-                f"but incarnation {highest} has taken over; stop this trainer"
+                f"but incarnation {highest} has taken over. Stop this trainer"
             )
         self._owner = run_id
         self._incarnations.pop(run_id, None)
