@@ -165,9 +165,16 @@ class Brake:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._held = path.with_name(f"{path.name}.held")
+        """One byte for each forward that was held."""
 
     def put_on(self) -> None:
+        self._held.write_bytes(b"")
         self.path.touch()
+
+    def wait_for_forwards(self, num: int) -> None:
+        """Return once this many forwards have begun since the brake was put on; all but the last have ended."""
+        wait_until(lambda: self._held.stat().st_size >= num, "the engine does not compute")
 
     def release(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -180,7 +187,14 @@ class Brake:
 
     def hold_back(self, model: Any) -> None:
         """Brake every forward of a model."""
-        model.register_forward_pre_hook(lambda *_: time.sleep(self.STEP_S) if self.path.exists() else None)
+
+        def hold(*_: object) -> None:
+            if self.path.exists():
+                with self._held.open("ab") as held:
+                    held.write(b".")
+                time.sleep(self.STEP_S)
+
+        model.register_forward_pre_hook(hold)
 
 
 BRAKE = "INFLIGHT_TESTS_BRAKE"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
@@ -28,26 +28,27 @@ from tests.engine.reference import (
     make_request,
     random_prompt,
 )
-from tests.gates import wait_until
-from tests.servers import TOKEN, ServerProcess
+from tests.gates import BrakedServer
+from tests.servers import TOKEN
 
 NUM_REQUESTS = 18
 UNIFORM = -math.log(VOCAB_SIZE)
 
 
-def sampled_tokens(server: ServerProcess, publisher: WeightPublisher) -> int:
-    """Completion tokens since the server's start, as its metrics say."""
-    import httpx
-
-    text = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=10).text
-    return next(int(float(x.split()[1])) for x in text.splitlines() if x.startswith("inflight_completion_tokens_total"))
+@pytest.fixture
+def server(model_dir: Path, tmp_path: Path) -> Iterator[BrakedServer]:
+    server = BrakedServer(model_dir, tmp_path, "--max-concurrent", "16")
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_every_token_has_the_logprob_of_the_version_that_its_span_names(
-    start_server: Callable[..., ServerProcess], model_dir: Path, policy: str
+    server: BrakedServer, model_dir: Path, policy: str
 ) -> None:
-    server = start_server(model_dir, "--max-concurrent", "16")
     model = load_reference(model_dir)
     true = {name: parameter.detach() for name, parameter in model.named_parameters()}
     zeroed = {**true, "model.norm.weight": torch.zeros_like(true["model.norm.weight"])}
@@ -76,13 +77,15 @@ def test_every_token_has_the_logprob_of_the_version_that_its_span_names(
 
     with WeightPublisher.connect([server.url], run_id="run", token=TOKEN) as publisher:
         Thread(target=work, daemon=True).start()
-        for version, tensors in ((1, zeroed), (2, true)):
-            until = sampled_tokens(server, publisher) + 16 * 60
-            wait_until(lambda until=until: sampled_tokens(server, publisher) >= until)  # type: ignore[misc]
-            worker = CheckpointWorker(tensors, version)
-            report = publish_weights(worker, publisher, in_flight=policy, deadline_s=30)  # type: ignore[arg-type]
-            assert report is not None
-            assert report.applied_everywhere
+        with server.brake:
+            server.brake.wait_for_forwards(20)  # one for each prompt, and some for all together
+            for version, tensors in ((1, zeroed), (2, true)):
+                worker = CheckpointWorker(tensors, version)
+                report = publish_weights(worker, publisher, in_flight=policy, deadline_s=30)  # type: ignore[arg-type]
+                assert report is not None
+                assert report.applied_everywhere
+                server.brake.put_on()
+                server.brake.wait_for_forwards(3)
         completions = [response.completions[0] for response in answers.result(60)]
     with_all_versions = 0
     for request, completion in zip(requests, completions, strict=True):

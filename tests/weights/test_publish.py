@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +89,21 @@ def start_request(server: ServerProcess, *, max_tokens: int = 700) -> Future[Gen
     return future
 
 
+def first_token_s(server: ServerProcess) -> float | None:
+    last = weight_version(server).last_update
+    return None if last is None else last.first_token_s
+
+
 def test_a_publish_reports_every_endpoint_and_where_the_time_went(
     two_servers: Servers, model_dir: Path, connect: Connect
 ) -> None:
     worker = PlainWorker(silenced(checkpoint(model_dir)))
     publisher = connect(*two_servers)
-    running = start_request(two_servers[0])
-    report = publish(worker, publisher)
+    with two_servers[0].brake:
+        running = start_request(two_servers[0])
+        two_servers[0].brake.wait_for_forwards(2)
+        report = publish(worker, publisher)
+        wait_until(lambda: first_token_s(two_servers[0]))
     assert report.applied_everywhere
     assert (report.run_id, report.version) == (publisher.run_id, 1)
     assert report.size_bytes == sum(tensor.nbytes for tensor in worker.tensors.values())
@@ -107,8 +115,7 @@ def test_a_publish_reports_every_endpoint_and_where_the_time_went(
     assert 0 < spans.wire_s < spans.total_s
     assert 0 < spans.pause_s < spans.total_s - spans.wire_s  # what arrives is staged while sampling continues
     assert 0 < spans.load_s < spans.pause_s
-    assert spans.first_token_s is not None
-    assert 0 < spans.first_token_s < 5
+    assert spans.first_token_s in (None, first_token_s(two_servers[0]))  # the publisher waits for milliseconds only
     for endpoint in report.endpoints:
         assert endpoint.timings is not None
         assert endpoint.timings.load_s <= endpoint.timings.paused_s <= spans.pause_s
@@ -149,8 +156,14 @@ def test_every_policy_publishes_while_a_request_runs(
     server = two_servers[0]
     publisher = connect(server)
     publish(PlainWorker(checkpoint(model_dir)), publisher)
-    running = start_request(server, max_tokens=300)
-    report = publish(PlainWorker(silenced(checkpoint(model_dir)), version=2), publisher, in_flight=policy)
+    with server.brake, ThreadPoolExecutor(1) as others:
+        running = start_request(server, max_tokens=300)
+        server.brake.wait_for_forwards(2)
+        if policy == "drain":  # once it has begun, the request may end
+            others.submit(wait_until, lambda: weight_version(server).updating_to == 2).add_done_callback(
+                lambda _: server.brake.release()
+            )
+        report = publish(PlainWorker(silenced(checkpoint(model_dir)), version=2), publisher, in_flight=policy)
     assert report.applied_everywhere
     completion = running.result(SOON_S).completions[0]
     versions = [span.version for span in completion.version_spans]

@@ -1,0 +1,91 @@
+"""Runs `make test` again and again, and records each run: no test may fail by luck.
+
+    python benchmarks/test_runs.py --runs 10
+    python benchmarks/test_runs.py --runs 10 --busy 2
+
+Run it in a clean checkout. With ``--busy N``, N processes keep processors busy meanwhile. Each run is appended to
+benchmarks/results/test_runs.json as it ends, with the commit, the seconds of the tests and the tests that failed. Since
+machines differ, a record also holds the seconds that one of the machine's processors takes for a loop of ten million
+additions before the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from results import DIRECTORY, read_results, record_of, write_results
+
+ROOT = Path(__file__).parents[1]
+_SUMMARY = re.compile(r"^=+ (?P<counts>.*) in (?P<seconds>[0-9.]+)s.*=+$", re.MULTILINE)
+_BUSY = "while True: pass"
+
+
+@contextlib.contextmanager
+def busy_processes(num: int) -> Iterator[None]:
+    """Keep processors busy."""
+    running = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(num)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def loop_seconds() -> float:
+    """Return the processor time of ten million additions."""
+    started, total = time.process_time(), 0
+    for i in range(10_000_000):
+        total += i
+    return time.process_time() - started
+
+
+def run_of(num_busy: int) -> dict[str, Any]:
+    """Run `make test` once, and return its record."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    loop_s = loop_seconds()
+    started = time.time()
+    with busy_processes(num_busy):
+        ran = subprocess.run(["make", "test"], cwd=ROOT, capture_output=True, text=True)
+    summary = _SUMMARY.search(ran.stdout)
+    counts = {}
+    if summary is not None:
+        counts = {word: int(num) for num, word in re.findall(r"(\d+) (\w+)", summary["counts"])}
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(started)),
+        "commit": commit.stdout.strip()[:9],
+        "num_busy": num_busy,
+        "status": ran.returncode,
+        "counts": counts,
+        "failed": re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE),
+        "seconds": None if summary is None else float(summary["seconds"]),
+        "loop_seconds": round(loop_s, 3),
+        "machine": record_of("test_runs", [])["machine"],
+        "output": None if ran.returncode == 0 else (ran.stdout + ran.stderr)[-20_000:],
+    }
+
+
+def main() -> None:
+    """Run, and append to the record."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=1, help="number of runs")
+    parser.add_argument("--busy", type=int, default=0, help="number of processes that keep processors busy")
+    arguments = parser.parse_args()
+    for i in range(arguments.runs):
+        record = run_of(arguments.busy)
+        rows = read_results("test_runs")["rows"] if (DIRECTORY / "test_runs.json").exists() else []
+        write_results("test_runs", [*rows, record])
+        words = ", ".join(f"{num} {word}" for word, num in record["counts"].items())
+        print(f"run {i + 1} of {arguments.runs}: {words} in {record['seconds']} s", *record["failed"], flush=True)
+
+
+if __name__ == "__main__":
+    main()
