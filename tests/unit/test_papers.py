@@ -26,6 +26,7 @@ def test_a_pipeline_trains_half_as_many_tokens_again_as_phases_of_the_same_large
     assert row["lag_max"] <= 7
 
 
+@pytest.mark.exhaustive
 def test_rank_groups_keep_endpoints_as_busy_as_in_rhymerls_setting() -> None:
     """0.26, 0.52, 0.72 and 0.92 are exact but for the rounding of lengths."""
     plain, whole, cuts = papers.histopipe(num_paired=4)
@@ -38,6 +39,7 @@ def test_rank_groups_keep_endpoints_as_busy_as_in_rhymerls_setting() -> None:
     assert max(row["lag_max"] for row in (plain, whole, cuts)) == 1
 
 
+@pytest.mark.exhaustive
 def test_dispatch_by_length_gains_what_streamrls_setting_gives_over_a_fixed_division() -> None:
     """1.06, 1.23 and 1.04 with 256 running; 1.26, 1.37 and 1.27 with 128. One seed of four instances is within 0.04 of
     five seeds of eight; the rest is what docs/planner.md says."""
@@ -54,6 +56,7 @@ def test_dispatch_by_length_gains_what_streamrls_setting_gives_over_a_fixed_divi
     assert all(row["recall"] == pytest.approx(0.87, abs=0.005) for row in rows if "87 %" in row["name"])
 
 
+@pytest.mark.exhaustive
 def test_areals_gate_loses_at_eta_0_and_gains_little_beyond_4() -> None:
     """It measured 1.49 to 2.77x at eta 4 and 8."""
     none, four, eight = papers.areal(etas=(0, 4, 8), seeds=1, batch=1024, devices=8)

@@ -300,6 +300,7 @@ def test_costs_are_found_again_in_events_and_predict_other_runs(runs: dict[str, 
         assert predicted.lag == pytest.approx(found.lag, rel=0.1, abs=0.1), name
 
 
+@pytest.mark.exhaustive
 def test_one_run_predicts_others_roughly_and_is_said_to_be_of_one_load(
     runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
