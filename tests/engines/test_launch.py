@@ -26,7 +26,7 @@ from inflight.errors import ConfigError, EndpointError
 from inflight.http.client import HttpEndpoint
 from inflight.wire import GenerateRequest, SamplingParams
 from tests.engines.fake_engines import ENGINE_TOKEN, FAILING, SILENT, FakeKind, installed
-from tests.gates import SOON_S
+from tests.gates import SOON_S, wait_until
 from tests.run.runs import RunProcess, ends_within, is_alive
 from tests.servers import TOKEN
 
@@ -94,10 +94,12 @@ def test_no_more_than_the_last_lines_are_quoted_and_all_are_kept() -> None:
     assert len(log.read_text().splitlines()) == 100
 
 
-def test_an_engine_that_is_never_healthy_is_stopped_at_the_deadline() -> None:
+def test_an_engine_that_is_never_healthy_is_stopped_at_the_deadline(tmp_path: Path) -> None:
     waited: list[float] = []
-    engine = start_engine(SILENT, NOTHING)
+    log = tmp_path / "log"
+    engine = start_engine(SILENT, NOTHING, log=log)
     words = r"(?s)silent was not healthy after 1 s and is being stopped.*loading for ever"
+    wait_until(lambda: "loading for ever" in log.read_text())
     with pytest.raises(EndpointError, match=words), engine:
         asyncio.run(engine.wait_until_healthy(1.0, waited.append))
     assert waited == []  # it is told every five seconds

@@ -206,10 +206,10 @@ def test_cancelling_at_any_moment_leaves_no_process_and_no_file_descriptor(isola
         await asyncio.to_thread(wait_for_none, beyond)
 
     async def all_of_them() -> None:
-        before = sorted(os.listdir("/proc/self/fd"))
+        before = set(os.listdir("/proc/self/fd"))
         for step in range(16):
             await cancelled(0.004 * step)
-        assert sorted(os.listdir("/proc/self/fd")) == before
+        assert set(os.listdir("/proc/self/fd")) <= before  # threads of earlier tests may close some
 
     asyncio.run(all_of_them())
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.reference import ReferenceCheckpoint, chosen, distribution
 from inflight.contracts import DraftingEndpoint, InferenceEndpoint
 from inflight.errors import UnsupportedError
@@ -24,6 +25,7 @@ from inflight.rollouts import continuation
 from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import Completion, DraftHistory, GenerateRequest, InFlightPolicy, PromptHistory, SamplingParams
+from tests.gates import until
 from tests.real_engines.servers import is_uniform, muted, publish, python_of, run
 from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess
@@ -212,10 +214,18 @@ def test_prompts_of_one_token_are_drawn_rightly_beside_others(server: Server, re
     """
 
     async def main(client: InferenceEndpoint) -> None:
-        running = asyncio.ensure_future(generate(client, request(900, temperature=1.0)))
+        async def keep_one_running() -> None:
+            while True:
+                await generate(client, request(900, temperature=1.0))
+
+        async def num_running() -> int:
+            return (await client.weight_version()).num_running
+
+        running = asyncio.ensure_future(keep_one_running())
+        await until(num_running, "the first request does not run")
         await require_drawn(client, reference, 1.0, prompt=(5,))
         assert not running.done()
-        running.cancel()
+        await cancel_and_wait(running)
 
     run(server.client(), main)
 

@@ -10,15 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from inflight.contracts import AbortingEndpoint, InferenceEndpoint
 from inflight.rollouts import continuation, joined
 from inflight.wire import AbortRequests, Completion, GenerateRequest
+from tests.gates import until
 from tests.real_engines.servers import RealEngine, muted, publish, request, run
 from tests.real_engines.test_updates import assert_spans_are_true
 
 NUM_REQUESTS = 8
-PART_S = 0.3
+PART_S = 0.15
 
 
 async def sampled_in_parts(endpoint: InferenceEndpoint, whole: GenerateRequest) -> tuple[Completion, int]:
-    """Return a completion that was aborted and continued every `PART_S` seconds, and the number of its parts."""
+    """Return a completion that was aborted after every `PART_S` seconds, and the number of its parts.
+
+    It is continued once another version is served.
+    """
     assert isinstance(endpoint, AbortingEndpoint)
     found, asked, num_parts = None, whole, 0
     while True:
@@ -32,6 +36,12 @@ async def sampled_in_parts(endpoint: InferenceEndpoint, whole: GenerateRequest) 
         if part.finish_reason != "abort":
             return found, num_parts
         asked = continuation(asked, part, f"{whole.request_id}-{num_parts}")
+        aborted_at = (await endpoint.weight_version()).version
+        await until(lambda served=aborted_at: is_served_no_longer(endpoint, served), "no other version came")
+
+
+async def is_served_no_longer(endpoint: InferenceEndpoint, version: int) -> bool:
+    return (await endpoint.weight_version()).version != version
 
 
 def test_spans_are_true_over_parts_and_over_updates_within_and_between_them(engine: RealEngine) -> None:

@@ -72,13 +72,15 @@ def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
 
 
 def test_wandb_continues_the_same_run_offline(tmp_path: Path) -> None:
-    stored = stored_by("wandb", {"project": "letters", "mode": "offline"}, tmp_path, WANDB_DIR=str(tmp_path))
+    patience = {"WANDB__SERVICE_WAIT": "300", "WANDB_INIT_TIMEOUT": "300"}  # W&B starts a process of its own
+    options = {"project": "letters", "mode": "offline"}
+    stored = stored_by("wandb", options, tmp_path, WANDB_DIR=str(tmp_path), **patience)
+    assert all(line.startswith("tracker 'wandb': wandb sync ") for line in stored["told"]), stored["told"]
     check_steps(stored, [loss_of(3, 0), loss_of(3, 1)])
     assert stored["runs"] == [RUN_ID]
     assert stored["config"] == CONFIG
     assert stored["failure"] == FAILURE
     assert stored["ends"] == [0, 1]
-    assert all(line.startswith("tracker 'wandb': wandb sync ") for line in stored["told"]), stored["told"]
 
 
 def test_wandb_without_a_login_fails_and_does_not_ask_on_the_terminal_of_the_run(tmp_path: Path) -> None:

@@ -60,9 +60,10 @@ def start_publisher(server: ServerProcess, model: Path, way: str) -> subprocess.
 
 
 def test_a_server_whose_publisher_was_killed_resumes_by_itself_when_the_lease_ends(
-    server: ServerProcess, large_model_dir: Path
+    server: BrakedServer, large_model_dir: Path
 ) -> None:
-    running = start_request(server, max_tokens=1000)
+    server.brake.put_on()
+    running = start_request(server, max_tokens=100)
     with start_publisher(server, large_model_dir, "paused") as publisher:
         assert publisher.stdout is not None
         assert publisher.stdout.readline() == "paused\n"
@@ -70,9 +71,10 @@ def test_a_server_whose_publisher_was_killed_resumes_by_itself_when_the_lease_en
         publisher.kill()
         publisher.wait(timeout=10)
         assert weight_version(server).state is EndpointState.PAUSED
+    server.brake.release()
     wait_until_ready(server)
     completion = running.result(SOON_S).completions[0]
-    assert (completion.finish_reason, len(completion.token_ids)) == ("length", 1000)
+    assert (completion.finish_reason, len(completion.token_ids)) == ("length", 100)
     assert_serves(server, 1)
 
 

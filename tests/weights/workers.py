@@ -25,7 +25,7 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
-from tests.gates import wait_until
+from tests.gates import SOON_S, wait_until
 from tests.servers import TOKEN, ServerProcess
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ def ask(url: str, call: Callable[[HttpEndpoint], Coroutine[Any, Any, T]], *, tok
     async def conversation() -> T:
         endpoint = HttpEndpoint(url, token=token)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(SOON_S):
                 return await call(endpoint)
         finally:
             await endpoint.aclose()
