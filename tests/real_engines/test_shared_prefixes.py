@@ -200,7 +200,7 @@ def test_completions_that_wait_in_the_engine_while_weights_change_find_no_older_
             first = (await actor.weight_version()).version + 1
             await publisher.publish(first, InFlightPolicy.KEEP)
             capacity = (await actor.capabilities()).max_concurrent_sequences
-            asked = request(0, 240, n=capacity + NUM_RUNNING)
+            asked = request(0, 600, n=capacity + NUM_RUNNING)
             sampling = asyncio.ensure_future(actor.generate(asked))
             while (await actor.weight_version()).num_running < capacity:
                 assert not sampling.done()
