@@ -125,9 +125,9 @@ class Outside:
         }
 
     def _changed_descriptors(self) -> list[str]:
-        """Return which of our file descriptors are not what they were, and which stay open that were not.
+        """Return which of our file descriptors have changed, and which additional ones stay open.
 
-        Those of earlier tests, which threads of theirs may open and close, are none of ours.
+        Threads of earlier tests may still close their own.
         """
         ours = {self.inheritable_fd, *(listener.fileno() for listener in self.listeners.values())}
         now = _open_descriptors()

@@ -141,7 +141,7 @@ def test_an_engine_killed_at_any_step_is_told_in_time_and_its_successor_is_synce
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_death_of_an_engines_inner_process_ends_what_serves_it_with_the_cause_soon(
+def test_the_death_of_an_engines_inner_process_ends_what_serves_it_with_the_cause_within_two_seconds(
     engine: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "inflight", "serve", str(tiny_model), "--port", "0", "--dtype", "float32"]
@@ -187,7 +187,7 @@ def test_the_death_of_an_engines_inner_process_ends_what_serves_it_with_the_caus
         assert re.search(rf"inflight: {engine} has died: its process {part} \({name}\) ", log.read_text()), (
             log.read_text()
         )
-        assert took_s < 10.0  # two seconds where nothing else runs
+        assert took_s < 2.0
     finally:
         server.kill()
         server.wait(10)

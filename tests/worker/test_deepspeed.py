@@ -52,8 +52,7 @@ MORE_CASES: dict[str, dict[str, Any]] = CASES | {
 }
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("cases", [CASES, MORE_CASES], ids=["few", "all"])
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.exhaustive)], ids=["few", "all"])
 def test_ranks_train_and_resume_as_fsdp_does_whatever_was_left_by_a_killed_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: dict[str, dict[str, Any]]
 ) -> None:

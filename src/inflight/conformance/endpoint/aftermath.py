@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from inflight.conformance.checks import fail, require
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
@@ -21,22 +22,28 @@ async def until_running(subject: EndpointSubject, num: int, seconds: float, what
         await asyncio.sleep(0.005)
 
 
-async def require_ended_early(subject: EndpointSubject, other: asyncio.Task[GenerateResponse], what: str) -> None:
-    """Require that soon only ``other``, a request that fills the context, is running.
+async def require_ended_early(
+    subject: EndpointSubject, others: Sequence[asyncio.Task[GenerateResponse]], alone_s: float, what: str
+) -> None:
+    """Require that soon only ``others`` are running: one request that fills the context, or none.
 
-    How long the rest would have run is not estimated: the time until they have ended must be less than half of the time
-    that ``other`` runs, and whatever slows the server down slows both. It must also be at most `SERVED_S`.
+    Next to another request, how long the rest would have run is not estimated: the time until they have ended must be
+    less than half of the time that the other one runs, and at most `SERVED_S`. Whatever slows the server down slows
+    both. Without one, the time must be less than ``alone_s``.
     """
+    limit_s = SERVED_S if others else alone_s
     started = time.monotonic()
-    while (await subject.endpoint.weight_version()).num_running > 1:
-        words = f"{what} was still being decoded after {SERVED_S:g} s"
-        require(time.monotonic() - started < SERVED_S, words)
+    while (await subject.endpoint.weight_version()).num_running > len(others):
+        words = f"{what} was still being decoded after {limit_s:.2g} s"
+        require(time.monotonic() - started < limit_s, words)
         await asyncio.sleep(0.005)
     ended_s = time.monotonic() - started
-    await asyncio.wait([other], timeout=ended_s)
-    if other.done():
-        other.result()
-        fail(f"{what} ran for more than half of the time that an equally long request next to it needed to its end")
+    if others:
+        await asyncio.wait(others, timeout=ended_s)
+    for other in others:
+        if other.done():
+            other.result()
+            fail(f"{what} ran for more than half of the time that an equally long request next to it needed to its end")
     subject.note(**{f"seconds until {what} had ended": ended_s})
 
 

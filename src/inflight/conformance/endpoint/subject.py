@@ -258,6 +258,13 @@ class EndpointSubject:
         """Return the first completion of a request."""
         return (await self.ask(prompt, **sampling))[1]
 
+    async def seconds_to_fill_the_context(self) -> float:
+        """Return how long a request to the end of the context takes, once an equal one has warmed the endpoint up."""
+        await self.generate(max_tokens=self.remaining_tokens())
+        started = time.monotonic()
+        await self.generate(max_tokens=self.remaining_tokens())
+        return time.monotonic() - started
+
     def start(self, num: int, max_tokens: int) -> Running:
         """Start requests, whether or not they can run now, and return them."""
         requests = [self.request(self.prompt(seed=i), max_tokens=max_tokens, seed=i) for i in range(num)]
