@@ -50,7 +50,8 @@ def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(
     start_run: Callable[..., RunProcess], tmp_path: Path
 ) -> None:
     gate = StepGate(tmp_path / "steps", 1)
-    run = start_run("--run.trackers", "tensorboard", "--run.metrics_port", "0", *gate.settings)
+    words = ("--run.trackers", "tensorboard", "--run.metrics_port", "0", *gate.settings)
+    run = start_run(*words, environment={"INFLIGHT_TESTS_PLOTS": "1"})
     run.wait_for_output("metrics for Prometheus at")
     (url,) = re.findall(r"metrics for Prometheus at (\S+)", run.output())
     run.wait_for_steps(1)

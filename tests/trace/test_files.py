@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -190,8 +191,10 @@ def test_readers_beside_a_running_writer_miss_nothing(tmp_path: Path, compresses
     threads = [threading.Thread(target=call) for call in (follow, read_again_and_again)]
     for thread in threads:
         thread.start()
-    for _ in range(300):
+    deadline, num_writes = time.monotonic() + 60, 0
+    while num_writes < 300 or (len(seen["read"]) < 2 and time.monotonic() < deadline):
         run.write(5)
+        num_writes += 1
     is_over.set()
     for thread in threads:
         thread.join(60)
