@@ -138,6 +138,7 @@ class JudgedEndpoint(Subject):
         served = (await subject.endpoint.weight_version()).version
         subject.publisher = SteppedPublisher(subject.endpoint, subject.capabilities, served)
         if self._reference is not None and self._unknown_weights:
+            await subject.publisher.form_group(self._start_deadline_s / 6)  # more than a check allows: not judged
             await subject.publisher.publish(self._reference.weights)
             subject.publisher.lose_group()
             subject.publisher = SteppedPublisher(subject.endpoint, subject.capabilities, subject.publisher.version)
