@@ -5,6 +5,9 @@
 compares HEAD with another commit. Each is checked out in a directory of its own and runs its own code, its own example
 and its own benchmark of the engine; only the quickstart's model is the same. Speed and pauses of the quickstart are
 counted from the end of the first step to the end of the last.
+
+The commits run in turns. On a machine whose speed changes from one minute to the next, ``--together`` runs both at the
+same time, so that a change affects both; each then has half of the machine, and figures are those of a loaded one.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +93,29 @@ def main() -> None:
     parser.add_argument("revision")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run")
+    parser.add_argument("--together", action="store_true", help="run both commits at the same time")
     arguments = parser.parse_args()
     figures: dict[str, dict[str, list[float]]] = {}
-    with tempfile.TemporaryDirectory() as directory:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        ThreadPoolExecutor(2 if arguments.together else 1) as executor,
+    ):
         trees, commits = checkouts(Path(directory), {"before": arguments.revision, "after": "HEAD"})
+
+        def measured(label: str) -> dict[str, float]:
+            return quickstart_of(trees[label], number, arguments.steps) | engine_of(trees[label])
+
         for number in range(arguments.rounds):
-            for label in ("before", "after") if number % 2 == 0 else ("after", "before"):
-                measured = quickstart_of(trees[label], number, arguments.steps) | engine_of(trees[label])
-                print(json.dumps({"round": number, "commit": commits[label], **measured}), flush=True)
-                for name, value in measured.items():
+            labels = ("before", "after") if number % 2 == 0 else ("after", "before")
+            for label, values in zip(labels, executor.map(measured, labels), strict=True):
+                print(json.dumps({"round": number, "commit": commits[label], **values}), flush=True)
+                for name, value in values.items():
                     figures.setdefault(name, {}).setdefault(label, []).append(value)
     rows: dict[str, Any] = {
         name: {label: spread(values) for label, values in sides.items()} for name, sides in figures.items()
     }
-    write_results("beside", {"commits": commits, "rounds": arguments.rounds, "steps": arguments.steps, "figures": rows})
+    found = {"commits": commits, "rounds": arguments.rounds, "steps": arguments.steps, "figures": rows}
+    write_results("beside_together" if arguments.together else "beside", found)
 
 
 if __name__ == "__main__":
