@@ -43,6 +43,7 @@ from tests.conformance.certificates import (
     verdict,
 )
 
+CERTIFICATES_KEPT = Path(__file__).parents[2] / "docs" / "certificates"
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 FACTS = st.dictionaries(TEXT, st.one_of(TEXT, st.integers(), st.booleans(), st.none(), st.lists(TEXT)), max_size=3)
 VERDICTS = st.builds(
@@ -112,6 +113,23 @@ def _element(text: str) -> ElementTree.Element:
 def test_a_certificate_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_reports(EVERYTHING, {"json": tmp_path / "certificate.json"})
     assert read_certificate(tmp_path / "certificate.json") == EVERYTHING
+
+
+def test_paths_in_the_working_directory_are_written_relative_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = f'File "{tmp_path}/engine/server.py" of {tmp_path}/engine, not /other{tmp_path}/engine'
+    write_reports(
+        certificate(verdict("E-01", CheckOutcome.FAILED, message=message)), {"json": tmp_path / "certificate.json"}
+    )
+    (kept,) = read_certificate(tmp_path / "certificate.json").verdicts
+    assert kept.message == f'File "engine/server.py" of engine, not /other{tmp_path}/engine'
+
+
+def test_no_kept_certificate_names_a_directory_of_the_machine_that_made_it() -> None:
+    for file in CERTIFICATES_KEPT.glob("*.json"):
+        assert not re.search(r"(?<![\w.-])/[\w./-]*/\.(engines|venv)/", file.read_text()), file.name
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,15 @@ REPORTS = (
 
 
 def write_reports(certificate: Certificate, files: Mapping[str, Path]) -> None:
-    """Write these reports, each completely or not at all. Raises `ConfigError`."""
+    """Write these reports, each completely or not at all. Paths in the working directory are written relative to it.
+
+    Raises `ConfigError`.
+    """
+    here = Path.cwd()
+    if here != here.parent:
+        prefix = json.dumps(f"{here}/", ensure_ascii=False)[1:-1]
+        text = re.sub(rf"(?<![\w./-]){re.escape(prefix)}", "", certificate.model_dump_json())
+        certificate = Certificate.model_validate_json(text)
     for report in REPORTS:
         if report.name in files:
             write_whole(files[report.name], report.render(certificate))
