@@ -365,19 +365,19 @@ def structure_table() -> str:
 
 
 def beside_table() -> str:
-    """Return the quickstart and the engine of two commits, which took turns on one machine."""
-    rows = kept("beside")["rows"]
-    lines = [
-        f"| median (extremes) of {rows['rounds']} rounds | {rows['commits']['before']} | {rows['commits']['after']} |",
-        "|---|---|---|",
+    """Return the quickstart and the engine of two commits, which took turns and then ran at the same time."""
+    ways = {"in turns": kept("beside")["rows"], "together": kept("beside_together")["rows"]}
+    heads = [
+        f"{rows['commits'][label]}, {way}, {rows['rounds']} rounds"
+        for way, rows in ways.items()
+        for label in ("before", "after")
     ]
-    for name, sides in rows["figures"].items():
-        forms = {"trained_tokens_per_s": ",.0f", "paused_share": ".1%", "lag_mean": ".2f"}
+    lines = [f"| median (extremes) | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    forms = {"trained_tokens_per_s": ",.0f", "paused_share": ".2%", "lag_mean": ".2f"}
+    for name in ways["in turns"]["figures"]:
         form = forms.get(name, ".2f" if name.startswith("engine") else ".3f")
-        cells = [
-            f"{sides[label]['median']:{form}} ({sides[label]['min']:{form}} to {sides[label]['max']:{form}})"
-            for label in ("before", "after")
-        ]
+        sides = [rows["figures"][name][label] for rows in ways.values() for label in ("before", "after")]
+        cells = [f"{side['median']:{form}} ({side['min']:{form}} to {side['max']:{form}})" for side in sides]
         lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
