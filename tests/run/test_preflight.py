@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from inflight.cli import main
+from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.errors import ConfigError
 from inflight.run.config import RunConfig, load_config
 from inflight.run.machines.devices import described_devices
@@ -94,6 +95,34 @@ def test_both_refuse_a_model_without_a_tokenizer_or_with_weights_that_are_cut_of
     for path in model.glob("tokenizer*"):
         path.unlink()
     assert "has no tokenizer" in refused_alike(file, ["--model.path", str(model)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (None, "the tokenizer has no chat template"),
+        ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", "omits system messages"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+    ],
+)
+def test_both_refuse_a_system_prompt_that_the_chat_template_does_not_render(
+    file: Path,
+    model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    template: str | None,
+    problem: str,
+) -> None:
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    for path in model.glob("*.jinja"):
+        if template is None:
+            path.unlink()
+    message = refused_alike(file, ["--model.path", str(model), "--task.system_prompt", "Be brief."], capsys)
+    assert problem in message
+    assert "task.system_prompt" in message
 
 
 @pytest.fixture

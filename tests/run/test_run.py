@@ -204,6 +204,27 @@ def test_interrupt_saves_and_resume_goes_on_without_losing_or_repeating_items(
     assert state["ledger"]
 
 
+def test_a_second_interrupt_kills_the_run_s_processes_and_says_so_and_the_run_can_be_resumed(
+    start_run: Callable[..., RunProcess], tmp_path: Path
+) -> None:
+    gate = StepGate(tmp_path / "steps", 1)
+    run = start_run("--run.checkpoint_every_steps", "1", *gate.settings)
+    run.wait_for_steps(1)
+    run.interrupt()
+    run.wait_for_output("press Ctrl-C again")
+    assert run.process.poll() is None  # the step waits at the gate
+    run.interrupt()
+    assert run.wait(60) == 130, run.output()
+    assert "stopping at once" in run.output()
+    assert "killed by signal" not in run.output()
+    assert run.summary()["interrupted"]
+    assert run.summary()["failure"] is None
+    gate.open()
+    resumed = start_run("--resume", *gate.settings)
+    assert resumed.wait() == 0, resumed.output()
+    assert [row["version"] for row in resumed.rows()] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.exhaustive
 def test_interrupt_while_waiting_for_data_keeps_the_steps_since_the_last_checkpoint(
     start_run: Callable[..., RunProcess],

@@ -13,6 +13,7 @@ import pytest
 
 from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.errors import TaskError
+from inflight.rollouts.tasks import AS_GIVEN
 from inflight.run.sampling.scoring import ScoringPool
 from tests.gates import Gate
 
@@ -29,7 +30,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def pool(tmp_path: Path, **params: Any) -> AsyncIterator[ScoringPool]:
     byte_tokenizer().save_pretrained(tmp_path)
-    made = ScoringPool(1, "tests.run.tasks:count_letters", params, 0, tmp_path, start_timeout_s=120)
+    made = ScoringPool(1, "tests.run.tasks:count_letters", params, 0, AS_GIVEN, tmp_path, start_timeout_s=120)
     try:
         yield made
     finally:

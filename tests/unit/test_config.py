@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from inflight.contracts import Task
 from inflight.errors import ConfigError, TaskError
 from inflight.losses import PRESETS, Kl, PolicyLoss, Score
 from inflight.rollouts import load_task
+from inflight.rollouts.tasks import AnswerFormat
 from inflight.run.config import load_config
 
+ROOT = Path(__file__).parents[2]
 MINIMAL = '[run]\ndirectory = "runs/x"\n[model]\npath = "models/x"\n[task]\nname = "spell_backward"\n'
 
 
@@ -110,6 +114,37 @@ def test_reasoning_gym_tasks_are_deterministic_and_score_their_own_answers() -> 
         assert task.score(item, f"<think>hm</think><answer>{item.answer}</answer>") == 1.0
         assert task.score(item, "<answer></answer>") == 0.0
     assert load_task("spell_backward", {}, 4).item(0).prompt != load_task("spell_backward", {}, 5).item(0).prompt
+
+
+def test_an_answer_format_inserts_the_problem_and_reads_the_last_answer() -> None:
+    answer_format = AnswerFormat(
+        prompt_template="Think. {question} End with Answer: {word}.", answer_pattern=r"Answer: ?(\w+)"
+    )
+    plain = load_task("spell_backward", {"max_word_len": 5}, 3)
+    task = load_task("spell_backward", {"max_word_len": 5}, 3, answer_format)
+    item = task.item(4)
+    assert item.prompt == f"Think. {plain.item(4).prompt} End with Answer: {{word}}."
+    assert item.answer == plain.item(4).answer
+    assert isinstance(task, Task)
+    assert task.score(item, f"Answer: no, or\nAnswer: {item.answer}") == 1.0
+    assert task.score(item, f"{item.answer}") == 0.0
+    assert task.score(item, f"Answer: {item.answer} Answer: no") == plain.score(plain.item(4), "no") < 1.0
+    whole = load_task("spell_backward", {"max_word_len": 5}, 3, AnswerFormat(answer_pattern=r"\w+$"))
+    assert isinstance(whole, Task)
+    assert whole.score(item, f"It is {item.answer}") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("prompt_template", "Answer it.", "does not contain {question}"),
+        ("answer_pattern", "(", "is not a regular expression"),
+        ("answer_pattern", "(a)(b)", "has 2 groups, but one answer is read"),
+    ],
+)
+def test_an_answer_format_that_cannot_work_is_refused(setting: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(ROOT / "examples/quickstart.toml", [f"--task.{setting}", value])
 
 
 def test_unknown_tasks_and_parameters_are_named_with_the_nearest_known() -> None:

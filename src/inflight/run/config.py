@@ -16,6 +16,7 @@ from inflight.model.lora_settings import LoraSettings
 from inflight.model.optimizer_settings import OptimizerSettings
 from inflight.rollouts import AdvantageEstimator, Credit
 from inflight.rollouts.critic import Target
+from inflight.rollouts.tasks import AnswerFormat
 from inflight.run.fleet_config import ServersSection
 from inflight.run.updates_config import UpdatesSection
 
@@ -84,12 +85,15 @@ class ModelSection(Section):
     of the trained parameters."""
 
 
-class TaskSection(Section):
+class TaskSection(AnswerFormat):
     """The task or environment: a reasoning-gym dataset, an entry point in the group ``inflight.tasks``, or
     ``module:factory``."""
 
     name: str
     params: dict[str, Any] = Field(default_factory=dict)
+    system_prompt: str | None = None
+    """The system message before each problem of a task. None: no system message, for which some chat templates insert
+    one of their own; an empty string replaces that one."""
     reward_timeout_s: float = Field(default=60.0, gt=0)
     """How long the rewards of one group may take."""
     reward_processes: int = Field(default=0, ge=0)
@@ -100,6 +104,11 @@ class TaskSection(Section):
     extra_episodes: int = Field(default=0, ge=0)
     """Episodes of an environment to start in addition to ``sampling.group_size``. Those that finish last are
     abandoned."""
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """The settings that `load_task` takes."""
+        return AnswerFormat(prompt_template=self.prompt_template, answer_pattern=self.answer_pattern)
 
 
 class SamplingSection(Section):

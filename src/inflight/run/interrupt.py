@@ -23,6 +23,8 @@ class Interrupt:
         self._note = note
         self._kill = kill
         self._event = asyncio.Event()
+        self.is_immediate = False
+        """Whether the user has asked twice, and the run's processes were killed."""
 
     def listen(self) -> None:
         """Handle both signals in the running event loop."""
@@ -30,10 +32,13 @@ class Interrupt:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        if self._event.is_set():
+        if not self._event.is_set():
+            self._event.set()
+            self._note("stopping after this step; press Ctrl-C again to stop at once")
+        elif not self.is_immediate:
+            self.is_immediate = True
+            self._note("stopping at once: the run's processes are killed, and steps after the last checkpoint are lost")
             self._kill()
-        self._event.set()
-        self._note("stopping after this step; press Ctrl-C again to stop at once")
 
     def is_set(self) -> bool:
         return self._event.is_set()

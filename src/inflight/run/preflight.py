@@ -26,7 +26,7 @@ from inflight.run.machines.placement import Placement, place, place_elsewhere, u
 from inflight.run.machines.time_limits import TimeLimits, time_limits
 from inflight.run.ranks.workers import check_lora
 from inflight.run.record.run_directory import RunDirectory, StartingPoint, starting_point
-from inflight.run.sampling.groups import check_task
+from inflight.run.sampling.groups import check_system_prompt, check_task
 from inflight.run.sampling.policies import Policies
 from inflight.run.servers.checks import check_servers, read_server_list
 from inflight.run.servers.joining import host_and_port
@@ -151,11 +151,12 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
     uses = device_uses(devices, placement, memory)
     check_fits(uses, memory)
     config.loss.policy_loss()
-    task = load_task(config.task.name, config.task.params, config.run.seed)
+    task = load_task(config.task.name, config.task.params, config.run.seed, config.task.answer_format)
     check_task(config, task)
     policies = _policies_of(config)
     trackers = load_trackers(config.run.trackers, config.run.tracker_options)
     model = machine.read_model(config.model.path)
+    check_system_prompt(config, model.tokenizer)
     attached = _attached(config)
     _check_reach(config, machine, attached)
     for host, port, remedy in _addresses(config, machine.hosts):

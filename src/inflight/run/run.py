@@ -237,6 +237,11 @@ class _Run:
                 await self._stop()
             raise
         except InflightError as error:
+            if self.interrupt.is_immediate:  # what failed was killed by the user
+                with add_failures_to(error):
+                    await self._stop()
+                self.notes.finish(None, interrupted=True)
+                return 130
             if may_restart and isinstance(error, WorkerDiedError) and not self.interrupt.is_set():
                 self.progress.note(f"{text_of(error)}\nall trainer ranks restart from the last checkpoint")
                 self.progress.close()

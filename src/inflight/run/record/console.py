@@ -25,6 +25,8 @@ class Progress:
         self._live: Live | None = None
         self._first: Mapping[str, Any] | None = None
         """The first row since this process started, from which the remaining time is estimated."""
+        self._reward: float | None = None
+        """The mean reward of the last step in whose time groups were finished."""
         self._last_line = 0.0
         self._last_word = self._last_event = time.monotonic()
 
@@ -45,6 +47,8 @@ class Progress:
 
     def step(self, row: Mapping[str, Any]) -> None:
         self._first = self._first or row
+        if row["reward"] is not None:
+            self._reward = row["reward"]
         self._last_word = self._last_event = time.monotonic()
         if self._console.is_terminal:
             if self._live is None:
@@ -63,9 +67,12 @@ class Progress:
 
     def summary(self, summary: Mapping[str, Any], directory: Path) -> None:
         first, last = _number(summary["first_reward"], ".3f"), _number(summary["last_reward"], ".3f")
+        num_steps = summary["num_steps_per_reward"]
+        window = "step" if num_steps == 1 else f"{num_steps} steps"
         self.note(
-            f"reward {first} -> {last} in {summary['elapsed_s']:.0f} s, {summary['version']} steps, "
-            f"{summary['num_samples']} completions, {summary['trained_tokens_per_s']:.0f} trained tokens/s"
+            f"mean reward {first} (first {window}) -> {last} (last {window}) in {summary['elapsed_s']:.0f} s, "
+            f"{summary['version']} steps, {summary['num_samples']} completions, "
+            f"{summary['trained_tokens_per_s']:.0f} trained tokens/s"
         )
         self.note(
             f"{summary['completions_with_three_or_more_versions']} completions were sampled from three or more weight "
@@ -87,7 +94,7 @@ class Progress:
         accepted = row["accepted_per_verification"]
         return [
             ("step", f"{row['version']}/{self._num_steps}"),
-            ("reward", _number(row["reward"], ".3f")),
+            ("reward", _number(self._reward, ".3f")),
             ("lag", f"{row['lag_mean']:.1f} (max {row['lag_max']})"),
             ("ESS", _number(row.get("effective_sample_size"), ".3f")),
             ("tokens/s", f"{row['completion_tokens_per_s']:.0f} sampled, {row['trained_tokens_per_s']:.0f} trained"),

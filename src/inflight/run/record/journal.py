@@ -26,7 +26,9 @@ from inflight.types import Group
 from inflight.wire import DraftCounts
 
 _WINDOW = 10
-"""Number of steps over which the first and the last mean reward of the summary are averaged."""
+"""The largest number of steps over which the first and the last reward of the summary are averaged."""
+_SHARE_OF_STEPS = 5
+"""These windows are at most a fifth of the steps, so that they show what was learned."""
 
 
 class _Counts(BaseModel):
@@ -229,13 +231,14 @@ class Journal:
         """Write ``summary.json`` and return it."""
         counts = self._counts
         num_of_three = sum(number for num_versions, number in counts.versions.items() if num_versions >= 3)
-        window = min(_WINDOW, max(1, len(counts.rewards) // 2))
+        window = min(_WINDOW, max(1, len(counts.rewards) // _SHARE_OF_STEPS))
         summary = {
             **facts,
             "elapsed_s": self.elapsed_s(),
             **self._totals(),
             "first_reward": statistics.fmean(counts.rewards[:window]) if counts.rewards else None,
             "last_reward": statistics.fmean(counts.rewards[-window:]) if counts.rewards else None,
+            "num_steps_per_reward": window,
             "completions_by_num_versions": _sorted(counts.versions),
             "completions_with_three_or_more_versions": num_of_three,
             "share_with_three_or_more_versions": num_of_three / max(1, counts.versions.total()),

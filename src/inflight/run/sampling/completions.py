@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from inflight.base.threads import run_abandonable
 from inflight.contracts import Task
+from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import InflightError, TaskError
 from inflight.rollouts import continuation, joined
 from inflight.rollouts.driver_commands import ScoredGroup
 from inflight.run.sampling.sampling_endpoint import SamplingEndpoint, request_of
 from inflight.run.sampling.scoring import ScoringPool
 from inflight.run.sampling.work import Order, Sampled, Work
-from inflight.types import Rollout, TaskItem
+from inflight.types import Message, Rollout, TaskItem
 from inflight.wire import Completion, SamplingParams
+
+
+def opening_messages(system_prompt: str | None, prompt: str) -> tuple[Message, ...]:
+    """Return the messages that a completion of a task answers."""
+    system: tuple[Message, ...] = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
+    return (*system, {"role": "user", "content": prompt})
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,13 @@ class Completions(Work):
     """Processes that compute rewards. None: a thread for each group."""
     routed_experts: bool = False
     """Whether requests ask which experts computed each token."""
+    system_prompt: str | None = None
 
     is_one_request = True
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
 
     @property
     def name(self) -> str:
@@ -52,11 +65,7 @@ class Completions(Work):
             raise TaskError(f"task {self.task.name!r} failed to make item {index}: {error!r}") from error
 
     def prompt_of(self, item: TaskItem) -> tuple[int, ...]:
-        if self.tokenizer.chat_template:
-            messages = [{"role": "user", "content": item.prompt}]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return tuple(self.tokenizer(item.prompt)["input_ids"])
+        return self._template.opening(opening_messages(self.system_prompt, item.prompt)).token_ids
 
     def too_long(self, prompt_token_ids: Sequence[int]) -> str | None:
         max_tokens = self.sampling.max_tokens or 1
@@ -83,7 +92,7 @@ class Completions(Work):
 
     async def score(self, item: TaskItem, prompt_token_ids: Sequence[int], sampled: Sequence[Sampled]) -> ScoredGroup:
         completions = [one for one in sampled if isinstance(one, Completion)]
-        rewards = await self._rewards(item, completions)
+        rewards = await self.rewards(item, completions)
         token_ids = [completion.token_ids for completion in completions]
         rollouts = [
             Rollout(
@@ -103,7 +112,7 @@ class Completions(Work):
     def parse(self, saved: Any) -> Completion:
         return Completion.model_validate(saved)
 
-    async def _rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
+    async def rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
         """Compute rewards outside the event loop, which a slow function would block. `TaskError` if it hangs."""
         try:
             if self.pool is not None:
@@ -121,10 +130,11 @@ class Completions(Work):
             raise TaskError(f"the reward of task {self.task.name!r} raised on item {item.index}: {error!r}") from error
 
     def _compute_rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
-        texts = [
-            self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True) for completion in completions
-        ]
-        return [float(self.task.score(item, text)) for text in texts]
+        return [float(self.task.score(item, self.text_of(completion))) for completion in completions]
+
+    def text_of(self, completion: Completion) -> str:
+        """Return the text that is scored, without special tokens."""
+        return str(self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
 
     async def aclose(self) -> None:
         if self.pool is not None:

@@ -7,10 +7,10 @@ from typing import Any
 from inflight.contracts import Environment, Task
 from inflight.environments.playing import Proxy
 from inflight.environments.transcripts import ChatTemplate
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, InflightError
 from inflight.model.images import ImageProcessor
 from inflight.run.config import RunConfig
-from inflight.run.sampling.completions import Completions
+from inflight.run.sampling.completions import Completions, opening_messages
 from inflight.run.sampling.episodes import Episodes
 from inflight.run.sampling.scoring import ScoringPool
 from inflight.run.sampling.work import Work
@@ -21,8 +21,9 @@ def check_task(config: RunConfig, task: Task | Environment) -> None:
     """Raise `ConfigError` if the configuration has settings of environments for a task, or vice versa."""
     name = config.task.name
     if isinstance(task, Environment):
-        if config.task.reward_processes:
-            raise ConfigError(f"task.reward_processes is for tasks, but {name!r} is an environment: leave it out")
+        for setting in ("reward_processes", "system_prompt", "prompt_template", "answer_pattern"):
+            if getattr(config.task, setting) not in (None, 0):
+                raise ConfigError(f"task.{setting} is for tasks, but {name!r} is an environment: leave it out")
         return
     for setting, is_set in (
         ("task.extra_episodes", config.task.extra_episodes > 0),
@@ -30,6 +31,24 @@ def check_task(config: RunConfig, task: Task | Environment) -> None:
     ):
         if is_set:
             raise ConfigError(f"{setting} is for environments, but {name!r} is a task: leave it out")
+
+
+def check_system_prompt(config: RunConfig, tokenizer: Any) -> None:
+    """Raise `ConfigError` if the model's chat template does not render the configured system message."""
+    system_prompt, problem = config.task.system_prompt, None
+    if system_prompt is None:
+        return
+    try:
+        prompt = ChatTemplate(tokenizer).opening(opening_messages(system_prompt, "?"))
+        if system_prompt.strip() not in prompt.text:
+            problem = "its chat template omits system messages"
+    except InflightError as error:
+        problem = str(error)
+    if problem is not None:
+        raise ConfigError(
+            f"task.system_prompt cannot be used with {str(config.model.path)!r}: {problem}; leave it out, and write "
+            "task.prompt_template instead"
+        )
 
 
 def work_of(
@@ -45,10 +64,11 @@ def work_of(
         max_tokens=config.sampling.max_tokens,
     )
     max_tokens = config.train.max_tokens_per_micro_batch
+    template = ChatTemplate(tokenizer, images)
     if isinstance(task, Environment):
         return Episodes(
             task,
-            ChatTemplate(tokenizer, images),
+            template,
             sampling,
             num_needed=config.sampling.group_size,
             num_extra=config.task.extra_episodes,
@@ -64,6 +84,7 @@ def work_of(
             config.task.name,
             config.task.params,
             config.run.seed,
+            config.task.answer_format,
             config.model.path,
             config.run.start_timeout_s,
         )
@@ -74,5 +95,6 @@ def work_of(
         max_tokens,
         config.task.reward_timeout_s,
         pool,
+        system_prompt=config.task.system_prompt,
         routed_experts=config.train.router_replay,
     )

@@ -1,4 +1,4 @@
-"""Computes rewards in separate processes: ``python -m inflight.run.sampling.scoring FD NAME PARAMS SEED MODEL``.
+"""Computes rewards in separate processes: ``python -m inflight.run.sampling.scoring FD NAME PARAMS SEED FORMAT MODEL``.
 
 A reward function in a thread of the run holds the interpreter lock for up to 5 ms at a time, which delays the event
 loop that feeds every server. Each process constructs the task and the same items, and decodes completions. A call is
@@ -26,7 +26,7 @@ from inflight.base.tasks import finish_all
 from inflight.contracts import Task
 from inflight.errors import TaskError
 from inflight.model.checkpoints import load_tokenizer
-from inflight.rollouts import load_task
+from inflight.rollouts.tasks import AnswerFormat, load_task
 
 _HEAD = struct.Struct("<QI")
 """Index of the item and number of its completions; their lengths follow."""
@@ -42,6 +42,7 @@ class ScoringPool:
     task: str
     params: Mapping[str, Any]
     seed: int
+    answer_format: AnswerFormat
     model: Path
     start_timeout_s: float
     _idle: list[_Process] = field(default_factory=list, init=False)
@@ -82,7 +83,12 @@ class ScoringPool:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "inflight.run.sampling.scoring", str(theirs.fileno()), self.task]
-            command += [json.dumps(dict(self.params)), str(self.seed), str(self.model)]
+            command += [
+                json.dumps(dict(self.params)),
+                str(self.seed),
+                self.answer_format.model_dump_json(),
+                str(self.model),
+            ]
             child = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True
             )
@@ -164,10 +170,10 @@ def main() -> None:
     """Run one scoring process. It ignores SIGINT, which the run handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
-    descriptor, name, params, seed, model = sys.argv[1:]
+    descriptor, name, params, seed, answer_format, model = sys.argv[1:]
     connection = socket.socket(fileno=int(descriptor))
     os.set_inheritable(connection.fileno(), False)  # so that processes started by the task do not keep it open
-    task = load_task(name, json.loads(params), int(seed))
+    task = load_task(name, json.loads(params), int(seed), AnswerFormat.model_validate_json(answer_format))
     assert isinstance(task, Task), "environments are played in the process of the run"
     tokenizer = load_tokenizer(Path(model))
     with connection.makefile("rb") as stream:
