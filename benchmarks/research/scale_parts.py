@@ -36,6 +36,7 @@ from inflight.environments.proxy.run_server import ProxyServer
 from inflight.http.client import HttpEndpoint
 from inflight.http.listening import bind
 from inflight.rollouts import HistoryStore, Ledger, load_composer, load_scheduler, load_staleness
+from inflight.rollouts.packing import Packing
 from inflight.run.config import RunConfig
 from inflight.run.record.journal import Journal
 from inflight.run.sampling.batches import frames_of, make_batch
@@ -221,8 +222,8 @@ def batch(num_groups: int) -> dict[str, float]:
     staleness, composer = load_staleness("max_lag", {}, 8), load_composer("token_budget", {}, 1_000_000)
     made = make_batch(groups, 5, "leave_one_out", staleness, composer)
     made_s = spent(lambda: make_batch(groups, 5, "leave_one_out", staleness, composer))
-    (frame,) = frames_of(made, 65536, 1, publish=None)
-    frames_s = spent(lambda: frames_of(made, 65536, 1, publish=None))
+    (frame,) = frames_of(made, Packing(65536, 1), publish=None)
+    frames_s = spent(lambda: frames_of(made, Packing(65536, 1), publish=None))
     sent_s = min(asyncio.run(sent(frame)) for _ in range(3))
     return {
         "tokens": made.num_tokens,

@@ -160,6 +160,11 @@ class MicroBatch:
     image_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What the model's processor made of the images, by name, such as ``pixel_values``; image after image in the order
     of the segments, in the first dimension"""
+    prefix_ids_T: torch.Tensor | None = None
+    """int64 [T]: tokens with equal ids have equal prefixes, so that their hidden states are the same: the segments have
+    the same tokens, images and recorded experts up to and including them. A worker that shares prefixes computes them
+    once. ``image_rows_M`` and ``image_tensors`` then have the images of a shared prefix once, at its first token. None:
+    no two tokens are known to be equal"""
     routed_experts_TLK: torch.Tensor | None = None
     """int16 [T, L, K], the experts that compute token t as an input; a token with -1 is routed freely. None: all are"""
 

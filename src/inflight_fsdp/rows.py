@@ -1,7 +1,7 @@
 """A micro-batch as the rows that a rank computes: cut into pipeline chunks and into parts of context-parallel ranks.
 
-Shape suffixes: T packed tokens, R tokens that this rank computes, N targets that it predicts, H hidden,
-M tokens that images fill, L layers, K experts of a token in a layer.
+Shape suffixes: T packed tokens, C tokens that are computed (T without those that repeat a shared prefix), R those of
+this rank, N targets that it predicts, H hidden, M tokens that images fill, L layers, K experts of a token in a layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from inflight.losses.head import chunked_logprobs
-from inflight.model.attention import SegmentPlan
+from inflight.model.attention import SegmentPlan, SharedTokens
 from inflight.model.head_exchange import HeadExchange
 from inflight.types import FREE_EXPERT, MicroBatch
 from inflight_fsdp.config import RankLayout
@@ -75,17 +75,23 @@ class Row:
 
 
 def rows_of(
-    batch: MicroBatch, num_rows: int, exchange: HeadExchange | None, chunk_size: int, device: torch.device
+    batch: MicroBatch,
+    num_rows: int,
+    exchange: HeadExchange | None,
+    chunk_size: int,
+    device: torch.device,
+    images: PackedImages | None = None,
 ) -> list[Row]:
     """Return a micro-batch as ``num_rows`` rows of whole segments, whatever its size; tensors are on ``device``.
 
     A row without segments gets a token of no segment: other ranks may have tokens there, and all take part in the same
-    collectives. With an ``exchange`` each row is padded, so that its ranks get equal parts.
+    collectives. With an ``exchange`` each row is padded, so that its ranks get equal parts. ``images`` are those of a
+    single row.
     """
     rows, start = [], 0
     for lengths in _shares(batch.segment_lengths, num_rows):
         stop = start + sum(lengths)
-        rows.append(_row(batch, slice(start, stop), lengths, exchange, chunk_size, device))
+        rows.append(_row(batch, slice(start, stop), lengths, exchange, chunk_size, device, images))
         start = stop
     return rows
 
@@ -107,26 +113,39 @@ def _row(
     exchange: HeadExchange | None,
     chunk_size: int,
     device: torch.device,
+    images: PackedImages | None,
 ) -> Row:
     num_ranks, rank = (1, 0) if exchange is None else (exchange.num_ranks, exchange.group.rank())
-    num_tokens = sum(lengths)
-    padding = -num_tokens % num_ranks if num_tokens else num_ranks
-    each = (num_tokens + padding) // num_ranks
-    first, last = rank * each, (rank + 1) * each
     token_ids_T, position_ids_T = batch.token_ids_T[tokens], batch.position_ids_T[tokens]
+    experts_TLK = None if batch.routed_experts_TLK is None else batch.routed_experts_TLK[tokens]
+    targets_N = batch.loss_mask_T[tokens].nonzero().squeeze(1)
+    rows_N, shared = targets_N - 1, None  # a target is predicted at the token before it
+    if batch.prefix_ids_T is not None and lengths:
+        shared = SharedTokens.of(batch.prefix_ids_T[tokens])
+        token_ids_C, position_ids_C = token_ids_T[shared.first_T], position_ids_T[shared.first_T]
+        experts_CLK = None if experts_TLK is None else experts_TLK[shared.first_T]
+        rows_N = shared.token_S[rows_N]
+        if images is not None:
+            images = PackedImages(shared.token_S.to(device)[images.rows_M], images.tensors)
+    else:
+        token_ids_C, position_ids_C, experts_CLK = token_ids_T, position_ids_T, experts_TLK
+    num_computed = len(token_ids_C)
+    padding = -num_computed % num_ranks if num_computed else num_ranks
     if padding:
-        positions_P = torch.arange(padding, device=token_ids_T.device)
-        token_ids_T = torch.cat([token_ids_T, torch.zeros_like(positions_P)])
-        position_ids_T = torch.cat([position_ids_T, positions_P])
-    experts_RLK = None
-    if batch.routed_experts_TLK is not None:
-        experts_TLK = batch.routed_experts_TLK[tokens]
-        if padding:
-            experts_TLK = torch.cat([experts_TLK, experts_TLK.new_full((padding, *experts_TLK.shape[1:]), FREE_EXPERT)])
-        experts_RLK = experts_TLK[first:last].to(device, torch.int64)
-    # The token after each of this rank's. Reading the indices is the only synchronisation with a batch on a GPU.
-    rows_N = batch.loss_mask_T[tokens][first + 1 : last + 1].nonzero().squeeze(1)
-    targets_N = rows_N + first + 1
+        positions_P = torch.arange(padding, device=token_ids_C.device)
+        token_ids_C = torch.cat([token_ids_C, torch.zeros_like(positions_P)])
+        position_ids_C = torch.cat([position_ids_C, positions_P])
+        if experts_CLK is not None:
+            experts_CLK = torch.cat([experts_CLK, experts_CLK.new_full((padding, *experts_CLK.shape[1:]), FREE_EXPERT)])
+        lengths = (*lengths, padding)
+        if shared is not None:
+            shared = shared.padded(padding)
+    each = len(token_ids_C) // num_ranks
+    mine = slice(rank * each, (rank + 1) * each)
+    # Reading the indices is the only synchronisation with a batch on a GPU, where no prefixes are shared.
+    if num_ranks > 1:
+        is_mine_N = (rows_N >= mine.start) & (rows_N < mine.stop)
+        rows_N, targets_N = rows_N[is_mine_N] - mine.start, targets_N[is_mine_N]
     targets = HeadTargets(
         rows_N.to(device),
         token_ids_T[targets_N].to(device),
@@ -134,12 +153,13 @@ def _row(
         chunk_size,
     )
     return Row(
-        token_ids_T[first:last].to(device),
-        position_ids_T[first:last].to(device),
-        SegmentPlan.build((*lengths, padding) if padding else lengths, device, exchange),
+        token_ids_C[mine].to(device),
+        position_ids_C[mine].to(device),
+        SegmentPlan.build(lengths, device, exchange, shared),
         targets,
         (targets_N + tokens.start).to(device),
-        routed_experts_RLK=experts_RLK,
+        images,
+        routed_experts_RLK=None if experts_CLK is None else experts_CLK[mine].to(device, torch.int64),
     )
 
 

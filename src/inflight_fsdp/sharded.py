@@ -9,7 +9,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from inflight.contracts import (
     ImageWorker,
     ModelParallelWorker,
     PartialWeightSource,
+    PrefixSharingWorker,
     ReplayingWorker,
 )
 from inflight.errors import (
@@ -53,7 +53,9 @@ _LOG = logging.getLogger("inflight.worker")
 Worker = TypeVar("Worker", bound="ShardedWorker")
 
 
-class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, ImageWorker, ReplayingWorker):
+class ShardedWorker(
+    ModelParallelWorker, PartialWeightSource, BackgroundSaver, ImageWorker, PrefixSharingWorker, ReplayingWorker
+):
     """One trainer rank."""
 
     num_rows: int = 1
@@ -138,6 +140,10 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         return is_whole and bool(getattr(self._policy, "takes_images", False))
 
     @property
+    def shares_prefixes(self) -> bool:
+        return True
+
+    @property
     def replays_routing(self) -> bool:
         return getattr(self._policy, "routing_shape", None) is not None
 
@@ -157,9 +163,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
                 f"segment {lengths.index(longest)} of the micro-batch has {longest} tokens, but the model's context is "
                 f"{self._context_length} (max_position_embeddings): omit it, or sample shorter completions"
             )
-        rows = rows_of(batch, self.num_rows, self._exchange, self._config.logprob_chunk_size, self._device)
-        if images is not None:
-            rows = [replace(rows[0], images=images)]
+        rows = rows_of(batch, self.num_rows, self._exchange, self._config.logprob_chunk_size, self._device, images)
         logprobs_N = self._compute(rows)
         places_N = torch.cat([row.places_N for row in rows])
         # Without tokens the result must still depend on the parameters, hence one place more.

@@ -202,6 +202,28 @@ class TowerFrozen(FsdpWorker):
         return super().step()
 
 
+class PrefixesByLastToken(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        if batch.prefix_ids_T is not None:
+            batch = replace(batch, prefix_ids_T=batch.token_ids_T * batch.num_tokens + batch.position_ids_T)
+        return super().forward(batch)
+
+
+class FirstOfSharedOnly(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        logprobs_T = super().forward(batch)
+        if batch.prefix_ids_T is None:
+            return logprobs_T
+        return torch.where(batch.segment_ids_T == 0, logprobs_T, logprobs_T.detach())
+
+
+class SiblingsSeen(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        if batch.prefix_ids_T is None:
+            return super().forward(batch)
+        return super().forward(as_one_segment(replace(batch, prefix_ids_T=None)))
+
+
 class ExpertsIgnored(FsdpWorker):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         return super().forward(replace(batch, routed_experts_TLK=None))
@@ -711,6 +733,9 @@ MUTANTS = {
     "detached": Mutant(Detached, "W-10", "logprobs have no gradient"),
     "positions_lost": Mutant(PositionsLost, "W-11", "positions after the first segment are all 0"),
     "leak": Mutant(Leak, "W-12", "segments attend to earlier segments"),
+    "prefixes_by_last_token": Mutant(PrefixesByLastToken, "W-62", "equal tokens at equal positions are shared"),
+    "first_of_shared_only": Mutant(FirstOfSharedOnly, "W-62", "only one segment of a shared prefix has a gradient"),
+    "siblings_seen": Mutant(SiblingsSeen, "W-62", "segments that share a prefix see each other"),
     "images_reversed": Mutant(ImagesReversed, "W-46", "the last image of a micro-batch fills the first placeholders"),
     "tower_frozen": Mutant(TowerFrozen, "W-46", "the vision tower gets no gradient"),
     "experts_of_the_token_before": Mutant(ExpertsOfTheTokenBefore, "W-60", "each token has the experts of another"),

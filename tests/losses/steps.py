@@ -109,7 +109,7 @@ def select_segments(batch, segments):
     fields = {
         name: getattr(batch, name)[tokens]
         for name in MicroBatch.__dataclass_fields__
-        if name.endswith("_T") and name != "segment_ids_T"
+        if name.endswith("_T") and name != "segment_ids_T" and getattr(batch, name) is not None
     }
     ids_T = torch.arange(len(segments)).repeat_interleave(torch.tensor(lengths))
     part = MicroBatch(segment_ids_T=ids_T, segment_lengths=tuple(lengths), **fields)

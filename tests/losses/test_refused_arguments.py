@@ -167,7 +167,7 @@ def batches(*, of_step):
     yield replace(BATCH, segment_lengths=BATCH.segment_lengths[:-1])
     yield replace(BATCH, segment_ids_T=with_entry(BATCH.segment_ids_T, 6))
     for name in MicroBatch.__dataclass_fields__:
-        if name.endswith("_T") and name not in ("token_ids_T", "position_ids_T", "temperature_T"):
+        if name.endswith("_T") and name not in ("token_ids_T", "position_ids_T", "temperature_T", "prefix_ids_T"):
             value = getattr(BATCH, name)
             wrong = wrong_of(value) if value.dtype != torch.bool else [*misshapen(value), value.long(), value.to(META)]
             yield from (replace(BATCH, **{name: it}) for it in wrong)
@@ -275,7 +275,7 @@ def test_arguments_that_fit_are_not_refused(function):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_argument_has_a_row(function):
     call = FUNCTIONS[function][0]
-    assert {*inspect.signature(call).parameters} - {"device", "image_tensors"} == {*WRONG[function]}
+    assert {*inspect.signature(call).parameters} - {"device", "image_tensors", "share_prefixes"} == {*WRONG[function]}
 
 
 def test_a_part_of_the_loss_may_be_a_constant():

@@ -12,6 +12,7 @@ import torch
 
 from inflight.losses import PRESETS, prepare
 from inflight.rollouts import MaxLag
+from inflight.rollouts.packing import Packing
 from inflight.run.ranks.channel import WorkerChannel
 from inflight.run.ranks.messages import Train, micro_batches_of
 from inflight.run.ranks.rank import prepare_step
@@ -42,7 +43,7 @@ def test_completions_that_are_too_old_count_in_a_run_as_the_paper_s_denominator_
     preset = PRESETS[name]
     batch = make_batch(GROUPS, 5, preset.advantages, MaxLag(max_lag=2))
     assert len(batch.samples) == NUM_COMPLETIONS - 4
-    (frame,) = frames_of(batch, max_tokens=64, num_shares=1, publish=None)
+    (frame,) = frames_of(batch, Packing(64, 1), publish=None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(frame)
@@ -66,7 +67,7 @@ def test_completions_that_are_too_old_count_in_a_run_as_the_paper_s_denominator_
 def test_a_rank_without_data_is_sent_an_empty_micro_batch_and_counts_nothing() -> None:
     batch = make_batch(GROUPS[:1], 5, "mean", MaxLag(max_lag=2))
     assert len(batch.samples) == 2
-    frames = frames_of(batch, max_tokens=5, num_shares=3, publish=None)
+    frames = frames_of(batch, Packing(5, 3), publish=None)
     rows = []
     for frame in frames:
         ours, theirs = socket.socketpair()

@@ -13,6 +13,7 @@ import pytest
 
 from inflight.errors import CheckpointError
 from inflight.observe.trace.records import EarlierIncarnation, RecordManifest, read_manifest, versions_of
+from inflight.rollouts.packing import Packing
 from inflight.run.config import RunConfig
 from inflight.run.ranks.messages import Trained
 from inflight.run.record.recording import RunRecording, earlier_incarnations
@@ -42,7 +43,8 @@ def record(it: RunRecording, begin: int, num_steps: int) -> None:
         await it.begin(begin)
         for version in range(begin, begin + num_steps):
             step = example(version)
-            await it.step(StepBatch(step.groups, step.samples, version, Counter(), 0, [[True, False]]), [ANSWER])
+            batch = StepBatch(step.groups, step.samples, version, Counter(), 0, [[True, False]])
+            await it.step(batch, Packing(4096, 1), [ANSWER])
         await it.written()
 
     asyncio.run(run())

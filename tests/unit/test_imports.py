@@ -195,6 +195,7 @@ PUBLIC_NAMES = {
         "MergingLoraSource",
         "ModelParallelWorker",
         "PartialWeightSource",
+        "PrefixSharingWorker",
         "ReceivesAhead",
         "ReleasingEndpoint",
         "ReplayingWorker",

@@ -26,7 +26,15 @@ from inflight.contracts.trainer import data_ranks_of
 from inflight.types import MicroBatch
 from inflight.weights.encode.buckets import plan_buckets
 from inflight_fsdp.sharded import ShardedWorker
-from tests.worker.worker_cases import accumulate, make_batch, part_of, policy_loss, settings
+from tests.worker.worker_cases import (
+    accumulate,
+    make_batch,
+    make_tree,
+    part_of,
+    policy_loss,
+    settings,
+    shared_and_separate,
+)
 
 LENGTHS = (9, 4, 17, 1, 6, 40)
 ADAM = {"betas": (0.8, 0.95), "max_gradient_norm": 0.5, "weight_decay": 0.1, "learning_rate": 0.01}
@@ -80,6 +88,8 @@ def run_layout(directory: Path, layout: Mapping[str, Any], model: Path, one_rank
     accumulate(worker, shares(4, share.size)[share.rank])
     worker.step()
     worker.save(directory / "resumed")
+    tree = make_tree(5)
+    seen["shared"], seen["shared gradient"], seen["separate gradient"] = shared_and_separate(worker, tree)
     worker.close()
     return seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -25,6 +26,10 @@ TOLERANCES = {"logprobs": 2e-5, "gradients": 2e-5, "gradient norms": 1e-5, "weig
 
 def assert_like_one_rank(directory: Path, name: str) -> None:
     found = differences(directory, name)
+    for rank in range(LAYOUTS[name].ranks):
+        seen = json.loads((directory / name / f"rank{rank}.json").read_text())
+        assert seen["shared"] < TOLERANCES["logprobs"]
+        assert seen["shared gradient"] < TOLERANCES["gradient norms"] * seen["separate gradient"]
     assert found.pop("weights resumed").relative < TOLERANCES["weights"]
     for what, difference in found.items():
         value = difference.absolute if what == "logprobs" else difference.relative

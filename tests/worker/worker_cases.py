@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from inflight.contracts import TrainerWorker
 from inflight.types import MicroBatch
-from inflight_fsdp import FsdpWorker
 
 VOCAB = 256
 """Tokens that batches are made of; the models have two more."""
@@ -31,6 +32,24 @@ def make_batch(lengths: tuple[int, ...], seed: int, *, targets: bool = True) -> 
         advantages_T=torch.randn(num_tokens, generator=random),
         temperature_T=0.5 + torch.rand(num_tokens, generator=random),
         versions_T=torch.where(mask_T, 0, -1),
+    )
+
+
+def make_tree(seed: int) -> MicroBatch:
+    """Return segments of a tree: a group with one prompt, a branch of one of them, a repeated segment, and others."""
+    ids = torch.randint(VOCAB, (60,), generator=torch.Generator().manual_seed(seed)).tolist()
+    prompt, other = ids[:11], ids[40:44]
+    first = [*prompt, *ids[11:18]]
+    segments = [
+        *(first, [*prompt, *ids[20:23]], other, [*first, *ids[24:33]], [*prompt, *ids[33:34]], first),
+        *([*other, *ids[50:52]], [*first[:14], *ids[53:60]], prompt[:1]),
+    ]
+    batch = make_batch(tuple(map(len, segments)), seed)
+    prefixes = [tuple(segment[: i + 1]) for segment in segments for i in range(len(segment))]
+    return replace(
+        batch,
+        token_ids_T=torch.tensor([prefix[-1] for prefix in prefixes]),
+        prefix_ids_T=torch.tensor([prefixes.index(prefix) for prefix in prefixes]),
     )
 
 
@@ -57,7 +76,20 @@ def policy_loss(logprobs_T: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     return -torch.where(batch.loss_mask_T, ratio_T * batch.advantages_T, 0.0).sum() / 16
 
 
-def accumulate(worker: FsdpWorker, batches: list[MicroBatch]) -> None:
+def shared_and_separate(worker: TrainerWorker, batch: MicroBatch) -> tuple[float, float, float]:
+    """Return how much logprobs differ between shared and separate prefixes, the norm of the difference of the
+    gradients, and that of the separate gradient. Takes two steps."""
+    separate = replace(batch, prefix_ids_T=None)
+    shared_T, separate_T = worker.forward(batch), worker.forward(separate)
+    difference = float((shared_T - separate_T).detach().abs().max())
+    worker.backward(-policy_loss(separate_T, separate))
+    worker.backward(policy_loss(shared_T, batch))
+    norm = worker.step().gradient_norm
+    accumulate(worker, [separate])
+    return difference, norm, worker.step().gradient_norm
+
+
+def accumulate(worker: TrainerWorker, batches: list[MicroBatch]) -> None:
     """Forward and backward over the micro-batches."""
     for batch in batches:
         worker.backward(policy_loss(worker.forward(batch), batch))

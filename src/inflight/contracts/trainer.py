@@ -164,6 +164,20 @@ class ImageWorker(Protocol):
 
 
 @runtime_checkable
+class PrefixSharingWorker(Protocol):
+    """A `TrainerWorker` that computes a shared prefix once. A worker without this method computes every segment."""
+
+    @property
+    @abstractmethod
+    def shares_prefixes(self) -> bool:
+        """Return whether `TrainerWorker.forward` computes tokens with equal `MicroBatch.prefix_ids_T` once.
+
+        Logprobs and gradients are those of separate segments: the gradient of a shared token is the sum of those of
+        its segments. If not, a run neither sends such ids nor fills micro-batches by them.
+        """
+
+
+@runtime_checkable
 class ReplayingWorker(Protocol):
     """A `TrainerWorker` that reports whether it replays the experts of a rollout. One without this method does not."""
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from inflight.errors import InvalidRequestError, NonFiniteError
+from inflight.model.prefixes import prefix_ids
 from inflight.types import FREE_EXPERT, OBSERVED, MicroBatch, Sample
 
 Int64s = npt.NDArray[np.int64]
@@ -27,11 +28,16 @@ ImageTensors = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 
 
 def collate(
-    samples: Sequence[Sample], device: torch.device | str | None = None, image_tensors: ImageTensors | None = None
+    samples: Sequence[Sample],
+    device: torch.device | str | None = None,
+    image_tensors: ImageTensors | None = None,
+    *,
+    share_prefixes: bool = False,
 ) -> MicroBatch:
     """Return the samples packed in order, one segment each: prompt, then completion. No sample: `empty_micro_batch`.
 
-    A temperature of 0 (greedy) becomes 1, since behaviour logprobs are then of the unscaled logits. Values at masked
+    With ``share_prefixes`` the micro-batch states which tokens have the same prefix, for a `PrefixSharingWorker`. A
+    temperature of 0 (greedy) becomes 1, since behaviour logprobs are then of the unscaled logits. Values at masked
     tokens become 0. ``image_tensors`` is needed where rollouts have images. Raises `InvalidRequestError` for a sample
     without prompt or whose fields differ in length.
     """
@@ -72,21 +78,29 @@ def collate(
     }
     if all(with_reference):
         values["reference_logprobs_T"] = at_targets(lambda s: s.reference_logprobs or ())
+    first_tokens_T = None
+    if share_prefixes:
+        values["prefix_ids_T"] = first_tokens_T = prefix_ids([sample.rollout for sample in samples])
     if any(sample.rollout.routed_experts is not None for sample in samples):
         values["routed_experts_TLK"] = _routed_experts(samples, lengths)
     # With numpy: for tensors of this size torch starts threads that cost more than the work.
     tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
-    return MicroBatch(segment_lengths=lengths, **tensors, **_images_of(samples, lengths, device, image_tensors))
+    images = _images_of(samples, lengths, first_tokens_T, device, image_tensors)
+    return MicroBatch(segment_lengths=lengths, **tensors, **images)
 
 
 def _images_of(
     samples: Sequence[Sample],
     lengths: Sequence[int],
+    first_tokens_T: Int64s | None,
     device: torch.device | str | None,
     image_tensors: ImageTensors | None,
 ) -> dict[str, Any]:
+    """Return the fields of images; those of a shared prefix are left out but at its first token."""
     starts = [0, *itertools.accumulate(lengths)]
     placed = [(start, image) for start, sample in zip(starts, samples, strict=False) for image in sample.rollout.images]
+    if first_tokens_T is not None:
+        placed = [(start, it) for start, it in placed if first_tokens_T[start + it.end - 1] == start + it.end - 1]
     if not placed:
         return {}
     if image_tensors is None:

@@ -3,7 +3,12 @@
 Segments of similar length are gathered into one right-padded batch, attended, and put back in place. A token sees
 earlier tokens only, so padding on the right is invisible and needs no mask.
 
-Shape suffixes: T packed tokens, P padded slots, N segments of one class, L tokens of its longest, A heads, D head size.
+Segments may share prefixes. The row then has each shared token once, every segment is gathered with all of its tokens,
+and the result of a shared token is taken from the first of its segments: the others compute the same. Thus attention is
+computed for every segment as a whole, and everything else in a layer once for each token of the row.
+
+Shape suffixes: S tokens of all segments, T packed tokens (S without those that repeat a shared prefix), P padded slots,
+N segments of one class, L tokens of its longest, A heads, D head size.
 """
 
 from __future__ import annotations
@@ -60,6 +65,8 @@ class SlotIndex:
     """int64 [P]. Padding repeats the last token of its segment."""
     slot_of_token_T: torch.Tensor
     """int64 [T]"""
+    is_shared: bool = False
+    """Whether several segments have slots of the same token."""
 
     @staticmethod
     def padded(lengths: Sequence[int], width: int, device: torch.device) -> SlotIndex:
@@ -70,6 +77,33 @@ class SlotIndex:
         ]
         slot_of_token = [row * width + i for row, length in enumerate(lengths) for i in range(length)]
         return SlotIndex(torch.tensor(token_of_slot, device=device), torch.tensor(slot_of_token, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTokens:
+    """The tokens of all segments, and those of them that the packed row has."""
+
+    first_T: torch.Tensor
+    """int64 [T], ascending: for each token of the row, the first token of the segments that it stands for."""
+    token_S: torch.Tensor
+    """int64 [S]: for each token of the segments, the token of the row that stands for it."""
+
+    @staticmethod
+    def of(prefix_ids_S: torch.Tensor) -> SharedTokens:
+        """Return the tokens to compute, where tokens with equal ids are preceded by equal tokens and equal these."""
+        _, ids_S = torch.unique(prefix_ids_S, return_inverse=True)
+        places_S = torch.arange(len(ids_S), device=ids_S.device)
+        first_of_id = places_S.new_full((len(ids_S),), len(ids_S)).scatter_reduce(0, ids_S, places_S, "amin")
+        first_S = first_of_id[ids_S]
+        is_first_S = first_S == places_S
+        return SharedTokens(is_first_S.nonzero().squeeze(1), (is_first_S.cumsum(0) - 1)[first_S])
+
+    def padded(self, num_tokens: int) -> SharedTokens:
+        """Return these tokens with further ones at the end, which share nothing."""
+        added = torch.arange(num_tokens, device=self.first_T.device)
+        return SharedTokens(
+            torch.cat([self.first_T, added + len(self.token_S)]), torch.cat([self.token_S, added + len(self.first_T)])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +128,18 @@ class SegmentPlan:
 
     @staticmethod
     def build(
-        segment_lengths: Sequence[int], device: torch.device | str = "cpu", exchange: HeadExchange | None = None
+        segment_lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        exchange: HeadExchange | None = None,
+        shared: SharedTokens | None = None,
     ) -> SegmentPlan:
-        """Return the plan for segments of these lengths (each at least 1), its indices on ``device``."""
+        """Return the plan for segments of these lengths (each at least 1), its indices on ``device``.
+
+        ``shared`` states which of their tokens the row has; None: all.
+        """
         lengths = torch.tensor(segment_lengths, dtype=torch.int64)
         num_tokens, max_length = int(lengths.sum()), max(segment_lengths)
-        if min(segment_lengths) == max_length:
+        if min(segment_lengths) == max_length and shared is None:
             return SegmentPlan(num_tokens, max_length, ((len(segment_lengths), max_length),), None, exchange)
         order = sorted(range(len(segment_lengths)), key=lambda i: -segment_lengths[i])
         classes = _length_classes([segment_lengths[i] for i in order])
@@ -114,7 +154,11 @@ class SegmentPlan:
         slot_of_token_T = torch.empty(num_tokens, dtype=torch.int64)
         is_token_P = place_P <= last_P
         slot_of_token_T[token_of_slot_P[is_token_P]] = is_token_P.nonzero().squeeze(1)
-        index = SlotIndex(token_of_slot_P.to(device), slot_of_token_T.to(device))
+        if shared is not None:
+            token_of_slot_P = shared.token_S.cpu()[token_of_slot_P]
+            slot_of_token_T = slot_of_token_T[shared.first_T.cpu()]
+            num_tokens = len(slot_of_token_T)
+        index = SlotIndex(token_of_slot_P.to(device), slot_of_token_T.to(device), shared is not None)
         return SegmentPlan(num_tokens, max_length, classes, index, exchange)
 
 
@@ -312,7 +356,10 @@ def _to_packed(classes_NALD: list[torch.Tensor], plan: SegmentPlan) -> torch.Ten
 
 
 class _ToPadded(torch.autograd.Function):
-    """Packed row to padded classes. Padding has no gradient, so the backward is a plain gather too."""
+    """Packed row to padded classes.
+
+    Padding has no gradient, so the backward is a plain gather too; that of shared tokens is the sum over their slots.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TAD: torch.Tensor, index: SlotIndex, classes: _Classes) -> tuple[torch.Tensor, ...]:
@@ -321,7 +368,13 @@ class _ToPadded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads_NLAD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _join(grads_NLAD).index_select(0, ctx.index.slot_of_token_T), None, None
+        index, grad_PAD = ctx.index, _join(grads_NLAD)
+        if not index.is_shared:
+            return grad_PAD.index_select(0, index.slot_of_token_T), None, None
+        wide = torch.promote_types(grad_PAD.dtype, torch.float32)
+        sums_TAD = grad_PAD.new_zeros(len(index.slot_of_token_T), *grad_PAD.shape[1:], dtype=wide)
+        sums_TAD.index_add_(0, index.token_of_slot_P, grad_PAD.to(wide))
+        return sums_TAD.to(grad_PAD.dtype), None, None
 
 
 class _ToPacked(torch.autograd.Function):

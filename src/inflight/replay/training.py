@@ -232,7 +232,6 @@ async def _train_incarnation(
 ) -> None:
     """Train the steps to ``versions`` on new ranks, from a checkpoint if there is one, and save."""
     directory, images = config.run.directory, load_image_processor(config.model.path)
-    max_tokens = config.train.max_tokens_per_micro_batch
     vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
     group = TrainerGroup(config, directory / "logs", secrets.token_urlsafe(24), note)
     try:
@@ -242,10 +241,10 @@ async def _train_incarnation(
             step = await asyncio.to_thread(read_step, record, version)
             check_tokens(step, vocab_size)
             frames = await asyncio.to_thread(
-                frames_of, step, max_tokens, group.num_shares, publish=None, images=images, returns_logprobs=True
+                frames_of, step, group.packing, publish=None, images=images, returns_logprobs=True
             )
             answers = group.by_share(await group.train(frames))
-            logprobs = logprobs_of_samples(step.samples, max_tokens, [answer.logprobs for answer in answers])
+            logprobs = logprobs_of_samples(step.samples, group.packing, [answer.logprobs for answer in answers])
             on_step(step_difference(step, outcome_of(answers), logprobs))
         await group.save(directory / "weights")
     except asyncio.CancelledError:

@@ -4,11 +4,55 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from inflight.errors import InvalidRequestError
+from inflight.model.prefixes import shared_prefixes
+from inflight.types import Sample
+
+Packed = list[list[list[int]]]
+"""Indices of samples, as ``[share][micro_batch][k]``."""
 
 
-def pack(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> list[list[list[int]]]:
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How the samples of an optimizer step are divided among the trainer's micro-batches."""
+
+    max_tokens: int
+    """Of a micro-batch."""
+    num_shares: int
+    """Of the data, each for one rank or for several that compute it together."""
+    share_prefixes: bool = False
+    """Whether a common prefix counts, and is computed, once in each micro-batch."""
+
+    def pack(self, samples: Sequence[Sample]) -> Packed:
+        """Return the samples of each micro-batch, as `pack` does unless prefixes are shared.
+
+        In that case samples with a common prefix are kept together, and all shares get about the same number of tokens;
+        neighbouring ones compute a common prefix twice. Raises `InvalidRequestError` for a sample that is too long.
+        """
+        lengths = [sample.rollout.num_tokens for sample in samples]
+        if not self.share_prefixes or not samples:
+            return pack(lengths, self.max_tokens, self.num_shares)
+        _check_lengths(lengths, self.max_tokens)
+        order, shared = shared_prefixes([sample.rollout for sample in samples])
+        total, before, num_filled = sum(lengths) - sum(shared), 0.0, 0
+        per_share: Packed = [[] for _ in range(self.num_shares)]
+        for i, num_shared in zip(order, shared, strict=True):
+            num_new = lengths[i] - num_shared
+            middle = before + num_new / 2
+            micro_batches = per_share[min(self.num_shares - 1, int(middle * self.num_shares / total))]
+            before += num_new
+            if micro_batches and num_filled + num_new <= self.max_tokens:
+                micro_batches[-1].append(i)
+                num_filled += num_new
+            else:
+                micro_batches.append([i])
+                num_filled = lengths[i]
+        return _with_equal_numbers(per_share)
+
+
+def pack(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> Packed:
     """Return indices into ``lengths`` as ``[rank][micro_batch][k]``, at most ``max_tokens`` per micro-batch.
 
     Samples go to the rank with the fewest tokens, longest first (LPT, Graham 1969), so that two ranks differ by no more
@@ -16,14 +60,24 @@ def pack(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> list[list[l
     micro-batch i at the same time, so all get the same number of micro-batches, fullest first and perhaps empty at the
     end. Deterministic. Raises `InvalidRequestError` for a sample that is too long.
     """
+    _check_lengths(lengths, max_tokens)
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    if longest_first and lengths[longest_first[0]] > max_tokens:
-        index = longest_first[0]
+    return _with_equal_numbers(
+        [_first_fit(samples, lengths, max_tokens) for samples in _balance(longest_first, lengths, num_ranks)]
+    )
+
+
+def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
         raise InvalidRequestError(
-            f"sample {index} has {lengths[index]} tokens but a micro-batch holds {max_tokens}: raise the tokens per "
-            f"micro-batch to at least {lengths[index]}, or sample fewer tokens per completion"
+            f"sample {lengths.index(longest)} has {longest} tokens but a micro-batch holds {max_tokens}: raise the "
+            f"tokens per micro-batch to at least {longest}, or sample fewer tokens per completion"
         )
-    per_rank = [_first_fit(samples, lengths, max_tokens) for samples in _balance(longest_first, lengths, num_ranks)]
+
+
+def _with_equal_numbers(per_rank: Packed) -> Packed:
+    """Return the micro-batches of each rank, with empty ones at the end."""
     num_micro_batches = max(len(micro_batches) for micro_batches in per_rank)
     return [micro_batches + [[] for _ in range(num_micro_batches - len(micro_batches))] for micro_batches in per_rank]
 

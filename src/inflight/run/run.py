@@ -114,14 +114,11 @@ async def _train_last(run: _Run, batch: StepBatch) -> list[Trained]:
 
 async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> list[Trained]:
     """Take one optimizer step on every rank, and publish the new version unless ``publish`` is None."""
-    shares = run.trainers.num_shares
-    max_tokens = run.prepared.config.train.max_tokens_per_micro_batch
     # In a thread: numpy and safetensors release the lock, and requests go out meanwhile.
     frames = await asyncio.to_thread(
         frames_of,
         batch,
-        max_tokens,
-        shares,
+        run.trainers.packing,
         publish=publish,
         images=run.prepared.model.images,
         returns_logprobs=run.recording is not None,
@@ -132,7 +129,7 @@ async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> lis
 async def _save_step(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
     """Record a step if the run keeps a record, and save a checkpoint if one is due."""
     if run.recording is not None:
-        await run.recording.step(batch, run.trainers.by_share(trained))
+        await run.recording.step(batch, run.trainers.packing, run.trainers.by_share(trained))
     await run.saving.save_if_due(run.journal.version)
 
 

@@ -14,7 +14,7 @@ from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.worker.batches import accumulate, every_target, loss_of, make_batch, part_of, segment_rows
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
-from inflight.contracts import ImageWorker
+from inflight.contracts import ImageWorker, PrefixSharingWorker
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.images import image_url_of, load_image_processor
 from inflight.types import MicroBatch
@@ -70,6 +70,50 @@ def no_gradient_crosses_segments(subject: WorkerSubject) -> None:
     subject.note(gradient_norm_packed=found, gradient_norm_alone=expected)
     words = f"the gradient norm of a segment is {found:.6g} after another segment and {expected:.6g} without it"
     require(abs(found - expected) <= subject.tolerance.gradient * expected, words)
+
+
+@check("W-62")
+@look_at(
+    "prefix_ids_T: that a token is attended by every segment that shares it and by no other, that the targets after a "
+    "shared prefix are predicted at its last token, and that the gradients of a shared token are summed"
+)
+def shared_prefixes(subject: WorkerSubject) -> None:
+    """Where a worker shares prefixes, logprobs and gradients are those that transformers computes from each segment
+    alone, whatever tree the segments form."""
+    worker = subject.create()
+    if not (isinstance(worker, PrefixSharingWorker) and worker.shares_prefixes):
+        skip("shares_prefixes is not supported")
+    batch, reference = _tree(), ReferenceModel(subject.model())
+    with torch.no_grad():
+        expected_T = reference.logprobs(batch)
+    difference_T = (worker.forward(batch).detach().double() - expected_T).abs()
+    differences = [float(difference_T[rows].max()) for rows in segment_rows(batch.segment_lengths)]
+    subject.note(largest_difference_by_segment=differences, allowed=subject.tolerance.logprob)
+    subject.require_on_all_ranks(
+        max(differences) <= subject.tolerance.logprob,
+        f"logprobs of a segment that shares a prefix differ by up to {max(differences):.2e} nats",
+    )
+    others = make_batch((7,), seed=3, targets=False)
+    accumulate(worker, [batch if subject.data_rank == 0 else others])
+    subject.compare_norm(worker, reference.gradient_norm([batch]), "of segments that share prefixes")
+
+
+def _tree() -> MicroBatch:
+    """Return a group with a prompt, a branch of one of its segments, one of them again and with another token in the
+    middle, and a segment apart."""
+    ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(62)).tolist()
+    prompt = ids[:9]
+    first = [*prompt, *ids[9:15]]
+    segments = [
+        *(first, [*prompt, *ids[15:17]], ids[17:21], [*first[:12], *ids[21:29]], first, [*prompt, *ids[29:36]]),
+        [*first[:4], ids[36], *first[5:]],
+    ]
+    prefixes = [tuple(segment[: i + 1]) for segment in segments for i in range(len(segment))]
+    return replace(
+        make_batch([len(segment) for segment in segments], seed=62, temperature=None),
+        token_ids_T=torch.tensor([prefix[-1] for prefix in prefixes]),
+        prefix_ids_T=torch.tensor([prefixes.index(prefix) for prefix in prefixes]),
+    )
 
 
 @check("W-14", look_at="an early return that leaves other ranks in a collective, or a constant that backward() refuses")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from inflight.base.tasks import any_of, cancel_and_wait, finish_all, result_unless, start
 from inflight.errors import InflightError, WorkerDiedError, error_from_code
 from inflight.launchers import Launcher, LocalLauncher
+from inflight.rollouts.packing import Packing
 from inflight.run.config import RunConfig
 from inflight.run.machines.placement import GpuPlacement, place
 from inflight.run.machines.processes import NUM_LINES, STOP_S, Rank, start_ranks
@@ -66,6 +67,8 @@ class TrainerGroup:
     ranks: Sequence[Rank] = ()
     data_ranks: Sequence[int] = ()
     """The share of each step's data that each rank computes, once the model is loaded."""
+    shares_prefixes: bool = False
+    """Whether all ranks compute common prefixes once; known once the model is loaded."""
 
     def __post_init__(self) -> None:
         self._note_once = functools.cache(self.on_note)
@@ -86,6 +89,11 @@ class TrainerGroup:
         """The number of shares of the data, each of which one or several ranks compute."""
         return max(self.data_ranks) + 1
 
+    @property
+    def packing(self) -> Packing:
+        """How the data of each step is divided, once the model is loaded."""
+        return Packing(self.config.train.max_tokens_per_micro_batch, self.num_shares, self.shares_prefixes)
+
     async def load_and_connect(self, members: Members | None, run_id: str, checkpoint: Path | None) -> Ready:
         """Load the model or a checkpoint, connect to the servers if there are any, and update them to these weights.
 
@@ -101,6 +109,7 @@ class TrainerGroup:
         timeout_s = self.config.run.start_timeout_s + self.limits.publish_s
         answers = await self._ask([encode(start)] * len(self.ranks), Ready, timeout_s)
         self.data_ranks = [answer.data_rank for answer in answers]
+        self.shares_prefixes = all(answer.shares_prefixes for answer in answers)
         return answers[0]
 
     async def _wait_for_ranks(self) -> str:

@@ -222,6 +222,8 @@ class Ready(RankAnswer):
     type: Literal["ready"] = "ready"
     data_rank: int
     """The share of each step's data that the rank computes; several ranks may compute one together."""
+    shares_prefixes: bool
+    """Whether the worker is a `PrefixSharingWorker` that does."""
 
 
 class Trained(RankAnswer):

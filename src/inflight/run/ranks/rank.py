@@ -23,7 +23,14 @@ import torch.distributed as dist
 
 from inflight.base.progress import report_log_records
 from inflight.base.worker_kinds import load_worker_kind
-from inflight.contracts import BackgroundSaver, ImageWorker, LoraSource, ReplayingWorker, TrainerWorker
+from inflight.contracts import (
+    BackgroundSaver,
+    ImageWorker,
+    LoraSource,
+    PrefixSharingWorker,
+    ReplayingWorker,
+    TrainerWorker,
+)
 from inflight.contracts.trainer import data_ranks_of
 from inflight.errors import ConfigError, InflightError, NonFiniteError, PrecisionWarning, UnsupportedError
 from inflight.http.tokens import TOKEN_VARIABLE
@@ -152,7 +159,12 @@ class TrainerRank:
             case Start():  # the model is loaded already
                 data_rank = data_ranks_of(self._worker).rank
                 published = None if request.members is None else self._publish(request.members)
-                return Ready(version=version, published=published, data_rank=data_rank)
+                return Ready(
+                    version=version,
+                    published=published,
+                    data_rank=data_rank,
+                    shares_prefixes=isinstance(self._worker, PrefixSharingWorker) and self._worker.shares_prefixes,
+                )
             case PublishPresent():
                 return Done(version=version, published=self._publish(request.members))
             case Train():

@@ -25,6 +25,7 @@ from inflight.observe.trace.records import (
     versions_of,
 )
 from inflight.observe.trace.steps import RecordedStep, StepOutcome
+from inflight.rollouts.packing import Packing
 from inflight.run.config import RunConfig
 from inflight.run.ranks.messages import Trained
 from inflight.run.record.checkpoints import latest_checkpoint
@@ -70,10 +71,10 @@ class RunRecording:
         self._manifest = self._manifest.model_copy(update=known)
         await asyncio.to_thread(self._writer.begin, self._manifest)
 
-    async def step(self, batch: StepBatch, by_share: Sequence[Trained]) -> None:
+    async def step(self, batch: StepBatch, packing: Packing, by_share: Sequence[Trained]) -> None:
         """Begin writing a step once the previous one is written; ``by_share`` has the answer of each share."""
         await self.written()
-        self._writing = start(asyncio.to_thread(self._write, batch, by_share))
+        self._writing = start(asyncio.to_thread(self._write, batch, packing, by_share))
 
     async def written(self) -> None:
         """Wait until every step is written."""
@@ -88,9 +89,9 @@ class RunRecording:
         await self.written()
         await asyncio.to_thread(self._write_final)
 
-    def _write(self, batch: StepBatch, by_share: Sequence[Trained]) -> int:
+    def _write(self, batch: StepBatch, packing: Packing, by_share: Sequence[Trained]) -> int:
         self._last = batch.version + 1
-        path = self._writer.write_step(recorded_step(batch, by_share, self._config.train.max_tokens_per_micro_batch))
+        path = self._writer.write_step(recorded_step(batch, packing, by_share))
         return path.stat().st_size
 
     def _report_size(self) -> None:
@@ -123,13 +124,13 @@ def earlier_incarnations(before: RecordManifest, version: int) -> tuple[EarlierI
     return (*incarnations, EarlierIncarnation(until=version, config=last or {}))
 
 
-def recorded_step(batch: StepBatch, by_share: Sequence[Trained], max_tokens: int) -> RecordedStep:
-    """Return the recorded form of a step, given the answers to `frames_of` with ``max_tokens``."""
+def recorded_step(batch: StepBatch, packing: Packing, by_share: Sequence[Trained]) -> RecordedStep:
+    """Return the recorded form of a step, given the answers to `frames_of` with the same ``packing``."""
     return RecordedStep(
         version=batch.version,
         groups=batch.groups,
         samples=batch.samples,
-        trainer_logprobs=logprobs_of_samples(batch.samples, max_tokens, [answer.logprobs for answer in by_share]),
+        trainer_logprobs=logprobs_of_samples(batch.samples, packing, [answer.logprobs for answer in by_share]),
         outcome=outcome_of(by_share),
     )
 

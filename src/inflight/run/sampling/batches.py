@@ -13,7 +13,8 @@ import numpy.typing as npt
 from inflight.contracts import BatchComposer, StalenessPolicy
 from inflight.losses import collate
 from inflight.model.images import ImageProcessor
-from inflight.rollouts import AdvantageEstimator, Credit, TurnCritic, pack, token_advantages, trained_mask
+from inflight.rollouts import AdvantageEstimator, Credit, TurnCritic, token_advantages, trained_mask
+from inflight.rollouts.packing import Packing
 from inflight.run.ranks.channel import encode
 from inflight.run.ranks.messages import Members, Train, tensors_of
 from inflight.types import Group, Sample
@@ -93,8 +94,7 @@ def make_batch(
 
 def frames_of(
     batch: StepData,
-    max_tokens: int,
-    num_shares: int,
+    packing: Packing,
     *,
     publish: Members | None,
     images: ImageProcessor | None = None,
@@ -106,11 +106,13 @@ def frames_of(
     logprobs for `logprobs_of_samples`.
     """
     image_tensors = None if images is None else images.tensors
-    lengths = [sample.rollout.num_tokens for sample in batch.samples]
     frames = []
-    for micro_batches in pack(lengths, max_tokens, num_shares):
+    for micro_batches in packing.pack(batch.samples):
         # Without any samples, it is an empty micro-batch.
-        collated = [collate([batch.samples[i] for i in ids], image_tensors=image_tensors) for ids in micro_batches]
+        collated = [
+            collate([batch.samples[i] for i in ids], image_tensors=image_tensors, share_prefixes=packing.share_prefixes)
+            for ids in micro_batches
+        ]
         request = Train(
             segment_lengths=tuple(micro_batch.segment_lengths for micro_batch in collated),
             num_groups=len(batch.groups),
@@ -123,15 +125,15 @@ def frames_of(
 
 
 def logprobs_of_samples(
-    samples: Sequence[Sample], max_tokens: int, by_share: Sequence[Sequence[npt.NDArray[np.float32]]]
+    samples: Sequence[Sample], packing: Packing, by_share: Sequence[Sequence[npt.NDArray[np.float32]]]
 ) -> list[Sequence[float]]:
     """Return the trainer logprobs of each sample's completion tokens, from those of each share's micro-batches.
 
-    ``max_tokens`` must be the same as for `frames_of`, which assigns samples to micro-batches.
+    ``packing`` must be that of `frames_of`, which assigns samples to micro-batches.
     """
     lengths = [sample.rollout.num_tokens for sample in samples]
     found: list[Sequence[float]] = [()] * len(samples)
-    for micro_batches, arrays in zip(pack(lengths, max_tokens, len(by_share)), by_share, strict=True):
+    for micro_batches, arrays in zip(packing.pack(samples), by_share, strict=True):
         for ids, logprobs_T in zip(micro_batches, arrays, strict=True):
             end = 0
             for i in ids:

@@ -1,0 +1,69 @@
+"""Which tokens of a step's sequences have the same prefix, so that a model computes the same for them.
+
+Completions of a group share their prompt, the turns of an episode and its branches what came before, and all sequences
+of a chat template its first tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight.types import Rollout
+
+Int64s = npt.NDArray[np.int64]
+
+
+def shared_prefixes(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int]]:
+    """Return the rollouts in an order in which those with a common prefix follow one another, and its lengths.
+
+    The k-th length is the number of first tokens that the k-th rollout of the order shares with the one before it.
+    """
+    keys = _keys(rollouts)
+    order = sorted(range(len(rollouts)), key=lambda i: keys[i].tobytes())
+    lengths = [_num_equal(keys[before], keys[i]) for before, i in itertools.pairwise(order)]
+    return order, [0, *lengths] if order else []
+
+
+def prefix_ids(rollouts: Sequence[Rollout]) -> Int64s:
+    """Return `MicroBatch.prefix_ids_T` of rollouts that are packed in this order.
+
+    The id of a token is the first packed token with the same prefix.
+    """
+    order, lengths = shared_prefixes(rollouts)
+    num_tokens = np.array([it.num_tokens for it in rollouts])
+    starts = num_tokens.cumsum() - num_tokens
+    ids_T = np.arange(num_tokens.sum())
+    for (before, i), length in zip(itertools.pairwise(order), lengths[1:], strict=True):
+        ids_T[starts[i] : starts[i] + length] = ids_T[starts[before] : starts[before] + length]
+    _, first, of_token = np.unique(ids_T, return_index=True, return_inverse=True)
+    return first[of_token].astype(np.int64)
+
+
+def _keys(rollouts: Sequence[Rollout]) -> list[npt.NDArray[np.void]]:
+    """Return what a model computes each token of a rollout from: its id or image, and its recorded experts."""
+    urls: dict[str, int] = {}
+    records = [it.routed_experts for it in rollouts]
+    width = max((record.row_bytes for record in records if record is not None), default=0)
+    keys = []
+    for rollout, record in zip(rollouts, records, strict=True):
+        ids = np.array((*rollout.prompt_token_ids, *rollout.completion_token_ids), ">u4")
+        for image in rollout.images:  # token ids are below 2^31
+            ids[image.start : image.end] = np.iinfo(np.uint32).max - urls.setdefault(image.url, len(urls))
+        key = np.full((len(ids), ids.itemsize + width), 0xFF, np.uint8)  # experts that are not known
+        key[:, : ids.itemsize] = ids.view(np.uint8).reshape(-1, ids.itemsize)
+        if record is not None:
+            rows = np.frombuffer(record.to_bytes(), np.uint8).reshape(-1, record.row_bytes)[: len(ids)]
+            key[: len(rows), ids.itemsize : ids.itemsize + record.row_bytes] = rows
+        keys.append(key.reshape(-1).view(f"V{key.shape[1]}"))
+    return keys
+
+
+def _num_equal(a: npt.NDArray[np.void], b: npt.NDArray[np.void]) -> int:
+    """Return the number of first elements that are equal."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length
