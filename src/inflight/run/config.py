@@ -111,6 +111,15 @@ class TaskSection(AnswerFormat):
         return AnswerFormat(prompt_template=self.prompt_template, answer_pattern=self.answer_pattern)
 
 
+class EvaluationSection(Section):
+    """Held-out problems of the task that the model answers greedily before the first step and after the last one."""
+
+    num_items: int = Field(default=0, ge=0)
+    """Number of problems. 0: no evaluation."""
+    num_shown: int = Field(default=3, ge=0)
+    """Number of problems whose answers are printed at the end, before and after."""
+
+
 class SamplingSection(Section):
     """How completions are sampled."""
 
@@ -241,6 +250,7 @@ class RunConfig(Section):
     run: RunSection
     model: ModelSection
     task: TaskSection
+    evaluation: EvaluationSection = EvaluationSection()
     sampling: SamplingSection = SamplingSection()
     servers: ServersSection = ServersSection()
     updates: UpdatesSection = UpdatesSection()

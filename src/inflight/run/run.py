@@ -33,6 +33,7 @@ from inflight.run.record.run_directory import RunDirectory, claim
 from inflight.run.record.saving import Saving
 from inflight.run.record.step_rows import Notes
 from inflight.run.sampling.batches import StepBatch, frames_of
+from inflight.run.sampling.evaluation import Evaluation
 from inflight.run.sampling.groups import work_of
 from inflight.run.sampling.sampling import Sampling
 from inflight.run.servers.leases import token_of
@@ -176,7 +177,8 @@ class _Run:
         )
         if state is not None:
             self.sampling.restore(state)
-        self.notes = Notes(config, path, self.sampling, self.journal, self.progress)
+        self.evaluation = Evaluation(config.evaluation, work, path, note)
+        self.notes = Notes(config, path, self.sampling, self.journal, self.progress, self.evaluation)
         self.trainers = TrainerGroup(
             config, directory.logs, token, note, directory.lock, prepared.placement.trainers, launcher
         )
@@ -226,9 +228,13 @@ class _Run:
 
     async def _run(self, *, may_restart: bool) -> int | None:
         try:
-            with contextlib.suppress(Interrupted):  # before the first step
+            with contextlib.suppress(Interrupted):  # before the first step, or after the last one
                 await self.interrupt.unless(self._start())
+                if self.journal.version == 0:
+                    await self.interrupt.unless(self._evaluate())
                 await self._train_and_watch()
+                if not self.interrupt.is_set():
+                    await self.interrupt.unless(self._evaluate())
         except FencedError as error:  # the servers now belong to another run
             with add_failures_to(error):
                 await self._stop()
@@ -272,6 +278,13 @@ class _Run:
         await self.delivery.start(started.published)
         if self.sampling.actor.unserved.is_set():
             raise no_server_left(self.sampling.actor)
+        self.notes.doing = ""
+
+    async def _evaluate(self) -> None:
+        self.notes.doing = "evaluating"
+        if self.memory is not None:
+            await self.memory.to_servers()
+        await self.evaluation.sample(self.servers.membership.taking_part, self.journal.version)
         self.notes.doing = ""
 
     async def _train_and_watch(self) -> None:

@@ -18,6 +18,7 @@ from inflight.run.record.console import Progress
 from inflight.run.record.journal import Journal
 from inflight.run.record.plots import plot_run
 from inflight.run.sampling.batches import StepBatch
+from inflight.run.sampling.evaluation import Evaluation
 from inflight.run.sampling.sampling import Sampling
 
 _SAMPLE_S = 0.05
@@ -33,6 +34,7 @@ class Notes:
     sampling: Sampling
     journal: Journal
     progress: Progress
+    evaluation: Evaluation
     doing: str = ""
     """The current activity, shown to the user during start and stop; empty while steps are trained."""
 
@@ -95,6 +97,7 @@ class Notes:
                 "task": self.sampling.actor.work.name,
                 "interrupted": interrupted,
                 "failure": failure,
+                "evaluation": self.evaluation.summary(),
                 "ledger": self._ledger_counts(),
                 "failed_episodes": dict(self.sampling.warnings.num_failed_episodes),
                 "rewritten_conversations": self.sampling.num_rewritten,
@@ -110,6 +113,7 @@ class Notes:
         self.journal.close()
         plot_run(self.directory)
         self.progress.summary(summary, self.directory)
+        self.evaluation.show()
         if failure is not None or interrupted:
             self.progress.note("to continue, run the same command with --resume")
 

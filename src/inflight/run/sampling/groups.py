@@ -24,6 +24,8 @@ def check_task(config: RunConfig, task: Task | Environment) -> None:
         for setting in ("reward_processes", "system_prompt", "prompt_template", "answer_pattern"):
             if getattr(config.task, setting) not in (None, 0):
                 raise ConfigError(f"task.{setting} is for tasks, but {name!r} is an environment: leave it out")
+        if config.evaluation.num_items:
+            raise ConfigError(f"evaluation.num_items is for tasks, but {name!r} is an environment: leave it out")
         return
     for setting, is_set in (
         ("task.extra_episodes", config.task.extra_episodes > 0),

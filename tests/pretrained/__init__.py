@@ -1,0 +1,1 @@
+"""Tests on the pretrained model that `make test` fetches."""
