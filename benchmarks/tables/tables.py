@@ -201,6 +201,24 @@ def layouts_table() -> str:
     return "\n".join(lines)
 
 
+def shared_prefixes_table() -> str:
+    """Return how much faster a step is whose prefixes are computed once."""
+    lines = [
+        "| dtype | prompt, completion | group | tokens computed | step, separate | shared | speed-up | memory |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in kept("shared_prefixes")["rows"]:
+        times, tokens, memory = row["step_s"], row["computed_tokens"], row["kept_bytes"]
+        least, most = row["speedups"]
+        lines.append(
+            f"| {row['dtype']} | {row['num_prompt_tokens']}, {row['num_tokens']} | {row['group_size']} | "
+            f"{tokens['separate']:,} → {tokens['shared']:,} | {times['separate']:.1f} s | {times['shared']:.1f} s | "
+            f"{row['speedup']:.2f} ({least:.2f} to {most:.2f}) | "
+            f"{memory['separate'] / 1e9:.2f} → {memory['shared'] / 1e9:.2f} GB |"
+        )
+    return "\n".join(lines)
+
+
 def trainer_learning_table() -> str:
     """Return how the quickstart went with each trainer."""
     lines = ["| trainer | mean reward, first ten steps | last ten | seconds |", "|---|---|---|---|"]
@@ -429,6 +447,7 @@ TABLES = {
     "preset_learning": preset_learning_table,
     "trainers": trainers_table,
     "layouts": layouts_table,
+    "shared_prefixes": shared_prefixes_table,
     "lora": lora_table,
     "router_replay": router_replay_table,
     "trainer_learning": trainer_learning_table,

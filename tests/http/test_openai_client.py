@@ -91,6 +91,14 @@ def test_max_completion_tokens_bounds_a_chat(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+def test_a_chat_can_ignore_the_end_of_sequence(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": MESSAGES, "n": 8, "seed": 1, "max_tokens": 200, "temperature": 2.0}
+    ended = client.chat.completions.create(**options).choices
+    assert "stop" in [choice.finish_reason for choice in ended]
+    whole = client.chat.completions.create(**options, extra_body={"ignore_eos": True}).choices
+    assert {choice.finish_reason for choice in whole} == {"length"}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

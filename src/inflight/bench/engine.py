@@ -25,7 +25,7 @@ class EngineTimes:
     token_s: float
     """Time of one step, in which each completion gets a token."""
     request_s: float
-    """Additional time of a request, including its prompt."""
+    """Time that each request adds to the tokens' own, including its prompt."""
 
 
 async def measure(
@@ -78,7 +78,7 @@ async def measure(
             short, long = await seconds(num_running, num_tokens // _SHORTER), await seconds(num_running, num_tokens)
             token_s = max(1e-9, (long - short) / (num_tokens - num_tokens // _SHORTER))
             tokens.append(token_s)
-            overheads.append(max(0.0, long - num_tokens * token_s))
+            overheads.append(max(0.0, long - num_tokens * token_s) / num_running)
         found.append(EngineTimes(num_running, statistics.median(tokens), statistics.median(overheads)))
     return found
 

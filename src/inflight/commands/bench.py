@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 from pathlib import Path
 
 from inflight.base.json_files import check_writable, write_json
@@ -85,7 +86,7 @@ def _measure_engine(arguments: argparse.Namespace) -> int:
             )
         finally:
             await endpoint.aclose()
-        request_s = max(it.request_s for it in found)
+        request_s = statistics.median(it.request_s for it in found)
         return f"{as_plan(found)}\nrequest_s = {request_s:.3g}  # with a prompt of {arguments.prompt_tokens} tokens"
 
     print(asyncio.run(measured()))

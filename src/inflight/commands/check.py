@@ -93,11 +93,17 @@ def target_of(arguments: argparse.Namespace) -> Target:
     if arguments.target is None:
         raise ConfigError(f"specify which {arguments.kind} to check; see inflight check {arguments.kind} --help")
     if arguments.kind == "worker":
+        of_ranks = keyword_arguments(arguments.ranks_option, "--ranks-option")
+        if (path := (options | of_ranks).get("model_path")) is not None:
+            raise ConfigError(
+                f"option model_path is {path!r}, but the checks of workers make models of their own, whose logprobs "
+                "and gradients they know: leave it out"
+            )
         return WorkerTarget(
             factory=worker_factory(arguments.target),
             num_ranks=_num_ranks(arguments.ranks),
             options=options,
-            options_of_ranks=keyword_arguments(arguments.ranks_option, "--ranks-option"),
+            options_of_ranks=of_ranks,
             experts=arguments.experts,
         )
     if ":" in arguments.target:

@@ -58,6 +58,7 @@ class Sampling(WireModel):
     top_k: int = Field(default=0, ge=0, le=2**31 - 1)
     min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
     seed: Seed | None = None
+    ignore_eos: bool = False
 
 
 class SamplingParams(Sampling):
@@ -70,7 +71,6 @@ class SamplingParams(Sampling):
 
     stop: Items[StopString] = Field(default=(), max_length=64)
     stop_token_ids: Items[TokenId] = Field(default=(), max_length=4096)
-    ignore_eos: bool = False
 
 
 class VersionSpan(WireModel):
