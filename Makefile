@@ -52,7 +52,7 @@ demo: $(STAMP)
 	@if $(BIN)/inflight pretrained-model $(SMOLLM2); then \
 	  rm -rf runs/sums && $(BIN)/inflight train examples/sums.toml && $(BIN)/inflight report runs/sums; \
 	else \
-	  echo "The pretrained model cannot be had here; the demo trains a tiny model instead."; \
+	  echo "The pretrained model is not available (see the error above); training a tiny model instead."; \
 	  $(MAKE) --no-print-directory demo-tiny; \
 	fi
 

@@ -124,7 +124,7 @@ def test_a_transport_is_a_known_name_or_a_factory() -> None:
         (["worker", "m:f", "--ranks", "0"], "--ranks must be at least 1"),
         (["worker", "m:f", "--option", "no-value"], "'no-value' is not KEY=VALUE"),
         (["worker", "m:f", "--option", "=1"], "'=1' is not KEY=VALUE"),
-        (["worker", "m:f", "--option", "model_path=models/x"], "the checks of workers make models of their own"),
+        (["worker", "m:f", "--option", "model_path=models/x"], "the worker checks create their own models"),
         (["worker", "m:f", "--option", "a=1", "--option", "a=2"], "--option a is specified twice"),
         (["transport"], "specify which transport"),
         (["transport", "pigeon"], "unknown transport 'pigeon'; known: file, gloo, http, ipc, nccl, shm"),

@@ -1,4 +1,4 @@
-"""The evaluation of a run: the same held-out problems before the first step and after the last one."""
+"""The evaluation of a run: the same problems before the first step and after the last one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def answers(run: RunProcess) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run.directory / "evaluation.jsonl").read_text().splitlines()]
 
 
-def test_held_out_problems_are_answered_before_and_after_and_shown_side_by_side(
+def test_the_same_problems_are_answered_before_and_after_and_shown_side_by_side(
     start_run: Callable[..., RunProcess],  # noqa: F811
 ) -> None:
     run = start_run(*WORDS)
@@ -51,7 +51,7 @@ def test_an_evaluation_that_fails_is_shown_and_the_run_trains(
 ) -> None:
     run = start_run(*WORDS, "--task.params", "{ fail_from = 1000 }")
     assert run.wait() == 0, run.output()
-    assert "the evaluation of version 0 failed: the reward of task 'count_letters' raised" in run.output()
+    assert "5 of 5 problems of the evaluation failed; the first: the reward of task 'count_letters'" in run.output()
     assert run.summary()["evaluation"] == {}
     assert len(run.rows()) == 6
 

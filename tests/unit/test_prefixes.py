@@ -94,18 +94,32 @@ def test_every_sample_is_packed_once_and_no_micro_batch_computes_too_much(
     assert sorted(i for share in found for micro_batch in share for i in micro_batch) == list(range(len(samples)))
     for share in found:
         for micro_batch in share:
-            assert len({str(inputs(*token)) for token in tokens_of([packed[i] for i in micro_batch])}) <= MAX_TOKENS
+            tokens = tokens_of([packed[i] for i in micro_batch])
+            assert len({str(inputs(*token)) for token in tokens}) <= MAX_TOKENS
+            assert len(tokens) <= 2 * MAX_TOKENS
 
 
 def test_a_group_is_kept_together_and_takes_fewer_micro_batches() -> None:
     groups = [[rollout([g] * 20, [g, k]) for k in range(3)] for g in range(3)]
     samples = [Sample(groups[g][k], [0.0] * 2, [True] * 2, group_index=g) for k in range(3) for g in range(3)]
-    (micro_batches,) = Packing(26, 1, share_prefixes=True).pack(samples)
+    (micro_batches,) = Packing(40, 1, share_prefixes=True).pack(samples)
     assert [sorted({samples[i].group_index for i in it}) for it in micro_batches] == [[0], [1], [2]]
-    (separate,) = Packing(26, 1).pack(samples)
+    (separate,) = Packing(40, 1).pack(samples)
     assert len(separate) == 9
     with pytest.raises(InvalidRequestError, match="has 22 tokens but a micro-batch holds 21"):
         Packing(21, 1, share_prefixes=True).pack(samples)
+
+
+def test_a_prefix_does_not_end_within_an_image() -> None:
+    """The recorded experts of the second placeholder differ, but an image is placed as a whole."""
+    image = PromptImage(url="data:image/png;base64,AAAA", start=1, num_tokens=3)
+    pair = [rollout([7, 9, 9, 9, 8], [5], (image,), [0, 0, experts, 0, 0]) for experts in (0, 1)]
+    assert prefix_ids(pair).tolist() == [0, 1, 2, 3, 4, 5, 0, 7, 8, 9, 10, 11]
+
+
+def test_samples_without_common_prefixes_are_packed_as_without_sharing() -> None:
+    samples = [Sample(rollout([k] * 12, [k] * n), [0.0] * n, [True] * n) for k, n in enumerate((8, 2, 8, 2))]
+    assert Packing(34, 1, share_prefixes=True).pack(samples) == Packing(34, 1).pack(samples)
 
 
 def test_only_a_micro_batch_that_is_asked_for_it_states_what_is_shared() -> None:

@@ -80,10 +80,12 @@ async def sample_tasks(
             task = load_task(name, params, how.seed, how.answer_format)
             if isinstance(task, Environment):
                 raise TaskError("an environment, which only a run can play")
-            sampling = SamplingParams(n=how.group_size, max_tokens=how.max_tokens, temperature=how.temperature)
+            sampling = SamplingParams(
+                n=how.group_size, max_tokens=how.max_tokens, temperature=how.temperature, seed=how.seed
+            )
             work = Completions(task, tokenizer, sampling, max_model_len, _REWARD_S, system_prompt=how.system_prompt)
             started = time.perf_counter()
-            items = await run_together(*(sample_item(work, endpoint, i, how.seed) for i in range(how.num_items)))
+            items = await run_together(*(sample_item(work, endpoint, i) for i in range(how.num_items)))
             yield dataclasses.replace(_figures(items, time.perf_counter() - started, how), name=name)
         except InflightError as error:
             yield SampledTask(name, problem=str(error))

@@ -96,8 +96,8 @@ def target_of(arguments: argparse.Namespace) -> Target:
         of_ranks = keyword_arguments(arguments.ranks_option, "--ranks-option")
         if (path := (options | of_ranks).get("model_path")) is not None:
             raise ConfigError(
-                f"option model_path is {path!r}, but the checks of workers make models of their own, whose logprobs "
-                "and gradients they know: leave it out"
+                f"option model_path is {path!r}, but the worker checks create their own models, for which they compute "
+                "the expected logprobs and gradients: remove this option"
             )
         return WorkerTarget(
             factory=worker_factory(arguments.target),

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sample each task and print the figures, those with the most signal first."""
+    """Sample each task and print the figures, those with the most signal first; return 1 if no task was sampled."""
     from inflight.base.toml import check_settings
     from inflight.rollouts.tasks import AnswerFormat
 
@@ -101,9 +101,9 @@ async def _run(arguments: argparse.Namespace, params: dict[str, Any], answer_for
         found.sort(key=lambda it: (it.problem is not None, -it.signal_share, it.name))
         if found:
             print(align_columns([HEAD, *(it.row() for it in found)]))
+        write_json(arguments.json, [dataclasses.asdict(it) for it in found])
     if arguments.examples:
         for it in found:
             if it.example is not None:
                 print(f"\n{it.name}\n  problem: {it.example[0]!r}\n  best answer: {it.example[1]!r}")
-    write_json(arguments.json, [dataclasses.asdict(it) for it in found])
-    return 0
+    return 1 if all(it.problem is not None for it in found) else 0

@@ -96,7 +96,7 @@ def _images_of(
     device: torch.device | str | None,
     image_tensors: ImageTensors | None,
 ) -> dict[str, Any]:
-    """Return the fields of images; those of a shared prefix are left out but at its first token."""
+    """Return the fields of images; an image in a shared prefix is included only once, where the prefix first occurs."""
     starts = [0, *itertools.accumulate(lengths)]
     placed = [(start, image) for start, sample in zip(starts, samples, strict=False) for image in sample.rollout.images]
     if first_tokens_T is not None:

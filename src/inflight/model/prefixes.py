@@ -1,7 +1,7 @@
 """Which tokens of a step's sequences have the same prefix, so that a model computes the same for them.
 
-Completions of a group share their prompt, the turns of an episode and its branches what came before, and all sequences
-of a chat template its first tokens.
+Completions of a group share their prompt. Turns and branches of an episode share the conversation so far, and all
+sequences rendered by one chat template share its first tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ Int64s = npt.NDArray[np.int64]
 
 
 def shared_prefixes(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int]]:
-    """Return the rollouts in an order in which those with a common prefix follow one another, and its lengths.
+    """Return the rollouts in an order in which those with a common prefix follow one another, and the
+    lengths of these prefixes.
 
-    The k-th length is the number of first tokens that the k-th rollout of the order shares with the one before it.
+    The k-th length is the number of first tokens that the k-th rollout of the order shares with the one before it. A
+    prefix never ends within an image.
     """
     keys = _keys(rollouts)
     order = sorted(range(len(rollouts)), key=lambda i: keys[i].tobytes())
-    lengths = [_num_equal(keys[before], keys[i]) for before, i in itertools.pairwise(order)]
+    lengths = [
+        _outside_images(rollouts[i], _num_equal(keys[before], keys[i])) for before, i in itertools.pairwise(order)
+    ]
     return order, [0, *lengths] if order else []
 
 
@@ -60,6 +64,11 @@ def _keys(rollouts: Sequence[Rollout]) -> list[npt.NDArray[np.void]]:
             key[: len(rows), ids.itemsize : ids.itemsize + record.row_bytes] = rows
         keys.append(key.reshape(-1).view(f"V{key.shape[1]}"))
     return keys
+
+
+def _outside_images(rollout: Rollout, length: int) -> int:
+    """Return a length, or the start of the image that it would cut."""
+    return next((image.start for image in rollout.images if image.start < length < image.end), length)
 
 
 def _num_equal(a: npt.NDArray[np.void], b: npt.NDArray[np.void]) -> int:

@@ -14,6 +14,11 @@ Packed = list[list[list[int]]]
 """Indices of samples, as ``[share][micro_batch][k]``."""
 
 
+_LEAST_SHARED = 0.05
+"""Share of tokens that repeat a prefix from which samples are packed by prefixes; below it, fuller micro-batches gain
+more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
     """How the samples of an optimizer step are divided among the trainer's micro-batches."""
@@ -28,27 +33,32 @@ class Packing:
     def pack(self, samples: Sequence[Sample]) -> Packed:
         """Return the samples of each micro-batch, as `pack` does unless prefixes are shared.
 
-        In that case samples with a common prefix are kept together, and all shares get about the same number of tokens;
-        neighbouring ones compute a common prefix twice. Raises `InvalidRequestError` for a sample that is too long.
+        In that case samples with a common prefix are kept together, and shares receive about the same number of
+        computed tokens; a prefix that crosses the boundary between two shares or micro-batches is computed in both.
+        Since attention is computed for whole sequences, those of a micro-batch have at most twice ``max_tokens``.
+        Raises `InvalidRequestError` for a sample that is too long.
         """
         lengths = [sample.rollout.num_tokens for sample in samples]
         if not self.share_prefixes or not samples:
             return pack(lengths, self.max_tokens, self.num_shares)
         _check_lengths(lengths, self.max_tokens)
         order, shared = shared_prefixes([sample.rollout for sample in samples])
-        total, before, num_filled = sum(lengths) - sum(shared), 0.0, 0
+        if sum(shared) < _LEAST_SHARED * sum(lengths):
+            return pack(lengths, self.max_tokens, self.num_shares)
+        total, before, num_filled, num_attended = sum(lengths) - sum(shared), 0.0, 0, 0
         per_share: Packed = [[] for _ in range(self.num_shares)]
         for i, num_shared in zip(order, shared, strict=True):
             num_new = lengths[i] - num_shared
             middle = before + num_new / 2
             micro_batches = per_share[min(self.num_shares - 1, int(middle * self.num_shares / total))]
             before += num_new
-            if micro_batches and num_filled + num_new <= self.max_tokens:
+            has_room = num_filled + num_new <= self.max_tokens and num_attended + lengths[i] <= 2 * self.max_tokens
+            if micro_batches and has_room:
                 micro_batches[-1].append(i)
-                num_filled += num_new
+                num_filled, num_attended = num_filled + num_new, num_attended + lengths[i]
             else:
                 micro_batches.append([i])
-                num_filled = lengths[i]
+                num_filled = num_attended = lengths[i]
         return _with_equal_numbers(per_share)
 
 

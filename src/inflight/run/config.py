@@ -112,7 +112,10 @@ class TaskSection(AnswerFormat):
 
 
 class EvaluationSection(Section):
-    """Held-out problems of the task that the model answers greedily before the first step and after the last one."""
+    """Problems of the task that the model answers greedily before the first step and after the last one.
+
+    Their indices are far from those of the items that are trained on.
+    """
 
     num_items: int = Field(default=0, ge=0)
     """Number of problems. 0: no evaluation."""

@@ -35,10 +35,11 @@ class Interrupt:
         if not self._event.is_set():
             self._event.set()
             self._note("stopping after this step; press Ctrl-C again to stop at once")
-        elif not self.is_immediate:
-            self.is_immediate = True
+            return
+        if not self.is_immediate:
             self._note("stopping at once: the run's processes are killed, and steps after the last checkpoint are lost")
-            self._kill()
+        self.is_immediate = True
+        self._kill()
 
     def is_set(self) -> bool:
         return self._event.is_set()

@@ -43,9 +43,10 @@ from inflight.run.updates import updates_of
 
 
 def train(config: RunConfig, *, resume: bool = False) -> int:
-    """Run to the end or until Ctrl-C; return the exit status (0 done, 130 interrupted with everything saved).
+    """Run to the end or until Ctrl-C; return the exit status: 0 when the run is complete, 130 when it was interrupted.
 
-    Raises the `InflightError` that stopped the run; the last checkpoint is complete then.
+    After a second Ctrl-C, steps after the last checkpoint are lost; otherwise everything is saved. Raises the
+    `InflightError` that stopped the run; the last checkpoint is complete then.
     """
     with contextlib.ExitStack() as stack:
         launcher = load_launcher(config.run.launcher, config.run.launcher_options)

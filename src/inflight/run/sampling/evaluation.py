@@ -1,8 +1,9 @@
-"""Samples items of a task outside training, to see what a model answers and what that is worth."""
+"""Samples and scores items of a task outside training."""
 
 from __future__ import annotations
 
 import json
+import secrets
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +14,10 @@ from pydantic import BaseModel, ValidationError
 
 from inflight.base.tasks import run_together
 from inflight.contracts import InferenceEndpoint
-from inflight.errors import CheckpointError, InflightError
+from inflight.errors import CheckpointError, InflightError, TaskError
 from inflight.run.config import EvaluationSection
 from inflight.run.sampling.completions import Completions
-from inflight.run.sampling.sampling_endpoint import request_of
+from inflight.run.sampling.sampling_endpoint import UnusableItem, request_of
 from inflight.run.sampling.work import Work
 from inflight.types import TaskItem
 from inflight.wire import Completion
@@ -44,16 +45,21 @@ class SampledItem:
         return len(set(self.rewards)) > 1
 
 
-async def sample_item(work: Completions, endpoint: InferenceEndpoint, index: int, seed: int) -> SampledItem:
+async def sample_item(work: Completions, endpoint: InferenceEndpoint, index: int) -> SampledItem:
     """Return ``work.sampling.n`` scored completions of an item.
 
-    Raises `TaskError` if the task or its reward fails, `UnusableItem` if the prompt does not form a request, and the
-    errors of `InferenceEndpoint.generate`.
+    Raises `TaskError` if the task or its reward fails, or if the item cannot be used, and the errors of
+    `InferenceEndpoint.generate`.
     """
     item = work.item(index)
     prompt_token_ids = work.prompt_of(item)
-    sampling = work.sampling.model_copy(update={"seed": seed})
-    response = await endpoint.generate(request_of(f"evaluate-{index}-{seed}", prompt_token_ids, sampling))
+    try:
+        if (reason := work.too_long(prompt_token_ids)) is not None:
+            raise UnusableItem(reason)
+        request = request_of(f"evaluate-{index}-{secrets.token_hex(4)}", prompt_token_ids, work.sampling)
+    except UnusableItem as error:
+        raise TaskError(f"item {index} of task {work.name!r} cannot be used: {error}") from error
+    response = await endpoint.generate(request)
     rewards = await work.rewards(item, response.completions)
     texts = tuple(work.text_of(completion) for completion in response.completions)
     return SampledItem(item, len(prompt_token_ids), tuple(response.completions), texts, tuple(rewards))
@@ -63,7 +69,7 @@ class Answer(BaseModel):
     """One evaluated answer; a line of the file."""
 
     version: int
-    """The last version that was published when it was asked for."""
+    """The newest version that sampled one of the tokens of this evaluation."""
     item: int
     prompt: str
     answer: str
@@ -72,7 +78,7 @@ class Answer(BaseModel):
 
 @dataclass
 class Evaluation:
-    """The greedy answers to the same held-out items, of the weights at the start of a run and at its end.
+    """The greedy answers to the same items, of the weights at the start of a run and at its end.
 
     ``note`` shows a line. Without items, or for an environment, which `check_task` refuses, nothing is sampled.
     """
@@ -82,7 +88,7 @@ class Evaluation:
     directory: Path
     note: Callable[[str], None]
     _answers: dict[int, list[Answer]] = field(default_factory=dict, init=False)
-    """By version at which they were asked for."""
+    """By version."""
 
     def __post_init__(self) -> None:
         path = self.directory / EVALUATION
@@ -100,14 +106,27 @@ class Evaluation:
         if len(self._answers.get(version, ())) == self.settings.num_items:
             return
         greedy = replace(self.work, sampling=self.work.sampling.model_copy(update={"n": 1, "temperature": 0.0}))
+        failures: list[str] = []
+
+        async def sampled(index: int) -> SampledItem | None:
+            try:
+                return await sample_item(greedy, endpoint, index)
+            except InflightError as error:
+                failures.append(str(error))
+                return None
+
         indices = range(_FIRST_ITEM, _FIRST_ITEM + self.settings.num_items)
-        try:
-            items = await run_together(*(sample_item(greedy, endpoint, index, 0) for index in indices))
-        except InflightError as error:
-            self.note(f"the evaluation of version {version} failed: {error}")
+        items = [it for it in await run_together(*map(sampled, indices)) if it is not None]
+        if failures:
+            num_items = self.settings.num_items
+            self.note(f"{len(failures)} of {num_items} problems of the evaluation failed; the first: {failures[0]}")
+        if not items:
             return
-        self._answers[version] = [
-            Answer(version=version, item=it.item.index, prompt=it.item.prompt, answer=it.texts[0], reward=it.rewards[0])
+        served = max((span.version for it in items for span in it.completions[0].version_spans), default=version)
+        if served != version:
+            self.note(f"the evaluation is of version {served}, because {endpoint.name} has not received {version}")
+        self._answers[served] = [
+            Answer(version=served, item=it.item.index, prompt=it.item.prompt, answer=it.texts[0], reward=it.rewards[0])
             for it in items
         ]
         self._write()
@@ -117,18 +136,25 @@ class Evaluation:
         return {str(version): _mean(answers) for version, answers in sorted(self._answers.items())}
 
     def show(self) -> None:
-        """Show the mean rewards of the first and the last version, and some of their answers side by side."""
+        """Show the mean rewards of the first and the last version, and some of their answers side by side.
+
+        Only items that both versions have answered count.
+        """
         if len(self._answers) < 2:
             return
-        first, last = self._answers[min(self._answers)], self._answers[max(self._answers)]
+        first, last = min(self._answers), max(self._answers)
+        before = {answer.item: answer for answer in self._answers[first]}
+        pairs = [(before[after.item], after) for after in self._answers[last] if after.item in before]
+        if not pairs:
+            return
         self.note(
-            f"evaluation, greedy answers to {len(last)} held-out problems: mean reward {_mean(first):.3f} "
-            f"(version {min(self._answers)}) -> {_mean(last):.3f} (version {max(self._answers)})"
+            f"evaluation, greedy answers to {len(pairs)} problems: mean reward {_mean([it for it, _ in pairs]):.3f} "
+            f"(version {first}) -> {_mean([it for _, it in pairs]):.3f} (version {last})"
         )
-        for before, after in list(zip(first, last, strict=False))[: self.settings.num_shown]:
-            self.note(f"  problem: {_line(after.prompt)}")
-            self.note(f"    before, reward {before.reward:g}: {_line(before.answer)}")
-            self.note(f"    after,  reward {after.reward:g}: {_line(after.answer)}")
+        for earlier, later in pairs[: self.settings.num_shown]:
+            self.note(f"  problem: {_line(later.prompt)}")
+            self.note(f"    before, reward {earlier.reward:g}: {_line(earlier.answer)}")
+            self.note(f"    after,  reward {later.reward:g}: {_line(later.answer)}")
 
     def _write(self) -> None:
         answers = [answer for of_version in self._answers.values() for answer in of_version]
@@ -141,7 +167,7 @@ class Evaluation:
 def _read(path: Path) -> list[Answer]:
     """Return the answers in a file; a line that a killed process left incomplete is left out."""
     answers = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text().split("\n"):  # an answer may contain other line separators
         try:
             answers.append(Answer.model_validate(json.loads(line)))
         except (ValidationError, json.JSONDecodeError):
