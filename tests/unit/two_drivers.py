@@ -11,7 +11,7 @@ import asyncio
 import math
 import random
 import selectors
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -337,8 +337,11 @@ class Prompts(Task):
 
 class Tokenizer:
     chat_template = None
+    all_special_ids: Sequence[int] = ()
+    added_tokens_decoder: Mapping[int, Any] = {}
+    eos_token = None
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [int(text.split()[1]), 0, 0]}
 
 
