@@ -282,6 +282,8 @@ class _Run:
         self.notes.doing = ""
 
     async def _evaluate(self) -> None:
+        if not self.prepared.config.evaluation.num_items:
+            return
         self.notes.doing = "evaluating"
         if self.memory is not None:
             await self.memory.to_servers()
