@@ -1,7 +1,7 @@
 """A training step over groups with a common prompt: each prompt computed once, against every sequence by itself.
 
     inflight pretrained-model models/smollm2
-    python benchmarks/shared_prefixes.py models/smollm2
+    python -m benchmarks.shared_prefixes models/smollm2
 
 Both ways take the same optimizer step on the same samples, in turns, in a process of one rank. A step is the forwards
 and backwards of all micro-batches and the update. Memory is what autograd keeps for the backward of the largest

@@ -225,7 +225,8 @@ def describe_segment_kernel(config: Any, dtype: torch.dtype, device: torch.devic
     query = torch.empty(1, num_heads, 64, head_dim, **options)
     key = query if repeated else torch.empty(1, num_kv_heads, 64, head_dim, **options)
     groups = f", its {num_kv_heads} key-value heads repeated for {num_heads} query heads" if repeated else ""
-    return describe_kernel(query, key, key, is_causal=True) + groups
+    wider = f", in float32 for segments of less than {_LONG} tokens" if computes_wider(query) else ""
+    return describe_kernel(query, key, key, is_causal=True) + groups + wider
 
 
 def heads_of(config: Any) -> tuple[int, int, int]:

@@ -18,8 +18,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 def shared_prefixes(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int]]:
-    """Return the rollouts in an order in which those with a common prefix follow one another, and the
-    lengths of these prefixes.
+    """Return an order of the rollouts in which common prefixes are adjacent, and the lengths of these prefixes.
 
     The k-th length is the number of first tokens that the k-th rollout of the order shares with the one before it. A
     prefix never ends within an image.
