@@ -110,6 +110,13 @@ def test_a_group_is_kept_together_and_takes_fewer_micro_batches() -> None:
         Packing(21, 1, share_prefixes=True).pack(samples)
 
 
+def test_whole_sequences_of_a_micro_batch_have_at_most_twice_its_tokens() -> None:
+    """Eight completions of one token after a long prompt compute 28 tokens, and attend over 168."""
+    samples = [Sample(rollout([7] * 20, [k]), [0.0], [True]) for k in range(8)]
+    (micro_batches,) = Packing(30, 1, share_prefixes=True).pack(samples)
+    assert [len(ids) for ids in micro_batches] == [2, 2, 2, 2]
+
+
 def test_a_prefix_does_not_end_within_an_image() -> None:
     """The recorded experts of the second placeholder differ, but an image is placed as a whole."""
     image = PromptImage(url="data:image/png;base64,AAAA", start=1, num_tokens=3)
