@@ -18,7 +18,9 @@ def test_generating_from_weights_that_are_nan_is_an_error_that_names_the_version
         async with serving(model_dir) as endpoint:
             engine = endpoint._engine
             head = torch.full((258, 32), torch.nan)
-            engine.call(lambda: engine.load([("lm_head.weight", head)], 0, InFlightPolicy.KEEP)).result(30)
+            engine.call(
+                lambda: engine.load(engine.weights.prepare([("lm_head.weight", head)]), 0, InFlightPolicy.KEEP)
+            ).result(30)
             with pytest.raises(NonFiniteError, match=r"are not finite: the weights served now \(version 0\)"):
                 await endpoint.generate(make_request("whole", [1, 2, 3], max_tokens=4))
             with pytest.raises(NonFiniteError):

@@ -85,7 +85,7 @@ async def test_running_requests_are_computed_again_with_their_images(path: Path,
 
         def recompute() -> None:
             engine.pauses.pause(InFlightPolicy.RECOMPUTE, lambda: None)
-            engine.load([], 1, InFlightPolicy.RECOMPUTE)
+            engine.load(engine.weights.prepare([]), 1, InFlightPolicy.RECOMPUTE)
             engine.pauses.resume()
 
         await asyncio.wrap_future(engine.call(recompute))

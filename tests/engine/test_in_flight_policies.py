@@ -165,7 +165,7 @@ def test_sequences_that_wait_to_be_recomputed_count_as_running(model_dir: Path, 
 
         def two_updates_at_once() -> None:
             engine.pauses.pause(InFlightPolicy.KEEP, lambda: None)
-            engine.load([], 1, InFlightPolicy.RECOMPUTE)
+            engine.load(engine.weights.prepare([]), 1, InFlightPolicy.RECOMPUTE)
             engine.pauses.resume()
             engine.pauses.pause(policy, paused.set)
 

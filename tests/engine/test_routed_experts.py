@@ -98,7 +98,11 @@ def test_an_update_leaves_the_experts_that_computed_earlier_tokens(model_path: P
                 engine.pauses.pause(InFlightPolicy.RECOMPUTE, lambda: None)
                 stored = stored_names(changed)
                 named = {stored[name]: parameter for name, parameter in changed.named_parameters()}
-                engine.load([(name, named[name].data) for name in engine.weights.by_name], 1, InFlightPolicy.RECOMPUTE)
+                engine.load(
+                    engine.weights.prepare([(name, named[name].data) for name in engine.weights.by_name]),
+                    1,
+                    InFlightPolicy.RECOMPUTE,
+                )
                 engine.pauses.resume()
 
             await asyncio.wrap_future(engine.call(update))

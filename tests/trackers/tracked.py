@@ -10,7 +10,6 @@ import json
 import os
 import struct
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +42,6 @@ def live(name: str, options: dict[str, Any], directory: Path) -> list[str]:
         state = first[0].state() if version == 2 else state
     first[0].close()
     first[1].end(None, within_s=NEVER_S)  # else a library in the same process would not begin again
-    if name == "wandb":
-        time.sleep(1.1)  # offline, its folders are named by the second
     second = _incarnation(name, options, directory, state, 2, told)
     for version in (3, 4, 5):
         _step(second[0], version, 1)
@@ -56,6 +53,10 @@ def live(name: str, options: dict[str, Any], directory: Path) -> list[str]:
 def _incarnation(
     name: str, options: dict[str, Any], directory: Path, state: dict[str, Any] | None, version: int, told: list[str]
 ) -> tuple[Journal, Reporting]:
+    if name == "wandb":  # offline, its folders are named by the second in which a run begins
+        place = directory / f"from-version-{version}"
+        place.mkdir()
+        options = {**options, "dir": str(place)}
     trackers = load_trackers([name], {name: options} if options else {})
     reporting = Reporting(trackers, TrackedRun(RUN_ID, directory, CONFIG, version), told.append)
     return Journal(directory, state, version, listeners=[reporting.report]), reporting
@@ -95,7 +96,7 @@ def wandb(directory: Path) -> Stored:
     steps: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     runs, config, summary = set(), {}, {}
     exit_codes = []
-    for path in sorted(directory.glob("wandb/offline-run-*/run-*.wandb")):
+    for path in sorted(directory.glob("from-version-*/wandb/offline-run-*/run-*.wandb")):
         for data in _leveldb_records(path.read_bytes()):
             record = Record()
             record.ParseFromString(data)

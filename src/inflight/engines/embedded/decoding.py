@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from inflight.engines.embedded.slot_attention import AttentionPlan, DecodingRows, attend_rows
+from inflight.engines.embedded.slot_attention import AttentionPlan, DecodingRows, attend_rows, vector_indices
 from inflight.engines.embedded.slots import Arena, Slot
 from inflight.errors import ConfigError
 from inflight.weights.encode.transit import cuda
@@ -155,7 +155,8 @@ class _WholeRows(AttentionPlan):
         num, longest = positions_B.shape[0], places_C.shape[0]
         visible_B11C = (places_C <= positions_B[:, None])[:, None, None]
         rows_B = torch.arange(num, device=positions_B.device)
-        self._rows = DecodingRows(0, num, longest, positions_B, rows_B, rows_B, None, visible_B11C, True)
+        vectors_X = vector_indices(rows_B, positions_B, *keys[0].shape[1:3])
+        self._rows = DecodingRows(0, num, longest, vectors_X, rows_B, None, visible_B11C, True)
 
     def attend(
         self,

@@ -26,7 +26,7 @@ from inflight.contracts import (
 )
 from inflight.engines.embedded.chat import ChatChunkWriter, ChatFormat
 from inflight.engines.embedded.engine import Engine
-from inflight.engines.embedded.parameters import HOST, prepare_tensors
+from inflight.engines.embedded.parameters import HOST, PreparedParameters
 from inflight.engines.embedded.sequences import Sequence
 from inflight.errors import EndpointError, InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.http.chat import chat_completion_of, check_chat
@@ -184,7 +184,7 @@ class EmbeddedEndpoint(
         self._is_borrowed = spec.transport == "ipc"
         return make_receiver(spec, self._device)
 
-    def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Named]:
+    def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, PreparedParameters]:
         """Return the tensors that the commit loads. Runs in the receiving thread, while tokens are sampled."""
         weights = self._engine.weights
 
@@ -198,7 +198,7 @@ class EmbeddedEndpoint(
                 arrived = [(name, tensor.clone()) for name, tensor in arrived]
             load = self._adapted.prepare(update.manifest, arrived, present)
             whole = weights.stored.assemble(load.tensors, weights.by_name.__getitem__)
-            return load, prepare_tensors(weights.by_name, whole)
+            return load, weights.prepare(whole)
 
     async def apply(self, update: WeightUpdate) -> None:
         load, ready = self._sink.prepared()

@@ -19,7 +19,7 @@ from inflight.engines.embedded.context_limits import ContextLimits
 from inflight.engines.embedded.counters import EngineCounters
 from inflight.engines.embedded.decoding import Compiler, Decoder
 from inflight.engines.embedded.forwards import Forwards
-from inflight.engines.embedded.parameters import ServedParameters
+from inflight.engines.embedded.parameters import PreparedParameters, ServedParameters
 from inflight.engines.embedded.sampling_pauses import SamplingPauses
 from inflight.engines.embedded.scheduler import SequenceScheduler
 from inflight.engines.embedded.sequences import EngineRequest, Sequence
@@ -184,8 +184,8 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------- engine's thread
 
-    def load(self, ready: Iterable[tuple[str, torch.Tensor]], version: int, policy: InFlightPolicy) -> None:
-        """Load the weights that `prepare_tensors` returned. Engine's thread only, while paused.
+    def load(self, ready: PreparedParameters, version: int, policy: InFlightPolicy) -> None:
+        """Load the weights that `ServedParameters.prepare` returned. Engine's thread only, while paused.
 
         If it raises, the model is torn.
         """

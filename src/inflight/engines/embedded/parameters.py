@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from inflight.engines.embedded.packed_linears import PackedLinears
 from inflight.model.checkpoints import EXPERT_PARTS, stored_names, stored_shapes
 from inflight.weights.encode.transit import synchronise_stream
 
@@ -86,6 +87,13 @@ def _expert_names(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, 
     return names if set(names) == set(stored_shapes(model, name, parameter, ())) else ()
 
 
+class PreparedParameters(NamedTuple):
+    """New values of parameters: tensors that fit the model, and the packed weights of linear layers among them."""
+
+    tensors: Named
+    packed: dict[str, torch.Tensor]
+
+
 class ServedParameters:
     """The parameters of a served model, by their checkpoint names, and the device to which they belong.
 
@@ -103,13 +111,20 @@ class ServedParameters:
         self.dtype: torch.dtype = first.dtype
         self.replaced: list[torch.Tensor] = []
         """Memory that `load` has replaced, until the caller clears it."""
+        self._linears = None if keeps_addresses else PackedLinears(model, self.by_name)
 
-    def load(self, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Make tensors that `prepare_tensors` returned the parameters' memory, or copy them if addresses must stay."""
-        if self.keeps_addresses:
-            overwrite(self.by_name, ready)
+    def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> PreparedParameters:
+        """Return what `load` takes. Changes nothing, and may run in any thread. Raises as `prepare_tensors` does."""
+        ready = prepare_tensors(self.by_name, tensors)
+        return PreparedParameters(ready, {} if self._linears is None else self._linears.pack(ready))
+
+    def load(self, ready: PreparedParameters) -> None:
+        """Make prepared tensors the parameters' memory, or copy them if addresses must stay."""
+        if self._linears is None:
+            overwrite(self.by_name, ready.tensors)
         else:
-            self.replaced += exchange(self.by_name, ready)
+            self.replaced += exchange(self.by_name, ready.tensors)
+            self._linears.load(ready.packed)
 
     def move_to_host(self) -> None:
         move(self.by_name, HOST)

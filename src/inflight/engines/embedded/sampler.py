@@ -1,6 +1,6 @@
 """Drawing tokens: temperature, top-k, top-p, min-p, and the logprob of the drawn token.
 
-Shape suffixes: B rows (one per sequence), V vocabulary.
+Shape suffixes: B rows (one per sequence), V vocabulary, C chunks of the vocabulary, W tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from inflight.wire import SamplingParams
+
+_CHUNK = 128
+"""Tokens of the vocabulary whose probabilities are summed at once."""
 
 
 def sample(
@@ -27,25 +30,53 @@ def sample(
         smallest = torch.finfo(torch.float32).tiny
         temperature_B = logits_BV.new_tensor([max(p.temperature or 1.0, smallest) for p in params])
         logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature_B[:, None]
-    greedy = [p.temperature == 0.0 for p in params]
     if any(_filters(p) for p in params):
         logits_BV = _apply_filters(logits_BV, params)
-    logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
+    largest_B, likeliest_B = logits_BV.max(dim=-1)
+    weights_BV = (logits_BV - largest_B[:, None]).exp_()
+    sums_BC = _chunk_sums(weights_BV)
+    cumulative_BC = sums_BC.cumsum(dim=-1)
+    greedy = [p.temperature == 0.0 for p in params]
     if all(greedy):
-        tokens_B = logits_BV.argmax(dim=-1)
+        tokens_B = likeliest_B
     else:
-        # In float32 the sum would lose the tail of a large vocabulary.
-        cumulative_BV = torch.cumsum(logprobs_BV.exp().double(), dim=-1)
         uniform_B = torch.tensor(uniforms, dtype=torch.float64, device=logits_BV.device)
-        threshold_B = uniform_B * cumulative_BV[:, -1]
-        tokens_B = torch.searchsorted(cumulative_BV, threshold_B[:, None], right=True)[:, 0]
-        tokens_B = tokens_B.clamp_(max=logits_BV.shape[-1] - 1)
+        tokens_B = _invert(weights_BV, cumulative_BC, uniform_B)
         if any(greedy):
-            tokens_B = torch.where(torch.tensor(greedy, device=logits_BV.device), logits_BV.argmax(dim=-1), tokens_B)
-    drawn_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+            tokens_B = torch.where(torch.tensor(greedy, device=logits_BV.device), likeliest_B, tokens_B)
+    drawn_B = (logits_BV.gather(1, tokens_B[:, None])[:, 0] - largest_B).double() - cumulative_BC[:, -1].log()
     # Both in one transfer, because each one waits for the GPU; float64 holds every token id exactly.
-    tokens, logprobs = torch.stack([tokens_B.double(), drawn_B.double()]).tolist()
+    tokens, logprobs = torch.stack([tokens_B.double(), drawn_B]).tolist()
     return [int(token) for token in tokens], logprobs
+
+
+def _chunk_sums(weights_BV: torch.Tensor) -> torch.Tensor:
+    """Return the sums of chunks of the vocabulary [B, C] in float64; the last chunk may be shorter."""
+    num_whole = weights_BV.shape[1] // _CHUNK
+    whole_BCW = weights_BV[:, : num_whole * _CHUNK].view(len(weights_BV), num_whole, _CHUNK)
+    rest_BW = weights_BV[:, num_whole * _CHUNK :]
+    return torch.cat([whole_BCW.sum(dim=-1), rest_BW.sum(dim=-1, keepdim=True)], dim=1).double()
+
+
+def _invert(weights_BV: torch.Tensor, cumulative_BC: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """Return the first token of each row at which the cumulative distribution exceeds the row's uniform.
+
+    Cumulative sums are in float64: in float32 they would lose the tail of a large vocabulary. Only the chunk with the
+    token is summed token by token.
+    """
+    threshold_B1 = _below(uniform_B * cumulative_BC[:, -1], cumulative_BC[:, -1])[:, None]
+    chunk_B1 = torch.searchsorted(cumulative_BC, threshold_B1, right=True)
+    before_B1 = torch.where(chunk_B1 > 0, cumulative_BC.gather(1, (chunk_B1 - 1).clamp_(min=0)), 0.0)
+    ids_BW = chunk_B1 * _CHUNK + torch.arange(_CHUNK, device=weights_BV.device)
+    size = weights_BV.shape[1]
+    inside_BW = (weights_BV.gather(1, ids_BW.clamp(max=size - 1)).double() * (ids_BW < size)).cumsum(dim=-1)
+    offset_B1 = torch.searchsorted(inside_BW, _below(threshold_B1 - before_B1, inside_BW[:, -1:]), right=True)
+    return (chunk_B1 * _CHUNK + offset_B1)[:, 0].clamp_(max=size - 1)  # a row of NaN finds no token
+
+
+def _below(values: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+    """Return values, lowered to less than their limits: rounding must not lead to a token of probability 0."""
+    return torch.minimum(values, torch.nextafter(limits, torch.zeros_like(limits)))
 
 
 def _filters(params: SamplingParams) -> bool:

@@ -1,0 +1,60 @@
+"""Linear layers whose weights are also kept in the layout in which oneDNN multiplies matrices, in bfloat16 on CPUs.
+
+A product reorders a weight in the ordinary layout each time. With few rows, as in decoding, that takes as long as the
+product itself. The results are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+class PackedLinear(torch.nn.Linear):
+    """A linear layer that multiplies by ``packed_weight``. The owner keeps it equal to ``weight``."""
+
+    packed_weight: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``."""
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed_weight, self.bias, "none", [], "")
+        return product
+
+
+class PackedLinears:
+    """The linear layers of a model by the names of their weights, which are ``parameters``. Packs their weights.
+
+    Several layers may share a weight. There are none unless the weights are in bfloat16 on a CPU that multiplies it.
+    """
+
+    def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self._layers: dict[str, list[Any]] = {}
+        for module in model.modules():
+            if type(module) is torch.nn.Linear and _is_packable(module.weight):
+                module.__class__ = PackedLinear
+                self._layers.setdefault(names[id(module.weight)], []).append(module)
+        self.load(self.pack((name, parameters[name].detach()) for name in self._layers))
+
+    def pack(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return the packed values of those tensors that are weights of these layers. May run in any thread."""
+        return {
+            name: torch.ops.mkldnn._reorder_linear_weight(tensor) for name, tensor in tensors if name in self._layers
+        }
+
+    def load(self, packed: Mapping[str, torch.Tensor]) -> None:
+        """Multiply by packed weights from now on."""
+        for name, tensor in packed.items():
+            for layer in self._layers[name]:
+                layer.packed_weight = tensor
+
+
+def _is_packable(weight: torch.Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype is torch.bfloat16
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
