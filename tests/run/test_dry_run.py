@@ -191,6 +191,13 @@ def test_a_machine_without_gpus_gets_a_plan_too(dry_run: Callable[..., tuple[int
     assert status == 0
     assert "trainer-0: fsdp worker, rank 0 of 1; no GPU" in printed
     assert "every process computes on the CPU" in printed
+    each = {name: float(size) for name, size in re.findall(r"^  (\S+): ([\d.]+) GiB(?: \(|$)", printed, re.M)}
+    assert set(each) == {"controller", "trainer-0", "server-0"}
+    (together,) = re.findall(r"this host: ([\d.]+) GiB of [\d.]+ GiB", printed)
+    assert float(together) == pytest.approx(sum(each.values()), abs=0.2)
+    elements = 7.6e9  # of Qwen2.5-7B: parameters, gradients and two moments in float32
+    assert each["trainer-0"] * GIB > 16 * elements and each["server-0"] * GIB > 4 * elements
+    assert "too little" in printed, "no host of this suite has 150 GiB"
 
 
 def test_memory_of_unknown_workers_is_left_out_and_said_to_be(dry_run: Callable[..., tuple[int, str, str]]) -> None:

@@ -145,7 +145,8 @@ class Kit:
         session = self._session(num_ranks)
         started = time.monotonic()
         try:
-            deadline_s = check.deadline_s * self._deadline_scale + _PREPARE_S + self._start_deadline_s
+            slowness = float(self._facts.get("slowness", 1.0))
+            deadline_s = check.deadline_s * self._deadline_scale * slowness + _PREPARE_S + self._start_deadline_s
             answers = session.run(Command(check=check.id, stage=stage), deadline_s)
         except _NoAnswerError as error:
             del self._sessions[num_ranks]

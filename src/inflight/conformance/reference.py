@@ -5,6 +5,7 @@ Shape suffixes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,6 +169,14 @@ class ReferenceCheckpoint:
     ) -> torch.Tensor:
         """Return float64 [T]: behaviour logprobs of the completion under these weights and sampling parameters."""
         return chosen(distribution(self.logits(weights, prompt, completion, images), sampling), completion)
+
+    @torch.inference_mode()
+    def rounding(self, dtype: str, ids: Sequence[int]) -> float:
+        """Return the largest difference that computing in ``dtype`` makes to the logprobs of these tokens."""
+        exact = self.logprobs(self.weights, ids[:1], ids[1:])
+        model = copy.deepcopy(self._model).to(getattr(torch, dtype))
+        logits_TV = model(input_ids=torch.tensor([ids[:-1]]), use_cache=False).logits[0].float()
+        return float((chosen(distribution(logits_TV), ids[1:]) - exact).abs().max())
 
     @torch.no_grad()
     def _load(self, weights: ReferenceWeights) -> None:

@@ -78,6 +78,10 @@ class Certificate(WireModel):
     """Digest of the checked sources, see `inflight.conformance.sources`; empty if they are unknown."""
     capabilities: dict[str, Any] = Field(default_factory=dict)
     """What an endpoint reported; empty for others."""
+    tolerance: float | None = None
+    """Largest difference between logprobs of an endpoint that counted as equal."""
+    slowness: float = Field(default=1.0, ge=1)
+    """Factor by which the limits of checks were extended, from the measured pace of an endpoint."""
     started_at: str
     """ISO 8601, UTC."""
     seconds: float = Field(ge=0)

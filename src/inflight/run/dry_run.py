@@ -17,7 +17,7 @@ from inflight.launchers import load_launcher
 from inflight.launchers.loading import check_launcher
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device
-from inflight.run.machines.memory import ON_THE_GPU, DeviceUse, gib, terms_as_text, total_as_text
+from inflight.run.machines.memory import ON_THE_GPU, PHASES, DeviceUse, Memory, gib, terms_as_text, total, total_as_text
 from inflight.run.machines.placement import GpuPlacement
 from inflight.run.preflight import Hosts, Prepared, hosts_of
 from inflight.run.servers.checks import check_endpoint
@@ -69,6 +69,8 @@ class DryRun:
     processes: tuple[PlannedProcess, ...]
     update: PlannedUpdate
     devices: tuple[DeviceUse, ...]
+    host_memory: Memory
+    """What the processes without GPUs need of this host's memory; those without terms are unknown."""
     notes: tuple[str, ...]
 
 
@@ -78,11 +80,12 @@ async def dry_run(prepared: Prepared) -> DryRun:
     if any(it.devices and not prepared.memory[it.name] for it in prepared.placement.trainers):
         notes.append(f"the memory of {config.train.trainer!r} workers is unknown and not included")
     if not prepared.placement.placed:
-        notes.append("no GPU: every process computes on the CPU, and host memory is not included")
+        notes.append("no GPU: every process computes on the CPU")
     return DryRun(
         (*_planned_processes(prepared), *await run_together(*(_ask(prepared, url) for url in prepared.attached))),
         planned_update(prepared),
         prepared.uses,
+        prepared.host_memory,
         tuple(notes),
     )
 
@@ -186,4 +189,19 @@ def render_text(plan: DryRun) -> str:
         who = ", ".join(use.processes) or "no process"
         when = "" if use.phase is None else f" while {use.phase}"
         lines.append(f"  GPU {use.index}: {gib(use.needed_bytes)} of {has}{when} ({who})")
+    if plan.host_memory:
+        lines += _host_lines(plan.host_memory)
     return "\n".join([*lines, *plan.notes])
+
+
+def _host_lines(memory: Memory) -> list[str]:
+    """Return what each process needs of this host's memory, and what all need together."""
+    lines = ["host memory, estimated and not measured:"]
+    for name, terms in memory.items():
+        size = gib(max(total(terms, phase) for phase in PHASES)) if terms else "unknown"
+        lines.append(f"  {name}: {size} ({terms_as_text(terms)})" if len(terms) > 1 else f"  {name}: {size}")
+    needed = sum(max(total(terms, phase) for phase in PHASES) for terms in memory.values())
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    much = "" if needed <= has else "; that is too little: the system will end a process"
+    lines.append(f"  this host: {gib(needed)} of {gib(has)}{much}")
+    return lines

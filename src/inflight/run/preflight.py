@@ -21,7 +21,7 @@ from inflight.observe.trackers import Tracker, load_trackers
 from inflight.rollouts import EssGuard, HistoryStore, load_composer, load_scheduler, load_staleness, load_task
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device, devices_here
-from inflight.run.machines.memory import DeviceUse, Memory, check_fits, device_uses, memory_of
+from inflight.run.machines.memory import DeviceUse, Memory, check_fits, device_uses, host_memory_of, memory_of
 from inflight.run.machines.placement import Placement, place, place_elsewhere, uses_gpus
 from inflight.run.machines.time_limits import TimeLimits, time_limits
 from inflight.run.ranks.workers import check_lora
@@ -127,6 +127,8 @@ class Prepared:
     """The GPUs of this machine; none if no process uses one, or if a launcher chooses among hosts."""
     memory: Memory
     """What each process with GPUs needs on each of them, by its name."""
+    host_memory: Memory
+    """Of this host; empty if processes run on other hosts."""
     uses: tuple[DeviceUse, ...]
     limits: TimeLimits
     attached: tuple[str, ...]
@@ -146,8 +148,10 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
     devices = tuple(machine.devices()) if is_local and uses_gpus(config) else ()
     placement = place(config, devices) if is_local else place_elsewhere(config, machine.hosts.num_gpus or 0)
     memory: Memory = {}
+    shape = model_shape(config.model.path)
     if devices:
-        memory = memory_of(config, model_shape(config.model.path), placement)
+        memory = memory_of(config, shape, placement)
+    host_memory = host_memory_of(config, shape, placement) if is_local else {}
     uses = device_uses(devices, placement, memory)
     check_fits(uses, memory)
     config.loss.policy_loss()
@@ -165,7 +169,18 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
     if start.checkpoint is not None:
         machine.check_weights(start.checkpoint)
     return Prepared(
-        config, model, task, policies, trackers, placement, devices, memory, uses, time_limits(config), attached
+        config,
+        model,
+        task,
+        policies,
+        trackers,
+        placement,
+        devices,
+        memory,
+        host_memory,
+        uses,
+        time_limits(config),
+        attached,
     )
 
 

@@ -36,7 +36,7 @@ Answers = list[tuple[GenerateRequest, Completion]]
 @look_at("whether cached prefixes are dropped, or keyed by version, when weights change, under every policy")
 async def prefix(subject: EndpointSubject) -> None:
     """A request that arrives after an update uses nothing of older weights, whatever prefix was cached under them."""
-    prompt = subject.prompt(min(_PREFIX_LENGTH, subject.capabilities.max_model_len // 2))
+    prompt = subject.prompt(min(_PREFIX_LENGTH, subject.context_len // 2))
     async for policy, before, after in _updates(subject, prompt):
         request, completion = await subject.ask(prompt, max_tokens=4)
         what = f"after an update under {policy}, a prompt seen before"
@@ -122,7 +122,7 @@ async def _require_fresh(
 
 
 def _long_prompt(subject: EndpointSubject) -> tuple[int, ...]:
-    return subject.prompt(min(_LONG_LENGTH, subject.capabilities.max_model_len * 5 // 8), seed=3)
+    return subject.prompt(min(_LONG_LENGTH, subject.context_len * 5 // 8), seed=3)
 
 
 @check("U-31", "updates recompute spans", deadline_s=40)
@@ -203,7 +203,7 @@ async def _publish_while_sampling(
 ) -> ReferenceWeights:
     """Publish several versions under ``policy`` while requests with one prefix run; return the last weights."""
     publisher, answers, over = subject.publisher, Answers(), asyncio.Event()
-    prefix = subject.prompt(min(_SHARED_LENGTH, subject.capabilities.max_model_len // 2), seed=7)
+    prefix = subject.prompt(min(_SHARED_LENGTH, subject.context_len // 2), seed=7)
     published = {publisher.version: before}
     clients = (sampler, *([sampler, subject.endpoint] * _NUM_RUNNING))
     num_running = min(_NUM_RUNNING, subject.capabilities.max_concurrent_sequences - 1)

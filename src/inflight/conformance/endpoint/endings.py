@@ -17,6 +17,8 @@ from inflight.wire import Completion, SamplingParams
 LEVEL = "tokens"
 _NUM_CASES = 4
 _ENDS_S = 15.0
+_DEFAULT_TOKENS = 40
+"""More than the defaults of max_tokens that engines have; OpenAI's is 16."""
 """After this many seconds, one completion that ended is enough."""
 _MOST_SEEDS = 40
 """Completions that are searched for a place to stop at."""
@@ -95,6 +97,9 @@ async def finish_reasons(subject: EndpointSubject) -> None:
 @check("E-27", deadline_s=60, look_at="a default for max_tokens (OpenAI's is 16)")
 async def no_max_tokens(subject: EndpointSubject) -> None:
     """Without max_tokens, a completion continues until it ends on its own or fills the context."""
+    if not subject.pace.allows_prompt(subject.capabilities.max_model_len):
+        await _require_no_default(subject)
+        return
     num_tokens = min(24, subject.capabilities.max_model_len - 1)
     prompt = subject.prompt(subject.capabilities.max_model_len - num_tokens)
     filled = await subject.generate(prompt, max_tokens=None)
@@ -106,6 +111,17 @@ async def no_max_tokens(subject: EndpointSubject) -> None:
         f"in a context with {num_tokens} tokens left and max_tokens=None, {len(ended.token_ids)} were sampled and the "
         f"finish reason is {ended.finish_reason!r}",
     )
+
+
+async def _require_no_default(subject: EndpointSubject) -> None:
+    """Require that a completion without max_tokens is still being decoded after more tokens than usual defaults."""
+    subject.note(part_of_context=f"{_DEFAULT_TOKENS} tokens, because filling the context would take minutes")
+    if subject.capabilities.max_concurrent_sequences < 2:
+        skip("one sequence runs at a time, and filling the context would take minutes")
+    request = subject.request(max_tokens=None)
+    answer = subject.begin(subject.endpoint.generate(request))
+    await subject.generate(max_tokens=_DEFAULT_TOKENS)
+    require(not answer.done(), f"a request without max_tokens ended within about {_DEFAULT_TOKENS} tokens")
 
 
 def _require_ended(completion: Completion, ends: Sequence[int], num_tokens: int, what: str) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from inflight.base.tasks import start
 from inflight.conformance.checks import CheckSkipped, fail
 from inflight.conformance.endpoint.failing import install_failing_engine
 from inflight.conformance.endpoint.opening import open_target
+from inflight.conformance.endpoint.pace import measure_pace
 from inflight.conformance.endpoint.publishing import SteppedPublisher
-from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import task_stacks
+from inflight.conformance.endpoint.subject import ROUNDINGS, EndpointSubject
+from inflight.conformance.endpoint.waiting import SLOWNESS, task_stacks
 from inflight.conformance.judge import Hung, Subject
 from inflight.conformance.targets import EndpointTarget
 from inflight.wire import EndpointState
@@ -60,12 +62,16 @@ class JudgedEndpoint(Subject):
         flags = {str(key): str(value) for key, value in self._target.options.items()}
         if self._reference is not None:
             flags["model"] = str(self._target.model or "the kit's own")
-        capabilities = self._subject.capabilities
+        capabilities, context_len = self._subject.capabilities, self._subject.context_len
+        if context_len < capabilities.max_model_len:
+            flags["context"] = f"checks sample up to {context_len} of {capabilities.max_model_len} tokens"
         return {
             "implementation": capabilities.engine,
             "implementation_version": capabilities.engine_version,
             "capabilities": capabilities.model_dump(mode="json"),
             "flags": flags,
+            "tolerance": self._subject.tolerance,
+            "slowness": round(self._subject.pace.slowness, 2),
         }
 
     @property
@@ -119,6 +125,11 @@ class JudgedEndpoint(Subject):
             version = await subject.endpoint.weight_version()
         if self._reference is not None:
             self._reference.cast(subject.capabilities.dtype)
+            if subject.capabilities.dtype in ("float16", "bfloat16") and self._target.tolerance is None:
+                prompt = subject.prompt(256, seed=1)[: subject.capabilities.max_model_len]
+                subject.rounding = ROUNDINGS * self._reference.rounding(subject.capabilities.dtype, prompt)
+        subject.pace = await measure_pace(partial(_generate, subject), subject.prompt)
+        SLOWNESS.set(subject.pace.slowness)
         self._unknown_weights = version.run_id is not None or version.version != 0
 
     async def _prepare(self) -> None:
@@ -175,6 +186,7 @@ class JudgedEndpoint(Subject):
             fail("generate() returned no token in time")
 
     async def _call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
+        deadline_s *= self._subject.pace.slowness
         subject, check = self._subject, start(function(self._subject))
         done, _ = await asyncio.wait([check], timeout=deadline_s)
         try:
@@ -189,3 +201,7 @@ class JudgedEndpoint(Subject):
             subject.publisher.lose_group()
             self._unknown_weights = self._unknown_weights or subject.publisher.touched
         check.result()
+
+
+async def _generate(subject: EndpointSubject, prompt: Sequence[int], num_tokens: int) -> None:
+    await subject.generate(prompt, max_tokens=num_tokens)

@@ -98,7 +98,7 @@ async def messages_out_of_order(subject: EndpointSubject) -> None:
 
 async def _commit_before_the_pause(subject: EndpointSubject, weights: ReferenceWeights) -> None:
     """Send every bucket while the endpoint drains, and require that a commit is refused until the pause holds."""
-    running = await subject.start_running(2, max_tokens=min(200, subject.capabilities.max_model_len // 2))
+    running = await subject.start_running(2, max_tokens=min(200, subject.context_len // 2))
     update = subject.publisher.announcement(weights, in_flight=InFlightPolicy.DRAIN)
     pausing = subject.begin(subject.endpoint.request_weight_update(update))
     await asyncio.sleep(0.03)
@@ -143,7 +143,7 @@ async def callers_go_away(subject: EndpointSubject) -> None:
     other = subject.reference.with_final_norm(-1.0, "B")
     await publisher.form_group()
     if InFlightPolicy.DRAIN in subject.capabilities.in_flight_policies:
-        running = await subject.start_running(2, max_tokens=min(200, subject.capabilities.max_model_len // 2))
+        running = await subject.start_running(2, max_tokens=min(200, subject.context_len // 2))
         drain = publisher.announcement(other, in_flight=InFlightPolicy.DRAIN, deadline_s=_SHORT_S, lease_s=_SHORT_S)
         await _cancelled_after(0.05, endpoint.request_weight_update(drain))
         await require_old_weights(subject, "after a drain whose caller disconnected", seconds=2 * _SHORT_S + SLACK_S)

@@ -144,7 +144,7 @@ async def newcomers_wait(subject: EndpointSubject) -> None:
 async def drain_finishes_requests(subject: EndpointSubject) -> None:
     """Under drain, running requests finish under the old weights before the pause is acknowledged; new ones wait."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
-    num_tokens = min(_NUM_TOKENS_OF_A_DRAIN, subject.capabilities.max_model_len // 2)
+    num_tokens = min(_NUM_TOKENS_OF_A_DRAIN, subject.context_len // 2)
     await publisher.form_group()
     running = await subject.start_running(4, max_tokens=num_tokens)
     pausing = subject.begin(publisher.request(other, in_flight=InFlightPolicy.DRAIN, deadline_s=3 * SERVED_S))
@@ -169,7 +169,7 @@ async def _require_ended(running: Running, when: str) -> None:
 async def drain_out_of_time(subject: EndpointSubject) -> None:
     """A drain that takes longer than the update's deadline is refused, and every request continues."""
     await subject.publisher.form_group()
-    running = await subject.start_running(4, max_tokens=min(500, subject.capabilities.max_model_len * 3 // 4))
+    running = await subject.start_running(4, max_tokens=min(500, subject.context_len * 3 // 4))
     options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S}
     drain = subject.publisher.request(subject.reference.weights, **options)
     await subject.require_refused(drain, "a drain that exceeds its deadline")

@@ -150,7 +150,7 @@ def _require_answers_agree(version: WeightVersion, update: WeightUpdate, commit:
 async def many_pauses(subject: EndpointSubject) -> None:
     """However often sampling is paused and resumed, every running request finishes as if it had never been paused."""
     await subject.publisher.form_group()
-    num_tokens = min(200, subject.capabilities.max_model_len // 2)
+    num_tokens = min(200, subject.context_len // 2)
     running = await subject.start_running(4, max_tokens=num_tokens)
     for _ in range(_MANY_PAUSES):
         await subject.publisher.abort(await subject.publisher.request(subject.reference.weights))

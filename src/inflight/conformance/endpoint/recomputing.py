@@ -83,7 +83,7 @@ def _off(index: int, gap: float) -> str:
 
 def _long_requests(subject: EndpointSubject, turn: int) -> list[GenerateRequest]:
     """Return requests with long prompts that the endpoint has not seen before."""
-    length = min(_PREFILLED_LENGTH, subject.capabilities.max_model_len - 2 * _TOKENS_BEHIND)
+    length = min(_PREFILLED_LENGTH, subject.context_len - 2 * _TOKENS_BEHIND)
     first = 1000 + 100 * turn
     seeds = range(first, first + min(_PREFILLED, subject.capabilities.max_concurrent_sequences))
     return [subject.request(subject.prompt(length, seed=seed), max_tokens=_TOKENS_BEHIND) for seed in seeds]

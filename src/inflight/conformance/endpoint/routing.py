@@ -45,13 +45,12 @@ async def experts(subject: EndpointSubject) -> None:
         skip(f"the endpoint does not start with a mixture of experts: {error}")
     if not can.routed_experts:
         skip("routed_experts are not supported, even for a mixture of experts")
-    requests = [
-        subject.request(subject.prompt(num, seed=num), max_tokens=most, n=2, seed=None).model_copy(
-            update={"routed_experts": True}
-        )
-        for num, most in _LENGTHS
-    ]
-    silent = subject.request(subject.prompt(5), max_tokens=30)
+    requests = []
+    for num, most in _LENGTHS:
+        prompt = [token % can.vocab_size for token in subject.prompt(num, seed=num)]
+        request = subject.request(prompt, max_tokens=most, n=2, seed=None)
+        requests.append(request.model_copy(update={"routed_experts": True}))
+    silent = subject.request(requests[0].prompt_token_ids[:5], max_tokens=30)
     wrong = total = 0
     for _ in range(2):  # the second time, prefixes may be cached
         requests = [it.model_copy(update={"request_id": f"{it.request_id}+"}) for it in requests]

@@ -18,8 +18,9 @@ from inflight.base.transport_registry import find_transport
 from inflight.conformance.checks import fail, require, skip
 from inflight.conformance.endpoint.failing import FailingEngine
 from inflight.conformance.endpoint.opening import OpenedEndpoint, open_target
+from inflight.conformance.endpoint.pace import Pace
 from inflight.conformance.endpoint.publishing import SteppedPublisher
-from inflight.conformance.endpoint.waiting import SLACK_S, within
+from inflight.conformance.endpoint.waiting import SLACK_S, SLOWNESS, within
 from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights
 from inflight.conformance.targets import EndpointTarget
@@ -48,6 +49,8 @@ STORES: tuple[TransportName, ...] = ("shm", "file", "http", "ipc")
 TOLERANCES = {"float64": 5e-4, "float32": 5e-4, "float16": 0.05, "bfloat16": 0.25}
 """Largest difference between equal logprobs, by the dtype that an engine computes in: logits of about 10 have a
 resolution of 1e-6, 0.01 and 0.06, and pass through two layers of rounding. The reference computes in float32."""
+ROUNDINGS = 3.0
+"""Tolerance in 16 bits relative to the largest rounding that transformers itself shows over a prompt."""
 
 
 class EndpointSubject:
@@ -58,6 +61,10 @@ class EndpointSubject:
     opened: OpenedEndpoint
     publisher: SteppedPublisher
     """The trainer side, with a new run for every check."""
+    pace: Pace
+    """How fast the endpoint was when it was opened."""
+    rounding: float = 0.0
+    """Tolerance that the model requires in the endpoint's dtype: deep models round more often than the kit's own."""
     can_fail: FailingEngine | None
     """The engine whose apply can be made to fail, if the kit could install one."""
 
@@ -151,8 +158,8 @@ class EndpointSubject:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference between logprobs that count as equal."""
-        return self.target.tolerance or TOLERANCES.get(self.capabilities.dtype, 0.25)
+        """Largest difference between logprobs that count as equal: as given, or else by the dtype and the model."""
+        return self.target.tolerance or max(TOLERANCES.get(self.capabilities.dtype, 0.25), self.rounding)
 
     def note(self, **evidence: Any) -> None:
         """Add to the evidence of the current check."""
@@ -205,9 +212,14 @@ class EndpointSubject:
         """Return ids that no text would encode to, from the whole vocabulary."""
         return tuple(random.Random(seed).choices(range(self.capabilities.vocab_size), k=length))
 
+    @property
+    def context_len(self) -> int:
+        """Length to which checks sample: the context, or the part of it that an endpoint of this pace fills in time."""
+        return self.pace.context_len(self.capabilities.max_model_len)
+
     def remaining_tokens(self, prompt: Sequence[int] | None = None) -> int:
-        """Return how many tokens fit in the context after a prompt, by default the usual one."""
-        return self.capabilities.max_model_len - len(self.prompt() if prompt is None else prompt)
+        """Return how many tokens fit in `context_len` after a prompt, by default the usual one."""
+        return self.context_len - len(self.prompt() if prompt is None else prompt)
 
     def lengths(self, num_tokens: int) -> list[int]:
         """Return lengths to try in turn, from ``num_tokens`` up, where an engine may be too fast for the first."""
@@ -285,7 +297,7 @@ class EndpointSubject:
         runs are started again, four times as long: the returned requests show how long they are.
         """
         num = min(num, self.capabilities.max_concurrent_sequences)
-        deadline = time.monotonic() + 8.0
+        deadline = time.monotonic() + 8.0 * SLOWNESS.get()
         while True:
             running: Running = []
             for i in range(num):
@@ -296,7 +308,7 @@ class EndpointSubject:
             tasks = [task for _, task in running]
             if await self._are_running(tasks, deadline):
                 return running
-            if max_tokens is None or max_tokens >= self.capabilities.max_model_len:
+            if max_tokens is None or max_tokens >= self.context_len:
                 fail("a request that fills the context had ended before the others were being decoded")
             max_tokens *= 4
             await asyncio.gather(*tasks)
@@ -308,7 +320,7 @@ class EndpointSubject:
             if ended := [task for task in tasks if task.done()]:
                 ended[0].result()
                 return False
-            require(time.monotonic() < deadline, f"{num} requests were not being decoded within 8 s (num_running)")
+            require(time.monotonic() < deadline, f"{num} requests were not being decoded in time (num_running)")
             await asyncio.sleep(0.002)
         return True
 

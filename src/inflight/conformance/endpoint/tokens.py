@@ -41,7 +41,7 @@ async def ids_as_sent(subject: EndpointSubject) -> None:
     prompts.append(tuple(range(subject.capabilities.vocab_size - 8, subject.capabilities.vocab_size)))
     prompts.append((subject.prompt(1, seed=5)[0],) * 9)
     for prompt in prompts:
-        gap = subject.gap(weights, *await subject.ask(prompt[: subject.capabilities.max_model_len - 8]))
+        gap = subject.gap(weights, *await subject.ask(prompt[: subject.context_len - 8]))
         subject.note(**{f"logprob difference after {len(prompt)} ids from {prompt[0]}": gap})
         require(
             gap <= subject.tolerance,

@@ -79,7 +79,7 @@ async def spans_while_requests_continue(subject: EndpointSubject, policy: InFlig
     updates."""
     published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
-    running = await subject.start_running(4, max_tokens=min(_NUM_TOKENS, subject.capabilities.max_model_len // 2))
+    running = await subject.start_running(4, max_tokens=min(_NUM_TOKENS, subject.context_len // 2))
     for _ in range(_NUM_UPDATES):
         await asyncio.sleep(0.03)
         running += subject.start(4, 24)
@@ -115,7 +115,7 @@ async def streamed_versions(subject: EndpointSubject) -> None:
     """Every chunk of a stream names the version that sampled its tokens."""
     published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
-    request = subject.request(max_tokens=min(_NUM_TOKENS, subject.capabilities.max_model_len // 2), stream=True)
+    request = subject.request(max_tokens=min(_NUM_TOKENS, subject.context_len // 2), stream=True)
     chunks: list[CompletionChunk] = []
 
     async def read() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from inflight.base.tasks import start
@@ -13,6 +14,8 @@ from inflight.conformance.checks import require
 
 T = TypeVar("T")
 
+SLOWNESS: ContextVar[float] = ContextVar("SLOWNESS", default=1.0)
+"""Multiplies every limit in this module: see `inflight.conformance.endpoint.pace`."""
 SLACK_S = 4.0
 """How much later than its own deadline a call or a lease may end: slow machines, and time for the reason to arrive."""
 GRACE_S = 0.3
@@ -23,6 +26,7 @@ SERVED_S = 15.0
 
 async def within(seconds: float, call: Awaitable[T], what: str) -> T:
     """Return what ``call`` returns, or raise what it raises. Fail the check if it takes longer."""
+    seconds *= SLOWNESS.get()
     task = start(call)
     try:
         done, _ = await asyncio.wait([task], timeout=seconds)
@@ -37,6 +41,7 @@ async def until(
     holds: Callable[[], object], seconds: float, what: str, tasks: Iterable[asyncio.Future[Any]] = ()
 ) -> None:
     """Return once ``holds()`` is true. Fail the check if that takes longer; raise what a task raises meanwhile."""
+    seconds *= SLOWNESS.get()
     deadline, watched = time.monotonic() + seconds, list(tasks)
     while not holds():
         for task in watched:

@@ -52,7 +52,7 @@ async def nothing_unasked(subject: EndpointSubject) -> None:
     gains: dict[str, float] = {}
     powers: dict[str, float] = {}
     allowed, num_tokens, started = 0.0, 0, time.monotonic()
-    length = min(_PROMPT_LENGTH, subject.capabilities.max_model_len - _TOKENS)
+    length = min(_PROMPT_LENGTH, subject.context_len - _TOKENS)
     for i, temperature in enumerate(_TEMPERATURES):
         if num_tokens and time.monotonic() - started > _DRAW_S:
             break

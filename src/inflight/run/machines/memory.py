@@ -13,7 +13,11 @@ A server:
 
 With ``servers.release_memory`` trainers and servers take turns: while trainers train, servers hold no GPU memory.
 
-Each process also needs `CONTEXT_BYTES` at all times. These estimates have not been compared with measurements.
+Each process on a GPU also needs `CONTEXT_BYTES` at all times. These estimates have not been compared with
+measurements.
+
+Processes without a GPU need the same in host memory, and `PROCESS_BYTES` instead of the context. A server of the
+embedded engine also keeps packed weights and a staged update there, and keys and values only of what it samples.
 """
 
 from __future__ import annotations
@@ -37,11 +41,13 @@ from inflight.wire import DTYPE_SIZES
 
 CONTEXT_BYTES = 1 << 30
 """Assumed for each process on a GPU: the CUDA context, library workspaces, and NCCL buffers."""
+PROCESS_BYTES = 600 << 20
+"""Assumed for each process: the interpreter, torch and transformers."""
 ON_THE_GPU = ("nccl", "ipc")
 """Transports whose buckets arrive in GPU memory."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Memory = Mapping[str, tuple[MemoryTerm, ...]]
-"""The memory that each process with GPUs needs on each of them, by process name."""
+"""The memory that each process with GPUs needs on each of them, or that others need of their host, by process name."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -141,6 +147,33 @@ def memory_of(config: RunConfig, model: ModelShape, placement: Placement) -> Mem
             memory_bytes = min(device.memory_bytes for device in it.devices)
             memory[it.name] = server_terms(config, member, gpu_use(member), model, memory_bytes)
     return memory
+
+
+def host_memory_of(config: RunConfig, model: ModelShape, placement: Placement) -> Memory:
+    """Return the host memory of every process without a GPU, and of the controller next to them; () is unknown."""
+    process = MemoryTerm("process", PROCESS_BYTES)
+    memory: dict[str, tuple[MemoryTerm, ...]] = {"controller": (process,)}
+    for it in placement.trainers:
+        if not it.devices:
+            terms = load_worker_kind(config.train.trainer).memory(worker_settings(config), training_load(config))
+            memory[it.name] = () if terms is None else (*terms, process)
+    for it, member in zip(placement.servers, config.servers.started, strict=True):
+        if not it.devices:
+            memory[it.name] = (*_host_terms(config, member, model), process) if member.kind.runs_in_process else ()
+    return memory if len(memory) > 1 else {}
+
+
+def _host_terms(config: RunConfig, member: ServerGroupSection, model: ModelShape) -> tuple[MemoryTerm, ...]:
+    """Return what the embedded engine keeps in host memory while an update arrives."""
+    dtype = config.model.dtype
+    is_packed = dtype == "bfloat16"
+    weights = (1 + is_packed) * DTYPE_SIZES[dtype] * model.num_elements
+    num_slots, num_tokens = server_spec(config, member).options.num_slots, config.sampling.max_tokens
+    return (
+        MemoryTerm("weights and packed weights" if is_packed else "weights", weights),
+        MemoryTerm("staged update", weights),
+        MemoryTerm(f"KV cache of {num_tokens} tokens each", num_slots * num_tokens * model.kv_bytes_per_token(dtype)),
+    )
 
 
 def device_uses(devices: Sequence[Device], placement: Placement, memory: Memory) -> tuple[DeviceUse, ...]:

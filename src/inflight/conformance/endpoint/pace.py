@@ -1,0 +1,67 @@
+"""How fast an endpoint is, and what follows from that for checks: their limits, and the lengths that they ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from inflight.errors import InflightError
+
+_NUM_TOKENS, _NUM_PROMPT_TOKENS = 16, 256
+_MEASURE_S = 15.0
+"""Time limit for measuring: an endpoint that hangs must not delay the verdicts on it."""
+_USUAL_TOKEN_S, _USUAL_PROMPT_TOKEN_S = 0.02, 0.004
+"""Seconds per sampled token and per prompt token of the slowest endpoints that the limits in checks are written for."""
+_LONG_S, _PROMPT_S = 20.0, 5.0
+"""How long a check may sample for one request, and how long one prompt may take, attention apart."""
+_SHORTEST = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds per token of one request alone; 0 if they could not be measured."""
+
+    token_s: float = 0.0
+    prompt_token_s: float = 0.0
+
+    @property
+    def slowness(self) -> float:
+        """The factor by which limits in checks are extended for this endpoint: at least 1."""
+        return max(1.0, self.token_s / _USUAL_TOKEN_S, self.prompt_token_s / _USUAL_PROMPT_TOKEN_S)
+
+    def context_len(self, max_model_len: int) -> int:
+        """Return how many tokens of the context a check uses that samples up to its end."""
+        if not self.token_s:
+            return max_model_len
+        return min(max_model_len, max(_SHORTEST, int(_LONG_S / self.token_s)))
+
+    def allows_prompt(self, num_tokens: int) -> bool:
+        """Return whether a prompt of this length is computed soon enough. Attention makes long ones slower still."""
+        return num_tokens * self.prompt_token_s <= _PROMPT_S
+
+
+async def measure_pace(
+    generate: Callable[[Sequence[int], int], Awaitable[object]], prompt: Callable[[int, int], Sequence[int]]
+) -> Pace:
+    """Return the pace of an endpoint.
+
+    ``generate`` takes a prompt and a number of tokens; ``prompt`` takes a length and a seed. If the endpoint fails or
+    takes too long, the checks will show why: the pace is then unknown.
+    """
+
+    async def seconds(length: int, seed: int, num_tokens: int) -> float:
+        started = time.monotonic()
+        await generate(prompt(length, seed), num_tokens)
+        return time.monotonic() - started
+
+    with contextlib.suppress(InflightError, ValueError, TimeoutError):
+        async with asyncio.timeout(_MEASURE_S):
+            await seconds(12, 1, 2)  # the first request may compile and allocate
+            first_s = await seconds(12, 2, 1)
+            token_s = max(0.0, await seconds(12, 3, 1 + _NUM_TOKENS) - first_s) / _NUM_TOKENS
+            prompt_token_s = await seconds(_NUM_PROMPT_TOKENS, 4, 1) / _NUM_PROMPT_TOKENS
+            return Pace(token_s, prompt_token_s)
+    return Pace()
