@@ -150,6 +150,23 @@ def modes_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def concurrency_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return tokens per CPU second by concurrency, and the embedded engine's relative to each contender's."""
+    lines = [
+        "| concurrent | embedded engine, tokens per CPU s | `generate` | engine over it | vLLM | engine over it |",
+        "|---|---|---|---|---|---|",
+    ]
+    for num in sorted({row["concurrent"] for row in rows}):
+        of = {row["contender"]: row for row in rows if row["concurrent"] == num}
+        cells = [f"{statistics.median(of['embedded']['tokens_per_cpu_s']):.0f}"]
+        for name in ("generate", "vllm"):
+            ratios = of[name]["embedded_over_it"]
+            cells.append(f"{statistics.median(of[name]['tokens_per_cpu_s']):.0f}")
+            cells.append(f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})")
+        lines.append(f"| {num} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def proxy_table(records: Sequence[dict[str, Any]]) -> str:
     """Return what the proxy costs compared with each engine's own route."""
     lines = [
@@ -183,6 +200,7 @@ def conditions(record: dict[str, Any]) -> str:
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     engine, compiled, pipeline = (read_results(name) for name in ("engine", "compiled", "pipeline"))
+    concurrency = read_results("concurrency")
     result = pipeline["rows"]
     plot_learning(result["runs"])
     plot_quickstart(read_results("engines")["rows"]["learning"], "engine", "engines.png")
@@ -197,6 +215,8 @@ def main() -> None:
     page = (
         template.replace("{{engine_table}}", engine_table(engine["rows"]))
         .replace("{{engine_conditions}}", conditions(engine))
+        .replace("{{concurrency_table}}", concurrency_table(concurrency["rows"]["measured"]))
+        .replace("{{concurrency_conditions}}", conditions(concurrency))
         .replace("{{compiled_table}}", compiled_table(compiled["rows"]))
         .replace("{{compiled_conditions}}", conditions(compiled))
         .replace("{{compile_s}}", " and ".join(f"{s:.0f} s" for s in compile_s))

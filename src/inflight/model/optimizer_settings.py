@@ -13,7 +13,8 @@ class OptimizerSettings(Section):
     """The settings that determine the step size of an optimizer."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """The default suits full training of models of billions of parameters; tiny models need more."""
+    """The default suits full training of models of billions of parameters. A run chooses it by the size of the model:
+    see `inflight.run.model_defaults`."""
     weight_decay: float = Field(default=0.0, ge=0)
     max_gradient_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm over all parameters; None: never."""

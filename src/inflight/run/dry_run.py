@@ -76,7 +76,7 @@ class DryRun:
 
 async def dry_run(prepared: Prepared) -> DryRun:
     """Return what a run would do, after asking running servers whether they can take part."""
-    config, notes = prepared.config, []
+    config, notes = prepared.config, list(prepared.defaults)
     if any(it.devices and not prepared.memory[it.name] for it in prepared.placement.trainers):
         notes.append(f"the memory of {config.train.trainer!r} workers is unknown and not included")
     if not prepared.placement.placed:
@@ -202,6 +202,7 @@ def _host_lines(memory: Memory) -> list[str]:
         lines.append(f"  {name}: {size} ({terms_as_text(terms)})" if len(terms) > 1 else f"  {name}: {size}")
     needed = sum(max(total(terms, phase) for phase in PHASES) for terms in memory.values())
     has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rest = "" if all(memory.values()) else ", and what is unknown"
     much = "" if needed <= has else "; that is too little: the system will end a process"
-    lines.append(f"  this host: {gib(needed)} of {gib(has)}{much}")
+    lines.append(f"  this host: {gib(needed)}{rest} of {gib(has)}{much}")
     return lines

@@ -24,6 +24,7 @@ from inflight.run.machines.devices import Device, devices_here
 from inflight.run.machines.memory import DeviceUse, Memory, check_fits, device_uses, host_memory_of, memory_of
 from inflight.run.machines.placement import Placement, place, place_elsewhere, uses_gpus
 from inflight.run.machines.time_limits import TimeLimits, time_limits
+from inflight.run.model_defaults import with_model_defaults
 from inflight.run.ranks.workers import check_lora
 from inflight.run.record.run_directory import RunDirectory, StartingPoint, starting_point
 from inflight.run.sampling.groups import check_system_prompt, check_task
@@ -133,6 +134,8 @@ class Prepared:
     limits: TimeLimits
     attached: tuple[str, ...]
     """URLs of the servers that are already running."""
+    defaults: tuple[str, ...]
+    """Which settings have a value that depends on the size of the model."""
 
 
 def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> Prepared:
@@ -148,10 +151,8 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
     devices = tuple(machine.devices()) if is_local and uses_gpus(config) else ()
     placement = place(config, devices) if is_local else place_elsewhere(config, machine.hosts.num_gpus or 0)
     memory: Memory = {}
-    shape = model_shape(config.model.path)
     if devices:
-        memory = memory_of(config, shape, placement)
-    host_memory = host_memory_of(config, shape, placement) if is_local else {}
+        memory = memory_of(config, model_shape(config.model.path), placement)
     uses = device_uses(devices, placement, memory)
     check_fits(uses, memory)
     config.loss.policy_loss()
@@ -160,6 +161,9 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
     policies = _policies_of(config)
     trackers = load_trackers(config.run.trackers, config.run.tracker_options)
     model = machine.read_model(config.model.path)
+    shape = model_shape(config.model.path)
+    config, defaults = with_model_defaults(config, shape.num_elements)
+    host_memory = host_memory_of(config, shape, placement) if is_local else {}
     check_system_prompt(config, model.tokenizer)
     attached = _attached(config)
     _check_reach(config, machine, attached)
@@ -181,6 +185,7 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
         uses,
         time_limits(config),
         attached,
+        defaults,
     )
 
 

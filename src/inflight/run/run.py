@@ -53,7 +53,9 @@ def train(config: RunConfig, *, resume: bool = False) -> int:
         stack.callback(launcher.close)
         machine = Machine(hosts_of(launcher))
         prepared = preflight(config, machine, resume=resume)
-        config_json, note = config.model_dump_json(indent=2), Progress(config.run.num_steps).note
+        config_json, note = prepared.config.model_dump_json(indent=2), Progress(config.run.num_steps).note
+        for text in prepared.defaults:
+            note(text)
         directory = claim(config.run.directory, config_json, resume=resume, note=note)
         stack.callback(directory.release)
         return asyncio.run(_run_until_over(prepared, machine, directory, launcher))

@@ -97,7 +97,7 @@ async def images_are_seen(subject: EndpointSubject) -> None:
         gaps = [seeing.gap(seeing.reference.weights, *pair) for pair in zip(requests, answered, strict=True)]
         worst = max(worst, *gaps)
     subject.note(**{"largest logprob difference after images": worst})
-    require(worst <= subject.tolerance, f"after images, logprobs differ by up to {worst:.3g} from the reference's")
+    require(worst <= subject.tiny_tolerance, f"after images, logprobs differ by up to {worst:.3g} from the reference's")
 
 
 @check("E-72")
@@ -132,7 +132,7 @@ async def misplaced_images(subject: EndpointSubject) -> None:
         await subject.require_raises(seeing.endpoint.generate(wrong), InvalidRequestError, what)
     answered = await seeing.answers([request])
     gap = seeing.gap(seeing.reference.weights, request, answered[0])
-    require(gap <= subject.tolerance, f"after refusals, logprobs after an image differ by {gap:.3g}")
+    require(gap <= subject.tiny_tolerance, f"after refusals, logprobs after an image differ by {gap:.3g}")
 
 
 @check("E-74", "fresh updates", deadline_s=180)
@@ -155,5 +155,5 @@ async def updated_tower(subject: EndpointSubject) -> None:
     publisher.lose_group()
     gap, old = seeing.gap(other, again, completion), seeing.gap(weights, again, completion)
     subject.note(**{"largest logprob difference": gap, "difference from the old tower": old})
-    require(gap <= subject.tolerance, f"after an update of the vision tower, logprobs differ by up to {gap:.3g}")
-    require(old > subject.tolerance, "logprobs after the image do not depend on the vision tower")
+    require(gap <= subject.tiny_tolerance, f"after an update of the vision tower, logprobs differ by up to {gap:.3g}")
+    require(old > subject.tiny_tolerance, "logprobs after the image do not depend on the vision tower")

@@ -128,7 +128,8 @@ class JudgedEndpoint(Subject):
             if subject.capabilities.dtype in ("float16", "bfloat16") and self._target.tolerance is None:
                 prompt = subject.prompt(256, seed=1)[: subject.capabilities.max_model_len]
                 subject.rounding = ROUNDINGS * self._reference.rounding(subject.capabilities.dtype, prompt)
-        subject.pace = await measure_pace(partial(_generate, subject), subject.prompt)
+        update_bytes = 0 if self._reference is None else self._reference.weights.size_bytes
+        subject.pace = await measure_pace(partial(_generate, subject), subject.prompt, update_bytes)
         SLOWNESS.set(subject.pace.slowness)
         self._unknown_weights = version.run_id is not None or version.version != 0
 

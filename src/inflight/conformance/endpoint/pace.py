@@ -15,6 +15,8 @@ _MEASURE_S = 15.0
 """Time limit for measuring: an endpoint that hangs must not delay the verdicts on it."""
 _USUAL_TOKEN_S, _USUAL_PROMPT_TOKEN_S = 0.02, 0.004
 """Seconds per sampled token and per prompt token of the slowest endpoints that the limits in checks are written for."""
+_USUAL_UPDATE_BYTES = 64 << 20
+"""Size of the largest updates that these limits are written for."""
 _LONG_S, _PROMPT_S = 20.0, 5.0
 """How long a check may sample for one request, and how long one prompt may take, attention apart."""
 _SHORTEST = 256
@@ -26,11 +28,14 @@ class Pace:
 
     token_s: float = 0.0
     prompt_token_s: float = 0.0
+    update_bytes: int = 0
+    """Size of an update of all weights; 0 if the checkpoint is unknown."""
 
     @property
     def slowness(self) -> float:
         """The factor by which limits in checks are extended for this endpoint: at least 1."""
-        return max(1.0, self.token_s / _USUAL_TOKEN_S, self.prompt_token_s / _USUAL_PROMPT_TOKEN_S)
+        of_tokens = max(self.token_s / _USUAL_TOKEN_S, self.prompt_token_s / _USUAL_PROMPT_TOKEN_S)
+        return max(1.0, of_tokens, self.update_bytes / _USUAL_UPDATE_BYTES)
 
     def context_len(self, max_model_len: int) -> int:
         """Return how many tokens of the context a check uses that samples up to its end."""
@@ -44,7 +49,9 @@ class Pace:
 
 
 async def measure_pace(
-    generate: Callable[[Sequence[int], int], Awaitable[object]], prompt: Callable[[int, int], Sequence[int]]
+    generate: Callable[[Sequence[int], int], Awaitable[object]],
+    prompt: Callable[[int, int], Sequence[int]],
+    update_bytes: int,
 ) -> Pace:
     """Return the pace of an endpoint.
 
@@ -63,5 +70,5 @@ async def measure_pace(
             first_s = await seconds(12, 2, 1)
             token_s = max(0.0, await seconds(12, 3, 1 + _NUM_TOKENS) - first_s) / _NUM_TOKENS
             prompt_token_s = await seconds(_NUM_PROMPT_TOKENS, 4, 1) / _NUM_PROMPT_TOKENS
-            return Pace(token_s, prompt_token_s)
-    return Pace()
+            return Pace(token_s, prompt_token_s, update_bytes)
+    return Pace(update_bytes=update_bytes)
