@@ -92,12 +92,16 @@ class ReferenceCheckpoint:
         return ReferenceWeights(label, tensors)
 
     def perturbed(self, label: str, seed: int = 1) -> ReferenceWeights:
-        """Return weights in which every tensor differs, so that logits, keys and values differ too."""
+        """Return weights in which every tensor differs, so that logits, keys and values differ too.
+
+        Changes of many layers add up. In a deep model each is smaller, or the model would amplify every rounding.
+        """
+        strength = 0.25 * min(1.0, 2 / self.config.get_text_config().num_hidden_layers) ** 0.5
         random = torch.Generator().manual_seed(seed)
         tensors = {}
         for name, tensor in self.weights.tensors.items():
             sign = torch.randint(0, 2, tensor.shape, generator=random).double() * 2 - 1
-            tensors[name] = (tensor.double() * (1 + 0.25 * sign)).to(tensor.dtype)
+            tensors[name] = (tensor.double() * (1 + strength * sign)).to(tensor.dtype)
         return ReferenceWeights(label, tensors)
 
     def save(self, weights: ReferenceWeights, path: Path) -> Path:
@@ -172,11 +176,17 @@ class ReferenceCheckpoint:
 
     @torch.inference_mode()
     def rounding(self, dtype: str, ids: Sequence[int]) -> float:
-        """Return the largest difference that computing in ``dtype`` makes to the logprobs of these tokens."""
-        exact = self.logprobs(self.weights, ids[:1], ids[1:])
-        model = copy.deepcopy(self._model).to(getattr(torch, dtype))
-        logits_TV = model(input_ids=torch.tensor([ids[:-1]]), use_cache=False).logits[0].float()
-        return float((chosen(distribution(logits_TV), ids[1:]) - exact).abs().max())
+        """Return the largest difference that computing in ``dtype`` makes to the logprobs of these tokens.
+
+        It is the larger one of the checkpoint's weights and of perturbed ones, which checks use too.
+        """
+        largest = 0.0
+        for weights in (self.perturbed("B"), self.weights):
+            exact = self.logprobs(weights, ids[:1], ids[1:])
+            model = copy.deepcopy(self._model).to(getattr(torch, dtype))
+            logits_TV = model(input_ids=torch.tensor([ids[:-1]]), use_cache=False).logits[0].float()
+            largest = max(largest, float((chosen(distribution(logits_TV), ids[1:]) - exact).abs().max()))
+        return largest
 
     @torch.no_grad()
     def _load(self, weights: ReferenceWeights) -> None:

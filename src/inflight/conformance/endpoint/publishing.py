@@ -14,6 +14,7 @@ import torch
 
 from inflight.base.threads import run_abandonable
 from inflight.conformance.checks import skip
+from inflight.conformance.endpoint.waiting import SLOWNESS
 from inflight.conformance.reference import ReferenceWeights
 from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.types import WeightBucket
@@ -39,6 +40,8 @@ from inflight.wire import (
 GROUP_TIMEOUT_S = 8.0
 TRANSFER_TIMEOUT_S = 8.0
 DEFAULT_BUCKET_BYTES = 64_000_000
+_DEADLINE_S, _LEASE_S = 10.0, 20.0
+"""Of an update, where a check does not need others."""
 
 
 class SteppedPublisher:
@@ -116,8 +119,8 @@ class SteppedPublisher:
         version: int | None = None,
         in_flight: InFlightPolicy | str | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        deadline_s: float = 10.0,
-        lease_s: float = 20.0,
+        deadline_s: float | None = None,
+        lease_s: float | None = None,
         specs: list[TensorSpec] | None = None,
         frozen: tuple[str, ...] = (),
         lora: LoraSpec | None = None,
@@ -125,8 +128,9 @@ class SteppedPublisher:
     ) -> WeightUpdate:
         """Return the message that announces ``weights``, with ``specs`` instead of the true ones if given.
 
-        ``frozen`` names the tensors that are left out, and ``lora`` indicates that ``weights`` are those of a LoRA;
-        ``fields`` are further fields of `WeightUpdate`.
+        The deadline and the lease are as long as a slow endpoint needs, unless they are given. ``frozen`` names the
+        tensors that are left out, and ``lora`` indicates that ``weights`` are those of a LoRA; ``fields`` are further
+        fields of `WeightUpdate`.
         """
         specs = specs_of(weights) if specs is None else specs
         return WeightUpdate(
@@ -136,8 +140,8 @@ class SteppedPublisher:
             manifest=Manifest(tensors=tuple(specs), frozen=frozen, lora=lora),
             buckets=plan_buckets(specs, bucket_bytes),
             in_flight=InFlightPolicy(in_flight or self._capabilities.in_flight_policies[0]),
-            deadline_s=deadline_s,
-            lease_s=lease_s,
+            deadline_s=_DEADLINE_S * SLOWNESS.get() if deadline_s is None else deadline_s,
+            lease_s=_LEASE_S * SLOWNESS.get() if lease_s is None else lease_s,
             **fields,
         )
 
