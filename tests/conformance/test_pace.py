@@ -1,0 +1,74 @@
+"""The pace of an endpoint: how it is measured, and what follows for limits, lengths and prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from inflight.conformance.checks import CheckFailed
+from inflight.conformance.endpoint import pace as pace_module
+from inflight.conformance.endpoint.pace import Pace, measure_pace
+from inflight.conformance.endpoint.waiting import SLOWNESS, within
+from inflight.errors import EndpointError
+
+
+def prompt(length: int, seed: int) -> Sequence[int]:
+    return [seed] * length
+
+
+def test_a_fast_endpoint_gets_the_usual_limits_and_its_whole_context() -> None:
+    pace = Pace(token_s=0.001, prompt_token_s=0.0001, update_bytes=1000)
+    assert pace.slowness == 1.0
+    assert pace.context_len(2048) == 2048
+    assert pace.allows_prompt(2048)
+
+
+def test_limits_follow_whatever_is_slowest() -> None:
+    assert Pace(token_s=0.06).slowness == pytest.approx(3.0)
+    assert Pace(token_s=0.001, prompt_token_s=0.02).slowness == pytest.approx(5.0)
+    assert Pace(update_bytes=512 << 20).slowness == pytest.approx(8.0)
+
+
+def test_a_slow_endpoint_samples_a_part_of_its_context() -> None:
+    pace = Pace(token_s=0.05, prompt_token_s=0.0015)
+    assert pace.context_len(8192) == 400
+    assert pace.context_len(300) == 300
+    assert not pace.allows_prompt(8192) and pace.allows_prompt(2048)
+
+
+@pytest.mark.anyio
+async def test_the_pace_is_what_tokens_and_prompts_take() -> None:
+    async def generate(ids: Sequence[int], num_tokens: int) -> None:
+        await asyncio.sleep(0.0002 * len(ids) + 0.01 * num_tokens)
+
+    pace = await measure_pace(generate, prompt, 7)
+    # At least, because a busy machine sleeps longer.
+    assert pace.token_s >= 0.009 and pace.prompt_token_s >= 0.0002 and pace.update_bytes == 7
+
+
+@pytest.mark.anyio
+async def test_an_endpoint_that_fails_or_hangs_has_no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(ids: Sequence[int], num_tokens: int) -> None:
+        raise EndpointError("broken")
+
+    async def hang(ids: Sequence[int], num_tokens: int) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(pace_module, "_MEASURE_S", 0.05)
+    for generate in (fail, hang):
+        pace = await measure_pace(generate, prompt, 7)
+        assert pace == Pace(update_bytes=7) and pace.slowness == 1.0
+        assert pace.context_len(8192) == 8192
+
+
+@pytest.mark.anyio
+async def test_waiting_is_extended_by_the_slowness() -> None:
+    SLOWNESS.set(4.0)
+    started = time.monotonic()
+    assert await within(0.05, asyncio.sleep(0.1, "an answer"), "a slow call") == "an answer"
+    with pytest.raises(CheckFailed, match=r"a call had not ended after 0\.2 s"):
+        await within(0.05, asyncio.Event().wait(), "a call")
+    assert time.monotonic() - started >= 0.3
