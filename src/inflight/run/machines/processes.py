@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from inflight.run.record.run_directory import RunDirectory
 from inflight.run.servers.leases import reconnect_leased_server
 
 _POLL_S = 0.05
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_": str(1 << 35)}
 STOP_S = 10.0
 """How long a process may take to end after its standard input is closed."""
 _STOP_ENGINE_S = 30.0
@@ -267,6 +269,15 @@ async def _wait_for_url(server: ServerProcess) -> None:
     server.is_ready = True
 
 
+def _keeping_memory() -> dict[str, str]:
+    """Return environment variables with which glibc keeps freed memory; those that the user has set stay.
+
+    By default it returns the memory of every large tensor to the system, which clears it before the next one: on a CPU
+    that takes a tenth of the trainer's time.
+    """
+    return {name: value for name, value in _KEEP_MEMORY.items() if name not in os.environ}
+
+
 async def start_ranks(
     config: RunConfig, logs: Path, token: str, lock: int | None, places: Sequence[GpuPlacement], launcher: Launcher
 ) -> list[Rank]:
@@ -283,7 +294,10 @@ async def start_ranks(
             place.name,
             [sys.executable, "-m", "inflight.run.ranks.rank"],
             # A rank that sees only its own GPU has local rank 0.
-            environment | {"RANK": str(rank), "LOCAL_RANK": "0" if place.has_gpu else str(rank)} | place.environment,
+            environment
+            | ({} if place.has_gpu else _keeping_memory())
+            | {"RANK": str(rank), "LOCAL_RANK": "0" if place.has_gpu else str(rank)}
+            | place.environment,
             logs / f"{place.name}.log",
             num_cpus=config.train.threads,
             num_gpus=place.num_gpus,
