@@ -7,7 +7,7 @@ import contextlib
 import copy
 import shutil
 import tempfile
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from inflight.conformance.fleet.servers import Call, Loop, Testbed, TestedServer
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
+from inflight.engines.embedded.parameters import PreparedParameters
 from inflight.engines.embedded.slot_attention import ATTENTION_NAME, register_slot_attention
 from inflight.errors import UnreachableError
 from inflight.model.checkpoints import load_causal_lm
@@ -107,14 +108,13 @@ class EmbeddedServer(TestedServer):
         weights: Any = engine.weights
         load = weights.load
 
-        def perhaps_torn(ready: Iterable[tuple[str, torch.Tensor]]) -> None:
+        def perhaps_torn(ready: PreparedParameters) -> None:
             if not process.tears:
                 load(ready)
                 return
             process.tears -= 1
             process.was_torn = True
-            tensors = list(ready)
-            load(tensors[: len(tensors) // 2])
+            load(ready._replace(tensors=ready.tensors[: len(ready.tensors) // 2]))
             raise RuntimeError("loading was torn after half of the tensors")
 
         weights.load = perhaps_torn

@@ -94,7 +94,7 @@ def failing_loads(fleet: OneServer) -> Iterator[None]:
     load = engine.load
 
     def failing(ready: Any, *others: Any) -> None:
-        load(list(ready)[:1], *others)
+        load(ready._replace(tensors=ready.tensors[:1]), *others)
         raise RuntimeError("out of memory")
 
     engine.load = failing
