@@ -1,7 +1,7 @@
 """Tokens per CPU second of the embedded engine, of transformers' ``generate`` and of vLLM, by concurrency.
 
     inflight pretrained-model models/smollm2
-    make engines                                # for --vllm
+    make engines
     python -m benchmarks.concurrency models/smollm2 --vllm .engines/vllm-0.32.0/bin/python
 
 Each contender generates in a process of its own with one thread, in bfloat16: prompts of 16 random tokens, completions
@@ -114,7 +114,7 @@ def main() -> None:
     """Measure all contenders in turns, print a table and write ``results/concurrency.json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--vllm", metavar="PYTHON", help="interpreter with vLLM (default: without vLLM)")
+    parser.add_argument("--vllm", metavar="PYTHON", help="interpreter with vLLM")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--measure", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--concurrent", type=int, default=1, help=argparse.SUPPRESS)
@@ -122,11 +122,11 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps(measure(arguments.measure, arguments.model, arguments.concurrent)), flush=True)
         os._exit(0)  # engines' threads need not end
+    if not arguments.vllm:
+        parser.error("--vllm is missing: give the interpreter of an environment with vLLM, which `make engines` makes")
     from benchmarks.results import write_results
 
-    pythons = {"embedded": sys.executable, "generate": sys.executable} | (
-        {"vllm": arguments.vllm} if arguments.vllm else {}
-    )
+    pythons = {"embedded": sys.executable, "generate": sys.executable, "vllm": arguments.vllm}
     rows = []
     for num in CONCURRENCIES:
         speeds: dict[str, list[float]] = {name: [] for name in pythons}

@@ -30,7 +30,7 @@ from benchmarks.results import DIRECTORY, read_results, write_results
 ROOT = Path(__file__).parents[1]
 VARIANTS: dict[str, tuple[str, ...]] = {
     "full weights": (),
-    "LoRA": ("--train.lora", "{ rank = 16, alpha = 32, targets = 'all-linear' }", "--train.learning_rate", "4e-4"),
+    "LoRA": ("--train.lora", "{ rank = 16, alpha = 32, targets = 'all-linear' }", "--train.learning_rate", "3e-4"),
     "vLLM": ("--servers.engine", "vllm"),
 }
 COLOURS = {"full weights": "#0969da", "LoRA": "#8250df", "vLLM": "#bc4c00"}
@@ -93,6 +93,7 @@ def main() -> None:
     rows = read_results("curves")["rows"] if (DIRECTORY / "curves.json").exists() else []
     for name in arguments.only:
         if name == "vLLM" and arguments.vllm is None:
+            print("vLLM is left out: --vllm is missing")
             continue
         engine = ("--servers.python", arguments.vllm) if name == "vLLM" else ()
         rows = [row for row in rows if row["variant"] != name]

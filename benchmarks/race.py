@@ -59,6 +59,7 @@ NUM_FIRST_STEPS = 3
 MAX_OTHERS = 0.1
 """Processors that other processes may use."""
 _POLL_S = 0.1
+_STEP_S = 600.0
 _STOP_S = 30.0
 
 
@@ -89,15 +90,22 @@ def machine_seconds() -> float:
 
 
 def follow_steps(process: subprocess.Popen[bytes], path: Path, started: float) -> Iterator[Step]:
-    """Yield each step as soon as its row is written, until the process has ended."""
+    """Yield each step as soon as its row is written, until the process has ended.
+
+    Raises ``TimeoutError`` if a step takes longer than `_STEP_S`.
+    """
     root, num_read, has_ended = psutil.Process(process.pid), 0, False
+    deadline = time.monotonic() + _STEP_S
     while not has_ended:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no step was made within {_STEP_S:g} s of step {num_read}; see the log of the entrant")
         time.sleep(_POLL_S)
         has_ended = root.status() == psutil.STATUS_ZOMBIE
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         for line in lines[num_read:]:
             yield Step(time.time() - started, cpu_seconds(root), json.loads(line))
-        num_read = len(lines)
+        if len(lines) > num_read:
+            num_read, deadline = len(lines), time.monotonic() + _STEP_S
 
 
 def known_rewards(steps: Sequence[Step]) -> list[float]:
@@ -115,7 +123,8 @@ def stop_entrant(process: subprocess.Popen[bytes]) -> None:
     """End a process and its descendants at once."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a run of inflight ends at once after two signals
         process.send_signal(number)
-        time.sleep(1.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
     try:
         process.wait(_STOP_S)
     except subprocess.TimeoutExpired:

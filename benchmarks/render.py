@@ -167,6 +167,12 @@ def concurrency_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def rounds_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Return how often everything was measured."""
+    num_rounds = len(rows[0]["tokens_per_cpu_s"])
+    return f"{num_rounds} rounds" if num_rounds > 1 else "one round"
+
+
 def proxy_table(records: Sequence[dict[str, Any]]) -> str:
     """Return what the proxy costs compared with each engine's own route."""
     lines = [
@@ -216,6 +222,7 @@ def main() -> None:
         template.replace("{{engine_table}}", engine_table(engine["rows"]))
         .replace("{{engine_conditions}}", conditions(engine))
         .replace("{{concurrency_table}}", concurrency_table(concurrency["rows"]["measured"]))
+        .replace("{{concurrency_rounds}}", rounds_of(concurrency["rows"]["measured"]))
         .replace("{{concurrency_conditions}}", conditions(concurrency))
         .replace("{{compiled_table}}", compiled_table(compiled["rows"]))
         .replace("{{compiled_conditions}}", conditions(compiled))

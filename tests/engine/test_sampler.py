@@ -166,3 +166,30 @@ def test_a_draw_depends_on_its_own_row_only() -> None:
 def test_tiny_temperatures_draw_the_largest_logit_with_certainty(temperature: float) -> None:
     tokens, logprobs = sample(torch.tensor([[1.0, 9.0, -3.0]]), [SamplingParams(temperature=temperature)], [0.7])
     assert (tokens, logprobs) == ([1], [0.0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size=st.sampled_from([1, 127, 128, 129, 256, 700]),
+    seed=st.integers(0, 10_000),
+    share_masked=st.sampled_from([0.0, 0.5, 0.99]),
+    uniforms=st.lists(
+        st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, math.nextafter(1.0, 0.0)])),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_a_large_vocabulary_is_inverted_across_chunks_and_masked_tokens_are_never_drawn(
+    size: int, seed: int, share_masked: float, uniforms: list[float]
+) -> None:
+    rng = random.Random(seed)
+    logits = [-math.inf if rng.random() < share_masked else rng.uniform(-8, 8) for _ in range(size)]
+    logits[rng.randrange(size)] = 1.0
+    rows = torch.tensor([logits] * len(uniforms))
+    tokens, logprobs = sample(rows, [SamplingParams()] * len(uniforms), uniforms)
+    distribution = reference_distribution(rows[0].tolist(), SamplingParams())
+    for token, logprob, uniform in zip(tokens, logprobs, uniforms, strict=True):
+        assert distribution[token] > 0, "a masked token was drawn"
+        assert logprob == pytest.approx(math.log(distribution[token]), abs=1e-5)
+        before = math.fsum(distribution[:token])
+        assert before - 1e-6 <= uniform <= before + distribution[token] + 1e-6

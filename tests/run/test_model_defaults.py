@@ -1,4 +1,4 @@
-"""Defaults that depend on the size of the model: which are chosen, and that what is configured stays."""
+"""Defaults that depend on the size of the model, and settings that take precedence over them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config_of(train: dict[str, object]) -> RunConfig:
     ("num_parameters", "size", "learning_rate", "warmup_steps"),
     [
         (3_000_000, "3 million", 1e-4, 0),
-        (134_515_008, "135 million", 3e-5, 3),
+        (134_515_008, "135 million", 3e-5, 2),
         (7_000_000_000, "7.0 billion", 1e-6, 5),
     ],
 )
@@ -43,7 +43,7 @@ def test_what_is_configured_stays_and_is_not_noted() -> None:
     assert notes == ()
 
 
-def test_a_resumed_run_keeps_the_defaults_it_began_with() -> None:
+def test_a_configuration_that_a_run_has_written_keeps_its_values() -> None:
     begun, _ = with_model_defaults(config_of({}), 134_515_008)
     resumed, notes = with_model_defaults(RunConfig.model_validate_json(begun.model_dump_json()), 7_000_000_000)
     assert resumed.train == begun.train and notes == ()

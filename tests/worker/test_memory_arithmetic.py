@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from inflight.contracts import MemoryTerm
 from inflight.engines.embedded.slots import token_bytes_of
 from inflight.model import attention
 from inflight.model.checkpoints import load_causal_lm, max_model_len_of
 from inflight.model.shapes import model_shape
 from inflight.run.config import RunConfig, load_config
-from inflight.run.machines.memory import server_terms, trainer_terms
+from inflight.run.machines.memory import CONTEXT_BYTES, server_terms, trainer_terms
 from inflight.run.ranks.workers import worker_settings
 from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
 from inflight_fsdp.memory import activation_bytes, shard_elements
@@ -49,7 +50,7 @@ def configured(tmp_path: Path, model: Path, *overrides: str) -> RunConfig:
 
 
 def terms(config: RunConfig) -> dict[str, int]:
-    return {term.name: term.size_bytes for term in trainer_terms(config)}
+    return {term.name: term.size_bytes for term in trainer_terms(config, MemoryTerm("context", CONTEXT_BYTES))}
 
 
 def local_bytes(tensors: Any) -> int:

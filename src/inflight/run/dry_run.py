@@ -17,7 +17,7 @@ from inflight.launchers import load_launcher
 from inflight.launchers.loading import check_launcher
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device
-from inflight.run.machines.memory import ON_THE_GPU, PHASES, DeviceUse, Memory, gib, terms_as_text, total, total_as_text
+from inflight.run.machines.memory import ON_THE_GPU, DeviceUse, Memory, gib, terms_as_text, total, total_as_text
 from inflight.run.machines.placement import GpuPlacement
 from inflight.run.preflight import Hosts, Prepared, hosts_of
 from inflight.run.servers.checks import check_endpoint
@@ -198,9 +198,9 @@ def _host_lines(memory: Memory) -> list[str]:
     """Return what each process needs of this host's memory, and what all need together."""
     lines = ["host memory, estimated and not measured:"]
     for name, terms in memory.items():
-        size = gib(max(total(terms, phase) for phase in PHASES)) if terms else "unknown"
+        size = gib(total(terms, None)) if terms else "unknown"
         lines.append(f"  {name}: {size} ({terms_as_text(terms)})" if len(terms) > 1 else f"  {name}: {size}")
-    needed = sum(max(total(terms, phase) for phase in PHASES) for terms in memory.values())
+    needed = sum(total(terms, None) for terms in memory.values())
     has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rest = "" if all(memory.values()) else ", and what is unknown"
     much = "" if needed <= has else "; that is too little: the system will end a process"

@@ -6,7 +6,7 @@ from inflight.run.config import RunConfig, TrainSection
 
 _DEFAULTS = (
     (1e7, {"learning_rate": 1e-4, "warmup_steps": 0}),
-    (1e9, {"learning_rate": 3e-5, "warmup_steps": 3}),
+    (1e9, {"learning_rate": 3e-5, "warmup_steps": 2}),
     (float("inf"), {"learning_rate": 1e-6, "warmup_steps": 5}),
 )
 """Defaults of ``train`` for models with fewer parameters than each bound.

@@ -17,9 +17,9 @@ from inflight.wire import Completion, SamplingParams
 LEVEL = "tokens"
 _NUM_CASES = 4
 _ENDS_S = 15.0
+"""After this many seconds, one completion that ended is enough."""
 _DEFAULT_TOKENS = 40
 """More than the defaults of max_tokens that engines have; OpenAI's is 16."""
-"""After this many seconds, one completion that ended is enough."""
 _MOST_SEEDS = 40
 """Completions that are searched for a place to stop at."""
 

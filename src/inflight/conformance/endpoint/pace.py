@@ -8,8 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from inflight.errors import InflightError
-
 _NUM_TOKENS, _NUM_PROMPT_TOKENS = 16, 256
 _MEASURE_S = 15.0
 """Time limit for measuring: an endpoint that hangs must not delay the verdicts on it."""
@@ -64,7 +62,7 @@ async def measure_pace(
         await generate(prompt(length, seed), num_tokens)
         return time.monotonic() - started
 
-    with contextlib.suppress(InflightError, ValueError, TimeoutError):
+    with contextlib.suppress(Exception):  # an adapter around a dead engine may raise anything
         async with asyncio.timeout(_MEASURE_S):
             await seconds(12, 1, 2)  # the first request may compile and allocate
             first_s = await seconds(12, 2, 1)

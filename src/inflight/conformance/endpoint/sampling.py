@@ -24,6 +24,7 @@ DRAW_TEMPERATURE = 0.7
 _NUM_DRAWS = 1024
 _DRAWS_PER_REQUEST = 64
 _LARGE_VOCABULARY = 10_000
+"""Vocabulary in which the intervals of a draw are so narrow that rounding in 16 bits moves most draws elsewhere."""
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
 """A slow endpoint may stop at this many draws, after this long."""
 _LEAST_EXPECTED = 5.0
@@ -106,7 +107,6 @@ async def greedy(subject: EndpointSubject) -> None:
 async def seeds(subject: EndpointSubject) -> None:
     """The same seed gives the same tokens whatever else runs, and another seed gives different ones."""
 
-    # In 16 bits and a large vocabulary, roundings would move most draws to a token nearby.
     is_coarse = subject.rounding > 0 and subject.capabilities.vocab_size > _LARGE_VOCABULARY
     sampling = {"max_tokens": 16, "temperature": 0.3 if is_coarse else 1.0}
 

@@ -54,14 +54,17 @@ Memory = Mapping[str, tuple[MemoryTerm, ...]]
 # Trainers
 
 
-def trainer_terms(config: RunConfig) -> tuple[MemoryTerm, ...]:
-    """Return what the largest rank needs on its GPU; empty if its kind does not report it. Raises `ConfigError`."""
+def trainer_terms(config: RunConfig, base: MemoryTerm) -> tuple[MemoryTerm, ...]:
+    """Return what the largest rank needs on its GPU, or of its host, with ``base``; empty if its kind reports nothing.
+
+    Raises `ConfigError`.
+    """
     terms = load_worker_kind(config.train.trainer).memory(worker_settings(config), training_load(config))
     if terms is None:
         return ()
     if not config.servers.release_memory:
         terms = [replace(term, phase=None) for term in terms if term.phase != "sampling"]
-    return (*terms, MemoryTerm("context", CONTEXT_BYTES))
+    return (*terms, base)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -140,7 +143,8 @@ class DeviceUse:
 
 def memory_of(config: RunConfig, model: ModelShape, placement: Placement) -> Memory:
     """Return what every process with GPUs needs. Raises `ConfigError` if an engine's own settings are too small."""
-    of_trainers = trainer_terms(config) if any(it.devices for it in placement.trainers) else ()
+    context = MemoryTerm("context", CONTEXT_BYTES)
+    of_trainers = trainer_terms(config, context) if any(it.devices for it in placement.trainers) else ()
     memory = {it.name: of_trainers for it in placement.trainers if it.devices}
     for it, member in zip(placement.servers, config.servers.started, strict=True):
         if it.devices:
@@ -155,8 +159,7 @@ def host_memory_of(config: RunConfig, model: ModelShape, placement: Placement) -
     memory: dict[str, tuple[MemoryTerm, ...]] = {"controller": (process,)}
     for it in placement.trainers:
         if not it.devices:
-            terms = load_worker_kind(config.train.trainer).memory(worker_settings(config), training_load(config))
-            memory[it.name] = () if terms is None else (*terms, process)
+            memory[it.name] = trainer_terms(config, process)
     for it, member in zip(placement.servers, config.servers.started, strict=True):
         if not it.devices:
             memory[it.name] = (*_host_terms(config, member, model), process) if member.kind.runs_in_process else ()

@@ -33,6 +33,7 @@ from inflight.run.servers.leases import reconnect_leased_server
 
 _POLL_S = 0.05
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_": str(1 << 35)}
+"""glibc's settings of its allocator with which a process keeps the memory that it frees."""
 STOP_S = 10.0
 """How long a process may take to end after its standard input is closed."""
 _STOP_ENGINE_S = 30.0
