@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from inflight.errors import CheckpointError, ConfigError
 from inflight.observe.trace import events, files
 from inflight.observe.trace.files import EventFollower, EventWriter, begin_files, read_events, read_steps, resume_files
+from tests.gates import wait_until
 
 ACTIONS = st.lists(
     st.one_of(
@@ -191,13 +191,15 @@ def test_readers_beside_a_running_writer_miss_nothing(tmp_path: Path, compresses
     threads = [threading.Thread(target=call) for call in (follow, read_again_and_again)]
     for thread in threads:
         thread.start()
-    deadline, num_writes = time.monotonic() + 60, 0
-    while num_writes < 300 or (len(seen["read"]) < 2 and time.monotonic() < deadline):
-        run.write(5)
-        num_writes += 1
-    is_over.set()
-    for thread in threads:
-        thread.join(60)
+    try:
+        for num_reads in range(1, 7):  # few enough for the parts that are kept, however slow readers are
+            for _ in range(50):
+                run.write(5)
+            wait_until(lambda num=num_reads: len(seen["read"]) >= num, "the events were not read again")
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(60)
     run.files.close()
     assert seen["followed"] == run.written
     assert len(seen["read"]) > 1

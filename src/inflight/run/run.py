@@ -322,5 +322,6 @@ class _Run:
                 await self.recording.written()
 
     def _kill(self) -> None:
-        for child in (*self.trainers.ranks, *self.servers.own, *self.servers.extra):
-            child.process.send_signal(signal.SIGKILL)
+        for rank in self.trainers.ranks:
+            rank.process.send_signal(signal.SIGKILL)
+        self.servers.kill()

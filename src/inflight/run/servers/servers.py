@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class Servers:
     """The number of own servers that will not be restarted."""
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while the trainers hold the memory that a server needs to start."""
+    killed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by `kill`: from then on no server is restarted, and no end of one is reported."""
 
     def __post_init__(self) -> None:
         self.may_start.set()
@@ -105,7 +108,11 @@ class Servers:
                 self.config, member, directory, self.token, where, self.launcher, join_url
             )
 
-        return Scaling(settings, self.extra, start_one, self._load, self.journal, self.note)
+        def note(text: str) -> None:
+            if not self.killed.is_set():
+                self.note(text)
+
+        return Scaling(settings, self.extra, start_one, self._load, self.journal, note)
 
     def watching(self) -> list[Coroutine[Any, Any, None]]:
         """Return coroutines that keep the run's own servers running and follow the list until cancelled.
@@ -137,6 +144,12 @@ class Servers:
             if server.process.ended is not None and not server.is_end_reported:
                 self.note(server.how_it_ended())
 
+    def kill(self) -> None:
+        """Kill the servers that the run has started."""
+        self.killed.set()
+        for server in (*self.own, *self.extra):
+            server.process.send_signal(signal.SIGKILL)
+
     async def stop(self) -> None:
         try:
             await self.disconnect()
@@ -157,6 +170,8 @@ class Servers:
         backoff, num_failures = Backoff(_RESTART_PAUSE_S, _MAX_PAUSE_S), 0
         while True:
             await server.process.wait()
+            if self.killed.is_set():
+                return
             if server.has_served:
                 backoff.reset()
                 num_failures = 0
@@ -170,6 +185,8 @@ class Servers:
                 break
             await asyncio.sleep(backoff.next(time.monotonic()))
             await self.may_start.wait()
+            if self.killed.is_set():
+                return
             before = server.url
             with contextlib.suppress(ConfigError):  # its process has ended, which the loop reports
                 await server.restart(self.config.run.start_timeout_s, same_port=num_failures == 1)
