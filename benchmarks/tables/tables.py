@@ -219,6 +219,16 @@ def shared_prefixes_table() -> str:
     return "\n".join(lines)
 
 
+def threads_table() -> str:
+    """Return the seconds of a training step by threads, alone and beside another process."""
+    rows = {(row["threads"], row["waits"], row["busy"]): row["step_s"] for row in kept("threads")["rows"]}
+    lines = ["| threads | `OMP_WAIT_POLICY` | alone | next to a busy process |", "|---|---|---|---|"]
+    for threads, waits in dict.fromkeys((threads, waits) for threads, waits, _ in rows):
+        cells = [f"{min(times):.1f} to {max(times):.1f} s" for times in (rows[threads, waits, num] for num in (0, 1))]
+        lines.append(f"| {threads} | `{waits.upper()}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def trainer_learning_table() -> str:
     """Return how the quickstart went with each trainer."""
     lines = ["| trainer | mean reward, first ten steps | last ten | seconds |", "|---|---|---|---|"]
@@ -448,6 +458,7 @@ TABLES = {
     "trainers": trainers_table,
     "layouts": layouts_table,
     "shared_prefixes": shared_prefixes_table,
+    "threads": threads_table,
     "lora": lora_table,
     "router_replay": router_replay_table,
     "trainer_learning": trainer_learning_table,

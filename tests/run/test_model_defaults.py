@@ -53,3 +53,11 @@ def test_loras_learn_ten_times_as_fast() -> None:
     lora = {"rank": 4, "alpha": 8.0, "targets": "all-linear"}
     config, _ = with_model_defaults(config_of({"lora": lora}), 134_515_008)
     assert config.train.learning_rate == pytest.approx(3e-4)
+
+
+def test_ranks_of_models_worth_it_use_the_cores_that_they_have() -> None:
+    large, notes = with_model_defaults(config_of({}), 134_515_008, num_cores=6)
+    small, _ = with_model_defaults(config_of({}), 3_000_000, num_cores=6)
+    chosen, _ = with_model_defaults(config_of({"threads": 2}), 134_515_008, num_cores=6)
+    assert (large.train.threads, small.train.threads, chosen.train.threads) == (6, 1, 2)
+    assert any("train.threads = 6" in note for note in notes)

@@ -180,3 +180,29 @@ def test_completions_that_end_together_may_make_others_too_old(seed: int) -> Non
     )
     assert len(outcome.steps) == 20
     assert max(outcome.group_lags) <= 1
+
+
+@pytest.mark.parametrize("capacity", [24, 64, 256])
+@pytest.mark.parametrize("sigma", [0.1, 0.8])
+def test_a_slow_trainer_never_waits_and_trains_on_tokens_that_are_at_most_three_steps_old(
+    capacity: int, sigma: float
+) -> None:
+    """The lag bound of 8 steps alone would let tokens become that old: endpoints could sample many steps ahead."""
+    history = HistoryStore()
+    step_time = 400.0
+    outcome = simulate(
+        Setup(
+            LeastLoaded(GROUP_SIZE, history),
+            history,
+            [Endpoint("endpoint", capacity)],
+            prompts_of(1, 20, sigma),
+            4,
+            num_steps=40,
+            unit="groups",
+            staleness=MaxLag(8),
+            trainer=TrainerCost(step_time),
+        )
+    )
+    steady = outcome.steady(10)
+    assert steady.train_share > 0.99
+    assert steady.lag < 3

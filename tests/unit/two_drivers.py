@@ -426,16 +426,13 @@ class LiveRun:
         while self.version < self.world.num_steps:
             await self.composed.wait()
             steps = self.steps
-            if not self.world.conventional_steps:
-                self.want_step(self.version + 1)
             for i, groups in enumerate(steps, 1):
                 await asyncio.sleep(self.world.train_time)
                 is_published = i == len(steps)
                 if is_published:
                     await asyncio.sleep(self.setup.publish.total)
                 self.settle(groups, is_published=is_published)
-            if self.world.conventional_steps:
-                self.want_step(self.version)
+            self.want_step(self.version)
 
     def settle(self, groups: Sequence[Group], *, is_published: bool) -> None:
         self.dispatcher.settle(groups, self.actor.clock())

@@ -99,9 +99,6 @@ class SimulatedRun:
     requests: dict[str, SimulatedRequest] = field(default_factory=dict)
     returned: list[tuple[SimulatedRequest, list[SimulatedCompletion]]] = field(default_factory=list)
     """Aborted requests and their partial completions, which the run receives after its next decision."""
-    composed: Batch | None = None
-    ready_at: float = 0.0
-    """When the trainer may begin the next step."""
     phase: deque[Sequence[Group]] = field(default_factory=deque)
     """Untrained steps of a conventional phase."""
     outcome: SimulationResult = field(default_factory=SimulationResult)
@@ -218,8 +215,7 @@ class SimulatedRun:
                     case DroppedGroup(_, reason) | DroppedItem(_, reason):
                         self.outcome.dropped[reason] += 1
                     case ComposedStep(version, groups):
-                        self.composed = self._batch(groups, version)
-                        self._train_if_idle()
+                        self._train(groups, version)
                     case ComposedPhase(steps):
                         self.phase.extend(steps)
                         self._next_of_phase()
@@ -320,25 +316,17 @@ class SimulatedRun:
         if not self.phase:
             self.dispatcher.want_step(self.version, self.timeline.now)
             return
-        self.composed = self._batch(self.phase.popleft(), self.version)
-        self._train_if_idle()
+        self._train(self.phase.popleft(), self.version)
 
-    def _batch(self, groups: Sequence[Group], version: int) -> Batch:
-        return batch_of(groups, version, self.setup.staleness, self.setup.composer)
-
-    def _train_if_idle(self) -> None:
-        if self.composed is None or self.trainer.groups:
-            return
-        batch, self.composed = self.composed, None
-        self.trainer.groups = batch.groups  # reserved now; it begins once the last step is settled
+    def _train(self, groups: Sequence[Group], version: int) -> None:
+        batch = batch_of(groups, version, self.setup.staleness, self.setup.composer)
+        self.trainer.groups = batch.groups
 
         def begin() -> None:
             self.trainer.begin(self.timeline.now, batch, self.setup.contention.of(self._load[0] + 1))
             self._look_at_trainer()
 
-        self.timeline.at(max(self.timeline.now, self.ready_at) + self.setup.publish.turnaround, begin)
-        if not self.setup.conventional_steps:
-            self.dispatcher.want_step(batch.version + 1, self.timeline.now)
+        self.timeline.at(self.timeline.now + self.setup.publish.turnaround, begin)
 
     def _trained(self) -> None:
         batch = self.trainer.finish(self.timeline.now)
@@ -368,7 +356,7 @@ class SimulatedRun:
             versions = [rollout.version_spans[0].version for rollout in group.rollouts]
             outcome.group_lags.append(batch.version - min(versions))
         self.version += 1
-        self.trainer.groups, self.trainer.publishes, self.ready_at = (), False, now
+        self.trainer.groups, self.trainer.publishes = (), False
         for server in self.servers.values():
             server.advance(now)
             if published_since is not None:
@@ -386,10 +374,7 @@ class SimulatedRun:
         outcome.ages.update(batch.ages)
         outcome.lags.update(batch.lags)
         self.setup.staleness.after_step(self.version, None)
-        if self.setup.conventional_steps:
-            self._next_of_phase()
-        else:
-            self._train_if_idle()
+        self._next_of_phase()
 
     # ------------------------------------------------------------------------------------------------------- failures
 

@@ -9,6 +9,12 @@ from dataclasses import dataclass, field
 
 from inflight.contracts import StalenessPolicy
 
+_NUM_STEPS = 8
+"""The number of steps over which open groups are averaged."""
+_NUM_AHEAD = 1.5
+"""Steps that wait or are in excess of the average while the trainer is busy. With 1, simulated trainers wait for up to
+4 % of the time; with 2, tokens are half a step older and throughput is the same."""
+
 
 @dataclass(slots=True)
 class Admission:
@@ -18,6 +24,29 @@ class Admission:
     expected_tokens: float
     """The assumed tokens of a group until four groups have finished."""
     _recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    _open_seconds: float = 0.0
+    """The sum of the times that groups have been open, from offer to rewards."""
+    _steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS + 1))
+    """The time at which each recent step was settled, and the sum at that time."""
+
+    def scored(self, open_s: float) -> None:
+        """Record that a group has its rewards, ``open_s`` seconds after it was offered."""
+        self._open_seconds += open_s
+
+    def stepped(self, now: float) -> None:
+        """Record that a step has been settled."""
+        self._steps.append((now, self._open_seconds))
+
+    @property
+    def mean_open_groups(self) -> float | None:
+        """The mean number of open groups over the recent steps; None before two steps.
+
+        By Little's law (1961), it is the number of groups that are scored per second, times the seconds that a group
+        takes: with fewer open groups, fewer would be scored.
+        """
+        if len(self._steps) < 2 or (elapsed := self._steps[-1][0] - self._steps[0][0]) <= 0:
+            return None
+        return (self._steps[-1][1] - self._steps[0][1]) / elapsed
 
     def finished(self, num_tokens: int) -> None:
         """Record the tokens of a finished group; 0 if it is not trained on."""
@@ -46,14 +75,28 @@ class Admission:
         return num_tokens < surplus * num_steps * self.tokens_per_step
 
     def in_pipeline(
-        self, staleness: StalenessPolicy, num_outstanding: int, *, is_step_ready: bool, is_idle: bool
+        self,
+        staleness: StalenessPolicy,
+        num_outstanding: int,
+        *,
+        num_waiting_tokens: int,
+        num_open: int,
+        surplus: float,
+        is_step_ready: bool,
+        has_waited: bool,
+        is_idle: bool,
     ) -> bool:
         """Return whether the pipeline may offer another group.
 
         The number of groups that are offered and not yet trained on stays within the lag bound. If generation is faster
-        than training, that bound alone would let every token reach the largest lag, so nothing is offered while a
-        whole step is ready.
+        than training, that bound alone would let every token reach the largest lag. So once the trainer did not have to
+        wait for a step, the groups that wait or are open, beyond the mean number of open groups, are kept at about one
+        step. Before that, nothing is offered while a whole step is ready.
         """
-        return not is_step_ready and (
-            is_idle or num_outstanding < staleness.max_outstanding_groups(self.groups_per_step)
+        if not (is_idle or num_outstanding < staleness.max_outstanding_groups(self.groups_per_step)):
+            return False
+        if has_waited or (mean := self.mean_open_groups) is None:
+            return not is_step_ready
+        return (
+            num_waiting_tokens + (num_open - mean) * self.tokens_per_group < _NUM_AHEAD * surplus * self.tokens_per_step
         )

@@ -167,7 +167,7 @@ class Dispatcher:
         nothing = [None] * num_completions
         sampled = self._saved.pop(item, nothing)
         kept = [*(sampled if len(sampled) == num_completions else nothing)]
-        group = OpenGroup(item, self._counts["offered"], prompt, num_prompt_tokens, content, kept, [*nothing])
+        group = OpenGroup(item, self._counts["offered"], now, prompt, num_prompt_tokens, content, kept, [*nothing])
         self.open[item] = group
         self._offer(group, now)
 
@@ -372,6 +372,7 @@ class Dispatcher:
         self.history.record(opened.prompt, scored.lengths, scored.rewards, scored.completions)
         self._outbox.notify(Scored(now, item, opened.prompt, scored.lengths, scored.rewards))
         group = Group(opened.serial, item, scored.rollouts, ",".join(opened.endpoints))
+        self.steps.admission.scored(now - opened.offered_at)
         self.steps.add(group, scored.num_rewritten, now)
         self._compose_if_ready(now)
 
@@ -386,7 +387,7 @@ class Dispatcher:
         self.steps.drop_stale(now)
         if self._stops_stale:
             self._stop_stale(now)
-        self.steps.want(version, now)
+        self.steps.want(version, self.oldest, now)
         self._compose_if_ready(now)
 
     def settle(self, groups: Sequence[Group], now: float) -> None:

@@ -16,6 +16,8 @@ class OpenGroup:
     item: int
     serial: int
     """Its place in the order of offers."""
+    offered_at: float
+    """In the driver's time."""
     prompt: str
     """Identifies the prompt to schedulers."""
     num_prompt_tokens: int

@@ -50,6 +50,8 @@ class StepQueue:
     """Of the step or phase that was wanted last."""
     is_wanted: bool = False
     """Whether groups are collected for it; False once there are enough."""
+    has_waited: bool = True
+    """Whether there were too few groups for it when it was wanted."""
     is_phase_ending: bool = False
     """Whether a phase has enough groups, and waits until nothing runs."""
     num_training: int = 0
@@ -71,13 +73,18 @@ class StepQueue:
         return self.admission.in_pipeline(
             self.staleness,
             num_outstanding,
+            num_waiting_tokens=self.waiting.num_tokens,
+            num_open=num_open,
+            surplus=surplus,
+            has_waited=self.has_waited,
             is_step_ready=self._is_step_ready(oldest),
             is_idle=num_open == 0 and self.num_training == 0,
         )
 
-    def want(self, version: int, now: float) -> None:
-        """Collect groups for the step or the phase that starts from ``version``."""
+    def want(self, version: int, oldest: int, now: float) -> None:
+        """Collect groups for the step or the phase that starts from ``version``; ``oldest`` as for `may_offer`."""
         self.is_wanted = True
+        self.has_waited = not self._is_step_ready(oldest)
         self.outbox.notify(StepWanted(now, version, self.admission.num_groups(self.rules.steps_per_phase or 1)))
 
     def add(self, group: Group, num_rewritten: int, now: float) -> None:
@@ -132,6 +139,7 @@ class StepQueue:
             self.ledger.train(group.item_index)
             self.outbox.notify(Settled(now, group.item_index, is_trained=True))
         self.num_training -= len(groups)
+        self.admission.stepped(now)
         self.law.stepped(num_issued, num_queued, len(groups))
 
     def _drop(self, group: Group, reason: str, now: float) -> None:

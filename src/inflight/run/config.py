@@ -154,6 +154,9 @@ class TrainSection(OptimizerSettings):
     """Where the ranks run, in the terms of the launcher (see ``servers.place``). None: anywhere, close together if
     possible."""
     threads: int = Field(default=1, ge=1)
+    """Threads of each rank. The default is 1, but a rank that computes on a CPU of this machine, with a model of 10
+    million parameters or more, uses all cores (those of the machine divided by the number of ranks): its threads sleep
+    while servers need them."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained parameters and of the optimizer's moments, independent of ``model.dtype``.
 

@@ -15,16 +15,22 @@ The first two are those with which this project trains models of 0.2 to 3 millio
 3e-5 without warm-up takes the effective sample size of the loss from 0.997 to 0.72 in one step. 1e-6 is the default of
 TRL's GRPOConfig for models of billions of parameters.
 """
+_MIN_PARAMETERS_OF_THREADS = 1e7
+"""The operations of smaller models take less time than it takes to distribute them."""
 _LORA_FACTOR = 10
 """LoRAs learn best at about ten times the rate of full training: Schulman et al., "LoRA Without Regret", 2025."""
 
 
-def with_model_defaults(config: RunConfig, num_parameters: int) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the configuration with ``train.learning_rate`` and ``train.warmup_steps`` for a model of this size.
+def with_model_defaults(
+    config: RunConfig, num_parameters: int, num_cores: int = 1
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the configuration with ``train``'s learning rate, warm-up and threads for a model of this size.
 
-    Settings that the configuration contains stay as they are. Also returns a sentence for each default.
+    ``num_cores``: the cores that each rank may use. Settings that the configuration contains stay as they are. Also
+    returns a sentence for each default.
     """
     values: dict[str, float] = next(dict(values) for bound, values in _DEFAULTS if num_parameters < bound)
+    values["threads"] = num_cores if num_parameters >= _MIN_PARAMETERS_OF_THREADS else 1
     if config.train.lora is not None:
         values["learning_rate"] *= _LORA_FACTOR
     missing = {name: value for name, value in values.items() if name not in config.train.model_fields_set}

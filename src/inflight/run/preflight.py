@@ -20,7 +20,7 @@ from inflight.model.shapes import model_shape
 from inflight.observe.trackers import Tracker, load_trackers
 from inflight.rollouts import EssGuard, HistoryStore, load_composer, load_scheduler, load_staleness, load_task
 from inflight.run.config import RunConfig
-from inflight.run.machines.devices import Device, devices_here
+from inflight.run.machines.devices import Device, devices_here, num_cores_here
 from inflight.run.machines.memory import DeviceUse, Memory, check_fits, device_uses, host_memory_of, memory_of
 from inflight.run.machines.placement import Placement, place, place_elsewhere, uses_gpus
 from inflight.run.machines.time_limits import TimeLimits, time_limits
@@ -102,6 +102,7 @@ class Machine:
 
     hosts: Hosts
     devices: Callable[[], Sequence[Device]] = devices_here
+    num_cores: Callable[[], int] = num_cores_here
     read_model: Callable[[Path], ModelFiles] = read_model
     check_weights: Callable[[Path], None] = check_weights
     check_port: Callable[[str, int, str], None] = check_port
@@ -162,7 +163,9 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
     trackers = load_trackers(config.run.trackers, config.run.tracker_options)
     model = machine.read_model(config.model.path)
     shape = model_shape(config.model.path)
-    config, defaults = with_model_defaults(config, shape.num_elements)
+    computes_here = is_local and not any(rank.has_gpu for rank in placement.trainers)
+    num_cores = max(1, machine.num_cores() // config.train.num_ranks) if computes_here else 1
+    config, defaults = with_model_defaults(config, shape.num_elements, num_cores)
     host_memory = host_memory_of(config, shape, placement) if is_local else {}
     check_system_prompt(config, model.tokenizer)
     attached = _attached(config)

@@ -81,11 +81,9 @@ async def _run_until_over(prepared: Prepared, machine: Machine, directory: RunDi
 
 
 async def _pipeline(run: _Run) -> None:
-    """Keep sampling, and train on each batch as soon as it is composed."""
-    run.sampling.begin_batch(run.journal.version)
+    """Keep sampling, and train on a batch whenever one can be composed."""
     while not run.is_over():
-        batch = await run.interrupt.unless(run.sampling.batch())
-        run.sampling.begin_batch(batch.version + 1)  # the next batch is composed while the ranks train
+        batch = await run.interrupt.unless(run.sampling.batch(run.journal.version))
         trained = await _train(run, batch, publish=run.servers.members())
         _settle_step(run, batch, trained)
         await _save_step(run, batch, trained)

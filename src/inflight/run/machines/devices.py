@@ -37,6 +37,11 @@ def devices_here() -> tuple[Device, ...]:
     return visible_devices(installed_devices(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+def num_cores_here() -> int:
+    """Return the number of cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def installed_devices(query: Sequence[str] = _QUERY) -> tuple[Device, ...]:
     """Return every GPU of this machine, in the order of their PCI buses; none if there is no NVIDIA driver.
 

@@ -88,10 +88,9 @@ class Sampling:
         """Number of conversations that continued from another rendering of their history, as a separate rollout."""
         self.is_training = False
         """Whether a batch has been returned and is not settled yet."""
-        self._batch: StepBatch | None = None
+        self._groups: Sequence[Group] = ()
         self._phase: Sequence[Sequence[Group]] = ()
         self._is_composed = asyncio.Event()
-        self._begun = 0.0
 
     def state(self) -> dict[str, Any]:
         """Return the state that determines what is sampled next as JSON values, for `restore`."""
@@ -139,31 +138,36 @@ class Sampling:
             f"{self.num_running} groups are running{self.warnings.drops()}"
         )
 
-    def begin_batch(self, version: int) -> None:
-        """Begin the batch of the step that starts from ``version``, and drop groups that are too old for it."""
-        self._batch = None
-        self._begin(version)
+    async def batch(self, version: int) -> StepBatch:
+        """Return the batch of the step that starts from ``version``, and drop groups that are too old for it.
 
-    async def batch(self) -> StepBatch:
-        """Return the batch for `begin_batch`. Raises `TrainerError` if it is not ready in time."""
-        await self._until_composed()
-        assert self._batch is not None
-        self.is_training = True
-        return self._batch
+        Raises `TrainerError` if it is not ready in time.
+        """
+        await self._until_composed(version)
+        return self.batch_of(self._groups, version)
 
     async def phase(self, version: int) -> Sequence[Sequence[Group]]:
         """Sample only the groups of one phase in conventional mode; return those of each step.
 
         Raises `TrainerError` if they are not ready in time.
         """
-        self._begin(version)
-        await self._until_composed()
+        await self._until_composed(version)
         return self._phase
 
     def batch_of(self, groups: Sequence[Group], version: int) -> StepBatch:
-        """Return the batch of one step of a phase."""
+        """Return the batch of one step, whose training begins."""
         self.is_training = True
-        return self._make_batch(groups, version)
+        rollouts = self._config.rollouts
+        return make_batch(
+            groups,
+            version,
+            self._config.loss.estimator(),
+            self.dispatcher.steps.staleness,
+            self._composer,
+            rollouts.credit,
+            rollouts.discount,
+            self._critic,
+        )
 
     def settle(self, batch: StepBatch) -> None:
         """Settle the groups of a batch after its step."""
@@ -178,29 +182,10 @@ class Sampling:
         """Report a step to the staleness policy. Raises `TrainerError` if the policy stops the run."""
         self.dispatcher.steps.staleness.after_step(version, effective_sample_size)
 
-    def _begin(self, version: int) -> None:
-        self._begun = asyncio.get_running_loop().time()
-        self._is_composed.clear()
-        self.dispatcher.want_step(version, self.actor.clock())
-        self.actor.carry_out_commands()
-
-    def _make_batch(self, groups: Sequence[Group], version: int) -> StepBatch:
-        rollouts = self._config.rollouts
-        return make_batch(
-            groups,
-            version,
-            self._config.loss.estimator(),
-            self.dispatcher.steps.staleness,
-            self._composer,
-            rollouts.credit,
-            rollouts.discount,
-            self._critic,
-        )
-
     def _record_outcome(self, outcome: Outcome) -> None:
         match outcome:
-            case ComposedStep(version, groups):
-                self._batch = self._make_batch(groups, version)
+            case ComposedStep(_, groups):
+                self._groups = groups
                 self._is_composed.set()
             case ComposedPhase(steps):
                 self._phase = steps
@@ -253,11 +238,14 @@ class Sampling:
             error=ended.error,
         )
 
-    async def _until_composed(self) -> None:
-        """Return once the current batch or phase is composed. Raises `TrainerError` if that takes too long."""
+    async def _until_composed(self, version: int) -> None:
+        """Return once the groups of a batch or phase are composed. Raises `TrainerError` if that takes too long."""
         timeout_s = self._config.run.step_timeout_s or STEP_S
+        self._is_composed.clear()
+        self.dispatcher.want_step(version, self.actor.clock())
+        self.actor.carry_out_commands()
         try:
-            async with asyncio.timeout_at(self._begun + timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self._is_composed.wait()
         except TimeoutError as error:
             raise TrainerError(
