@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from inflight import __version__
+from inflight.base.openmp import WAIT_ASLEEP
 from inflight.base.tasks import text_of
 from inflight.errors import InflightError
 
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         parser.parse_args(words)  # prints the help, the version or a usage error, and exits
     assert name is not None
+    _set_library_defaults()
     module = importlib.import_module(f"inflight.commands.{COMMANDS[name].module}")
     module.add_arguments(parsers[name])
     arguments, overrides = parser.parse_known_args(words)
@@ -74,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides = overrides
     elif overrides:
         parsers[name].error(f"unrecognized arguments: {' '.join(overrides)}")
-    _quiet_transformers()
     try:
         return int(module.run(arguments))
     except InflightError as error:
@@ -84,11 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _quiet_transformers() -> None:
-    """Turn off the progress bars and the hints of transformers."""
+def _set_library_defaults() -> None:
+    """Turn off the progress bars and the hints of transformers, and have OpenMP's threads wait asleep.
+
+    Libraries read these variables when they are imported. Those that the user has set stay.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
+    for name, value in WAIT_ASLEEP.items():
+        os.environ.setdefault(name, value)
 
 
 if __name__ == "__main__":

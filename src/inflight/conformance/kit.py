@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from inflight.base.openmp import WAIT_ASLEEP
 from inflight.conformance.checks import Check
 from inflight.conformance.child import ChildReady, ChildSetup, Command
 from inflight.conformance.judge import Judgement, verdict_of
@@ -196,7 +197,7 @@ class _Session:
         target, start_deadline_s = setups[0].target, setups[0].start_deadline_s
         self._directory = setups[0].directory
         self._number = setups[0].session
-        num_threads = max(1, (os.cpu_count() or 1) // max(2, len(setups)))
+        num_threads = max(1, (os.cpu_count() or 1) // len(setups))
         self._ranks = [
             _Rank(self._directory / f"output-{self._number}-{setup.rank}.txt", num_threads) for setup in setups
         ]
@@ -291,7 +292,8 @@ class _Rank:
                     "HF_HUB_OFFLINE": "1",
                     "TRANSFORMERS_VERBOSITY": "error",
                     "TQDM_DISABLE": "1",
-                    "OMP_NUM_THREADS": str(num_threads),  # half of the processors, as engine and reference share them
+                    "OMP_NUM_THREADS": str(num_threads),
+                    **WAIT_ASLEEP,
                     **os.environ,
                 },
             )

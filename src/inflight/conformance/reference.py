@@ -120,15 +120,17 @@ class ReferenceCheckpoint:
         prompt: Sequence[int],
         completion: Sequence[int],
         images: Sequence[ImageUrl] = (),
+        dtype: str = "float32",
     ) -> torch.Tensor:
-        """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn.
+        """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn, computed in ``dtype``.
 
         With ``images``, all placeholders must be theirs.
         """
         self._load(weights)
+        model = self._model if dtype == "float32" else copy.deepcopy(self._model).to(getattr(torch, dtype))
         ids = torch.tensor([[*prompt, *completion]])
         tensors = self.images.tensors(images) if self.images is not None and images else {}
-        logits_TV: torch.Tensor = self._model(input_ids=ids[:, :-1], use_cache=False, **tensors).logits[0]
+        logits_TV: torch.Tensor = model(input_ids=ids[:, :-1], use_cache=False, **tensors).logits[0]
         return logits_TV[len(prompt) - 1 :].float()
 
     @torch.inference_mode()
@@ -174,7 +176,6 @@ class ReferenceCheckpoint:
         """Return float64 [T]: behaviour logprobs of the completion under these weights and sampling parameters."""
         return chosen(distribution(self.logits(weights, prompt, completion, images), sampling), completion)
 
-    @torch.inference_mode()
     def rounding(self, dtype: str, ids: Sequence[int]) -> float:
         """Return the largest difference that computing in ``dtype`` makes to the logprobs of these tokens.
 
@@ -182,10 +183,9 @@ class ReferenceCheckpoint:
         """
         largest = 0.0
         for weights in (self.perturbed("B"), self.weights):
-            exact = self.logprobs(weights, ids[:1], ids[1:])
-            model = copy.deepcopy(self._model).to(getattr(torch, dtype))
-            logits_TV = model(input_ids=torch.tensor([ids[:-1]]), use_cache=False).logits[0].float()
-            largest = max(largest, float((chosen(distribution(logits_TV), ids[1:]) - exact).abs().max()))
+            exact_T = self.logprobs(weights, ids[:1], ids[1:])
+            rounded_T = chosen(distribution(self.logits(weights, ids[:1], ids[1:], dtype=dtype)), ids[1:])
+            largest = max(largest, float((rounded_T - exact_T).abs().max()))
         return largest
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from inflight.base.openmp import WAIT_ASLEEP
 from inflight.base.tasks import add_failures_to, finish_all, result_unless, run_together
 from inflight.errors import ConfigError, WorkerDiedError
 from inflight.http.server_spec import FollowOptions, JoinOptions, ListenOptions, ServerSpec
@@ -37,13 +38,7 @@ _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_"
 
 By default it returns the memory of every large tensor to the system, which clears it before the next one: on a CPU that
 takes a tenth of the trainer's time."""
-_WAIT_ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""OpenMP's setting with which a thread sleeps while it waits for the other threads of its process.
-
-By default it keeps its core busy, also while the thread that it waits for has none: two threads of a trainer beside one
-of a server, on two cores, then took 1.7 times as long as a single one. With this setting they take as long, and 0.6 of
-it once the server is idle."""
-CPU_RANK_VARIABLES = _KEEP_MEMORY | _WAIT_ASLEEP
+CPU_RANK_VARIABLES = _KEEP_MEMORY | WAIT_ASLEEP
 """Environment variables of trainer ranks that compute on a CPU."""
 STOP_S = 10.0
 """How long a process may take to end after its standard input is closed."""
@@ -255,7 +250,7 @@ def _program(
     return Program(
         place.name,
         _command(spec, 0),
-        environment | ({} if place.has_gpu else unless_set(_WAIT_ASLEEP)) | place.environment,
+        environment | place.environment,
         directory.logs / f"{place.name}.log",
         directory.logs / f"{place.name}.json",
         num_cpus=config.servers.threads,
