@@ -46,6 +46,7 @@ def run_variant(overrides: Sequence[str], seed: int) -> dict[str, Any]:
         seconds = time.monotonic() - started
         rows = _lines(Path(directory) / "run" / "metrics.jsonl")
         evaluations = _lines(Path(directory) / "run" / "evaluation.jsonl")
+        summary = json.loads((Path(directory) / "run" / "summary.json").read_text())
     return {
         "seed": seed,
         "seconds": seconds,
@@ -53,6 +54,7 @@ def run_variant(overrides: Sequence[str], seed: int) -> dict[str, Any]:
         "lag_mean": statistics.fmean(row["lag_mean"] for row in rows),
         "ess_min": min(row["effective_sample_size"] for row in rows),
         "tokens_per_s": sum(row["num_trained_tokens"] for row in rows) / rows[-1]["time_s"],
+        "share_with_two_or_more_versions": summary["share_with_two_or_more_versions"],
         "evaluations": evaluations,
     }
 

@@ -41,6 +41,8 @@ class ReferenceCheckpoint:
         self._model: Any = load_causal_lm(path, attention="sdpa", dtype="float32")
         self._stored_names = stored_names(self._model)
         self._loaded: ReferenceWeights | None = None
+        self._perturbed: tuple[tuple[str, int], ReferenceWeights] | None = None
+        """The last result of `perturbed`, and its arguments."""
         self.images = load_image_processor(path)
         """None if the model accepts no images."""
         self.tokenizer = load_tokenizer(path)
@@ -96,13 +98,15 @@ class ReferenceCheckpoint:
 
         Changes of many layers add up. In a deep model each is smaller, or the model would amplify every rounding.
         """
-        strength = 0.25 * min(1.0, 2 / self.config.get_text_config().num_hidden_layers) ** 0.5
-        random = torch.Generator().manual_seed(seed)
-        tensors = {}
-        for name, tensor in self.weights.tensors.items():
-            sign = torch.randint(0, 2, tensor.shape, generator=random).double() * 2 - 1
-            tensors[name] = (tensor.double() * (1 + strength * sign)).to(tensor.dtype)
-        return ReferenceWeights(label, tensors)
+        if self._perturbed is None or self._perturbed[0] != (label, seed):
+            strength = 0.25 * min(1.0, 2 / self.config.get_text_config().num_hidden_layers) ** 0.5
+            random = torch.Generator().manual_seed(seed)
+            tensors = {}
+            for name, tensor in self.weights.tensors.items():
+                grows = torch.empty(tensor.shape, dtype=torch.bool).random_(generator=random)
+                tensors[name] = tensor * torch.where(grows, 1 + strength, 1 - strength).to(tensor.dtype)
+            self._perturbed = (label, seed), ReferenceWeights(label, tensors)
+        return self._perturbed[1]
 
     def save(self, weights: ReferenceWeights, path: Path) -> Path:
         """Write a checkpoint directory with these weights; return ``path``."""
@@ -130,8 +134,11 @@ class ReferenceCheckpoint:
         model = self._model if dtype == "float32" else copy.deepcopy(self._model).to(getattr(torch, dtype))
         ids = torch.tensor([[*prompt, *completion]])
         tensors = self.images.tensors(images) if self.images is not None and images else {}
-        logits_TV: torch.Tensor = model(input_ids=ids[:, :-1], use_cache=False, **tensors).logits[0]
-        return logits_TV[len(prompt) - 1 :].float()
+        num = len(completion)
+        logits_TV: torch.Tensor = model(
+            input_ids=ids[:, :-1], use_cache=False, logits_to_keep=max(1, num), **tensors
+        ).logits[0]
+        return logits_TV[len(logits_TV) - num :].float()
 
     @torch.inference_mode()
     def mixed_logits(

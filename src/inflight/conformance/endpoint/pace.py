@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,10 @@ class Pace:
         if not self.token_s:
             return max_model_len
         return min(max_model_len, max(_SHORTEST, int(_LONG_S / self.token_s)))
+
+    def prompt_len(self, seconds: float) -> int:
+        """Return the length of a prompt that takes about this long, at least 256 tokens."""
+        return max(_SHORTEST, int(seconds / self.prompt_token_s)) if self.prompt_token_s else sys.maxsize
 
     def allows_prompt(self, num_tokens: int) -> bool:
         """Return whether a prompt of this length is computed soon enough. Attention makes long ones slower still."""

@@ -15,7 +15,9 @@ from inflight.conformance.parity.pair import Pair
 
 LEVEL = "parity"
 _NUM_PROMPTS = 8
-_NUM_TOKENS = 96
+_NUM_TOKENS, _FEWEST_TOKENS = 96, 32
+_SAMPLE_S = 1.0
+"""How long a completion may take; on slow endpoints completions are shorter."""
 _DRIFT_UPDATES = 50
 
 
@@ -57,4 +59,6 @@ async def drift(subject: EndpointSubject) -> None:
 
 
 def _pair(subject: EndpointSubject) -> Pair:
-    return Pair(subject, subject.target.worker, {}, _NUM_PROMPTS, _NUM_TOKENS)
+    token_s = subject.pace.token_s
+    num_tokens = min(_NUM_TOKENS, max(_FEWEST_TOKENS, int(_SAMPLE_S / token_s))) if token_s else _NUM_TOKENS
+    return Pair(subject, subject.target.worker, {}, _NUM_PROMPTS, num_tokens)

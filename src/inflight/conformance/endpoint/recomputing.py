@@ -19,6 +19,8 @@ _NUM_TOKENS = 160
 """Tokens of each of many running requests: enough for it to be still running when the update arrives."""
 _PREFILLED, _PREFILLED_LENGTH, _TOKENS_BEHIND = 8, 1500, 6
 """Number of requests whose prompts take an engine many steps, length of those prompts, and tokens asked for."""
+_PREFILLED_S = 4.0
+"""How long all of their prompts may take; on slow endpoints they are shorter."""
 _SHARES = (0.15, 0.35, 0.55, 0.75)
 """When the updates arrive, as shares of the time that those requests take undisturbed."""
 _NUMBERS, _NUM_DRAWS, _TRIES = 4, 400, 6
@@ -83,9 +85,12 @@ def _off(index: int, gap: float) -> str:
 
 def _long_requests(subject: EndpointSubject, turn: int) -> list[GenerateRequest]:
     """Return requests with long prompts that the endpoint has not seen before."""
-    length = min(_PREFILLED_LENGTH, subject.context_len - 2 * _TOKENS_BEHIND)
+    num = min(_PREFILLED, subject.capabilities.max_concurrent_sequences)
+    length = min(
+        _PREFILLED_LENGTH, subject.context_len - 2 * _TOKENS_BEHIND, subject.pace.prompt_len(_PREFILLED_S / num)
+    )
     first = 1000 + 100 * turn
-    seeds = range(first, first + min(_PREFILLED, subject.capabilities.max_concurrent_sequences))
+    seeds = range(first, first + num)
     return [subject.request(subject.prompt(length, seed=seed), max_tokens=_TOKENS_BEHIND) for seed in seeds]
 
 
@@ -119,7 +124,7 @@ async def _drawn_across_an_update(
 ) -> list[Completion]:
     """Return completions with enough tokens before and after an update, which is moved if there are too few."""
     few = 2 * _run_length(subject)
-    delay_s, num_tokens = 0.05, _NUM_DRAWS
+    delay_s, num_tokens = 0.05, min(_NUM_DRAWS, 16 * few)
     for _ in range(_TRIES):
         running = await subject.start_running(_NUMBERS, max_tokens=num_tokens)
         started = time.monotonic()

@@ -44,7 +44,9 @@ async def temperature(subject: EndpointSubject) -> None:
 @check("E-13", "model", deadline_s=60, look_at=_FILTERS)
 async def top_p(subject: EndpointSubject) -> None:
     """Under top-p, no token outside the nucleus is sampled, and processed logprobs are renormalised over it."""
-    await _require_sampled(subject, {"top_p": 0.5}, {"top_p": 0.5, "temperature": 1.5})
+    # The kept tokens' logprobs rise by at least -log(top_p), which must be more than the tolerance.
+    top_p = min(0.5, math.exp(-3 * subject.tolerance))
+    await _require_sampled(subject, {"top_p": top_p}, {"top_p": top_p, "temperature": 1.5})
 
 
 @check("E-14", "model", deadline_s=60, look_at=_FILTERS)
@@ -156,7 +158,7 @@ async def no_seed(subject: EndpointSubject) -> None:
 async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any]) -> None:
     """Require for each of these settings that tokens and logprobs come from the distribution that they define."""
     for sampling in settings:
-        name = ", ".join(f"{key}={value}" for key, value in sampling.items())
+        name = ", ".join(f"{key}={value:.3g}" for key, value in sampling.items())
         away = {"processed": 0.0, "raw": 0.0}
         for i in range(4):
             request = subject.request(subject.prompt(seed=10 + i), n=2, seed=i, max_tokens=16, **sampling)

@@ -19,7 +19,7 @@ from inflight.wire import EndpointState, TensorSpec
 
 LEVEL = "weights"
 _SOAK_UPDATES = 200
-_FEWEST_SOAK_UPDATES, _SOAK_S = 20, 60.0
+_FEWEST_SOAK_UPDATES, _SOAK_S = 20, 30.0
 """A slow endpoint may stop at this many updates, after this long."""
 _LOAD = "how received tensors are loaded: transposed, cast on the way, fused in another order, or left out"
 _REFUSE = "whether request_weight_update compares names, shapes and dtypes with the model before anything is paused"
@@ -188,8 +188,8 @@ async def restart_from_disk(subject: EndpointSubject) -> None:
 @check("U-13", "updates", deadline_s=90)
 @look_at("what a session leaves behind: staged tensors, timers, groups, half-renewed leases")
 async def soak(subject: EndpointSubject) -> None:
-    """Two hundred updates follow each other under load, or as many as a minute allows; every one of them changes what
-    is sampled next."""
+    """Two hundred updates follow each other under load, or as many as fit into half a minute; every one of them changes
+    what is sampled next."""
     reference, prompt = subject.reference, subject.prompt()
     factors = (2.0, 0.5, -1.0, 1.0)
     cycle = [reference.with_final_norm(factor, f"A times {factor:g}") for factor in factors]

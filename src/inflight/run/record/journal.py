@@ -230,7 +230,7 @@ class Journal:
     def summarize(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write ``summary.json`` and return it."""
         counts = self._counts
-        num_of_three = sum(number for num_versions, number in counts.versions.items() if num_versions >= 3)
+        num_of_two = sum(number for num_versions, number in counts.versions.items() if num_versions >= 2)
         window = min(_WINDOW, max(1, len(counts.rewards) // _SHARE_OF_STEPS))
         summary = {
             **facts,
@@ -240,8 +240,7 @@ class Journal:
             "last_reward": statistics.fmean(counts.rewards[-window:]) if counts.rewards else None,
             "num_steps_per_reward": window,
             "completions_by_num_versions": _sorted(counts.versions),
-            "completions_with_three_or_more_versions": num_of_three,
-            "share_with_three_or_more_versions": num_of_three / max(1, counts.versions.total()),
+            "share_with_two_or_more_versions": num_of_two / max(1, counts.versions.total()),
             "tokens_by_lag": _sorted(counts.lags),
             "completions_by_age": _sorted(counts.ages),
             "utilisation": counts.slots.utilisation,
