@@ -3,8 +3,9 @@
     inflight pretrained-model models/smollm2
     python -m benchmarks.threads models/smollm2
 
-Threads wait for each other asleep, as those of a run do, or awake, as is OpenMP's default. Each setting trains in a
-process of its own; settings take turns. The other process is in a session of its own, as a server of a run is.
+Threads wait for each other asleep (``PASSIVE``), as those of a run do, awake (``ACTIVE``), or as OpenMP's default is.
+Each setting trains in a process of its own; settings take turns. The other process has its own session, like a server
+of a run.
 """
 
 from __future__ import annotations
@@ -59,20 +60,22 @@ def main() -> None:
     """Measure each setting, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, help="measure in this process, and print the seconds of each step")
     arguments = parser.parse_args()
     if arguments.threads is not None:
         print(*step_times(arguments.model, arguments.threads))
         return
     cores = len(os.sched_getaffinity(0))
-    settings = [(1, "PASSIVE"), (cores, "PASSIVE"), (cores, "ACTIVE")]
+    settings = [(1, "PASSIVE"), (cores, "PASSIVE"), (cores, "default"), (cores, "ACTIVE")]
     times: dict[tuple[int, str, int], list[float]] = {}
     for _ in range(arguments.rounds):
         for threads, waits in settings:
             for num_busy in (0, 1):
                 command = [sys.executable, "-m", "benchmarks.threads", str(arguments.model), "--threads", str(threads)]
                 environment = {**os.environ, **CPU_RANK_VARIABLES, "OMP_WAIT_POLICY": waits}
+                if waits == "default":
+                    del environment["OMP_WAIT_POLICY"]
                 with busy(num_busy):
                     text = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
                 found = [float(word) for word in text.stdout.split()]

@@ -224,7 +224,7 @@ def curves_table() -> str:
     rows = kept("curves")["rows"]
     lines = [
         "| variant | seeds | sampled reward, first three steps | last three | greedy before | after | seconds | "
-        "by two or more versions |",
+        "from two or more versions |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(row["variant"] for row in rows):
@@ -259,7 +259,8 @@ def threads_table() -> str:
     lines = ["| threads | `OMP_WAIT_POLICY` | alone | next to a busy process |", "|---|---|---|---|"]
     for threads, waits in dict.fromkeys((threads, waits) for threads, waits, _ in rows):
         cells = [f"{min(times):.1f} to {max(times):.1f} s" for times in (rows[threads, waits, num] for num in (0, 1))]
-        lines.append(f"| {threads} | `{waits.upper()}` | {' | '.join(cells)} |")
+        name = waits if waits == "default" else f"`{waits.upper()}`"
+        lines.append(f"| {threads} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

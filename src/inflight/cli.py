@@ -86,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _set_library_defaults() -> None:
-    """Turn off the progress bars and the hints of transformers, and have OpenMP's threads wait asleep.
+    """Turn off the progress bars and hints of transformers, and make OpenMP threads sleep while they wait.
 
-    Libraries read these variables when they are imported. Those that the user has set stay.
+    Libraries read these environment variables when they are imported. Variables that are already set keep their values.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

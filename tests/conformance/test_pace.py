@@ -33,10 +33,11 @@ def test_limits_follow_whatever_is_slowest() -> None:
 
 
 def test_a_slow_endpoint_samples_a_part_of_its_context() -> None:
-    pace = Pace(token_s=0.05, prompt_token_s=0.0015)
+    pace = Pace(token_s=0.03, prompt_token_s=0.0015)
     assert pace.context_len(8192) == 400
     assert pace.context_len(300) == 300
     assert not pace.allows_prompt(8192) and pace.allows_prompt(2048)
+    assert pace.prompt_len(0.6) == 400 and pace.prompt_len(0.0) == 256
 
 
 @pytest.mark.anyio

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from inflight.conformance.reference import ReferenceCheckpoint
+from inflight.conformance.checks import CheckFailed
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.reference import ReferenceCheckpoint, chosen, distribution
+from inflight.conformance.targets import EndpointTarget
+from inflight.wire import Capabilities, Completion, GenerateRequest, SamplingParams, VersionSpan
 from tests.models import make_model
 
 IDS = random.Random(0).choices(range(258), k=64)
@@ -27,3 +31,45 @@ def test_weights_of_deep_models_are_perturbed_less(tmp_path: Path, num_layers: i
     for name, tensor in reference.weights.tensors.items():
         factors = (changed[name] / tensor)[tensor != 0]
         torch.testing.assert_close((factors - 1).abs(), torch.full_like(factors, strength))
+
+
+def coarse_subject(path: Path, tolerance: float) -> EndpointSubject:
+    """Return the subject of an endpoint that computes in bfloat16."""
+    target = EndpointTarget(factory="never.opened:make", model=path, tolerance=tolerance)
+    subject = EndpointSubject(target, path, 1.0)
+    subject.capabilities = Capabilities.model_construct(dtype="bfloat16")
+    return subject
+
+
+def test_tokens_that_rounding_alone_moves_are_not_judged_and_others_are(tmp_path: Path) -> None:
+    subject = coarse_subject(make_model(tmp_path / "model"), tolerance=0.5)
+    reference, tokens, errors = subject.reference, IDS[8:], torch.zeros(56)
+    request = GenerateRequest(request_id="1", prompt_token_ids=IDS[:8], sampling=SamplingParams(max_tokens=56))
+    exact_T = reference.logprobs(reference.weights, IDS[:8], tokens)
+
+    def found(errors_T: torch.Tensor) -> Completion:
+        spans = (VersionSpan(version=0, start=0, end=len(tokens)),)
+        logprobs = tuple((exact_T + errors_T).tolist())
+        return Completion(
+            index=0, token_ids=tuple(tokens), logprobs=logprobs, version_spans=spans, finish_reason="length"
+        )
+
+    def logits_of(dtype: str) -> torch.Tensor:
+        """The reference's logits; in 16 bits those of token 3 are far off."""
+        logits_TV = reference.logits(reference.weights, IDS[:8], tokens).clone()
+        if dtype != "float32":
+            logits_TV[3, tokens[3]] += 5.0
+        return logits_TV
+
+    errors[3] = 7.0
+    assert subject.gap_to(logits_of, request, found(errors)) <= 1e-6
+    errors[20] = 0.75
+    assert subject.gap_to(logits_of, request, found(errors)) == pytest.approx(0.75, abs=1e-4)
+    assert chosen(distribution(logits_of("float32")), tokens).equal(exact_T)
+
+
+def test_a_reference_that_rounding_moves_almost_everywhere_is_no_reference(tmp_path: Path) -> None:
+    subject = coarse_subject(make_model(tmp_path / "model"), tolerance=0.5)
+    assert subject.moved_by_rounding(torch.tensor([0.0, -0.2, 0.1])).tolist() == [False, True, False]
+    with pytest.raises(CheckFailed, match="changes 2 of 3 logprobs of the reference"):
+        subject.moved_by_rounding(torch.tensor([0.0, -0.2, 0.3]))

@@ -1,9 +1,10 @@
 """How the threads of a process share cores with other processes."""
 
 WAIT_ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""The environment variable with which a thread sleeps while it waits for the other threads of its process.
+"""The environment variable that makes a thread sleep while it waits for other threads of its process.
 
-By default it keeps its core busy, also while another process has the core that the awaited thread needs. On two cores,
-two threads of a trainer next to a busy process then took seven times as long as a single thread. Asleep they take as
-long as one, and 0.6 of it once the other process is idle.
+By default a waiting thread first keeps its core busy, even while another process occupies the core that the awaited
+thread needs: on two cores, next to a busy process, a step then takes longer with two threads than with one
+(`benchmarks/threads.py`). With ``PASSIVE`` it takes as long as with one thread, and 0.6 times as long when no other
+process is busy.
 """

@@ -42,7 +42,7 @@ class ReferenceCheckpoint:
         self._stored_names = stored_names(self._model)
         self._loaded: ReferenceWeights | None = None
         self._perturbed: tuple[tuple[str, int], ReferenceWeights] | None = None
-        """The last result of `perturbed`, and its arguments."""
+        """The arguments of the last call of `perturbed`, and its result."""
         self.images = load_image_processor(path)
         """None if the model accepts no images."""
         self.tokenizer = load_tokenizer(path)
@@ -130,8 +130,7 @@ class ReferenceCheckpoint:
 
         With ``images``, all placeholders must be theirs.
         """
-        self._load(weights)
-        model = self._model if dtype == "float32" else copy.deepcopy(self._model).to(getattr(torch, dtype))
+        model = self._model_of(weights, dtype)
         ids = torch.tensor([[*prompt, *completion]])
         tensors = self.images.tensors(images) if self.images is not None and images else {}
         num = len(completion)
@@ -142,17 +141,18 @@ class ReferenceCheckpoint:
 
     @torch.inference_mode()
     def mixed_logits(
-        self, parts: Sequence[tuple[ReferenceWeights, int]], ids: Sequence[int], first: int
+        self, parts: Sequence[tuple[ReferenceWeights, int]], ids: Sequence[int], first: int, dtype: str = "float32"
     ) -> torch.Tensor:
         """Return float32 [T, V]: the logits at positions ``first`` to the last but one, with keys and values of several
-        weights.
+        weights, computed in ``dtype``.
 
         ``parts`` lists in order which weights computed the keys and values of the positions below each bound.
         """
         cache, logits, done = None, [], 0
         for weights, stop in parts:
-            self._load(weights)
-            output = self._model(input_ids=torch.tensor([ids[done:stop]]), past_key_values=cache, use_cache=True)
+            output = self._model_of(weights, dtype)(
+                input_ids=torch.tensor([ids[done:stop]]), past_key_values=cache, use_cache=True
+            )
             cache, done = output.past_key_values, stop
             logits.append(output.logits[0].float())
         return torch.cat(logits)[first:]
@@ -163,6 +163,7 @@ class ReferenceCheckpoint:
         spans: Sequence[VersionSpan],
         prompt: Sequence[int],
         completion: Sequence[int],
+        dtype: str = "float32",
     ) -> torch.Tensor:
         """Return float32 [T, V] when keys and values are kept: those of each position come from its step's weights.
 
@@ -170,7 +171,7 @@ class ReferenceCheckpoint:
         prompt.
         """
         parts = [(versions[span.version], len(prompt) + span.end - 1) for span in spans]
-        return self.mixed_logits(parts, [*prompt, *completion], len(prompt) - 1)
+        return self.mixed_logits(parts, [*prompt, *completion], len(prompt) - 1, dtype)
 
     def logprobs(
         self,
@@ -194,6 +195,11 @@ class ReferenceCheckpoint:
             rounded_T = chosen(distribution(self.logits(weights, ids[:1], ids[1:], dtype=dtype)), ids[1:])
             largest = max(largest, float((rounded_T - exact_T).abs().max()))
         return largest
+
+    def _model_of(self, weights: ReferenceWeights, dtype: str) -> Any:
+        """Return the model with these weights loaded; for a dtype other than float32, a converted copy."""
+        self._load(weights)
+        return self._model if dtype == "float32" else copy.deepcopy(self._model).to(getattr(torch, dtype))
 
     @torch.no_grad()
     def _load(self, weights: ReferenceWeights) -> None:

@@ -12,8 +12,10 @@ from inflight.contracts import StalenessPolicy
 _NUM_STEPS = 8
 """The number of steps over which open groups are averaged."""
 _NUM_AHEAD = 1.5
-"""Steps that wait or are in excess of the average while the trainer is busy. With 1, simulated trainers wait for up to
-4 % of the time; with 2, tokens are half a step older and throughput is the same."""
+"""How many steps' worth of groups may wait, or be open in excess of the mean, while sampling keeps up with the trainer.
+
+With 1, simulated trainers wait for up to 4 % of the time; with 2, tokens are half a step older at the same throughput.
+"""
 
 
 @dataclass(slots=True)
@@ -25,9 +27,9 @@ class Admission:
     """The assumed tokens of a group until four groups have finished."""
     _recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     _open_seconds: float = 0.0
-    """The sum of the times that groups have been open, from offer to rewards."""
+    """The total time for which scored groups were open, from offer to rewards."""
     _steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS + 1))
-    """The time at which each recent step was settled, and the sum at that time."""
+    """The time at which each recent step was settled, and ``_open_seconds`` at that time."""
 
     def scored(self, open_s: float) -> None:
         """Record that a group has its rewards, ``open_s`` seconds after it was offered."""
@@ -89,9 +91,9 @@ class Admission:
         """Return whether the pipeline may offer another group.
 
         The number of groups that are offered and not yet trained on stays within the lag bound. If generation is faster
-        than training, that bound alone would let every token reach the largest lag. So once the trainer did not have to
-        wait for a step, the groups that wait or are open, beyond the mean number of open groups, are kept at about one
-        step. Before that, nothing is offered while a whole step is ready.
+        than training, that bound alone would let every token reach the largest lag. Therefore, if the trainer did not
+        have to wait for its last step, the waiting groups and the open groups in excess of their mean number are
+        limited to `_NUM_AHEAD` steps, times ``surplus``. Otherwise nothing is offered while a whole step is ready.
         """
         if not (is_idle or num_outstanding < staleness.max_outstanding_groups(self.groups_per_step)):
             return False

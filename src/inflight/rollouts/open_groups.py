@@ -17,7 +17,7 @@ class OpenGroup:
     serial: int
     """Its place in the order of offers."""
     offered_at: float
-    """In the driver's time."""
+    """When the group was offered, in the driver's time."""
     prompt: str
     """Identifies the prompt to schedulers."""
     num_prompt_tokens: int

@@ -51,7 +51,7 @@ class StepQueue:
     is_wanted: bool = False
     """Whether groups are collected for it; False once there are enough."""
     has_waited: bool = True
-    """Whether there were too few groups for it when it was wanted."""
+    """Whether there were too few groups for the step when it was wanted, so that the trainer had to wait."""
     is_phase_ending: bool = False
     """Whether a phase has enough groups, and waits until nothing runs."""
     num_training: int = 0

@@ -154,9 +154,9 @@ class TrainSection(OptimizerSettings):
     """Where the ranks run, in the terms of the launcher (see ``servers.place``). None: anywhere, close together if
     possible."""
     threads: int = Field(default=1, ge=1)
-    """Threads of each rank. The default is 1, but a rank that computes on a CPU of this machine, with a model of 10
-    million parameters or more, uses all cores (those of the machine divided by the number of ranks): its threads sleep
-    while servers need them."""
+    """Number of threads of each rank. The default is 1, except that ranks that compute on the CPU of this machine
+    divide its cores equally if the model has 10 million parameters or more: threads that wait for each other sleep, so
+    that servers can use their cores."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained parameters and of the optimizer's moments, independent of ``model.dtype``.
 

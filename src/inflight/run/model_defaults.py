@@ -16,7 +16,7 @@ The first two are those with which this project trains models of 0.2 to 3 millio
 TRL's GRPOConfig for models of billions of parameters.
 """
 _MIN_PARAMETERS_OF_THREADS = 1e7
-"""The operations of smaller models take less time than it takes to distribute them."""
+"""Smaller models use one thread: distributing their operations among threads takes longer than computing them."""
 _LORA_FACTOR = 10
 """LoRAs learn best at about ten times the rate of full training: Schulman et al., "LoRA Without Regret", 2025."""
 
@@ -26,8 +26,8 @@ def with_model_defaults(
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the configuration with ``train``'s learning rate, warm-up and threads for a model of this size.
 
-    ``num_cores``: the cores that each rank may use. Settings that the configuration contains stay as they are. Also
-    returns a sentence for each default.
+    ``num_cores`` is the number of cores that each rank may use. Settings that the configuration contains are unchanged.
+    Also returns a line of text for each value that was chosen here and differs from the field's own default.
     """
     values: dict[str, float] = next(dict(values) for bound, values in _DEFAULTS if num_parameters < bound)
     values["threads"] = num_cores if num_parameters >= _MIN_PARAMETERS_OF_THREADS else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -11,9 +12,9 @@ from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import within
-from inflight.conformance.reference import ReferenceWeights, chosen, distribution
+from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen, distribution
 from inflight.contracts import InferenceEndpoint
-from inflight.wire import Completion, GenerateRequest, InFlightPolicy
+from inflight.wire import Completion, GenerateRequest, InFlightPolicy, VersionSpan
 
 LEVEL = "caches"
 _PREFIX_LENGTH = 64
@@ -153,13 +154,13 @@ async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
         require(versions == [old, old + 1], f"the update did not happen during the request: spans {spans}")
         start = spans[1].start
         num_after += len(ids) - start
+        versions_of = {old: reference.weights, old + 1: other}
         expectations = {
-            kept: reference.kept_logits({old: reference.weights, old + 1: other}, spans, prompt, ids),
-            recomputed: reference.logits(other, prompt, ids),
+            kept: partial(reference.kept_logits, versions_of, spans, prompt, ids),
+            recomputed: partial(reference.logits, other, prompt, ids),
         }
         for name, logits_TV in expectations.items():
-            expected_T = chosen(distribution(logits_TV, request.sampling), ids)
-            gaps[name] = max(gaps[name], subject.difference(completion.logprobs[start:], expected_T[start:]))
+            gaps[name] = max(gaps[name], subject.gap_to(logits_TV, request, completion, start))
     subject.note(**{f"largest difference from {name}": gap for name, gap in gaps.items()}, tokens=num_after)
     due, other_way = (kept, recomputed) if policy is InFlightPolicy.KEEP else (recomputed, kept)
     require(
@@ -243,6 +244,20 @@ async def _until_sampling(subject: EndpointSubject, running: Sequence[asyncio.Ta
     await asyncio.sleep(0.05)  # some tokens are sampled, so that the update happens during completions
 
 
+def _recomputed_logits(
+    reference: ReferenceCheckpoint,
+    published: Mapping[int, ReferenceWeights],
+    spans: Sequence[VersionSpan],
+    prompt: Sequence[int],
+    ids: Sequence[int],
+    dtype: str,
+) -> torch.Tensor:
+    """Return [T, V]: the logits of each span's tokens, with all keys and values computed by the span's version."""
+    return torch.cat(
+        [reference.logits(published[it.version], prompt, ids, dtype=dtype)[it.start : it.end] for it in spans]
+    )
+
+
 def _require_as_the_policy_says(
     subject: EndpointSubject, published: Mapping[int, ReferenceWeights], answers: Answers, policy: InFlightPolicy
 ) -> None:
@@ -252,11 +267,10 @@ def _require_as_the_policy_says(
         prompt, spans, ids = request.prompt_token_ids, completion.version_spans, completion.token_ids
         num_updated += len(spans) > 1
         if policy is InFlightPolicy.KEEP:
-            logits_TV = reference.kept_logits(published, spans, prompt, ids)
+            logits_TV = partial(reference.kept_logits, published, spans, prompt, ids)
         else:
-            parts = [reference.logits(published[s.version], prompt, ids)[s.start : s.end] for s in spans]
-            logits_TV = torch.cat(parts)
-        gap = subject.difference(completion.logprobs, chosen(distribution(logits_TV, request.sampling), ids))
+            logits_TV = partial(_recomputed_logits, reference, published, spans, prompt, ids)
+        gap = subject.gap_to(logits_TV, request, completion)
         largest = max(largest, gap)
         require(
             gap <= subject.tolerance,

@@ -125,8 +125,7 @@ class JudgedEndpoint(Subject):
             version = await subject.endpoint.weight_version()
         if self._reference is not None:
             self._reference.cast(subject.capabilities.dtype)
-            is_coarse = subject.capabilities.dtype in ("float16", "bfloat16")
-            if is_coarse and self._target.tolerance is None and not subject.rounding:
+            if subject.is_coarse and self._target.tolerance is None and not subject.rounding:
                 prompt = subject.prompt(256, seed=1)[: subject.capabilities.max_model_len]
                 subject.rounding = ROUNDINGS * self._reference.rounding(subject.capabilities.dtype, prompt)
         update_bytes = 0 if self._reference is None else self._reference.weights.size_bytes

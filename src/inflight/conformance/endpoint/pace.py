@@ -16,7 +16,7 @@ _USUAL_TOKEN_S, _USUAL_PROMPT_TOKEN_S = 0.02, 0.004
 """Seconds per sampled token and per prompt token of the slowest endpoints that the limits in checks are written for."""
 _USUAL_UPDATE_BYTES = 64 << 20
 """Size of the largest updates that these limits are written for."""
-_LONG_S, _PROMPT_S = 20.0, 5.0
+_LONG_S, _PROMPT_S = 12.0, 5.0
 """How long a check may sample for one request, and how long one prompt may take, attention apart."""
 _SHORTEST = 256
 
@@ -43,7 +43,7 @@ class Pace:
         return min(max_model_len, max(_SHORTEST, int(_LONG_S / self.token_s)))
 
     def prompt_len(self, seconds: float) -> int:
-        """Return the length of a prompt that takes about this long, at least 256 tokens."""
+        """Return the length of a prompt that takes about ``seconds``, at least 256; no limit if the pace is unknown."""
         return max(_SHORTEST, int(seconds / self.prompt_token_s)) if self.prompt_token_s else sys.maxsize
 
     def allows_prompt(self, num_tokens: int) -> bool:

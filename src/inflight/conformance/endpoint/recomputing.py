@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.caches import answers_across_an_update
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.reference import ReferenceWeights, chosen, distribution
+from inflight.conformance.reference import ReferenceWeights
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
 LEVEL = "caches"
@@ -20,7 +20,7 @@ _NUM_TOKENS = 160
 _PREFILLED, _PREFILLED_LENGTH, _TOKENS_BEHIND = 8, 1500, 6
 """Number of requests whose prompts take an engine many steps, length of those prompts, and tokens asked for."""
 _PREFILLED_S = 4.0
-"""How long all of their prompts may take; on slow endpoints they are shorter."""
+"""Seconds that the prompts of these requests may take in total; slow endpoints receive shorter prompts."""
 _SHARES = (0.15, 0.35, 0.55, 0.75)
 """When the updates arrive, as shares of the time that those requests take undisturbed."""
 _NUMBERS, _NUM_DRAWS, _TRIES = 4, 400, 6
@@ -101,9 +101,7 @@ def _after_the_update(
     start = next((span.start for span in completion.version_spans if span.version == version), None)
     if start is None:
         return 0, 0.0
-    logits_TV = subject.reference.logits(weights, request.prompt_token_ids, completion.token_ids)
-    expected_T = chosen(distribution(logits_TV, request.sampling), completion.token_ids)
-    return len(completion.token_ids) - start, subject.difference(completion.logprobs[start:], expected_T[start:])
+    return len(completion.token_ids) - start, subject.gap(weights, request, completion, start=start)
 
 
 @check("U-36", "updates spans", deadline_s=90)

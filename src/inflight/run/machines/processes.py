@@ -34,10 +34,10 @@ from inflight.run.servers.leases import reconnect_leased_server
 
 _POLL_S = 0.05
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_": str(1 << 35)}
-"""glibc's settings of its allocator with which a process keeps the memory that it frees.
+"""Settings of glibc's allocator with which a process keeps the memory that it frees.
 
-By default it returns the memory of every large tensor to the system, which clears it before the next one: on a CPU that
-takes a tenth of the trainer's time."""
+By default, glibc returns the memory of every large tensor to the system, which clears memory before it hands it out
+again: on a CPU, this takes a tenth of the trainer's time."""
 CPU_RANK_VARIABLES = _KEEP_MEMORY | WAIT_ASLEEP
 """Environment variables of trainer ranks that compute on a CPU."""
 STOP_S = 10.0
@@ -277,7 +277,7 @@ async def _wait_for_url(server: ServerProcess) -> None:
 
 
 def unless_set(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that the user has not set."""
+    """Return those of ``variables`` that are not already set in the environment."""
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 

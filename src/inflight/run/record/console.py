@@ -75,8 +75,8 @@ class Progress:
             f"{summary['trained_tokens_per_s']:.0f} trained tokens/s"
         )
         self.note(
-            f"{100 * summary['share_with_two_or_more_versions']:.0f} % of the completions were sampled by two or more "
-            f"versions of the weights; servers were paused {100 * summary['paused_share']:.2f} % of the time"
+            f"{100 * summary['share_with_two_or_more_versions']:.0f} % of the completions were sampled from two or "
+            f"more versions of the weights; servers were paused {100 * summary['paused_share']:.2f} % of the time"
         )
         if dropped := summary["ledger"]["dropped"]:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))

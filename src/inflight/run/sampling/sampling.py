@@ -155,7 +155,7 @@ class Sampling:
         return self._phase
 
     def batch_of(self, groups: Sequence[Group], version: int) -> StepBatch:
-        """Return the batch of one step, whose training begins."""
+        """Return the batch of one step, and record that its training has begun."""
         self.is_training = True
         rollouts = self._config.rollouts
         return make_batch(
@@ -239,7 +239,10 @@ class Sampling:
         )
 
     async def _until_composed(self, version: int) -> None:
-        """Return once the groups of a batch or phase are composed. Raises `TrainerError` if that takes too long."""
+        """Request the step or phase that starts from ``version``, and return once its groups are composed.
+
+        Raises `TrainerError` if that takes too long.
+        """
         timeout_s = self._config.run.step_timeout_s or STEP_S
         self._is_composed.clear()
         self.dispatcher.want_step(version, self.actor.clock())
