@@ -101,7 +101,7 @@ async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightP
     published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
     for _ in range(_NUM_UPDATES):
-        running = await subject.start_running(4, max_tokens=200)
+        running = await subject.start_running(4, max_tokens=min(200, subject.context_len // 4))
         await publish_next(subject, published, policy)
         version = subject.publisher.version
         in_flight = 0
