@@ -204,16 +204,22 @@ def main() -> None:
     parser.add_argument("--trl-prompts", type=int, default=3, help="groups of a step of TRL")
     arguments = parser.parse_args()
     ENTRANTS["trl"] += ["--prompts", str(arguments.trl_prompts)]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    earlier = read_results("race")["rows"] if (DIRECTORY / "race.json").exists() else []
     with tempfile.TemporaryDirectory() as directory:
         for seed in range(arguments.rounds):
             for name in arguments.only:
                 rows.append(run_entrant(name, seed, Path(directory) / f"{name}-{seed}", arguments))
-    earlier = read_results("race")["rows"] if (DIRECTORY / "race.json").exists() else []
-    measured = {(row["max_tokens"], row["entrant"]) for row in rows}
-    rows = [row for row in earlier if (row["max_tokens"], row["entrant"]) not in measured] + rows
-    write_results("race", sorted(rows, key=lambda row: (row["max_tokens"], list(ENTRANTS).index(row["entrant"]))))
+                save(earlier, rows)
     print(race_table(rows), race_ratios(rows), sep="\n\n")
+
+
+def save(earlier: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> None:
+    """Write the results so far; rows of an earlier race stay if their entrant has not run with this token limit."""
+    measured = {(row["max_tokens"], row["entrant"]) for row in rows}
+    others = [row for row in earlier if (row["max_tokens"], row["entrant"]) not in measured]
+    every = sorted([*others, *rows], key=lambda row: (row["max_tokens"], list(ENTRANTS).index(row["entrant"])))
+    write_results("race", every)
 
 
 if __name__ == "__main__":

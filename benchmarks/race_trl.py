@@ -25,6 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from inflight.contracts import Task
 from inflight.model.checkpoints import load_tokenizer
+from inflight.observe.trace.events import SCHEMA_VERSION
 from inflight.rollouts.tasks import load_task
 from inflight.run.config import RunConfig, load_config
 
@@ -57,7 +58,15 @@ class StepRows(TrainerCallback):
         """Record when the first step begins, which TRL begins by sampling."""
         if state.global_step == 0:
             sampling_s = time.time() - self._began_at
-            self._append("events.jsonl", {"kind": "run_started", "start_s": 0.0, "began_at": self._began_at})
+            self._append(
+                "events.jsonl",
+                {
+                    "kind": "run_started",
+                    "start_s": 0.0,
+                    "schema_version": SCHEMA_VERSION,
+                    "began_at": self._began_at,
+                },
+            )
             self._append("events.jsonl", {"kind": "request", "start_s": sampling_s})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
