@@ -219,6 +219,40 @@ def shared_prefixes_table() -> str:
     return "\n".join(lines)
 
 
+def curves_table() -> str:
+    """Return how the runs of each variant on the real model went: the mean over seeds, the smallest and the largest."""
+    rows = kept("curves")["rows"]
+    lines = [
+        "| variant | seeds | sampled reward, first three steps | last three | greedy before | after | seconds | "
+        "from two or more versions |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        runs = [row for row in rows if row["variant"] == name]
+        rewards = [[reward for _, _, reward in run["curve"] if reward is not None] for run in runs]
+        before, after = (
+            [
+                statistics.fmean(it["reward"] for it in run["evaluations"] if (it["version"] == 0) is is_first)
+                for run in runs
+            ]
+            for is_first in (True, False)
+        )
+        columns = [
+            [statistics.fmean(values[:3]) for values in rewards],
+            [statistics.fmean(values[-3:]) for values in rewards],
+            before,
+            after,
+        ]
+        cells = [f"{statistics.fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in columns]
+        times = [run["seconds"] for run in runs]
+        shares = [100 * run["share_with_two_or_more_versions"] for run in runs]
+        lines.append(
+            f"| {name} | {len(runs)} | {' | '.join(cells)} | {min(times):.0f} to {max(times):.0f} | "
+            f"{min(shares):.0f} to {max(shares):.0f} % |"
+        )
+    return "\n".join(lines)
+
+
 def threads_table() -> str:
     """Return the seconds of a training step by threads, alone and beside another process."""
     rows = {(row["threads"], row["waits"], row["busy"]): row["step_s"] for row in kept("threads")["rows"]}
@@ -460,6 +494,7 @@ TABLES = {
     "layouts": layouts_table,
     "shared_prefixes": shared_prefixes_table,
     "threads": threads_table,
+    "curves": curves_table,
     "lora": lora_table,
     "router_replay": router_replay_table,
     "trainer_learning": trainer_learning_table,
