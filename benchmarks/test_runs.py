@@ -13,34 +13,20 @@ the number of processors that processes outside the run used on average, such as
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from busy import busy_processes
 from results import DIRECTORY, read_results, record_of, write_results
 
 ROOT = Path(__file__).parents[1]
 _SUMMARY = re.compile(r"^=+ (?P<counts>.*) in (?P<seconds>[0-9.]+)s.*=+$", re.MULTILINE)
-_BUSY = "while True: pass"
-
-
-@contextlib.contextmanager
-def busy_processes(num: int) -> Iterator[None]:
-    """Keep processors busy."""
-    running = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(num)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
 
 
 def loop_seconds() -> float:

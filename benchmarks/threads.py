@@ -15,12 +15,11 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.busy import busy_processes
 from benchmarks.results import write_results
 from benchmarks.shared_prefixes import micro_batches_of, samples_of, step_s
 
@@ -44,18 +43,6 @@ def step_times(model: Path, threads: int) -> list[float]:
     return [step_s(worker, batches) for _ in range(NUM_STEPS)]
 
 
-@contextmanager
-def busy(num: int) -> Iterator[None]:
-    """Keep ``num`` cores busy."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(num)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
 def main() -> None:
     """Measure each setting, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -76,7 +63,7 @@ def main() -> None:
                 environment = {**os.environ, **CPU_RANK_VARIABLES, "OMP_WAIT_POLICY": waits}
                 if waits == "default":
                     del environment["OMP_WAIT_POLICY"]
-                with busy(num_busy):
+                with busy_processes(num_busy):
                     text = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
                 found = [float(word) for word in text.stdout.split()]
                 times.setdefault((threads, waits, num_busy), []).append(statistics.median(found))

@@ -45,7 +45,7 @@ async def temperature(subject: EndpointSubject) -> None:
 async def top_p(subject: EndpointSubject) -> None:
     """Under top-p, no token outside the nucleus is sampled, and processed logprobs are renormalised over it."""
     # Renormalising raises a kept token's logprob by at most -log(top_p). That must exceed the tolerance, or processed
-    # and raw logprobs could not be told apart.
+    # and raw logprobs could not be distinguished.
     top_p = min(0.5, math.exp(-3 * subject.tolerance))
     await _require_sampled(subject, {"top_p": top_p}, {"top_p": top_p, "temperature": 1.5})
 

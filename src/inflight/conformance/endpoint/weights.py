@@ -189,7 +189,7 @@ async def restart_from_disk(subject: EndpointSubject) -> None:
 @look_at("what a session leaves behind: staged tensors, timers, groups, half-renewed leases")
 async def soak(subject: EndpointSubject) -> None:
     """Two hundred updates follow each other under load, or as many as fit into half a minute, but at least 20;
-    each one changes what is sampled next."""
+    every update changes what is sampled next."""
     reference, prompt = subject.reference, subject.prompt()
     factors = (2.0, 0.5, -1.0, 1.0)
     cycle = [reference.with_final_norm(factor, f"A times {factor:g}") for factor in factors]
