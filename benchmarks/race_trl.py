@@ -26,7 +26,6 @@ from trl import GRPOConfig, GRPOTrainer
 from inflight.contracts import Task
 from inflight.model.checkpoints import load_tokenizer
 from inflight.observe.trace.events import SCHEMA_VERSION
-from inflight.rollouts.tasks import load_task
 from inflight.run.config import RunConfig, load_config
 
 PRECISIONS = {
@@ -134,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> None:
     torch.set_num_threads(arguments.threads)
     config = load_config(arguments.config, overrides)
     train, (dtype, autocast) = config.train, PRECISIONS[arguments.precision]
-    task = load_task(config.task.name, config.task.params, config.run.seed, config.task.answer_format)
+    task = config.task.load(config.run.seed)
     assert isinstance(task, Task)
     tokenizer: Any = load_tokenizer(config.model.path)
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype)

@@ -104,6 +104,7 @@ def sampling(directory: Path) -> Sampling:
             history=history,
         ),
         ledger=Ledger(),
+        curriculum=None,
         journal=Journal(directory, None),
         note=print,
     )

@@ -13,7 +13,7 @@ from tests.gates import Gate
 
 
 class CountLetters:
-    """Rewards the share of one letter in the completion: learnable by any model within a few steps."""
+    """Rewards the share of one letter in the completion, plus ``bonus``: learnable by any model within a few steps."""
 
     name = "count_letters"
 
@@ -25,7 +25,9 @@ class CountLetters:
         prompt_tokens: int = 8,
         overlong_every: int = 0,
         gate: str | None = None,
+        bonus: float = 0.0,
     ) -> None:
+        self._bonus = bonus
         self._fail_from = fail_from
         self._hang_from = hang_from
         self._prompt_tokens = prompt_tokens
@@ -41,7 +43,7 @@ class CountLetters:
             raise ZeroDivisionError("the reward function of the test fails on purpose")
         if self._hang_from is not None and item.index >= self._hang_from:
             Gate(Path(self._gate)).pass_through(item.index) if self._gate else time.sleep(3600)
-        return completion.count("e") / max(1, len(completion))
+        return self._bonus + completion.count("e") / max(1, len(completion))
 
 
 def count_letters(**params: Any) -> CountLetters:

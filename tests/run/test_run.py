@@ -685,3 +685,21 @@ def test_a_run_over_repeated_prompts_accepts_drafts_from_its_own_history(start_r
     settled = ledger["num_trained"] + sum(ledger["num_dropped"].values())
     assert ledger["next_new"] == settled + len(ledger["unsettled"])
     assert run.summary()["failure"] is None
+
+
+@pytest.mark.parametrize("reward_processes", [0, 1])
+def test_the_level_of_a_curriculum_follows_the_rewards_across_a_restart(
+    start_run: Callable[..., RunProcess], reward_processes: int
+) -> None:
+    words = ("--task.levels", "[{ bonus = 10.0 }, { bonus = 5.0 }]", "--task.reward_processes", str(reward_processes))
+    run = start_run(*words, "--run.num_steps", "12")
+    assert run.wait() == 0, run.output()
+    (change,) = re.findall(r"level 2 of 2 from item (\d+) on: the mean reward of the last 16 groups is", run.output())
+    assert [row["level"] for row in run.rows()] == sorted(row["level"] for row in run.rows())
+    assert run.rows()[-1]["level"] == 1
+    resumed = start_run(*words, "--run.num_steps", "14", "--resume")
+    assert resumed.wait() == 0, resumed.output()
+    assert [row["level"] for row in run.rows()[12:]] == [1, 1]
+    rewards = {event["item"]: event["rewards"] for event in run.events("group")}
+    assert all((min(it) >= 10.0) == (item < int(change)) for item, it in rewards.items())
+    assert max(rewards) > int(change)

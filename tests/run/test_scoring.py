@@ -13,8 +13,10 @@ import pytest
 
 from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.errors import TaskError
-from inflight.rollouts.tasks import AS_GIVEN
+from inflight.rollouts.curriculum import Curriculum
+from inflight.rollouts.tasks import TaskSettings
 from inflight.run.sampling.scoring import ScoringPool
+from inflight.types import TaskItem
 from tests.gates import Gate
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +32,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def pool(tmp_path: Path, **params: Any) -> AsyncIterator[ScoringPool]:
     byte_tokenizer().save_pretrained(tmp_path)
-    made = ScoringPool(1, "tests.run.tasks:count_letters", params, 0, AS_GIVEN, tmp_path, start_timeout_s=120)
+    task = TaskSettings(name="tests.run.tasks:count_letters", params=params)
+    made = ScoringPool(1, task, 0, tmp_path, start_timeout_s=120)
     try:
         yield made
     finally:
@@ -40,10 +43,10 @@ async def pool(tmp_path: Path, **params: Any) -> AsyncIterator[ScoringPool]:
 def test_a_process_scores_as_the_run_does_and_goes_on_after_an_exception(tmp_path: Path) -> None:
     async def score() -> None:
         async with pool(tmp_path, fail_from=2) as rewards:
-            assert await rewards.rewards(0, COMPLETIONS, 60) == REWARDS
+            assert await rewards.rewards(TaskItem(0, ""), COMPLETIONS, 60) == REWARDS
             with pytest.raises(TaskError, match="raised on item 2: ZeroDivisionError"):
-                await rewards.rewards(2, COMPLETIONS, 60)
-            several = await asyncio.gather(*(rewards.rewards(1, COMPLETIONS, 60) for _ in range(20)))
+                await rewards.rewards(TaskItem(2, ""), COMPLETIONS, 60)
+            several = await asyncio.gather(*(rewards.rewards(TaskItem(1, ""), COMPLETIONS, 60) for _ in range(20)))
             assert several == [REWARDS] * 20
 
     asyncio.run(score())
@@ -55,15 +58,31 @@ def test_a_process_that_hangs_or_is_killed_is_replaced(tmp_path: Path) -> None:
         gate = Gate(tmp_path / "gate").close()
         async with pool(tmp_path, hang_from=2, gate=str(gate.path)) as rewards:
             with pytest.raises(TimeoutError):
-                await rewards.rewards(2, COMPLETIONS, 0.5)
+                await rewards.rewards(TaskItem(2, ""), COMPLETIONS, 0.5)
             gate.close()  # nobody has come to it since
-            assert await rewards.rewards(0, COMPLETIONS, 60) == REWARDS
-            hanging = asyncio.ensure_future(rewards.rewards(3, COMPLETIONS, 60))
+            assert await rewards.rewards(TaskItem(0, ""), COMPLETIONS, 60) == REWARDS
+            hanging = asyncio.ensure_future(rewards.rewards(TaskItem(3, ""), COMPLETIONS, 60))
             await asyncio.to_thread(gate.wait_for_somebody)
             (process,) = rewards._all
             process.child.kill()
             with pytest.raises(TaskError, match="ended with status -9 while item 3 was scored"):
                 await hanging
-            assert await rewards.rewards(1, COMPLETIONS, 60) == REWARDS
+            assert await rewards.rewards(TaskItem(1, ""), COMPLETIONS, 60) == REWARDS
+
+    asyncio.run(score())
+
+
+def test_a_process_makes_the_items_of_a_curriculum_at_their_level(tmp_path: Path) -> None:
+    async def score() -> None:
+        byte_tokenizer().save_pretrained(tmp_path)
+        settings = TaskSettings(name="chain_sum", levels=5)
+        made, task = ScoringPool(1, settings, 0, tmp_path, start_timeout_s=120), settings.load(0)
+        assert isinstance(task, Curriculum)
+        try:
+            for level in (0, 4):
+                item = task.item_at(level, 7)
+                assert await made.rewards(item, [tuple((item.answer or "").encode())], 60) == [1.0]
+        finally:
+            await made.aclose()
 
     asyncio.run(score())

@@ -352,9 +352,9 @@ class Scores:
     world: World
     score_time: float
 
-    async def rewards(self, item: int, token_ids: Sequence[Sequence[int]], timeout_s: float) -> list[float]:
+    async def rewards(self, item: TaskItem, token_ids: Sequence[Sequence[int]], timeout_s: float) -> list[float]:
         await asyncio.sleep(self.score_time)
-        return self.world.rewards(item)
+        return self.world.rewards(item.index)
 
     async def aclose(self) -> None:
         pass

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from inflight.base.extensions import find_entry_points, make
 from inflight.base.toml import Section
 from inflight.contracts import Environment, Task
 from inflight.errors import ConfigError, TaskError
+from inflight.rollouts.curriculum import Curriculum
 from inflight.types import TaskItem
 
 _NUM_ITEMS = 2**31 - 1
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _QUESTION = "{question}"
+_FIELDS = ("field_name", "lower_field_name", "upper_field_name")
+"""Attributes of reasoning-gym's curricula that name a parameter."""
 
 
 class AnswerFormat(Section):
@@ -54,6 +57,73 @@ class AnswerFormat(Section):
 
 AS_GIVEN = AnswerFormat()
 """Problems and completions are not changed."""
+
+
+class TaskSettings(AnswerFormat):
+    """Which task or environment: a reasoning-gym dataset, an entry point in the group ``inflight.tasks``, or
+    ``module:factory``."""
+
+    name: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    levels: int | tuple[dict[str, Any], ...] | None = None
+    """A curriculum: the run begins at the first level, and moves to the next or the previous one when the mean reward
+    of 16 groups is at least 0.75 or at most 0.2. A number: so many levels of the curriculum that reasoning-gym has for
+    the dataset. A list of tables: the parameters of each level, easiest first, in addition to ``params``. None: all
+    items have the same parameters."""
+
+    @field_validator("levels")
+    @classmethod
+    def _has_two_levels(cls, value: int | tuple[dict[str, Any], ...] | None) -> int | tuple[dict[str, Any], ...] | None:
+        if value is not None and (value if isinstance(value, int) else len(value)) < 2:
+            raise ValueError("a curriculum has at least two levels")
+        return value
+
+    def load(self, seed: int) -> Task | Environment:
+        """Return the task or environment, and raise as `load_task` does."""
+        answer_format = AnswerFormat(prompt_template=self.prompt_template, answer_pattern=self.answer_pattern)
+        if self.levels is None:
+            return load_task(self.name, self.params, seed, answer_format)
+        tasks = []
+        for params in _params_of_levels(self.name, self.params, self.levels):
+            task = load_task(self.name, params, seed, answer_format)
+            if isinstance(task, Environment):
+                raise TaskError(f"task.levels is for tasks, but {self.name!r} is an environment: leave it out")
+            tasks.append(task)
+        return Curriculum(tasks)
+
+
+def _params_of_levels(
+    name: str, params: Mapping[str, Any], levels: int | Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the parameters of each level."""
+    if not isinstance(levels, int):
+        return [{**params, **of_level} for of_level in levels]
+    if name not in reasoning_gym_names():
+        raise TaskError(
+            f"task.levels = {levels} is for datasets of reasoning-gym, and {name!r} is none: list the parameters of "
+            "each level"
+        )
+    from reasoning_gym.factory import CURRICULA
+
+    if name not in CURRICULA:
+        raise TaskError(f"reasoning-gym has no curriculum for {name!r}: list the parameters of each level")
+    curriculum = CURRICULA[name]()
+    num_levels = max(len(attribute.levels) for attribute in curriculum.attributes.values())
+    if levels > num_levels:
+        raise TaskError(f"task.levels is {levels}, but the curriculum of {name!r} has {num_levels} levels")
+    found = []
+    for level in range(levels):
+        curriculum.set_global_level(level)
+        found.append({**_set_by(curriculum), **params})
+    return found
+
+
+def _set_by(curriculum: Any) -> dict[str, Any]:
+    """Return the parameters that a curriculum of reasoning-gym sets at its present level."""
+    config, names = curriculum.generate_configuration(), set[str]()
+    for attribute in curriculum.attributes.values():
+        names |= {getattr(attribute, key) for key in _FIELDS if hasattr(attribute, key)}
+    return {name: getattr(config, name) for name in names}
 
 
 def load_task(

@@ -16,7 +16,7 @@ from inflight.model.lora_settings import LoraSettings
 from inflight.model.optimizer_settings import OptimizerSettings
 from inflight.rollouts import AdvantageEstimator, Credit
 from inflight.rollouts.critic import Target
-from inflight.rollouts.tasks import AnswerFormat
+from inflight.rollouts.tasks import TaskSettings
 from inflight.run.fleet_config import ServersSection
 from inflight.run.updates_config import UpdatesSection
 
@@ -85,12 +85,9 @@ class ModelSection(Section):
     of the trained parameters."""
 
 
-class TaskSection(AnswerFormat):
-    """The task or environment: a reasoning-gym dataset, an entry point in the group ``inflight.tasks``, or
-    ``module:factory``."""
+class TaskSection(TaskSettings):
+    """The task or environment, and how its episodes and rewards are computed."""
 
-    name: str
-    params: dict[str, Any] = Field(default_factory=dict)
     system_prompt: str | None = None
     """The system message before each problem of a task. None: no system message, for which some chat templates insert
     one of their own; an empty string replaces that one."""
@@ -104,11 +101,6 @@ class TaskSection(AnswerFormat):
     extra_episodes: int = Field(default=0, ge=0)
     """Episodes of an environment to start in addition to ``sampling.group_size``. Those that finish last are
     abandoned."""
-
-    @property
-    def answer_format(self) -> AnswerFormat:
-        """The settings that `load_task` takes."""
-        return AnswerFormat(prompt_template=self.prompt_template, answer_pattern=self.answer_pattern)
 
 
 class EvaluationSection(Section):

@@ -18,7 +18,7 @@ from inflight.model.checkpoints import check_weights, load_config, load_tokenize
 from inflight.model.images import ImageProcessor, load_image_processor
 from inflight.model.shapes import model_shape
 from inflight.observe.trackers import Tracker, load_trackers
-from inflight.rollouts import EssGuard, HistoryStore, load_composer, load_scheduler, load_staleness, load_task
+from inflight.rollouts import EssGuard, HistoryStore, load_composer, load_scheduler, load_staleness
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device, devices_here, num_cores_here
 from inflight.run.machines.memory import DeviceUse, Memory, check_fits, device_uses, host_memory_of, memory_of
@@ -157,7 +157,7 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
     uses = device_uses(devices, placement, memory)
     check_fits(uses, memory)
     config.loss.policy_loss()
-    task = load_task(config.task.name, config.task.params, config.run.seed, config.task.answer_format)
+    task = config.task.load(config.run.seed)
     check_task(config, task)
     policies = _policies_of(config)
     trackers = load_trackers(config.run.trackers, config.run.tracker_options)

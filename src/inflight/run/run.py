@@ -20,6 +20,7 @@ from inflight.environments.proxy.run_server import ProxyServer
 from inflight.errors import CheckpointError, FencedError, InflightError, WorkerDiedError
 from inflight.launchers import Launcher, load_launcher
 from inflight.rollouts import Ledger
+from inflight.rollouts.curriculum import Curriculum
 from inflight.run.config import RunConfig
 from inflight.run.interrupt import Interrupt, Interrupted
 from inflight.run.preflight import Machine, Prepared, hosts_of, preflight
@@ -173,6 +174,7 @@ class _Run:
             work,
             policies,
             ledger=Ledger() if state is None else Ledger.from_json(state["ledger"]),
+            curriculum=prepared.task if isinstance(prepared.task, Curriculum) else None,
             journal=self.journal,
             note=note,
         )

@@ -60,6 +60,7 @@ class Notes:
                 "groups_waiting": self.sampling.num_waiting,
                 "publish": published.metrics() if published is not None and published.is_published else None,
                 **({"serving": serving} if serving else {}),
+                **({"level": curriculum.level} if (curriculum := self.sampling.curriculum) is not None else {}),
                 "resumed_tokens": dispatcher.num_resumed_tokens,
                 "scheduler": dispatcher.scheduler.metrics(),
                 "bias": self.sampling.warnings.audit.metrics(),

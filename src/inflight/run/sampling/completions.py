@@ -117,7 +117,7 @@ class Completions(Work):
         try:
             if self.pool is not None:
                 token_ids = [completion.token_ids for completion in completions]
-                return await self.pool.rewards(item.index, token_ids, self.timeout_s)
+                return await self.pool.rewards(item, token_ids, self.timeout_s)
             async with asyncio.timeout(self.timeout_s):
                 return await run_abandonable(lambda: self._compute_rewards(item, completions), "inflight-reward")
         except TimeoutError as error:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from inflight.base.tasks import run_together
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import CheckpointError, InflightError, TaskError
+from inflight.rollouts.curriculum import FIRST_EVALUATION_ITEM
 from inflight.run.config import EvaluationSection
 from inflight.run.sampling.completions import Completions
 from inflight.run.sampling.sampling_endpoint import UnusableItem, request_of
@@ -24,8 +25,6 @@ from inflight.wire import Completion
 
 EVALUATION = "evaluation.jsonl"
 """File in the run's directory: one line per answer."""
-_FIRST_ITEM = 1_000_000_000
-"""Items of the evaluation begin here, far from those that are trained on."""
 _SHOWN_LENGTH = 240
 
 
@@ -115,7 +114,7 @@ class Evaluation:
                 failures.append(str(error))
                 return None
 
-        indices = range(_FIRST_ITEM, _FIRST_ITEM + self.settings.num_items)
+        indices = range(FIRST_EVALUATION_ITEM, FIRST_EVALUATION_ITEM + self.settings.num_items)
         items = [it for it in await run_together(*map(sampled, indices)) if it is not None]
         if failures:
             num_items = self.settings.num_items

@@ -9,6 +9,7 @@ from inflight.environments.playing import Proxy
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import ConfigError, InflightError
 from inflight.model.images import ImageProcessor
+from inflight.rollouts.tasks import TaskSettings
 from inflight.run.config import RunConfig
 from inflight.run.sampling.completions import Completions, opening_messages
 from inflight.run.sampling.episodes import Episodes
@@ -83,10 +84,8 @@ def work_of(
     if config.task.reward_processes:
         pool = ScoringPool(
             config.task.reward_processes,
-            config.task.name,
-            config.task.params,
+            TaskSettings.model_validate(config.task.model_dump(include=set(TaskSettings.model_fields))),
             config.run.seed,
-            config.task.answer_format,
             config.model.path,
             config.run.start_timeout_s,
         )

@@ -10,6 +10,7 @@ from typing import Any
 from inflight.errors import TrainerError
 from inflight.observe.trace import events
 from inflight.rollouts import Ledger, TurnCritic
+from inflight.rollouts.curriculum import Curriculum
 from inflight.rollouts.dispatcher import Dispatcher
 from inflight.rollouts.driver_commands import (
     ComposedPhase,
@@ -60,10 +61,12 @@ class Sampling:
         policies: Policies,
         *,
         ledger: Ledger,
+        curriculum: Curriculum | None,
         journal: Journal,
         note: Callable[[str], None],
     ) -> None:
         self._config = config
+        self.curriculum = curriculum
         self._journal = journal
         self._composer = policies.composer
         rollouts = config.rollouts
@@ -99,6 +102,7 @@ class Sampling:
             "scheduler_name": self._config.rollouts.scheduler,
             "staleness_name": self._config.rollouts.staleness,
             "critic": None if self._critic is None else self._critic.state(),
+            "curriculum": None if self.curriculum is None else self.curriculum.state(),
             "failed_episodes": dict(self.warnings.num_failed_episodes),
             "num_rewritten": self.num_rewritten,
         }
@@ -112,6 +116,8 @@ class Sampling:
         self.num_rewritten = state.get("num_rewritten", 0)
         if self._critic is not None and state.get("critic") is not None:
             self._critic.restore(state["critic"])
+        if self.curriculum is not None and state.get("curriculum") is not None:
+            self.curriculum.restore(state["curriculum"])
         rollouts = self._config.rollouts
         others = {
             policy
@@ -219,6 +225,10 @@ class Sampling:
             lengths=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
         )
         self._journal.group_finished(group)
+        if self.curriculum is not None:
+            rewards = [rollout.reward for rollout in group.rollouts]
+            if (change := self.curriculum.record_group(group.item_index, rewards)) is not None:
+                self.warnings.note(change)
         self.draft_source.finished(group)
         self.num_rewritten += finished.num_rewritten
         if finished.is_waiting:

@@ -1,9 +1,10 @@
-"""Computes rewards in separate processes: ``python -m inflight.run.sampling.scoring FD NAME PARAMS SEED FORMAT MODEL``.
+"""Computes rewards in separate processes: ``python -m inflight.run.sampling.scoring FD TASK SEED MODEL``.
 
 A reward function in a thread of the run holds the interpreter lock for up to 5 ms at a time, which delays the event
 loop that feeds every server. Each process constructs the task and the same items, and decodes completions. A call is
-the number of an item, the lengths of its completions and their token ids as 32-bit integers. Answers, and the message
-that the process is ready, are JSON. A process ends when its standard input ends, even while it computes rewards.
+the number of an item, its level in a curriculum, the lengths of its completions and their token ids as 32-bit integers.
+Answers, and the message that the process is ready, are JSON. A process ends when its standard input ends, even while it
+computes rewards.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from inflight.base.tasks import finish_all
 from inflight.contracts import Task
 from inflight.errors import TaskError
 from inflight.model.checkpoints import load_tokenizer
-from inflight.rollouts.tasks import AnswerFormat, load_task
+from inflight.rollouts.curriculum import Curriculum
+from inflight.rollouts.tasks import TaskSettings
+from inflight.types import TaskItem
 
-_HEAD = struct.Struct("<QI")
-"""Index of the item and number of its completions; their lengths follow."""
+_HEAD = struct.Struct("<QII")
+"""Index of the item, its level (0 without a curriculum) and number of its completions; their lengths follow."""
 _SIZE = struct.Struct("<I")
 _STOP_S = 2.0
 
@@ -39,10 +42,8 @@ class ScoringPool:
     """Up to ``size`` processes, started when they are needed. Belongs to one event loop."""
 
     size: int
-    task: str
-    params: Mapping[str, Any]
+    task: TaskSettings
     seed: int
-    answer_format: AnswerFormat
     model: Path
     start_timeout_s: float
     _idle: list[_Process] = field(default_factory=list, init=False)
@@ -51,7 +52,7 @@ class ScoringPool:
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.size)
 
-    async def rewards(self, index: int, completions: Sequence[Sequence[int]], timeout_s: float) -> list[float]:
+    async def rewards(self, item: TaskItem, completions: Sequence[Sequence[int]], timeout_s: float) -> list[float]:
         """Return the reward of each completion of an item. A process that does not become idle again is killed.
 
         Raises `TaskError`, or ``TimeoutError`` if scoring takes too long, not counting the wait for a process.
@@ -61,7 +62,7 @@ class ScoringPool:
             is_idle = False
             try:
                 async with asyncio.timeout(timeout_s):
-                    answer = await process.ask(index, completions)
+                    answer = await process.ask(item, completions)
                 is_idle = True
             finally:
                 if is_idle:
@@ -82,13 +83,8 @@ class ScoringPool:
     async def _start(self) -> _Process:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "inflight.run.sampling.scoring", str(theirs.fileno()), self.task]
-            command += [
-                json.dumps(dict(self.params)),
-                str(self.seed),
-                self.answer_format.model_dump_json(),
-                str(self.model),
-            ]
+            command = [sys.executable, "-m", "inflight.run.sampling.scoring", str(theirs.fileno())]
+            command += [self.task.model_dump_json(), str(self.seed), str(self.model)]
             child = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True
             )
@@ -108,12 +104,13 @@ class _Process:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    async def ask(self, index: int, completions: Sequence[Sequence[int]]) -> dict[str, Any]:
+    async def ask(self, item: TaskItem, completions: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Return the answer of a call. Raises `TaskError` if the process ends."""
         lengths = array("I", map(len, completions))
         ids = [array("I", token_ids).tobytes() for token_ids in completions]
-        self.writer.write(b"".join((_HEAD.pack(index, len(lengths)), lengths.tobytes(), *ids)))
-        return await self.answer(f"item {index} was being scored")
+        head = _HEAD.pack(item.index, item.metadata.get("level", 0), len(lengths))
+        self.writer.write(b"".join((head, lengths.tobytes(), *ids)))
+        return await self.answer(f"item {item.index} was being scored")
 
     async def answer(self, during: str) -> dict[str, Any]:
         try:
@@ -143,11 +140,11 @@ class _Process:
 def answer_calls(stream: BinaryIO, connection: socket.socket, task: Task, tokenizer: Any) -> None:
     """Answer calls until the run closes its end. An exception of the task is sent as the answer."""
     while head := stream.read(_HEAD.size):
-        index, num_completions = _HEAD.unpack(head)
+        index, level, num_completions = _HEAD.unpack(head)
         lengths = array("I", stream.read(4 * num_completions))
         completions = [array("I", stream.read(4 * length)) for length in lengths]
         try:
-            item = task.item(index)
+            item = task.item_at(level, index) if isinstance(task, Curriculum) else task.item(index)
             texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in completions]
             answer: dict[str, Any] = {"rewards": [float(task.score(item, text)) for text in texts]}
         except Exception as error:  # rewards are user code
@@ -170,10 +167,10 @@ def main() -> None:
     """Run one scoring process. It ignores SIGINT, which the run handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
-    descriptor, name, params, seed, answer_format, model = sys.argv[1:]
+    descriptor, settings, seed, model = sys.argv[1:]
     connection = socket.socket(fileno=int(descriptor))
     os.set_inheritable(connection.fileno(), False)  # so that processes started by the task do not keep it open
-    task = load_task(name, json.loads(params), int(seed), AnswerFormat.model_validate_json(answer_format))
+    task = TaskSettings.model_validate_json(settings).load(int(seed))
     assert isinstance(task, Task), "environments are played in the process of the run"
     tokenizer = load_tokenizer(Path(model))
     with connection.makefile("rb") as stream:
