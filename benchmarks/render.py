@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from benchmarks.gpu.tables import page as gpu_page
 from benchmarks.results import DIRECTORY, read_results
+from benchmarks.tables.race_table import race_facts
 
 from inflight.run.record.plots import smoothed
 
@@ -231,8 +232,11 @@ def main() -> None:
         .replace("{{pipeline_conditions}}", conditions(pipeline))
         .replace("{{steps}}", str(result["steps"]))
         .replace("{{seeds}}", str(len({run["seed"] for run in result["runs"]})))
+        .replace("{{race_conditions}}", conditions(read_results("race")))
         .replace("{{gpu}}", gpu_page(read_results("gpu") if (DIRECTORY / "gpu.json").exists() else None))
     )
+    for name, text in race_facts(read_results("race")["rows"]).items():
+        page = page.replace(f"{{{{{name}}}}}", text)
     (DOCS / "performance.md").write_text(page)
     proxies = [read_results(path.stem) for path in sorted(DIRECTORY.glob("proxy-*.json"))]
     put_table(DOCS / "agents.md", "proxy", proxy_table(proxies))
