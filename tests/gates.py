@@ -179,6 +179,10 @@ class Brake:
     def release(self) -> None:
         self.path.unlink(missing_ok=True)
 
+    @property
+    def is_on(self) -> bool:
+        return self.path.exists()
+
     def __enter__(self) -> None:
         self.put_on()
 
@@ -189,7 +193,7 @@ class Brake:
         """Brake every forward of a model."""
 
         def hold(*_: object) -> None:
-            if self.path.exists():
+            if self.is_on:
                 with self._held.open("ab") as held:
                     held.write(b".")
                 time.sleep(self.STEP_S)

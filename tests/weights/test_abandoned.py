@@ -80,7 +80,7 @@ def test_a_server_whose_publisher_was_killed_resumes_by_itself_when_the_lease_en
 
 @pytest.mark.exhaustive
 def test_a_server_whose_publisher_was_killed_in_the_middle_of_a_bucket_resumes_by_itself_at_once(
-    server: ServerProcess, large_model_dir: Path
+    server: BrakedServer, large_model_dir: Path
 ) -> None:
     running = start_request(server, max_tokens=1000)
     with start_publisher(server, large_model_dir, "sending") as publisher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import re
@@ -42,7 +43,7 @@ from inflight.wire import (
     WeightVersion,
 )
 from tests.gates import NEVER_S, SOON_S, BrakedServer, until, wait_until
-from tests.servers import TOKEN, ServerProcess
+from tests.servers import TOKEN
 from tests.weights.workers import (
     PlainWorker,
     announcement_of,
@@ -75,8 +76,11 @@ def refused(worker: PlainWorker, publisher: WeightPublisher, **options: Any) -> 
     return caught.value.report
 
 
-def start_request(server: ServerProcess, *, max_tokens: int = 700) -> Future[GenerateResponse]:
-    """A request that runs while the test continues; returns once it is being sampled."""
+def start_request(server: BrakedServer, *, max_tokens: int = 700) -> Future[GenerateResponse]:
+    """A request that runs while the test continues; returns once it is being sampled.
+
+    Unless the brake is on, the request may have ended a moment later.
+    """
     future: Future[GenerateResponse] = Future()
 
     def run() -> None:
@@ -85,8 +89,9 @@ def start_request(server: ServerProcess, *, max_tokens: int = 700) -> Future[Gen
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
-    wait_until(lambda: weight_version(server).num_running, "the request does not run")
+    with contextlib.nullcontext() if server.brake.is_on else server.brake:
+        threading.Thread(target=run, daemon=True).start()
+        wait_until(lambda: weight_version(server).num_running, "the request does not run")
     return future
 
 

@@ -9,12 +9,14 @@ import signal
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from inflight.errors import TransferError
+from inflight.weights.encode.bucket_bytes import unpack
 from inflight.weights.transports.arenas import ArenaReceiver, ArenaSender
 from inflight.weights.transports.private_directory import PrivateDirectory
 from inflight.weights.transports.shared_memory import FileMemory
@@ -81,8 +83,36 @@ def test_received_tensors_are_views_of_the_senders_memory(sender: ArenaSender) -
         file.write(b"\x07")
     assert received[0][0] == 7
     received[1][0] = 1 + received[1][0]  # what a reader does by mistake stays with it
-    again = receive(receiver, update, buckets)
-    assert torch.equal(again[1], buckets[1].tensors[0])
+    other, _ = joined(sender)
+    publish(sender, update, buckets)
+    assert_same(receive(other, update, buckets), buckets)
+
+
+def test_buckets_are_packed_in_memory_that_was_written_before_and_sent_without_a_copy(sender: ArenaSender) -> None:
+    receiver, directory = joined(sender)
+    for version in range(1, 4):
+        update = plain_update(version)
+        buckets = make_buckets(update)
+        sender.begin(update)
+        for bucket in buckets:
+            size_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
+            memory = sender.reserve(bucket.index, size_bytes)
+            assert (memory is None) == (version == 1)  # its pages are not there yet
+            if memory is None:
+                sender.send(bucket, 5.0)
+                continue
+            flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in bucket.tensors])
+            memory.copy_(flat)
+            placed = replace(bucket, tensors=tuple(unpack(memory, bucket.specs)))
+            sender.send(placed, 5.0)
+        assert_same(receive(receiver, update, buckets), buckets)
+        sender.end(is_done=True)
+        assert len(arenas(directory)) == 1
+    encoded = plain_update(9).model_copy(update={"encodings": ("bfloat16",)})
+    sender.begin(encoded)
+    assert sender.reserve(0, 8) is None
+    sender.end(is_done=False)
+    assert sender.reserve(0, 8) is None
 
 
 def test_memory_is_used_again_once_everybody_is_done(sender: ArenaSender) -> None:

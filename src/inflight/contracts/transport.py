@@ -105,6 +105,19 @@ class SendsFromDevice(Protocol):
 
 
 @runtime_checkable
+class ReservesMemory(Protocol):
+    """A `WeightSender` whose memory the caller may write buckets to, which `send` then does not copy."""
+
+    @abstractmethod
+    def reserve(self, index: int, size_bytes: int) -> torch.Tensor | None:
+        """Return memory for bucket ``index`` of the open update, uint8 [size_bytes], or None: send other memory.
+
+        Only for updates whose buckets are not encoded. Called in the training thread, in the order of buckets, before
+        `send`. If the update has ended meanwhile, writing to the memory has no effect on later updates.
+        """
+
+
+@runtime_checkable
 class Transport(Protocol):
     """One way to transfer weights: creates its two ends. Instances hold no state.
 

@@ -28,14 +28,18 @@ def weight_update_of(
     in_flight: InFlightPolicy = InFlightPolicy.KEEP,
     encoding: Rounding = "raw",
     keep: bool = False,
+    version: int | None = None,
 ) -> WeightUpdate:
-    """Return the message that announces the worker's current weights as a new session."""
+    """Return the message that announces the worker's current weights as a new session.
+
+    ``version`` None is the worker's.
+    """
     specs = tuple(worker.parameter_specs())
     frozen = tuple(worker.frozen_names()) if isinstance(worker, PartialWeightSource) else ()
     lora = worker.lora_spec() if isinstance(worker, LoraSource) else None
     return WeightUpdate(
         run_id=run_id,
-        version=worker.version,
+        version=worker.version if version is None else version,
         session_id=uuid.uuid4().hex[:16],
         incarnation=incarnation,
         manifest=Manifest(tensors=specs, frozen=frozen, lora=lora),

@@ -236,11 +236,13 @@ def publish_weights(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     quorum: int | None = None,
     keep_base: bool = False,
+    version: int | None = None,
 ) -> PublishReport:
     """Update every endpoint to the worker's current weights, between two token steps; return the report.
 
-    Rank 0 calls it while every other rank calls `gather_only`. The version is ``worker.version``. ``endpoints`` maps
-    the target endpoints to their capabilities; None means the endpoints that ``publisher`` was connected to.
+    Rank 0 calls it while every other rank calls `gather_only`. The version is ``worker.version`` unless ``version`` is
+    given, for servers that several trainers publish to in turn. ``endpoints`` maps the target endpoints to their
+    capabilities; None means the endpoints that ``publisher`` was connected to.
 
     Endpoints that support staging keep sampling until every bucket has arrived everywhere; the others are paused once
     the first bucket is gathered. Each bucket is gathered while the previous one is sent. The call ends within
@@ -282,6 +284,7 @@ def publish_weights(
             in_flight=InFlightPolicy(in_flight),
             encoding=publisher.group.encoding,
             keep=keep_base,
+            version=version,
         )
         needs = replace(Needs.of_update(update), encodings=tuple(publisher.group.encodings), staging=False)
         for endpoint, can in endpoints.items():

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from inflight.base.tasks import combine_failures
 from inflight.base.threads import run_abandonable, start_in_thread
 from inflight.base.transport_registry import refusal
-from inflight.contracts import InferenceEndpoint, SendsFromDevice, WeightSender
+from inflight.contracts import InferenceEndpoint, ReservesMemory, SendsFromDevice, WeightSender
 from inflight.errors import ConfigError, DeadlineError, InflightError, TransferError, UnsupportedError
 from inflight.types import WeightBucket
-from inflight.weights.encode.bucket_bytes import Packer, Rounding, encode_bucket
+from inflight.weights.encode.bucket_bytes import Packer, Rounding, encode_bucket, pack_into, unpack
 from inflight.weights.encode.delta import Snapshot
 from inflight.weights.send.endpoint_update import query_endpoints, retry_unanswered
 from inflight.wire import Capabilities, Encoding, TransportName, TransportSpec, WeightUpdate, WeightVersion
@@ -187,12 +188,22 @@ class WeightGroup:
         snapshot = self._snapshot
         if snapshot is None:
             on_device = isinstance(self.sender, SendsFromDevice) and self.sender.sends_from_device
-            packed = self._packer.pack_bucket(bucket)
-            return encode_bucket(packed, update.ref, encoding=self.encoding, on_device=on_device)
+            return encode_bucket(self._packed(bucket), update.ref, encoding=self.encoding, on_device=on_device)
         delta = snapshot.encode(bucket.index, bucket.tensors, bucket.specs)
         if delta is None or update.base is None:
             return encode_bucket(bucket, update.ref, payload=snapshot.flat(bucket.index))
         return encode_bucket(bucket, update.ref, encoding="delta", payload=delta)
+
+    def _packed(self, bucket: WeightBucket) -> WeightBucket:
+        """Return a bucket with its tensors one after another, in memory of the sender if it has some for it."""
+        size_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
+        if (
+            isinstance(self.sender, ReservesMemory)
+            and (target := self.sender.reserve(bucket.index, size_bytes)) is not None
+        ):
+            pack_into(target, bucket.tensors)
+            return replace(bucket, tensors=tuple(unpack(target, bucket.specs)))
+        return self._packer.pack_bucket(bucket)
 
     async def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """Send one bucket; return when it has left. Raises `TransferError`."""

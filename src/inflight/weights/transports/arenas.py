@@ -28,7 +28,7 @@ from typing import Protocol
 
 import torch
 
-from inflight.contracts import SendsFromDevice, WeightSender
+from inflight.contracts import ReservesMemory, SendsFromDevice, WeightSender
 from inflight.errors import TransferError, transfer_error
 from inflight.types import WeightBucket
 from inflight.weights.encode.buckets import refuse_stray
@@ -41,7 +41,7 @@ from inflight.wire import DirectorySpec, IpcSpec, UpdateRef, WeightUpdate
 ArenaSpec = DirectorySpec | IpcSpec
 
 _MOST_UNUSED = 4  # an arena that uses this many times more memory than the last update is not kept
-_NUM_ARENAS = 2
+NUM_ARENAS = 2
 
 
 class SenderMemory(Protocol):
@@ -53,8 +53,19 @@ class SenderMemory(Protocol):
         """Return how much memory it uses."""
 
     @abstractmethod
+    def view(self, start: int, end: int) -> torch.Tensor | None:
+        """Return the memory from ``start`` to ``end``, uint8, to write to; None if only `write` can write there."""
+
+    @abstractmethod
     def write(self, start: int, bucket: WeightBucket, attempt: Attempt) -> None:
-        """Write the bytes of a bucket from ``start`` on. On return they can be mapped. Also raises `TransferError`."""
+        """Write the bytes of a bucket from ``start`` on, unless they are there already.
+
+        On return they can be mapped. Also raises `TransferError`.
+        """
+
+    def prepare(self) -> None:
+        """Prepare what is written for being written again, so that the next update need not wait for it."""
+        return
 
     @abstractmethod
     def close(self) -> None:
@@ -99,7 +110,7 @@ class ArenaMemory(Protocol):
         """
 
 
-class ArenaSender(WeightSender, SendsFromDevice):
+class ArenaSender(WeightSender, SendsFromDevice, ReservesMemory):
     """Trainer rank 0's end. ``directory`` replaces /dev/shm."""
 
     def __init__(self, memory: ArenaMemory, directory: Path | None = None) -> None:
@@ -152,11 +163,18 @@ class ArenaSender(WeightSender, SendsFromDevice):
                 self._drop(arena)
             self._arena = next((arena for arena in self._arenas if arena.is_free()), None)
             if self._arena is None:
-                for arena in self._arenas[: 1 - _NUM_ARENAS]:
+                for arena in self._arenas[: 1 - NUM_ARENAS]:
                     self._drop(arena)
                 self._arena = self._make_arena(self._home.path, size_bytes)
             self._arena.used_bytes = 0
             self._update = update
+
+    def reserve(self, index: int, size_bytes: int) -> torch.Tensor | None:
+        with self._lock:
+            if self._arena is None or self._update is None or self._update.encodings:
+                return None
+            start = sum(round_up_to_pages(bucket.size_bytes) for bucket in self._update.buckets[:index])
+            return self._arena.memory.view(start, start + size_bytes)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """On return the bucket can be mapped, and its device has written it."""
@@ -193,6 +211,8 @@ class ArenaSender(WeightSender, SendsFromDevice):
             arena, self._arena = self._arena, None
             if arena is not None and update is not None and not is_done:
                 self._drop(arena)
+            elif arena is not None:
+                arena.memory.prepare()
         _close_unused()
 
     def abort(self) -> None:

@@ -67,6 +67,9 @@ class _Shared(SenderMemory):
     def held_bytes(self) -> int:
         return self._flat.numel()
 
+    def view(self, start: int, end: int) -> None:
+        return None
+
     def write(self, start: int, bucket: WeightBucket, attempt: Attempt) -> None:
         with finished_on_weight_stream(self._memory.device, after=bucket.ready):
             pack_into(self._flat[start:], bucket.tensors)

@@ -6,6 +6,7 @@ unlinked stays whole where it is mapped.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -14,17 +15,27 @@ import torch
 
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack
-from inflight.weights.transports.arenas import ArenaMemory, ArenaSpec, SenderMemory
+from inflight.weights.transports.arenas import NUM_ARENAS, ArenaMemory, ArenaSpec, SenderMemory
 from inflight.weights.transports.store import PIECE_BYTES, Attempt, bytes_of, write_all
 from inflight.wire import DirectorySpec
 
+_POPULATE_WRITE = 23
+"""Linux's MADV_POPULATE_WRITE, which the module mmap does not name."""
+
 
 class FileMemory(ArenaMemory):
-    """Memory of this host, in files."""
+    """Memory of this host, in files.
+
+    A receiver keeps its mappings of the last two arenas, because it takes as long to map an arena again as to read it.
+    """
 
     device = torch.device("cpu")
     sends_from_device = False
     outlives_sender = True
+
+    def __init__(self) -> None:
+        self._mappings: dict[int, mmap.mmap] = {}
+        """By inode, which no other file has as long as the mapping exists; the one that was used last is at the end."""
 
     def spec(self, run_id: str, directory: Path, timeout_s: float) -> ArenaSpec:
         return DirectorySpec(run_id=run_id, transport="shm", directory=str(directory), timeout_s=timeout_s)
@@ -37,8 +48,20 @@ class FileMemory(ArenaMemory):
         return None
 
     def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
-        """Writes that a receiver makes by mistake stay private to it."""
-        return torch.frombuffer(mmap.mmap(fd, size_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        """Writes that a receiver makes by mistake stay private to it, and change the checksum of later updates."""
+        inode = os.fstat(fd).st_ino
+        mapping = self._mappings.pop(inode, None)
+        if mapping is None:
+            # A mapping keeps its file open. Opened again, so that it does not keep the lock of ``fd`` as well.
+            again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                mapping = mmap.mmap(again, size_bytes, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(again)
+        self._mappings[inode] = mapping
+        for unused in [*self._mappings][:-NUM_ARENAS]:
+            del self._mappings[unused]
+        return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 class _File(SenderMemory):
@@ -56,11 +79,15 @@ class _File(SenderMemory):
     def held_bytes(self) -> int:
         return self._written_bytes
 
+    def view(self, start: int, end: int) -> torch.Tensor | None:
+        return self._mapping()[start:end] if end <= self._written_bytes else None
+
     def write(self, start: int, bucket: WeightBucket, attempt: Attempt) -> None:
         flat = pack(bucket.tensors)
         end = start + flat.numel()
-        if end <= self._written_bytes:
-            target = self._mapping()[start:end]
+        if (target := self.view(start, end)) is not None:
+            if target.data_ptr() == flat.data_ptr():
+                return
             for piece in range(0, flat.numel(), PIECE_BYTES):
                 attempt.remaining_s()
                 target[piece : piece + PIECE_BYTES].copy_(flat[piece : piece + PIECE_BYTES])
@@ -68,10 +95,18 @@ class _File(SenderMemory):
             write_all(self._fd, bytes_of(flat.cpu()), attempt, start)
             self._written_bytes = end
 
+    def prepare(self) -> None:
+        if self._written_bytes:
+            self._mapping()
+
     def close(self) -> None:
         self._mapped = None
 
     def _mapping(self) -> torch.Tensor:
         if self._mapped is None:
-            self._mapped = torch.frombuffer(mmap.mmap(self._fd, self._size_bytes), dtype=torch.uint8)
+            mapping = mmap.mmap(self._fd, self._size_bytes)
+            # Every page at once: a fault for each one takes longer than to copy it.
+            with contextlib.suppress(OSError):  # kernels before 5.14
+                mapping.madvise(_POPULATE_WRITE, 0, self._written_bytes)
+            self._mapped = torch.frombuffer(mapping, dtype=torch.uint8)
         return self._mapped
