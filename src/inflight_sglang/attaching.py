@@ -11,7 +11,7 @@ from inflight.base.transport_registry import receivable_transports
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import ConfigError, ProtocolError
 from inflight.model.checkpoint_specs import checkpoint_of, config_of
-from inflight.wire import Capabilities, InFlightPolicy, Manifest, TensorSpec
+from inflight.wire import MAX_ALTERNATIVES, Capabilities, InFlightPolicy, Manifest, TensorSpec
 from inflight_sglang import flags
 from inflight_sglang.flags import Problem, Updates
 from inflight_sglang.requests import RequestLimits
@@ -83,6 +83,9 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
             chat=flags.offers_chat(paths, info),
             seeds=limits.has_seeds,
             releases_memory=bool(info.get("enable_memory_saver") and info.get("enable_weights_cpu_backup")),
+            scoring=True,
+            max_top_k=min(MAX_ALTERNATIVES, vocab_size),
+            candidates=True,
             manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:

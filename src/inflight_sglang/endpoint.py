@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inflight.base.requirements import require
-from inflight.contracts import AbortingEndpoint, ReleasingEndpoint
+from inflight.contracts import AbortingEndpoint, ReleasingEndpoint, ScoringEndpoint
 from inflight.engines.attached import AttachedEndpoint
-from inflight.engines.requests import SentRequest
+from inflight.engines.requests import SentRequest, check_scored
 from inflight.engines.routes import EngineRoutes, error_text_of
-from inflight.engines.version_labels import ServedVersion
+from inflight.engines.version_labels import ServedVersion, parse_label
 from inflight.errors import InvalidRequestError, TransferError, UpdateRefusedError
 from inflight.weights.receive.adapter import BucketSink
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
@@ -25,6 +25,8 @@ from inflight.wire import (
     GenerateResponse,
     Needs,
     PromptImage,
+    ScoreRequest,
+    ScoreResponse,
     UpdateRef,
     WeightUpdate,
     WeightVersion,
@@ -34,7 +36,16 @@ from inflight_sglang.attaching import Attached, attach
 from inflight_sglang.checkpoint_files import CheckpointSink
 from inflight_sglang.flags import Updates
 from inflight_sglang.native import NativeSink
-from inflight_sglang.requests import body_of, check_request, items_of, misaligned, response_of, version_labels_of
+from inflight_sglang.requests import (
+    body_of,
+    check_request,
+    items_of,
+    misaligned,
+    response_of,
+    scores_of,
+    scoring_body_of,
+    version_labels_of,
+)
 from inflight_sglang.updates import SglangUpdates
 
 if TYPE_CHECKING:
@@ -43,7 +54,7 @@ if TYPE_CHECKING:
 _CLOSE_S = 5.0
 
 
-class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint):
+class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, ScoringEndpoint):
     """One SGLang server at ``url``; nothing of inflight is installed there.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it
@@ -158,6 +169,19 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
             return items_of(answer, len(asked))
 
         return response_of(request, await self._gate.sample(request, self._label, send, version_labels_of), limits)
+
+    async def score(self, request: ScoreRequest) -> ScoreResponse:
+        """SGLang uses cached prefixes before ``start``. An update in the meantime repeats the computation."""
+        can, limits = await self.capabilities(), self._attached.limits
+        require(can, Needs.of_score(request), self.name)
+        check_scored(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+
+        async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
+            body = scoring_body_of(request, asked[0])
+            return items_of(await self._routes.request("/generate", body, self._generate_timeout_s), 1)
+
+        item, current = await self._gate.score(request.request_id, self._label, send, version_labels_of)
+        return scores_of(request, item, parse_label(current).version)
 
     async def _end(self, names: Sequence[str]) -> None:
         await self._engine.end_requests(names)

@@ -7,6 +7,7 @@ SGLang's ``n`` gives all of them the same seed.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,20 @@ from typing import Any, Literal, cast
 
 from inflight.engines.requests import SentRequest, check_fit, protocol_errors, unsampled_completion
 from inflight.engines.version_labels import spans_of
-from inflight.errors import NonFiniteError, ProtocolError, UnsupportedError
-from inflight.wire import DTYPE_SIZES, Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
+from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
+from inflight.wire import (
+    DTYPE_SIZES,
+    Completion,
+    GenerateRequest,
+    GenerateResponse,
+    SamplingParams,
+    ScoreRequest,
+    ScoreResponse,
+    VersionSpan,
+    WeightUpdate,
+)
 
+_MAX_CANDIDATES = 1024
 _REASONS = ("stop", "length", "abort")
 
 
@@ -115,6 +127,61 @@ def _seed(sampling: SamplingParams, index: int, limits: RequestLimits) -> dict[s
         return {"sampling_seed": random.getrandbits(62)}
     digest = hashlib.sha256(f"{sampling.seed}:{index}".encode()).digest()
     return {"sampling_seed": int.from_bytes(digest[:8], "little") >> 2}
+
+
+def scoring_body_of(request: ScoreRequest, asked: SentRequest) -> dict[str, Any]:
+    """Return the body of ``POST /generate`` that scores tokens; one more token is sampled after them.
+
+    SGLang scores the same candidates in the place of each token. Raises `InvalidRequestError` if there are too many.
+    """
+    candidates = sorted({token for row in request.candidates for token in row})
+    if len(candidates) > _MAX_CANDIDATES:
+        raise InvalidRequestError(
+            f"there are {len(candidates)} different candidates: SGLang scores each of them in the place of every "
+            f"token, so at most {_MAX_CANDIDATES} are sent. Split the request"
+        )
+    body = {
+        "input_ids": [list(request.token_ids)],
+        "rid": [asked.name],
+        "sampling_params": [{"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}],
+        "return_logprob": True,
+        "logprob_start_len": request.start - 1,
+        "top_logprobs_num": request.top_k,
+        "extra_key": [asked.cache_key],
+    }
+    return body | ({"token_ids_logprob": [candidates]} if candidates else {})
+
+
+def scores_of(request: ScoreRequest, item: Mapping[str, Any], version: int) -> ScoreResponse:
+    """Return SGLang's logprobs of a prompt as scores of ``version``.
+
+    Raises `NonFiniteError` for broken weights, `ProtocolError` if the answer cannot be read.
+    """
+    num = request.num_scored
+    with protocol_errors("/generate"):
+        meta = item["meta_info"]
+        scored = meta["input_token_logprobs"][-num:]
+        if tuple(token for _, token, *_ in scored) != request.token_ids[request.start :]:
+            raise ValueError("it scored other tokens than the request has")
+        if not all(math.isfinite(logprob) for logprob, *_ in scored):
+            raise NonFiniteError("scored logprobs are not finite: the served weights are broken; publish valid weights")
+        top = meta["input_top_logprobs"][-num:] if request.top_k else []
+        asked = [
+            {token: logprob for logprob, token, *_ in row}
+            for row in (meta["input_token_ids_logprobs"][-num:] if request.candidates else [])
+        ]
+        response = ScoreResponse(
+            request_id=request.request_id,
+            start=request.start,
+            logprobs=tuple(logprob for logprob, *_ in scored),
+            top_token_ids=tuple(tuple(token for _, token, *_ in row) for row in top),
+            top_logprobs=tuple(tuple(logprob for logprob, *_ in row) for row in top),
+            candidate_logprobs=tuple(
+                tuple(found[token] for token in row) for found, row in zip(asked, request.candidates, strict=True)
+            ),
+            version_spans=(VersionSpan(version=version, start=0, end=num),),
+        )
+    return response
 
 
 def items_of(answer: Any, num: int) -> list[Any]:

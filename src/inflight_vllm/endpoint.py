@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.base.requirements import require
 from inflight.base.tasks import run_together
-from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint
+from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, ScoringEndpoint
 from inflight.engines.attached import AttachedEndpoint
-from inflight.engines.requests import SentRequest
+from inflight.engines.requests import SentRequest, check_scored
 from inflight.engines.routes import EngineRoutes, error_text_of
+from inflight.engines.version_labels import parse_label
 from inflight.errors import ConfigError, InvalidRequestError, ProtocolError, UnauthorizedError, UnsupportedError
 from inflight.model.checkpoint_specs import checkpoint_of
 from inflight.rollouts.drafts import split_history
@@ -27,8 +29,11 @@ from inflight.wire import (
     GenerateResponse,
     InFlightPolicy,
     Manifest,
+    Needs,
     PromptImage,
     SamplingParams,
+    ScoreRequest,
+    ScoreResponse,
     UpdateRef,
     WeightUpdate,
     WeightVersion,
@@ -41,8 +46,11 @@ from inflight_vllm.requests import (
     check_request,
     choices_of,
     ids_of,
+    label_of_scored,
     parse_rendered_prompt,
     response_of,
+    scores_of,
+    scoring_body_of,
     version_labels_of,
 )
 from inflight_vllm.updates import PLUGIN_PROTOCOL, VllmUpdates, status_of
@@ -52,7 +60,9 @@ _PART_TOKENS = 1 << 15
 """Tokens of history in one call. A worker samples nothing while it records them."""
 
 
-class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint):
+class VllmEndpoint(
+    AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint, ScoringEndpoint
+):
     """One vLLM server at ``url``, with inflight's plug-in installed.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it
@@ -149,6 +159,8 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
             images=flags.takes_images(settings),
             drafts=flags.drafts_from_history(settings),
             draft_counts=flags.counts_drafts(settings),
+            scoring=True,
+            max_top_k=flags.max_top_k(settings, vocab_size),
             manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
         )
         self._updates = UpdateReceiver(self._engine, self._engine, specs, can)
@@ -236,6 +248,25 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
             return await self._label(self._generate_timeout_s)  # the engine answers once it has loaded its weights
 
         return response_of(request, await self._gate.sample(request, label, send, version_labels_of))
+
+    async def score(self, request: ScoreRequest) -> ScoreResponse:
+        """vLLM computes the whole sequence, without its prefix cache. An update in the meantime repeats that."""
+        can = await self.capabilities()
+        require(can, Needs.of_score(request), self.name)
+        check_scored(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
+
+        async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
+            return [
+                await self._requests.request(
+                    GENERATE, scoring_body_of(request, can, asked[0]), self._generate_timeout_s
+                )
+            ]
+
+        async def label() -> str:
+            return await self._label(self._generate_timeout_s)
+
+        answer, current = await self._gate.score(request.request_id, label, send, label_of_scored)
+        return scores_of(request, answer, parse_label(current).version)
 
     async def _probe(self) -> None:
         request = GenerateRequest(

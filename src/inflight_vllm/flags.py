@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from inflight.rollouts.drafts import LARGEST_WINDOW
+from inflight.wire import MAX_ALTERNATIVES
 
 BACKEND = "inflight"
 """The weight transfer backend that `inflight_vllm.transfer_engine` registers."""
@@ -126,6 +127,12 @@ def takes_images(config: Mapping[str, Any]) -> bool:
     """Return whether a server with these settings encodes images for its model."""
     settings = config["model_config"].get("multimodal_config")
     return bool(settings) and not settings.get("language_model_only")
+
+
+def max_top_k(config: Mapping[str, Any], vocab_size: int) -> int:
+    """Return how many of the likeliest tokens a server with these settings returns for each prompt token."""
+    limit = int(config["model_config"].get("max_logprobs", 0))
+    return min(MAX_ALTERNATIVES, vocab_size if limit < 0 else limit)
 
 
 def honours_seeds(config: Mapping[str, Any]) -> bool:

@@ -20,6 +20,9 @@ from inflight.wire import (
     Needs,
     PromptImage,
     SamplingParams,
+    ScoreRequest,
+    ScoreResponse,
+    VersionSpan,
 )
 from inflight_vllm.drafting import CONTINUED
 
@@ -160,6 +163,47 @@ def _sampling(sampling: SamplingParams, start: int, num: int, room: int) -> dict
 def _first_seed(seed: int) -> int:
     """Return the seed of completion 0. vLLM counts up from it, so neighbouring seeds must map far apart."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=7).digest())
+
+
+def scoring_body_of(request: ScoreRequest, can: Capabilities, asked: SentRequest) -> dict[str, Any]:
+    """Return the body of ``POST /inference/v1/generate`` that scores tokens; one more token is sampled after them."""
+    return {
+        "model": can.model,
+        "request_id": asked.name,
+        "token_ids": list(request.token_ids),
+        "cache_salt": hashlib.sha256(asked.cache_key.encode()).hexdigest(),
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": request.top_k},
+    }
+
+
+def label_of_scored(answer: Mapping[str, Any]) -> Any:
+    """Return the labels of the token that was sampled after the scored ones."""
+    return answer["choices"][0]["weight_versions"]
+
+
+def scores_of(request: ScoreRequest, answer: Mapping[str, Any], version: int) -> ScoreResponse:
+    """Return vLLM's logprobs of a prompt as scores of ``version``.
+
+    Raises `NonFiniteError` for broken weights, `ProtocolError` if the answer cannot be read.
+    """
+    with protocol_errors(GENERATE):
+        rows = [
+            {int(token): float(found["logprob"]) for token, found in row.items()}
+            for row in answer["prompt_logprobs"][request.start :]
+        ]
+        logprobs = [row[token] for token, row in zip(request.token_ids[request.start :], rows, strict=True)]
+        # A row also has the scored token, which need not be among the likeliest.
+        best = [sorted(row.items(), key=lambda it: -it[1])[: request.top_k] for row in rows]
+    if any(logprob <= _FLOOR for row in rows for logprob in row.values()):
+        raise NonFiniteError("scored logprobs are not finite: the served weights are broken; publish valid weights")
+    return ScoreResponse(
+        request_id=request.request_id,
+        start=request.start,
+        logprobs=tuple(logprobs),
+        top_token_ids=tuple(tuple(token for token, _ in row) for row in best) if request.top_k else (),
+        top_logprobs=tuple(tuple(logprob for _, logprob in row) for row in best) if request.top_k else (),
+        version_spans=(VersionSpan(version=version, start=0, end=len(logprobs)),),
+    )
 
 
 def choices_of(answers: Sequence[Any]) -> list[Any]:

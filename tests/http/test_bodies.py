@@ -305,6 +305,7 @@ def calls_of(endpoint: HttpEndpoint) -> dict[str, Any]:
         DraftHistory,
         PromptHistory,
         PullSpec,
+        ScoreRequest,
         UpdateRef,
     )
     from tests.unit.test_wire import update
@@ -312,6 +313,7 @@ def calls_of(endpoint: HttpEndpoint) -> dict[str, Any]:
     ref = UpdateRef(run_id="run", version=1)
     request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=3, n=2))
     chat = ChatCompletionRequest(model="m", messages=(ChatMessage(role="user", content="x"),), max_tokens=3)
+    scored = ScoreRequest(request_id="r", token_ids=(1, 2, 3), top_k=2)
     entry = PromptHistory(prompt_token_ids=(1,), completions=((2, 3),), rewards=(0.5,))
     history = DraftHistory(entries=(entry,))
     spec = PullSpec(run_id="run", transport="http", url="http://127.0.0.1:9", token="t", timeout_s=1)
@@ -330,6 +332,7 @@ def calls_of(endpoint: HttpEndpoint) -> dict[str, Any]:
         "restore_memory": endpoint.restore_memory,
         "record_history": lambda: endpoint.record_history(history),
         "generate": lambda: endpoint.generate(request),
+        "score": lambda: endpoint.score(scored),
         "chat_completion": lambda: endpoint.chat_completion(chat),
         "health": endpoint.health,
         "generate_stream": lambda: exhausted(endpoint.generate_stream(request)),

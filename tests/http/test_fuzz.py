@@ -87,6 +87,10 @@ def valid_bodies(endpoint: EmbeddedEndpoint, directory: Path) -> dict[str, list[
             {"request_id": "r", "prompt_token_ids": [1, 2], "sampling": {**sampling, "stop": ["x"]}, "stream": False},
             {"request_id": "r", "prompt_token_ids": [1], "sampling": {**sampling, "stop_token_ids": [5]}},
         ],
+        "/v1/score": [
+            {"request_id": "r", "token_ids": [1, 2, 3], "start": 2, "top_k": 2, "candidates": [[4, 5]]},
+            {"request_id": "r", "token_ids": [1, 2]},
+        ],
         "/v1/chat/completions": [{**text, **sampling, "stop": ["x", "y"]}, {**text, **sampling, "stop": "x"}],
     }
 

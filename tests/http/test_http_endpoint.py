@@ -45,6 +45,7 @@ from inflight.wire import (
     ProcessGroupSpec,
     PromptHistory,
     SamplingParams,
+    ScoreRequest,
     TensorSpec,
     UpdateRef,
     WeightUpdate,
@@ -74,6 +75,7 @@ UPDATE = WeightUpdate(
     lease_s=5.0,
 )
 HISTORY = DraftHistory(entries=(PromptHistory(prompt_token_ids=(1,), completions=((2,),), rewards=(1.0,)),))
+SCORED = ScoreRequest(request_id="r", token_ids=(1, 2, 3))
 CHAT = ChatCompletionRequest(model="tiny", messages=(ChatMessage(role="user", content="x"),), max_tokens=3)
 
 
@@ -99,6 +101,7 @@ CALLS: dict[str, Callable[[HttpEndpoint], Awaitable[Any]]] = {
     "abort_requests": lambda e: e.abort_requests(AbortRequests(request_ids=("r",))),
     "record_history": lambda e: e.record_history(HISTORY),
     "generate": lambda e: e.generate(REQUEST),
+    "score": lambda e: e.score(SCORED),
     "chat_completion": lambda e: e.chat_completion(CHAT),
     "generate_stream": lambda e: exhaust(e.generate_stream(REQUEST)),
     "chat_completion_stream": lambda e: exhaust(e.chat_completion_stream(CHAT)),

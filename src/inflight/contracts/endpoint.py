@@ -18,6 +18,8 @@ from inflight.wire import (
     DraftHistory,
     GenerateRequest,
     GenerateResponse,
+    ScoreRequest,
+    ScoreResponse,
     TransportSpec,
     UpdateRef,
     WeightUpdate,
@@ -169,6 +171,20 @@ class DraftingEndpoint(InferenceEndpoint, Protocol):
         """Remember finished completions; later requests with one of these prompts take their drafts from them.
 
         Replaces the earlier history of those prompts. Raises `UnsupportedError` if drafts are not supported.
+        """
+
+
+@runtime_checkable
+class ScoringEndpoint(InferenceEndpoint, Protocol):
+    """An endpoint that supports ``scoring``."""
+
+    @abstractmethod
+    async def score(self, request: ScoreRequest) -> ScoreResponse:
+        """Return the logprobs of given tokens under the served weights.
+
+        Nothing that was cached under other weights is used. Raises `InvalidRequestError` if the request does not fit,
+        and `UnsupportedError` if it asks for more likeliest tokens than ``max_top_k``, or for candidates where they are
+        not supported. Cancelling the call ends the request on the endpoint.
         """
 
 

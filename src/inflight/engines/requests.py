@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 from inflight.base.tasks import any_of
 from inflight.engines.version_labels import began_under_another
 from inflight.errors import BusyError, InvalidRequestError, ProtocolError
-from inflight.wire import Completion, GenerateRequest
+from inflight.wire import Completion, GenerateRequest, ScoreRequest
 
 Item = TypeVar("Item")
 
+_MAX_SCORINGS = 5
 _AGAIN_S = 0.05
 """Seconds after which an engine is again asked to end a request that it has not answered."""
 
@@ -32,6 +33,20 @@ class SentRequest:
     """The engine's name for it: unique, and not a prefix of another name."""
     cache_key: str
     """Completions with different keys share no cached prefix."""
+
+
+def check_scored(request: ScoreRequest, *, max_model_len: int, vocab_size: int) -> None:
+    """Raise `InvalidRequestError` if there are too many tokens for the model, or ids outside its vocabulary.
+
+    Engines sample one token after those that they score.
+    """
+    if (num_tokens := len(request.token_ids)) >= max_model_len:
+        raise InvalidRequestError(
+            f"there are {num_tokens} tokens to score, but this server scores at most {max_model_len - 1}"
+        )
+    largest = max(request.token_ids + tuple(token for row in request.candidates for token in row))
+    if largest >= vocab_size:
+        raise InvalidRequestError(f"token id {largest} is outside the vocabulary of {vocab_size} tokens")
 
 
 def check_fit(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> None:
@@ -103,27 +118,62 @@ class RequestGate:
         index, and samples them. ``labelled`` returns what `began_under_another` takes. Raises `InvalidRequestError` for
         the id of a running request.
         """
-        if request.request_id in self._running:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
-        running = self._running[request.request_id] = _RunningRequest()
         items: list[Item | None] = [None] * request.sampling.n
-        try:
+        with self._register(request.request_id) as running:
             current = await self._wait_at_gate(label, running)
             if current is None:
                 return items
             indices = range(request.sampling.n)
-            found = await _sent(send, running, _sent_requests(request, dict.fromkeys(indices, current)))
+            found = await _sent(send, running, _sent_requests(request.request_id, dict.fromkeys(indices, current)))
             with protocol_errors("the engine"):
                 late = [i for i in indices if began_under_another(labelled(found[i]), current)]
             for index in set(indices) - set(late):
                 items[index] = found[index]
             if late and await self._wait_at_gate(label, running) is not None:  # an update in progress takes precedence
-                again = await _sent(send, running, _sent_requests(request, {index: uuid.uuid4().hex for index in late}))
+                keys = {index: uuid.uuid4().hex for index in late}
+                again = await _sent(send, running, _sent_requests(request.request_id, keys))
                 for index, item in zip(late, again, strict=True):
                     items[index] = item
             return items
+
+    async def score(
+        self,
+        request_id: str,
+        label: Callable[[], Awaitable[str]],
+        send: Callable[[Mapping[int, SentRequest]], Awaitable[list[Item]]],
+        labelled: Callable[[Item], Iterable[Mapping[str, Any]] | None],
+    ) -> tuple[Item, str]:
+        """Return the engine's answer to one request, and the label of the weights that computed all of it.
+
+        The engine samples one token after the scored ones, so the weights were constant if its label is the one from
+        before the request. Parameters are those of `sample`. Raises `BusyError` if the weights change every time, and
+        `InvalidRequestError` for the id of a running request, or if it was aborted.
+        """
+        with self._register(request_id) as running:
+            for _ in range(_MAX_SCORINGS):
+                current = await self._wait_at_gate(label, running)
+                if current is None:
+                    break
+                (item,) = await _sent(send, running, _sent_requests(request_id, {0: current}))
+                with protocol_errors("the engine"):
+                    labels = list(labelled(item) or ())
+                    if not labels and not running.aborted.is_set():
+                        raise ValueError("the sampled token has no version label")
+                    if labels and not began_under_another(labels, current):
+                        return item, current
+            if running.aborted.is_set():
+                raise InvalidRequestError(f"request {request_id!r} was aborted before its tokens were scored")
+            raise BusyError(f"the weights changed during each of {_MAX_SCORINGS} attempts to score {request_id!r}")
+
+    @contextlib.contextmanager
+    def _register(self, request_id: str) -> Iterator[_RunningRequest]:
+        if request_id in self._running:
+            raise InvalidRequestError(f"request id {request_id!r} is in use by a running request")
+        running = self._running[request_id] = _RunningRequest()
+        try:
+            yield running
         finally:
-            del self._running[request.request_id]
+            del self._running[request_id]
             running.over.set()
 
     async def abort(self, request_ids: Iterable[str], end: Callable[[Sequence[str]], Awaitable[None]]) -> None:
@@ -163,9 +213,9 @@ def unsampled_completion(index: int) -> Completion:
     return Completion(index=index, token_ids=(), logprobs=(), version_spans=(), finish_reason="abort")
 
 
-def _sent_requests(request: GenerateRequest, cache_keys: Mapping[int, str]) -> dict[int, SentRequest]:
+def _sent_requests(request_id: str, cache_keys: Mapping[int, str]) -> dict[int, SentRequest]:
     """Return the engine's requests for the completions with these indices."""
-    name = f"{len(request.request_id)}:{request.request_id}/{uuid.uuid4().hex[:12]}/"
+    name = f"{len(request_id)}:{request_id}/{uuid.uuid4().hex[:12]}/"
     return {index: SentRequest(f"{name}{index}.", key) for index, key in cache_keys.items()}
 
 

@@ -10,7 +10,13 @@ import httpx
 import pydantic
 
 from inflight.base.transfer_time import MOVE_S
-from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, StreamingEndpoint
+from inflight.contracts import (
+    AbortingEndpoint,
+    DraftingEndpoint,
+    ReleasingEndpoint,
+    ScoringEndpoint,
+    StreamingEndpoint,
+)
 from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
 from inflight.http.bodies import message_of
@@ -30,6 +36,8 @@ from inflight.wire import (
     GenerateResponse,
     Health,
     SamplingParams,
+    ScoreRequest,
+    ScoreResponse,
     TransportSpec,
     UpdateRef,
     WeightUpdate,
@@ -42,7 +50,7 @@ _SLACK_S = 5.0
 """Extra time that the client waits beyond the server's deadline, so that the server's own error arrives."""
 
 
-class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint):
+class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint, ScoringEndpoint):
     """One inference server at ``url``.
 
     ``client`` sends the requests, with its headers, authentication and proxies but without its timeouts, and stays
@@ -107,6 +115,10 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
 
     async def record_history(self, history: DraftHistory) -> None:
         await self._call(routes.RECORD_HISTORY, history, self._control_timeout_s)
+
+    async def score(self, request: ScoreRequest) -> ScoreResponse:
+        num_logprobs = request.num_scored * (1 + request.top_k + request.num_candidates)
+        return await self._call(routes.SCORE, request, self._generate_timeout_s, num_tokens=num_logprobs)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         num_tokens = _num_tokens(request.sampling)

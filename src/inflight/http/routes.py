@@ -139,6 +139,16 @@ GENERATE = Route(
     request_size=Size(MB, 16, wire.MAX_IMAGES_LENGTH),
     response_size=Size(MB, 256, routed_bytes=4 * KB),  # 128 layers of 12 experts, in two bytes each
 )
+SCORE = Route(
+    "POST",
+    "/v1/score",
+    "score",
+    "Token ids in; their logprobs out, with likeliest tokens and candidates in their place",
+    wire.ScoreRequest,
+    wire.ScoreResponse,
+    request_size=Size(MB, 16 * (1 + wire.MAX_ALTERNATIVES)),
+    response_size=Size(MB, 64),  # of a logprob, or of a likeliest token with its logprob
+)
 CHAT_COMPLETIONS = Route(
     "POST",
     "/v1/chat/completions",
@@ -166,6 +176,7 @@ ROUTES: tuple[Route[Any], ...] = (
     RESTORE_MEMORY,
     RECORD_HISTORY,
     GENERATE,
+    SCORE,
     CHAT_COMPLETIONS,
     MODELS,
     HEALTH,

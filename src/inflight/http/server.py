@@ -22,7 +22,7 @@ from starlette.routing import Route as StarletteRoute
 
 from inflight.base.requirements import require
 from inflight.base.transport_registry import spec_type
-from inflight.contracts import InferenceEndpoint, StreamingEndpoint
+from inflight.contracts import InferenceEndpoint, ScoringEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, InvalidRequestError, UnauthorizedError, UnsupportedError
 from inflight.http import routes
 from inflight.http.bodies import message_of
@@ -41,6 +41,7 @@ from inflight.wire import (
     Health,
     ModelCard,
     ModelList,
+    ScoreRequest,
     TransportBody,
     WeightVersion,
     WireModel,
@@ -94,6 +95,12 @@ def create_app(
             return await _events(request, _require_streaming(endpoint).chat_completion_stream(body))
         return _json(await run_while_connected(request, endpoint.chat_completion(body)))
 
+    async def score(request: Request) -> Response:
+        if not isinstance(endpoint, ScoringEndpoint):
+            raise UnsupportedError(f"{endpoint.name} does not support scoring")
+        body = await body_of(request, routes.SCORE, ScoreRequest)
+        return _json(await run_while_connected(request, endpoint.score(body)))
+
     async def models(_: Request) -> Response:
         capabilities = await endpoint.capabilities()
         return _json(ModelList(data=(ModelCard(id=capabilities.model),)))
@@ -126,6 +133,7 @@ def create_app(
     special: dict[str, Handler] = {
         "generate": generate,
         "chat_completion": chat,
+        "score": score,
         "models": models,
         "health": health,
         "metrics": metrics,
@@ -251,6 +259,7 @@ class _MetricsCollector:
                 ("inflight_drafted_tokens", "Tokens of drafts that were verified", stats.num_drafted),
                 ("inflight_accepted_tokens", "Tokens of drafts that were sampled", stats.num_accepted),
                 ("inflight_verifications", "Drafts that were verified", stats.num_verifications),
+                ("inflight_scored_tokens", "Given tokens that were scored", stats.num_scored_tokens),
                 ("inflight_paused_seconds", "Time in which sampling was paused for updates", stats.paused_s),
             ]
         return [*(GaugeMetricFamily(*it) for it in gauges), *(CounterMetricFamily(*it) for it in counters)]

@@ -65,6 +65,7 @@ from inflight.wire.generation import (
     check_spans,
     longest_record,
 )
+from inflight.wire.scoring import MAX_ALTERNATIVES, ScoreRequest, ScoreResponse
 from inflight.wire.transports import (
     DirectorySpec,
     IpcSpec,
@@ -93,6 +94,7 @@ from inflight.wire.weights import (
 __all__ = [
     "DTYPE_SIZES",
     "MAX_ABORTED",
+    "MAX_ALTERNATIVES",
     "MAX_IMAGES",
     "MAX_IMAGES_LENGTH",
     "PROTOCOL_VERSION",
@@ -145,6 +147,8 @@ __all__ = [
     "RoutedExperts",
     "RunId",
     "SamplingParams",
+    "ScoreRequest",
+    "ScoreResponse",
     "Seconds",
     "Seed",
     "StopString",

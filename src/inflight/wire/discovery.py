@@ -10,6 +10,7 @@ from pydantic import Field
 from inflight.wire.chat import ChatCompletionRequest
 from inflight.wire.fields import PROTOCOL_VERSION, Items, Natural, TokenCount, WireModel
 from inflight.wire.generation import GenerateRequest
+from inflight.wire.scoring import ScoreRequest
 from inflight.wire.weights import Encoding, EndpointState, InFlightPolicy, TransportName, WeightUpdate
 
 
@@ -39,6 +40,10 @@ class Needs:
     images: bool = False
     drafts: bool = False
     routed_experts: bool = False
+    scoring: bool = False
+    top_k: int = 0
+    """The number of likeliest tokens that a score request asks for."""
+    candidates: bool = False
 
     @classmethod
     def of_update(cls, update: WeightUpdate) -> Needs:
@@ -59,6 +64,11 @@ class Needs:
             images=bool(request.images),
             routed_experts=request.routed_experts,
         )
+
+    @classmethod
+    def of_score(cls, request: ScoreRequest) -> Needs:
+        """Return what an endpoint has to support for a score request."""
+        return cls(scoring=True, top_k=request.top_k, candidates=bool(request.candidates))
 
     @classmethod
     def of_chat(cls, request: ChatCompletionRequest) -> Needs:
@@ -108,6 +118,12 @@ class Capabilities(WireModel):
     """Whether completions have `DraftCounts`, except in streams."""
     routed_experts: bool = False
     """Whether a request may ask which experts computed its tokens, see `RoutedExperts`."""
+    scoring: bool = False
+    """Whether tokens can be scored, see `inflight.contracts.ScoringEndpoint`."""
+    max_top_k: Natural = 0
+    """Maximum `ScoreRequest.top_k`."""
+    candidates: bool = False
+    """Whether a score request may have candidates."""
     manifest_digest: str | None = None
     """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
 
@@ -136,6 +152,8 @@ class Capabilities(WireModel):
             found["vocab_size"] = (
                 f"a vocabulary of {needs.vocab_size} tokens; it serves {self.model} with {self.vocab_size}"
             )
+        if needs.top_k > self.max_top_k:
+            found["top_k"] = f"top_k {needs.top_k}; it returns at most {self.max_top_k} of the likeliest tokens"
         flags = [field.name for field in fields(needs) if getattr(needs, field.name) is True]
         return found | {name: name for name in flags if getattr(self, name, True) is False}
 

@@ -28,6 +28,7 @@ from tests.conformance.mutants import (
     releasing,
     routing,
     sampling,
+    scoring,
     sessions,
     tokens,
     versions,
@@ -37,7 +38,7 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.weights.stored import share_host_memory
 
 LEVELS = (
-    *(discovery, tokens, sampling, drafts, images, routing, control, sessions, releasing),
+    *(discovery, tokens, sampling, drafts, images, routing, scoring, control, sessions, releasing),
     *(weights, arrivals, versions, caches, partials, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}

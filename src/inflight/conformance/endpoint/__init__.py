@@ -25,6 +25,7 @@ from inflight.conformance.endpoint import (
     releasing,
     routing,
     sampling,
+    scoring,
     sessions,
     staging,
     stores,
@@ -35,7 +36,7 @@ from inflight.conformance.endpoint import (
 )
 
 _CHECKS = checks_in(
-    *(discovery, tokens, sampling, drafts, images, routing, whole, endings, forms),
+    *(discovery, tokens, sampling, drafts, images, routing, scoring, whole, endings, forms),
     *(pauses, control, staging, sessions, releasing, weights, encodings, loras, stores, versions, caches, recomputing),
     *(partials, faults, messages, processes, races, http, parity),
 )

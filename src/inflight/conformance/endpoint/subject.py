@@ -97,6 +97,7 @@ class EndpointSubject:
             "seeds": (capabilities.seeds, "seeds are not supported"),
             "drafts": (capabilities.drafts, "drafts are not supported"),
             "draft_counts": (capabilities.draft_counts, "draft_counts are not supported"),
+            "scoring": (capabilities.scoring, "scoring is not supported"),
             "spans": (capabilities.version_binding == "spans", f"version binding is {capabilities.version_binding}"),
             "fresh": (opened.is_ours, "the kit cannot start another server of a URL; see --serve"),
             "url": (opened.url is not None, "not a server that speaks HTTP"),

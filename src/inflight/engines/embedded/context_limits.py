@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inflight.errors import InvalidRequestError
-from inflight.wire import GenerateRequest
+from inflight.wire import GenerateRequest, ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +45,13 @@ class ContextLimits:
         if request.sampling.stop and not self.has_tokenizer:
             raise InvalidRequestError("stop strings need a tokenizer, and this server has none; use stop_token_ids")
         return max_tokens
+
+    def check_scored(self, request: ScoreRequest) -> None:
+        """Raise `InvalidRequestError` if the request does not fit."""
+        if (num_tokens := len(request.token_ids)) > self.max_model_len:
+            raise InvalidRequestError(
+                f"there are {num_tokens} tokens to score, but the context has {self.max_model_len}"
+            )
+        largest = max(request.token_ids + tuple(token for row in request.candidates for token in row))
+        if largest >= self.vocab_size:
+            raise InvalidRequestError(f"token id {largest} is outside the vocabulary of {self.vocab_size} tokens")

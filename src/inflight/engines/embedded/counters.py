@@ -17,3 +17,4 @@ class EngineCounters:
     num_drafted: int = 0
     num_accepted: int = 0
     num_verifications: int = 0
+    num_scored_tokens: int = 0

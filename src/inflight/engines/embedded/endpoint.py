@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from inflight.base.requirements import require
 from inflight.base.threads import run_abandonable
 from inflight.base.transport_registry import receivable_transports
 from inflight.contracts import (
@@ -21,6 +22,7 @@ from inflight.contracts import (
     AbortingEndpoint,
     DraftingEndpoint,
     ReleasingEndpoint,
+    ScoringEndpoint,
     StreamingEndpoint,
     WeightReceiver,
 )
@@ -28,7 +30,14 @@ from inflight.engines.embedded.chat import ChatChunkWriter, ChatFormat
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.parameters import HOST, PreparedParameters
 from inflight.engines.embedded.sequences import Sequence
-from inflight.errors import EndpointError, InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
+from inflight.errors import (
+    EndpointError,
+    InflightError,
+    InvalidRequestError,
+    NonFiniteError,
+    PoisonedError,
+    UnsupportedError,
+)
 from inflight.http.chat import chat_completion_of, check_chat
 from inflight.model.images import ImageProcessor
 from inflight.types import EngineStats
@@ -41,6 +50,7 @@ from inflight.weights.receive.staged_sink import StagedSink
 from inflight.weights.send.module import tensor_spec
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
+    MAX_ALTERNATIVES,
     AbortRequests,
     Capabilities,
     ChatCompletion,
@@ -53,6 +63,9 @@ from inflight.wire import (
     GenerateResponse,
     InFlightPolicy,
     Manifest,
+    Needs,
+    ScoreRequest,
+    ScoreResponse,
     TransportSpec,
     UpdateTimings,
     WeightUpdate,
@@ -68,6 +81,7 @@ class EmbeddedEndpoint(
     AbortingEndpoint,
     ReleasingEndpoint,
     DraftingEndpoint,
+    ScoringEndpoint,
     PausableEngine,
     ReleasableEngine,
 ):
@@ -143,6 +157,9 @@ class EmbeddedEndpoint(
             drafts=self._engine.speculation.takes_history,
             draft_counts=self._engine.speculation.is_on,
             routed_experts=self._engine.records_routing,
+            scoring=True,
+            max_top_k=min(MAX_ALTERNATIVES, self._engine.limits.vocab_size),
+            candidates=True,
             manifest_digest=self._manifest.digest(),
         )
 
@@ -217,7 +234,11 @@ class EmbeddedEndpoint(
         await self._in_engine(self._engine.pauses.resume)
 
     async def fail_requests(self) -> None:
-        await self._in_engine(self._engine.scheduler.cancel_all)
+        def fail() -> None:
+            self._engine.scheduler.cancel_all()
+            self._engine.scoring.fail_all(PoisonedError("weights were torn while the request waited"))
+
+        await self._in_engine(fail)
 
     async def release_memory(self) -> WeightVersion:
         await self._memory.release()
@@ -328,6 +349,22 @@ class EmbeddedEndpoint(
                 yield chunk
         finally:
             self._engine.call(lambda: self._engine.scheduler.cancel(admitted))
+
+    async def score(self, request: ScoreRequest) -> ScoreResponse:
+        """Requests are scored between two token steps, whole: one forward delays running sequences by its duration."""
+        require(self._capabilities, Needs.of_score(request), self._name)
+        self._updates.session.refuse_to_sample()
+        self._engine.limits.check_scored(request)
+        outcome: Future[ScoreResponse] = _outcome()
+        added = self._engine.call(lambda: self._engine.scoring.add(request, outcome))
+        try:
+            await asyncio.wrap_future(added)
+            response = await asyncio.wrap_future(outcome)
+        except asyncio.CancelledError:
+            self._engine.call(lambda: self._engine.scoring.remove(outcome))
+            raise
+        self._refuse_non_finite(response.logprobs)
+        return response
 
     async def _image_tensors(self, request: GenerateRequest) -> dict[str, Any] | None:
         """Return the vision tower's inputs for a request's images, or None without images.

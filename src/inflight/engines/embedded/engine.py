@@ -22,6 +22,7 @@ from inflight.engines.embedded.forwards import Forwards
 from inflight.engines.embedded.parameters import PreparedParameters, ServedParameters
 from inflight.engines.embedded.sampling_pauses import SamplingPauses
 from inflight.engines.embedded.scheduler import SequenceScheduler
+from inflight.engines.embedded.scoring import ScoringQueue
 from inflight.engines.embedded.sequences import EngineRequest, Sequence
 from inflight.engines.embedded.slots import SlotStore, token_bytes_of
 from inflight.engines.embedded.speculation import Speculation
@@ -46,7 +47,7 @@ class Engine:
     With a ``compiler`` the decode step is compiled, and all memory of keys and values is allocated in advance: each
     sequence uses as much as one of ``max_model_len``. Parameters then keep their addresses.
 
-    The methods of ``scheduler``, ``pauses`` and ``steps`` are for the engine's thread (`call`).
+    The methods of ``scheduler``, ``pauses``, ``steps`` and ``scoring`` are for the engine's thread (`call`).
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             decode=decode,
         )
+        self.scoring = ScoringQueue(model, device, self.counters)
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._closing = False
@@ -200,8 +202,8 @@ class Engine:
 
         Raises `BusyError` if there is a request, and changes nothing. Nothing may be submitted until `take_memory`.
         """
-        if requests := self.scheduler.requests:
-            raise BusyError(f"{len(requests)} requests run or wait: memory can be released once they have ended")
+        if num_requests := len(self.scheduler.requests) + len(self.scoring):
+            raise BusyError(f"{num_requests} requests run or wait: memory can be released once they have ended")
         self.scheduler.store.free()
         self.weights.move_to_host()
 
@@ -222,7 +224,10 @@ class Engine:
                 for command in commands:
                     command()
                 if self._has_work():
-                    self.steps.step()
+                    if self.scheduler.has_work():
+                        self.steps.step()
+                    if self.scoring:
+                        self.scoring.score_next(self.steps.version)
                 self.pauses.complete_drain()
         except BaseException as error:  # later callers receive it, and the server reports that it is unhealthy
             self._failure = error
@@ -237,6 +242,7 @@ class Engine:
         for command in commands:
             command()
         self.scheduler.cancel_all_without_store()
+        self.scoring.fail_all(self.failure or InflightError("the engine is closed"))
 
     def _has_work(self) -> bool:
-        return self.pauses.paused_since is None and self.scheduler.has_work()
+        return self.pauses.paused_since is None and (self.scheduler.has_work() or bool(self.scoring))

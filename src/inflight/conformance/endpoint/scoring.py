@@ -1,0 +1,258 @@
+"""Level tokens: logprobs of given tokens, which weights computed them, and refusals.
+
+Shape suffixes: N scored tokens, V vocabulary, K alternatives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from inflight.base.tasks import run_together
+from inflight.conformance.checks import check, fail, look_at, require, skip
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.reference import ReferenceWeights, chosen, distribution
+from inflight.contracts import ScoringEndpoint
+from inflight.errors import InvalidRequestError, UnsupportedError
+from inflight.wire import EndpointState, ScoreRequest, ScoreResponse
+
+LEVEL = "tokens"
+_NUM_TOKENS = 24
+_TOP_K, _NUM_CANDIDATES = 5, 3
+_NUM_UPDATES, _NUM_SCORERS = 4, 3
+
+
+@check("E-82", "model scoring", deadline_s=60)
+@look_at(
+    "which step a logprob is read from (token i is scored after the tokens before it), and whether the logits of a "
+    "prompt are divided by a temperature"
+)
+async def scores(subject: EndpointSubject) -> None:
+    """Scored logprobs, likeliest tokens and candidates are those of the reference for the same tokens, at temperature
+    1, wherever scoring starts and whatever other requests run."""
+    num_tokens = min(_NUM_TOKENS, subject.context_len - 1)
+    running = await subject.start_running(min(4, subject.capabilities.max_concurrent_sequences), max_tokens=160)
+    token_ids = subject.prompt(num_tokens, seed=21)
+    starts = sorted({1, 2, num_tokens // 2, num_tokens - 1})
+    requests = [_request(subject, token_ids, start) for start in starts]
+    requests.append(_request(subject, (token_ids[0],) * num_tokens, 1))
+    for request, response in zip(requests, await _scored(subject, requests), strict=True):
+        _require_scores(subject, subject.reference.weights, request, response, f"from token {request.start} on")
+    await asyncio.gather(*(task for _, task in running))
+
+
+@check("E-83", "updates scoring", deadline_s=60)
+@look_at("whether cached prefixes, or whole answers, are kept across an update for score requests")
+async def scores_after_an_update(subject: EndpointSubject) -> None:
+    """After an update, tokens that were scored or sampled before are scored by the new weights alone, and version spans
+    name them."""
+    token_ids = subject.prompt(min(_NUM_TOKENS, subject.context_len - 1), seed=22)
+    turns = itertools.cycle([subject.reference.perturbed("B"), subject.reference.weights])
+    policies = subject.capabilities.in_flight_policies
+    for policy, weights in zip((*policies, policies[0]), turns, strict=False):
+        await subject.generate(token_ids[:-1], max_tokens=1)
+        (_,) = await _scored(subject, [_request(subject, token_ids, 1)])
+        await subject.publisher.publish(weights, in_flight=policy)
+        for start in (1, len(token_ids) - 2):
+            request = _request(subject, token_ids, start)
+            (response,) = await _scored(subject, [request])
+            what = f"after an update under {policy}, from token {start} on"
+            _require_scores(subject, weights, request, response, what)
+            versions = {span.version for span in response.version_spans}
+            require(versions == {subject.publisher.version}, f"{what}, spans name the versions {sorted(versions)}")
+
+
+@check("E-84", "updates scoring", deadline_s=90)
+@look_at("when the version of an answer is read: it must be the one whose weights computed the logits")
+async def scores_during_updates(subject: EndpointSubject) -> None:
+    """While weights change, each score is of the version that its span names, and versions that a client sees never
+    decrease."""
+    published: dict[int, ReferenceWeights] = {subject.publisher.version: subject.reference.weights}
+    turns = [subject.reference.perturbed("B"), subject.reference.weights]
+    policy = subject.pausing_policies()[0]
+    is_over = False
+    answers: list[list[tuple[ScoreRequest, ScoreResponse]]] = [[] for _ in range(_NUM_SCORERS)]
+
+    async def score(number: int) -> None:
+        token_ids = subject.prompt(subject.context_len - 1, seed=30 + number)
+        while not is_over:
+            request = _request(subject, token_ids, len(token_ids) - 8)
+            (response,) = await _scored(subject, [request])
+            answers[number].append((request, response))
+
+    scorers = [subject.begin(score(number)) for number in range(_NUM_SCORERS)]
+    for i in range(_NUM_UPDATES):
+        num_before = sum(map(len, answers))
+        await subject.publisher.publish(turns[i % 2], in_flight=policy)
+        published[subject.publisher.version] = turns[i % 2]
+        while sum(map(len, answers)) < num_before + _NUM_SCORERS:
+            if failed := [task for task in scorers if task.done()]:
+                failed[0].result()
+            await asyncio.sleep(0.005)
+    is_over = True
+    await asyncio.gather(*scorers)
+    for number, of_one in enumerate(answers):
+        newest = 0
+        for request, response in of_one:
+            for span in response.version_spans:
+                require(span.version >= newest, f"client {number} saw version {span.version} after {newest}")
+                newest = span.version
+                if span.version not in published:
+                    fail(f"a span names version {span.version}, which was never published")
+            _require_spans(subject, published, request, response)
+    subject.note(scored=sum(map(len, answers)), versions=len(published))
+
+
+@check("E-85", "scoring")
+@look_at("where score requests are validated: before they reach the engine")
+async def refused_scores(subject: EndpointSubject) -> None:
+    """A score request that does not fit is refused with InvalidRequestError, and one that asks for more than is
+    supported with UnsupportedError; neither disturbs anything."""
+    can = subject.capabilities
+    longest = can.max_model_len
+    for token_ids, what in (
+        (subject.prompt(longest + 1), f"{longest + 1} tokens in a context of {longest}"),
+        ((1, can.vocab_size), f"token id {can.vocab_size} in a vocabulary of {can.vocab_size}"),
+    ):
+        request = _plain(subject, token_ids, 1)
+        await subject.require_raises(_endpoint(subject).score(request), InvalidRequestError, what)
+    request = _plain(subject, subject.prompt(), 1).model_copy(update={"top_k": can.max_top_k + 1})
+    refusals = (UnsupportedError, InvalidRequestError)  # the latter where no message may ask for so many
+    await subject.require_raises(_endpoint(subject).score(request), refusals, f"top_k {can.max_top_k + 1}")
+    if not can.candidates:
+        request = _plain(subject, (1, 2), 1).model_copy(update={"candidates": ((3,),)})
+        await subject.require_raises(_endpoint(subject).score(request), UnsupportedError, "candidates")
+    await subject.require_state(EndpointState.READY, "after the refusals")
+    (response,) = await _scored(subject, [_plain(subject, subject.prompt(), 1)])
+    subject.note(scored=len(response.logprobs))
+
+
+@check("E-86")
+@look_at("whether the request is answered by something other than a score")
+async def no_scores(subject: EndpointSubject) -> None:
+    """Where scoring is not supported, a score request is refused with UnsupportedError."""
+    if subject.capabilities.scoring:
+        skip("scoring is supported")
+    endpoint = subject.endpoint
+    if isinstance(endpoint, ScoringEndpoint):
+        await subject.require_raises(
+            endpoint.score(_plain(subject, subject.prompt(), 1)), UnsupportedError, "a score request"
+        )
+
+
+def _plain(subject: EndpointSubject, token_ids: Sequence[int], start: int) -> ScoreRequest:
+    return ScoreRequest(request_id=subject.request().request_id, token_ids=tuple(token_ids), start=start)
+
+
+def _request(subject: EndpointSubject, token_ids: Sequence[int], start: int) -> ScoreRequest:
+    """Return a request for everything that the endpoint supports."""
+    can, num = subject.capabilities, len(token_ids) - start
+    candidates: tuple[tuple[int, ...], ...] = ()
+    if can.candidates:
+        candidates = tuple(subject.prompt(_NUM_CANDIDATES, seed=1000 + i) for i in range(num))
+    return ScoreRequest(
+        request_id=subject.request().request_id,
+        token_ids=tuple(token_ids),
+        start=start,
+        top_k=min(_TOP_K, can.max_top_k),
+        candidates=candidates,
+    )
+
+
+def _endpoint(subject: EndpointSubject) -> ScoringEndpoint:
+    endpoint = subject.endpoint
+    if not isinstance(endpoint, ScoringEndpoint):
+        fail(f"scoring is reported as supported, but {type(endpoint).__name__} has no score")
+    return endpoint
+
+
+async def _scored(subject: EndpointSubject, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
+    responses = await run_together(*(_endpoint(subject).score(request) for request in requests))
+    for request, response in zip(requests, responses, strict=True):
+        found = (response.request_id, response.start, len(response.logprobs))
+        wanted = (request.request_id, request.start, request.num_scored)
+        require(found == wanted, f"a request with (id, start, number of tokens) {wanted} was answered with {found}")
+        for name, num in (("top_token_ids", request.top_k), ("candidate_logprobs", request.num_candidates)):
+            shape = [len(row) for row in getattr(response, name)]
+            require(shape == ([num] * request.num_scored if num else []), f"{name} has rows of the lengths {shape[:8]}")
+    return responses
+
+
+def _require_spans(
+    subject: EndpointSubject,
+    published: dict[int, ReferenceWeights],
+    request: ScoreRequest,
+    response: ScoreResponse,
+) -> None:
+    for span in response.version_spans:
+        logprobs_NV = _logprobs(subject, published[span.version], request)
+        gap = _gap(subject, logprobs_NV, request, response, span.start, span.end)
+        require(
+            gap <= subject.tolerance,
+            f"scores that name version {span.version} differ by up to {gap:.3g} from those of its weights",
+        )
+
+
+def _require_scores(
+    subject: EndpointSubject, weights: ReferenceWeights, request: ScoreRequest, response: ScoreResponse, what: str
+) -> None:
+    """Require that everything in a response is what ``weights`` give."""
+    logprobs_NV = _logprobs(subject, weights, request)
+    gap = _gap(subject, logprobs_NV, request, response)
+    subject.note(**{f"largest logprob difference, {what}": gap})
+    require(
+        gap <= subject.tolerance,
+        f"{what}, scores differ by up to {gap:.3g} from those of weights {weights.label} (tolerance "
+        f"{subject.tolerance:g})",
+    )
+    for row_V, found in zip(logprobs_NV, response.top_logprobs, strict=False):
+        best = row_V.topk(len(found)).values.tolist()
+        require(list(found) == sorted(found, reverse=True), f"{what}, the likeliest tokens are not in order: {found}")
+        worst = max(abs(a - b) for a, b in zip(found, best, strict=True))
+        require(
+            subject.is_coarse or worst <= subject.tolerance,
+            f"{what}, the {len(found)} likeliest tokens have logprobs {found}, but the reference's are {best}",
+        )
+
+
+def _logprobs(subject: EndpointSubject, weights: ReferenceWeights, request: ScoreRequest) -> torch.Tensor:
+    """Return the reference's logprobs in the place of each scored token, float64 [N, V]."""
+    ids, start = request.token_ids, request.start
+    return distribution(subject.reference.logits(weights, ids[:start], ids[start:]))
+
+
+def _gap(
+    subject: EndpointSubject,
+    logprobs_NV: torch.Tensor,
+    request: ScoreRequest,
+    response: ScoreResponse,
+    start: int = 0,
+    end: int | None = None,
+) -> float:
+    """Return the largest difference of scored tokens, likeliest tokens and candidates from the reference.
+
+    In 16 bits, alternatives are left out, and tokens that are unlikely, whose logprobs rounding alone moves.
+    """
+    part = slice(start, end)
+    scored_N = chosen(logprobs_NV, request.token_ids[request.start :])[part]
+    found_N = torch.tensor(response.logprobs, dtype=torch.float64)[part]
+    if subject.is_coarse:
+        ids = request.token_ids
+        rounded_NV = distribution(
+            subject.reference.logits(
+                subject.reference.weights, ids[: request.start], ids[request.start :], dtype=subject.capabilities.dtype
+            )
+        )
+        exact_NV = _logprobs(subject, subject.reference.weights, request)
+        errors_N = (chosen(rounded_NV, ids[request.start :]) - chosen(exact_NV, ids[request.start :]))[part]
+        kept_N = ~subject.moved_by_rounding(errors_N)
+        return subject.difference(found_N[kept_N].tolist(), scored_N[kept_N])
+    gaps = [subject.difference(found_N.tolist(), scored_N)]
+    rows = zip(logprobs_NV, response.top_token_ids, response.top_logprobs, strict=False)
+    gaps += [subject.difference(found, row_V[list(ids)]) for row_V, ids, found in itertools.islice(rows, start, end)]
+    asked = zip(logprobs_NV, request.candidates, response.candidate_logprobs, strict=False)
+    gaps += [subject.difference(found, row_V[list(ids)]) for row_V, ids, found in itertools.islice(asked, start, end)]
+    return max(gaps)
