@@ -1,11 +1,13 @@
 """Values inside one process: frozen dataclasses that all parts share.
 
 Shape suffixes: T packed tokens of one micro-batch, S its segments, M its tokens that images fill, L layers, K experts
-that compute a token in a layer. Importing this module does not load torch, which only annotations name.
+that compute a token in a layer, or tokens that are scored in its place. Importing this module does not load torch,
+which only annotations name.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -165,6 +167,9 @@ class MicroBatch:
     the same tokens, images and recorded experts up to and including them. A worker that shares prefixes computes them
     once. ``image_rows_M`` and ``image_tensors`` then have the images of a shared prefix once, at its first token. None:
     no two tokens are known to be equal"""
+    target_ids_TK: torch.Tensor | None = None
+    """int64 [T, K]: the tokens that are scored in the place of token t; logprobs are then [T, K]. They may repeat.
+    None: token t itself is scored, and logprobs are [T]"""
     routed_experts_TLK: torch.Tensor | None = None
     """int16 [T, L, K], the experts that compute token t as an input; a token with -1 is routed freely. None: all are"""
 
@@ -172,6 +177,31 @@ class MicroBatch:
     def num_tokens(self) -> int:
         """T."""
         return sum(self.segment_lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """The settings of one step of AdamW. Raises ``ValueError`` if one is out of range."""
+
+    learning_rate: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled: weights are multiplied by ``1 - learning_rate * weight_decay``."""
+    max_gradient_norm: float | None = None
+    """Gradients are scaled down to this norm over all parameters; None: never."""
+
+    def __post_init__(self) -> None:
+        for name, value, is_in_range in (
+            ("learning_rate", self.learning_rate, self.learning_rate >= 0),
+            ("betas[0]", self.betas[0], 0 <= self.betas[0] < 1),
+            ("betas[1]", self.betas[1], 0 <= self.betas[1] < 1),
+            ("eps", self.eps, self.eps >= 0),
+            ("weight_decay", self.weight_decay, self.weight_decay >= 0),
+            ("max_gradient_norm", self.max_gradient_norm, (self.max_gradient_norm or 1.0) > 0),
+        ):
+            if not (is_in_range and math.isfinite(value or 0.0)):
+                raise ValueError(f"{name} is {value}, which no step of AdamW can use")
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +329,8 @@ class EngineStats:
     """Tokens of drafts that were also drawn."""
     num_verifications: int = 0
     """Drafts. Each yielded its accepted tokens and one more."""
+    num_scored_tokens: int = 0
+    """Tokens of score requests that were scored."""
 
 
 # ---------------------------------------------------------------------------------------------------------------

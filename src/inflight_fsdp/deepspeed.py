@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from inflight.errors import ConfigError
 from inflight.model.checkpoints import stored_tensors
-from inflight.types import StepResult
+from inflight.types import AdamSettings, StepResult
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.layout import ShardedTensor
@@ -118,10 +119,10 @@ class DeepSpeedWorker(ShardedWorker):
         self._engine.optimizer.clear_backward_seen_flag()
         self._engine.backward(loss)
 
-    def _update(self) -> StepResult:
+    def _update(self, settings: AdamSettings | None) -> StepResult:
         """Let DeepSpeed step. It does not reach the boundary if it finds a gradient that is not finite."""
         self._has_gradients = False
-        self._boundary.update = super()._update
+        self._boundary.update = partial(super()._update, settings)
         self._engine.step()
         outcome = self._boundary.take_result()
         if isinstance(outcome, StepResult):
@@ -130,8 +131,8 @@ class DeepSpeedWorker(ShardedWorker):
             self._compute_with_masters()  # DeepSpeed left out its last collectives
         raise outcome or self._non_finite_error(float("inf"))
 
-    def load(self, path: Path) -> None:
-        super().load(path)
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        super().load(path, optimizer=optimizer)
         self._compute_with_masters()
 
     def _clear_gradients(self) -> None:

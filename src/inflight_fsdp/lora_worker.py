@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from inflight.contracts import MergingLoraSource, PartialWeightSource
-from inflight.types import StepResult
+from inflight.types import AdamSettings, StepResult
 from inflight.weights.encode.lora_tensors import PARTS
 from inflight.weights.receive.base_weights import BaseWeights, merge_lora
 from inflight.weights.send.merged_lora import MergedLora
@@ -62,13 +62,13 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
             self._num_forwards += 1
             return super()._compute(rows)
 
-    def step(self) -> StepResult:
-        result = super().step()
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        result = super().step(settings)
         self._num_forwards = 0
         return result
 
-    def load(self, path: Path) -> None:
-        super().load(path)
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        super().load(path, optimizer=optimizer)
         self._num_forwards = 0
 
     @torch.no_grad()

@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from inflight.errors import ConfigError
+from inflight.types import AdamSettings
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.parts import ParameterPart
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_SETTINGS = ("betas", "eps", "weight_decay")
 
 
 class ShardedAdamW:
@@ -32,6 +34,7 @@ class ShardedAdamW:
         """``adamw`` updates the parameters of these names, or this rank's parts of them, in the same order."""
         self._adamw = adamw
         (self._group,) = adamw.param_groups
+        self._own_settings = {name: self._group[name] for name in _SETTINGS}
         self._updated: dict[str, torch.Tensor] = dict(zip(names, self._group["params"], strict=True))
 
     @property
@@ -56,8 +59,19 @@ class ShardedAdamW:
         """Continue after ``num_steps`` steps, with what was read into the ``states`` that `states` returned."""
         self.set_num_steps(num_steps)
 
-    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
-        """Update the parameters in place; ``gradients`` are local shards, in the order of the parameters."""
+    def reset(self) -> None:
+        """Continue as after no step."""
+        self._adamw.state.clear()
+
+    def step(
+        self, gradients: Sequence[torch.Tensor], learning_rate: float, settings: AdamSettings | None = None
+    ) -> None:
+        """Update the parameters in place; ``gradients`` are local shards, in the order of the parameters.
+
+        ``settings`` replace the optimizer's own for this step, except for the learning rate and the clipping.
+        """
+        own = self._own_settings
+        self._group.update(own if settings is None else {name: getattr(settings, name) for name in own})
         self._allocate()
         self._step(gradients, learning_rate)
 

@@ -52,9 +52,9 @@ class Pipeline:
             hidden = None if self.is_first else _Receive.apply(anchor, self, len(row.token_ids_R))  # type: ignore[no-untyped-call]
             output = compute(row, hidden)
             outputs.append(output if self.is_last else _Send.apply(output, self))  # type: ignore[no-untyped-call]
-        num_targets = sum(len(row.places_N) for row in rows)
+        shape = (sum(len(row.places_N) for row in rows), *rows[0].targets.token_ids_N.shape[1:])
         joined = torch.cat(outputs) if self.is_last else torch.stack(outputs)
-        logprobs_N: torch.Tensor = _FromLast.apply(joined, self, num_targets)  # type: ignore[no-untyped-call]
+        logprobs_N: torch.Tensor = _FromLast.apply(joined, self, shape)  # type: ignore[no-untyped-call]
         return logprobs_N
 
     def send(self, x: torch.Tensor, stage: int) -> None:
@@ -104,9 +104,9 @@ class _FromLast(torch.autograd.Function):
     """Logprobs from the last stage to all, whose loss is the same: only the last takes its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, joined: torch.Tensor, pipeline: Pipeline, num_targets: int) -> torch.Tensor:
+    def forward(ctx: Any, joined: torch.Tensor, pipeline: Pipeline, shape: tuple[int, ...]) -> torch.Tensor:
         ctx.is_last, ctx.num_joined = pipeline.is_last, len(joined)
-        logprobs_N = joined.clone() if pipeline.is_last else torch.empty(num_targets, device=pipeline.device)
+        logprobs_N = joined.clone() if pipeline.is_last else torch.empty(shape, device=pipeline.device)
         dist.broadcast(logprobs_N, group=pipeline.group, group_src=pipeline.num_stages - 1)
         return logprobs_N
 

@@ -1,7 +1,8 @@
 """A micro-batch as the rows that a rank computes: cut into pipeline chunks and into parts of context-parallel ranks.
 
 Shape suffixes: T packed tokens, C tokens that are computed (T without those that repeat a shared prefix), R those of
-this rank, N targets that it predicts, H hidden, M tokens that images fill, L layers, K experts of a token in a layer.
+this rank, N targets that it predicts, H hidden, M tokens that images fill, L layers, K experts of a token in a layer,
+or tokens that are scored in the place of a target.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class HeadTargets:
     rows_N: torch.Tensor
     """The hidden states that predict them: those of the tokens before."""
     token_ids_N: torch.Tensor
+    """Or [N, K]: several tokens in the place of each target."""
     temperature_N: torch.Tensor
     chunk_size: int
     """Targets whose logits exist at the same time."""
@@ -37,7 +39,7 @@ class HeadTargets:
         return HeadTargets(self.rows_N[chosen], self.token_ids_N[chosen], self.temperature_N[chosen], self.chunk_size)
 
     def logprobs(self, hidden_1RH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
-        """Return the logprobs [N] under a linear head."""
+        """Return the logprobs [N], or [N, K], under a linear head."""
         return chunked_logprobs(
             hidden_1RH[0].index_select(0, self.rows_N),
             weight_VH,
@@ -146,9 +148,10 @@ def _row(
     if num_ranks > 1:
         is_mine_N = (rows_N >= mine.start) & (rows_N < mine.stop)
         rows_N, targets_N = rows_N[is_mine_N] - mine.start, targets_N[is_mine_N]
+    scored_T = token_ids_T if batch.target_ids_TK is None else batch.target_ids_TK[tokens]
     targets = HeadTargets(
         rows_N.to(device),
-        token_ids_T[targets_N].to(device),
+        scored_T[targets_N].to(device),
         batch.temperature_T[tokens][targets_N].to(device),
         chunk_size,
     )

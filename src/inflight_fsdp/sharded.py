@@ -19,12 +19,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from inflight.base.transfer_time import with_transfer_s
 from inflight.contracts import (
+    AdjustableWorker,
     BackgroundSaver,
     ImageWorker,
     ModelParallelWorker,
     PartialWeightSource,
     PrefixSharingWorker,
     ReplayingWorker,
+    TargetScoringWorker,
 )
 from inflight.errors import (
     ConfigError,
@@ -34,7 +36,7 @@ from inflight.errors import (
 )
 from inflight.model.attention import describe_segment_kernel
 from inflight.model.checkpoints import max_model_len_of
-from inflight.types import MicroBatch, StepResult, WeightBucket
+from inflight.types import AdamSettings, MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
 from inflight_fsdp.background import BackgroundSaves
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
@@ -54,7 +56,14 @@ Worker = TypeVar("Worker", bound="ShardedWorker")
 
 
 class ShardedWorker(
-    ModelParallelWorker, PartialWeightSource, BackgroundSaver, ImageWorker, PrefixSharingWorker, ReplayingWorker
+    ModelParallelWorker,
+    PartialWeightSource,
+    BackgroundSaver,
+    ImageWorker,
+    PrefixSharingWorker,
+    ReplayingWorker,
+    AdjustableWorker,
+    TargetScoringWorker,
 ):
     """One trainer rank."""
 
@@ -144,6 +153,14 @@ class ShardedWorker(
         return True
 
     @property
+    def scores_target_ids(self) -> bool:
+        return True
+
+    @property
+    def takes_step_settings(self) -> bool:
+        return True
+
+    @property
     def replays_routing(self) -> bool:
         return getattr(self._policy, "routing_shape", None) is not None
 
@@ -167,7 +184,8 @@ class ShardedWorker(
         logprobs_N = self._compute(rows)
         places_N = torch.cat([row.places_N for row in rows])
         # Without tokens the result must still depend on the parameters, hence one place more.
-        logprobs_T = logprobs_N.new_zeros(batch.num_tokens + 1).index_copy(0, places_N, logprobs_N)
+        shape = (batch.num_tokens + 1, *logprobs_N.shape[1:])
+        logprobs_T = logprobs_N.new_zeros(shape).index_copy(0, places_N, logprobs_N)
         if self._exchange is not None:
             logprobs_T = sum_over_group(logprobs_T, self._exchange.group)
         return logprobs_T[: batch.num_tokens].to(batch.token_ids_T.device)
@@ -208,13 +226,13 @@ class ShardedWorker(
         loss.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def step(self) -> StepResult:
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
         """Raise `TrainerError`, with nothing changed, if `backward` was not called since the last step."""
         if not self._has_gradients:
             raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
-        return self._update()
+        return self._update(settings)
 
-    def _update(self) -> StepResult:
+    def _update(self, settings: AdamSettings | None) -> StepResult:
         parameters = self._parameters
         by_name = {name: part.gradient for name, part in parameters.trained.items()}
         for name, group in self._summed_over.items():
@@ -224,12 +242,12 @@ class ShardedWorker(
         self._clear_gradients()
         if not math.isfinite(norm):
             raise self._non_finite_error(norm)
-        clip(gradients, norm, self._config.max_gradient_norm)
-        learning_rate = learning_rate_at(self._version, self._config)
+        clip(gradients, norm, (settings or self._config).max_gradient_norm)
+        learning_rate = learning_rate_at(self._version, self._config) if settings is None else settings.learning_rate
         self._forget_whole_parameters()
         watch = self._lost_updates if learning_rate != 0.0 else None
         before = [] if watch is None else spread_sample(parameters.owned_shards())
-        self._optimizer.step(gradients, learning_rate)
+        self._optimizer.step(gradients, learning_rate, settings)
         self._version += 1
         if watch is None:
             return StepResult(self._version, norm, learning_rate)
@@ -274,16 +292,20 @@ class ShardedWorker(
     def save_pending(self) -> bool:
         return self._saves.is_running
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
         """Every rank reads its shards from ``path``; gradients are cleared.
 
         Waits for a save in the background, which may be to ``path``; `finish_save` still reports how it ended.
         """
         self._saves.wait()
-        states = self._optimizer.states
-        version, num_steps = load_checkpoint(path, self._state(states))
-        self._optimizer.resume(states, num_steps)
-        self._version = version
+        if optimizer:
+            states = self._optimizer.states
+            self._version, num_steps = load_checkpoint(path, self._state(states))
+            self._optimizer.resume(states, num_steps)
+        else:
+            load_checkpoint(path, self._state({}))
+            self._optimizer.reset()
+            self._version = 0
         self._clear_gradients()
         self._forget_whole_parameters()
 

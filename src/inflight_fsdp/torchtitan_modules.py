@@ -85,7 +85,7 @@ class LogprobHead(Linear):  # type: ignore[misc]
         group = self.weight.device_mesh.get_group()
         mine = torch.arange(len(targets.rows_N), device=weight_VD.device)[group.rank() :: group.size()]
         logprobs_N = targets.some(mine).logprobs(hidden_1LD, weight_VD, None)
-        return sum_over_group(logprobs_N.new_zeros(len(targets.rows_N)).index_copy(0, mine, logprobs_N), group)
+        return sum_over_group(logprobs_N.new_zeros(targets.token_ids_N.shape).index_copy(0, mine, logprobs_N), group)
 
 
 class SegmentAttention(Module):  # type: ignore[misc]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from inflight.contracts import WorkerKind
 from inflight.errors import CheckpointError, NonFiniteError
-from inflight.types import MicroBatch, StepResult, WeightBucket
+from inflight.types import AdamSettings, MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.lora_worker import FsdpLoraWorker
@@ -718,6 +718,75 @@ class Mutant:
     hangs: bool = False
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# Given targets
+
+
+class FirstTargetOnly(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        if batch.target_ids_TK is not None:
+            batch = replace(batch, target_ids_TK=batch.target_ids_TK[:, :1].expand_as(batch.target_ids_TK))
+        return super().forward(batch)
+
+
+class FirstTargetLearns(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        logprobs = super().forward(batch)
+        if batch.target_ids_TK is None:
+            return logprobs
+        return torch.cat([logprobs[:, :1], logprobs[:, 1:].detach()], dim=1)
+
+
+class TargetsIgnored(FsdpWorker):
+    @property
+    def scores_target_ids(self) -> bool:
+        return False
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(replace(batch, target_ids_TK=None))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Settings of a step
+
+
+class RateOnly(FsdpWorker):
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        if settings is not None:
+            own = self._config
+            settings = replace(settings, betas=own.betas, eps=own.eps, weight_decay=own.weight_decay)
+        return super().step(settings)
+
+
+class ClipsAsConfigured(FsdpWorker):
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        if settings is not None:
+            settings = replace(settings, max_gradient_norm=self._config.max_gradient_norm)
+        return super().step(settings)
+
+
+class KeepsMoments(FsdpWorker):
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        super().load(path)
+        self._version = self._version if optimizer else 0
+
+
+class KeepsTheVersion(FsdpWorker):
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        version = self._version
+        super().load(path, optimizer=optimizer)
+        self._version = self._version if optimizer else version
+
+
+class SettingsIgnored(FsdpWorker):
+    @property
+    def takes_step_settings(self) -> bool:
+        return False
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        return super().step()
+
+
 MUTANTS = {
     "version_of_one": Mutant(VersionOfOne, "W-01", "a new worker is at version 1"),
     "specs_with_barrier": Mutant(SpecsWithBarrier, "W-02", "specs wait for all ranks", num_ranks=2, hangs=True),
@@ -745,6 +814,14 @@ MUTANTS = {
     "constant_for_nothing": Mutant(ConstantForNothing, "W-14", "a batch without targets gives a constant"),
     "norm_after_clipping": Mutant(NormAfterClipping, "W-15", "the gradient norm is that after clipping"),
     "tied_head_detached": Mutant(TiedHeadDetached, "W-16", "a tied head gives the embedding no gradient"),
+    "first_target_only": Mutant(FirstTargetOnly, "W-66", "only the first of the given tokens is scored"),
+    "first_target_learns": Mutant(FirstTargetLearns, "W-66", "only the first of the given tokens has a gradient"),
+    "targets_ignored": Mutant(TargetsIgnored, "W-67", "target ids are ignored where they are not supported"),
+    "rate_only": Mutant(RateOnly, "W-63", "of the settings of a step, only the learning rate counts"),
+    "clips_as_configured": Mutant(ClipsAsConfigured, "W-63", "gradients are clipped as the worker is configured"),
+    "keeps_moments": Mutant(KeepsMoments, "W-64", "weights are loaded with the optimizer's state"),
+    "keeps_the_version": Mutant(KeepsTheVersion, "W-64", "loading weights alone keeps the version"),
+    "settings_ignored": Mutant(SettingsIgnored, "W-65", "settings are ignored where they are not supported"),
     "micro_batch_mean": Mutant(MicroBatchMean, "W-17", "gradients are averaged over micro-batches"),
     "rank_mean": Mutant(RankMean, "W-18", "gradients are averaged over ranks", num_ranks=2),
     "busy_ranks_only": Mutant(BusyRanksOnly, "W-19", "gradients are weighted by the ranks with targets", num_ranks=2),

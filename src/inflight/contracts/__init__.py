@@ -11,6 +11,7 @@ from inflight.contracts.endpoint import (
     DraftingEndpoint,
     InferenceEndpoint,
     ReleasingEndpoint,
+    ScoringEndpoint,
     StreamingEndpoint,
 )
 from inflight.contracts.engine_kind import (
@@ -34,6 +35,7 @@ from inflight.contracts.policies import (
     StalenessPolicy,
 )
 from inflight.contracts.trainer import (
+    AdjustableWorker,
     BackgroundSaver,
     DataRanks,
     ImageWorker,
@@ -44,6 +46,7 @@ from inflight.contracts.trainer import (
     PartialWeightSource,
     PrefixSharingWorker,
     ReplayingWorker,
+    TargetScoringWorker,
     TrainerWorker,
     TrainingLoad,
     WeightSource,
@@ -52,6 +55,7 @@ from inflight.contracts.trainer import (
 )
 from inflight.contracts.transport import (
     ReceivesAhead,
+    ReservesMemory,
     SendsFromDevice,
     Transport,
     WeightReceiver,
@@ -62,6 +66,7 @@ __all__ = [
     "DEFAULT_MAX_CONCURRENT",
     "EMBEDDED",
     "AbortingEndpoint",
+    "AdjustableWorker",
     "BackgroundSaver",
     "BatchComposer",
     "Conversation",
@@ -86,10 +91,13 @@ __all__ = [
     "ReceivesAhead",
     "ReleasingEndpoint",
     "ReplayingWorker",
+    "ReservesMemory",
     "Scheduler",
+    "ScoringEndpoint",
     "SendsFromDevice",
     "StalenessPolicy",
     "StreamingEndpoint",
+    "TargetScoringWorker",
     "Task",
     "TrainerWorker",
     "TrainingLoad",

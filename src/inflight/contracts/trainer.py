@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
-from inflight.types import MicroBatch, StepResult, WeightBucket
+from inflight.types import AdamSettings, MicroBatch, StepResult, WeightBucket
 from inflight.wire import (
     BucketSpec,
     LoraSpec,
@@ -106,8 +106,10 @@ class TrainerWorker(WeightSource, Protocol):
         """
 
     @abstractmethod
-    def step(self) -> StepResult:
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
         """Clip, update the parameters, advance the schedule, clear gradients; ``version`` grows by one.
+
+        ``settings`` replace the worker's own for this step, including its schedule; see `AdjustableWorker`.
 
         Raises `NonFiniteError` on every rank if the gradient norm is not finite, or overflows: gradients are cleared,
         and parameters, optimizer, schedule and version are unchanged. Raises `TrainerError` if there is no
@@ -122,8 +124,11 @@ class TrainerWorker(WeightSource, Protocol):
         """
 
     @abstractmethod
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
         """Load a checkpoint that `save` wrote, on any number of ranks, and discard all accumulated gradients.
+
+        Without ``optimizer``, only the weights are loaded, as if the worker had been created with them: its version is
+        0, and its optimizer has taken no step; see `AdjustableWorker`.
 
         Raises `CheckpointError`, with nothing loaded.
         """
@@ -174,6 +179,32 @@ class PrefixSharingWorker(Protocol):
 
         Logprobs and gradients are those of separate segments: the gradient of a shared token is the sum of those of
         its segments. If not, a run neither sends such ids nor fills micro-batches by them.
+        """
+
+
+@runtime_checkable
+class AdjustableWorker(Protocol):
+    """A `TrainerWorker` whose optimizer another program controls. A worker without this method has its own settings."""
+
+    @property
+    @abstractmethod
+    def takes_step_settings(self) -> bool:
+        """Return whether `TrainerWorker.step` accepts settings, and `TrainerWorker.load` weights without the optimizer.
+
+        If not, both raise `UnsupportedError` for them.
+        """
+
+
+@runtime_checkable
+class TargetScoringWorker(Protocol):
+    """A `TrainerWorker` that scores any tokens. A worker without this method scores the packed tokens themselves."""
+
+    @property
+    @abstractmethod
+    def scores_target_ids(self) -> bool:
+        """Return whether `TrainerWorker.forward` accepts `MicroBatch.target_ids_TK`, for which it returns [T, K].
+
+        If not, `forward` raises `UnsupportedError` for them.
         """
 
 

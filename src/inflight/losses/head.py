@@ -4,7 +4,8 @@ Logits are computed in tiles of some targets by part of the vocabulary, in the f
 passes, for any loss). `one_pass` computes the logits of a few targets once and differentiates at once, for losses that
 allow it. `inflight.losses.products` decides how tiles are multiplied.
 
-Shape suffixes: N targets, C targets of one tile, H hidden, V vocabulary, W the tile's part of it.
+Shape suffixes: N targets, C targets of one tile, K tokens scored of each, H hidden, V vocabulary, W the tile's part of
+it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def chunked_logprobs(
 ) -> torch.Tensor:
     """Return log softmax((hidden weight^T + bias) / temperature) at the targets, [N], differentiable once.
 
+    Targets [N, K] are K tokens of each distribution, which may repeat; the result is [N, K].
+
     Computed in float32, or in float64 if the hidden states are float64, with autocast or without. On NVIDIA GPUs
     bfloat16 inputs are multiplied unchanged, with float32 sums, to the same accuracy. Logits of at most
     ``chunk_size`` targets and ``vocab_chunk_size`` tokens exist at a time; the backward computes them again, only for
@@ -47,8 +50,10 @@ def chunked_logprobs(
     ``kept`` tokens, a temperature is not above 0 and finite, or a chunk is smaller than 1. A second derivative raises
     `UnsupportedError`.
     """
-    check_arguments(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size, vocab_chunk_size)
+    sizes = chunk_size, vocab_chunk_size
+    check_arguments(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, *sizes, several=kept is None)
     check_kept(kept, targets_N, len(weight_VH))
+    # The result must not be a view: FSDP2 refuses to hook one.
     return _Head.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_NH,
         weight_VH,
@@ -56,8 +61,7 @@ def chunked_logprobs(
         targets_N,
         temperature_N,
         kept,
-        chunk_size,
-        vocab_chunk_size,
+        *sizes,
         False,
         is_narrow(hidden_NH, weight_VH),
     )[0]
@@ -143,16 +147,17 @@ class _Head(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
         dtype = dtype_of(hidden_NH)
-        largest_N = torch.full(targets_N.shape, torch.finfo(dtype).min, dtype=dtype, device=hidden_NH.device)
+        targets_NK = _per_row(targets_N)
+        largest_N = torch.full(targets_NK.shape[:1], torch.finfo(dtype).min, dtype=dtype, device=hidden_NH.device)
         total_N, weighted_N = torch.zeros_like(largest_N), torch.zeros_like(largest_N)
-        target_logits_N = torch.full_like(largest_N, -torch.inf)
+        target_logits_NK = torch.full(targets_NK.shape, -torch.inf, dtype=dtype, device=hidden_NH.device)
         tiles = Tiles(hidden_NH, weight_VH, bias_V, temperature_N, kept, chunk_size, vocab_chunk_size, narrow)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for columns, weight_WH in tiles.columns():
                 for rows, logits_CW in tiles.logits(columns, weight_WH):
-                    is_here_C, column_C1 = columns_of(targets_N[rows], columns)
-                    found_C = logits_CW.gather(1, column_C1).squeeze(1)
-                    target_logits_N[rows] = torch.where(is_here_C, found_C, target_logits_N[rows])
+                    is_here_CK, column_CK = columns_of(targets_NK[rows], columns)
+                    found_CK = logits_CW.gather(1, column_CK)
+                    target_logits_NK[rows] = torch.where(is_here_CK, found_CK, target_logits_NK[rows])
                     before_C = largest_N[rows].clone()
                     shift_C = torch.maximum(before_C, logits_CW.amax(1))
                     # Sums so far are relative to the largest logit so far.
@@ -170,24 +175,26 @@ class _Head(torch.autograd.Function):
                         total_N[rows] += logits_CW.exp_().sum(1)
                     largest_N[rows] = shift_C
         normaliser_N = largest_N + total_N.log()
-        logprobs_N = target_logits_N - normaliser_N
+        logprobs_NK = target_logits_NK.sub_(normaliser_N.unsqueeze(1))
         # Entropy: log of the sum minus the mean logit, both relative to the largest.
         entropy_N = total_N.log() - weighted_N / total_N if with_entropy else None
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N, entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_NK, temperature_N, normaliser_N, entropy_N)
         ctx.kept, ctx.sizes, ctx.narrow = kept, (chunk_size, vocab_chunk_size), narrow
-        return logprobs_N, entropy_N
+        return logprobs_NK if targets_N.dim() == 2 else logprobs_NK[:, 0].clone(), entropy_N
 
     @staticmethod
     @only_once
     def backward(
         ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, targets_NK, temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = normaliser_N.dtype
         if grad_logprobs_N is None:
-            grad_logprobs_N = torch.zeros_like(normaliser_N)
-        active_N = grad_logprobs_N != 0
+            grad_logprobs_NK = torch.zeros(targets_NK.shape, dtype=dtype, device=hidden_NH.device)
+        else:
+            grad_logprobs_NK = _per_row(grad_logprobs_N)
+        active_N = (grad_logprobs_NK != 0).any(1)
         if grad_entropy_N is not None:
             active_N |= grad_entropy_N != 0
         # From here on N counts only targets with a gradient. Reading their number is the only GPU synchronisation.
@@ -197,10 +204,11 @@ class _Head(torch.autograd.Function):
         def select(values_N: torch.Tensor) -> torch.Tensor:
             return values_N if everything else values_N[rows_N]
 
-        targets_N, normaliser_N = select(targets_N), select(normaliser_N)
+        targets_NK, normaliser_N = select(targets_NK), select(normaliser_N)
         # Gradients of the logits before the division by the temperature.
         inverse_N = 1 / select(temperature_N).to(dtype)
-        gradient_N = select(grad_logprobs_N).to(dtype) * inverse_N
+        gradient_NK = select(grad_logprobs_NK).to(dtype) * inverse_N.unsqueeze(1)
+        gradient_N = gradient_NK.sum(1)
         weight_N = None
         if grad_entropy_N is not None:
             weight_N, entropy_N = select(grad_entropy_N).to(dtype) * inverse_N, select(entropy_N)
@@ -227,8 +235,8 @@ class _Head(torch.autograd.Function):
                         pull_CW = logprobs_CW.nan_to_num_(neginf=0.0).add_(entropy_N[rows].unsqueeze(1))
                         pull_CW.mul_(weight_N[rows].unsqueeze(1)).add_(gradient_N[rows].unsqueeze(1))
                         pull_CW.mul_(probabilities_CW).neg_()
-                    is_here_C, column_C1 = columns_of(targets_N[rows], columns)
-                    pull_CW.scatter_add_(1, column_C1, torch.where(is_here_C, gradient_N[rows], 0.0).unsqueeze(1))
+                    is_here_CK, column_CK = columns_of(targets_NK[rows], columns)
+                    pull_CW.scatter_add_(1, column_CK, torch.where(is_here_CK, gradient_NK[rows], 0.0))
                     if grad_bias_V is not None:
                         grad_bias_V[columns] += pull_CW.sum(0)
                     grad_rows_CH = None if pulled_NH is None else pulled_NH[rows]
@@ -243,6 +251,11 @@ class _Head(torch.autograd.Function):
                 grad_hidden_NH = everyone_NH.index_copy_(0, rows_N, grad_hidden_NH)
         narrow_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
         return grad_hidden_NH, grad_weight_VH, narrow_bias_V, *[None] * 7
+
+
+def _per_row(values_N: torch.Tensor) -> torch.Tensor:
+    """Return [N] or [N, K] values as [N, K]."""
+    return values_N if values_N.dim() == 2 else values_N.unsqueeze(1)
 
 
 def _pull(

@@ -35,15 +35,20 @@ def check_arguments(
     temperature_N: torch.Tensor,
     bias_V: torch.Tensor | None,
     *chunk_sizes: int,
+    several: bool = False,
 ) -> None:
-    """Raise `InvalidRequestError` unless shapes, dtypes, devices, targets, temperatures and chunk sizes fit."""
+    """Raise `InvalidRequestError` unless shapes, dtypes, devices, targets, temperatures and chunk sizes fit.
+
+    ``several`` allows targets [N, K].
+    """
     named = {"hidden": hidden_NH, "weight": weight_VH, "targets": targets_N, "temperature": temperature_N}
     shapes = [list(tensor.shape) for tensor in named.values()]
     rows = shapes[0][:1]
-    if len(shapes[0]) != 2 or shapes[1][1:] != shapes[0][1:] or shapes[2] != rows or shapes[3] != rows:
+    fits_N = shapes[2][:1] == rows and 1 <= len(shapes[2]) <= 1 + several and shapes[3] == rows
+    if len(shapes[0]) != 2 or shapes[1][1:] != shapes[0][1:] or not fits_N:
         raise InvalidRequestError(
             f"hidden {shapes[0]}, weight {shapes[1]}, targets {shapes[2]} and temperature {shapes[3]} do not fit: "
-            "they must be [N, H], [V, H], [N] and [N]"
+            f"they must be [N, H], [V, H], [N]{' or [N, K]' if several else ''} and [N]"
         )
     if bias_V is not None:
         named["bias"] = bias_V
@@ -64,13 +69,13 @@ def check_arguments(
     inverse_N = 1 / temperature_N.to(dtype_of(hidden_NH))
     is_outside_N = (targets_N < 0) | (targets_N >= len(weight_VH))
     is_unusable_N = ~((inverse_N > 0) & inverse_N.isfinite())
-    if not (is_outside_N | is_unusable_N).any():  # one test, because it synchronises with a GPU
+    if not (is_outside_N.any() | is_unusable_N.any()):  # one test, because it synchronises with a GPU
         return
     if is_outside_N.any():
-        first = int(is_outside_N.nonzero()[0])
+        first = int(is_outside_N.nonzero()[0, 0])
         raise InvalidRequestError(
-            f"target {first} is token {int(targets_N[first])}, but the vocabulary has {len(weight_VH)}: select "
-            "hidden states, targets and temperatures at the same positions"
+            f"target {first} is token {int(targets_N[is_outside_N][0])}, but the vocabulary has {len(weight_VH)}: "
+            "select hidden states, targets and temperatures at the same positions"
         )
     first = int(is_unusable_N.nonzero()[0])
     raise InvalidRequestError(

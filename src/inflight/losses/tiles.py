@@ -1,6 +1,7 @@
 """The logits of the head, tile by tile: some targets by part of the vocabulary.
 
-Shape suffixes: N targets, C targets of one tile, H hidden, V vocabulary, W the tile's part of it.
+Shape suffixes: N targets, C targets of one tile, K tokens scored of each, H hidden, V vocabulary, W the tile's part of
+it.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ class Tiles:
         torch.mm(hidden_CH * inverse_C1 if self._is_scaled else hidden_CH, weight_WH.t(), out=logits_CW)
 
 
-def columns_of(targets_C: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def columns_of(targets_CK: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which targets lie in a part of the vocabulary, and a column of it for each, which is theirs if they do.
 
     Avoids the indices of those that do, because reading their number would synchronise with a GPU.
     """
-    is_here_C = (targets_C >= columns.start) & (targets_C < columns.stop)
-    return is_here_C, (targets_C - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)
+    is_here_CK = (targets_CK >= columns.start) & (targets_CK < columns.stop)
+    return is_here_CK, (targets_CK - columns.start).clamp(0, columns.stop - columns.start - 1)

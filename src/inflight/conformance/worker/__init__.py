@@ -13,7 +13,8 @@ from inflight.conformance.worker import (
     memory,
     packing,
     routing,
+    settings,
     steps,
 )
 
-CHECKS = checks_in(discovery, forward, packing, routing, gradients, steps, gather, memory, checkpoint, lora)
+CHECKS = checks_in(discovery, forward, packing, routing, gradients, steps, settings, gather, memory, checkpoint, lora)

@@ -68,8 +68,13 @@ def segment_rows(lengths: Sequence[int]) -> list[slice]:
 
 
 def loss_of(logprobs_T: torch.Tensor, batch: MicroBatch, scale: float = 1.0) -> torch.Tensor:
-    """Return the sum over the targets, each with its own weight."""
-    weighted_T = logprobs_T * batch.advantages_T.to(logprobs_T.device)
+    """Return the sum over the targets, each with its own weight; logprobs [T, K] count 1, 2, ... times as much."""
+    advantages_T = batch.advantages_T.to(logprobs_T.device)
+    if logprobs_T.dim() == 2:
+        logprobs_T = logprobs_T @ torch.arange(1, logprobs_T.shape[1] + 1, device=logprobs_T.device).to(
+            logprobs_T.dtype
+        )
+    weighted_T = logprobs_T * advantages_T
     return -scale * weighted_T[batch.loss_mask_T.to(logprobs_T.device)].sum()
 
 

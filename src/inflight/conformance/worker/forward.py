@@ -1,6 +1,6 @@
 """Checks of `forward`: the logprobs of one segment.
 
-Shape suffixes: T packed tokens.
+Shape suffixes: T packed tokens, K tokens scored in the place of a token.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.worker.batches import every_target, loss_of, make_batch
 from inflight.conformance.worker.reference import ReferenceModel
+from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
+from inflight.contracts import TargetScoringWorker
+from inflight.errors import UnsupportedError
 from inflight.types import MicroBatch
 
 LEVEL = "forward"
@@ -100,6 +103,52 @@ def logprobs_are_differentiable(subject: WorkerSubject) -> None:
     norm = worker.step().gradient_norm
     subject.note(gradient_norm=norm)
     require(norm > 0, f"the gradient norm of a loss of the logprobs is {norm}")
+
+
+@check("W-66")
+@look_at(
+    "whether the normaliser is computed once for all tokens that are scored in one place, and their gradients are added"
+)
+def given_targets(subject: WorkerSubject) -> None:
+    """Where a worker scores target ids, logprobs [T, K] and their gradient are those that transformers computes for
+    these tokens in the place of the packed ones, even if some are equal."""
+    worker, reference = subject.create(), ReferenceModel(subject.model())
+    if not (isinstance(worker, TargetScoringWorker) and worker.scores_target_ids):
+        skip("scores_target_ids is not supported")
+    batches = [_with_targets(make_batch((19, 1, 8), seed=70 + share)) for share in range(subject.data_size)]
+    batch = batches[subject.data_rank]
+    logprobs_TK = worker.forward(batch)
+    expected_TK = reference.logprobs(batch).detach()
+    shape = list(logprobs_TK.shape)
+    subject.require_on_all_ranks(
+        shape == list(expected_TK.shape), f"logprobs are {shape}, not {list(expected_TK.shape)}"
+    )
+    difference = _largest(logprobs_TK.detach().double() - expected_TK)
+    subject.note(largest_difference=difference)
+    words = f"logprobs of given tokens differ by up to {difference:.2e} nats"
+    subject.require_on_all_ranks(difference <= subject.tolerance.logprob, words)
+    worker.backward(loss_of(logprobs_TK, batch))
+    subject.compare_norm(worker, reference.gradient_norm(batches), "of given tokens")
+
+
+@check("W-67", look_at="whether a worker that scores only the packed tokens checks for target ids")
+def unsupported_targets_are_refused(subject: WorkerSubject) -> None:
+    """A worker that does not score target ids refuses a micro-batch with them with UnsupportedError."""
+    worker = subject.create()
+    if isinstance(worker, TargetScoringWorker) and worker.scores_target_ids:
+        skip("scores_target_ids is supported")
+    error = error_of(lambda: worker.forward(_with_targets(make_batch((19,), seed=70))))
+    subject.note(error=words_of(error))
+    is_refused = isinstance(error, UnsupportedError)
+    subject.require_on_all_ranks(is_refused, f"target ids raise {words_of(error)}, not UnsupportedError")
+
+
+def _with_targets(batch: MicroBatch) -> MicroBatch:
+    """Return a batch with random tokens to score in every place, of which the last two are equal."""
+    random = torch.Generator().manual_seed(batch.num_tokens)
+    ids_TK = torch.randint(VOCAB_SIZE, (batch.num_tokens, 4), generator=random)
+    ids_TK[:, 3] = ids_TK[:, 2]
+    return replace(batch, target_ids_TK=ids_TK)
 
 
 def _compare(subject: WorkerSubject, batch: MicroBatch, *, tied: bool, found: torch.Tensor | None = None) -> None:

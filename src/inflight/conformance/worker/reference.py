@@ -1,6 +1,6 @@
 """Reference numbers for a worker: transformers' forward, one segment at a time, and autograd, in float64.
 
-Shape suffixes: T packed tokens, V vocabulary.
+Shape suffixes: T packed tokens, V vocabulary, K tokens scored in the place of a token.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 
 from inflight.conformance.checks import require
 from inflight.conformance.worker.batches import loss_of, segment_rows
-from inflight.model.checkpoints import load_causal_lm
-from inflight.types import FREE_EXPERT, MicroBatch
+from inflight.model.checkpoints import load_causal_lm, stored_names
+from inflight.types import FREE_EXPERT, AdamSettings, MicroBatch
 from inflight.weights.encode.lora_tensors import lora_names
 from inflight.wire import LoraSpec
 
@@ -80,16 +80,19 @@ class ReferenceModel:
             self._model = load_causal_lm(Path(made), attention="sdpa", dtype="float64").eval()
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """Return float64 [T]: logprobs of the targets, 0.0 elsewhere; differentiable."""
-        parts = [torch.zeros(0, dtype=torch.float64)]
+        """Return float64 [T], or [T, K] of target ids: logprobs of the targets, 0.0 elsewhere; differentiable."""
+        scored_TK = batch.token_ids_T[:, None] if batch.target_ids_TK is None else batch.target_ids_TK
+        nothing_1K = torch.zeros(1, scored_TK.shape[1], dtype=torch.float64)
+        parts = [nothing_1K[:0]]
         for rows in segment_rows(batch.segment_lengths):
             tokens_T, temperature_T = batch.token_ids_T[rows], batch.temperature_T[rows]
             images = _images_in(batch, rows)
             with self._replaying(batch, rows):
                 logits_TV = self._model(input_ids=tokens_T[None], use_cache=False, **images).logits[0]
             logprobs_TV = torch.log_softmax(logits_TV[:-1] / temperature_T[1:, None].double(), dim=-1)
-            parts += [torch.zeros(1, dtype=torch.float64), logprobs_TV.gather(1, tokens_T[1:, None])[:, 0]]
-        return torch.where(batch.loss_mask_T, torch.cat(parts), 0.0)
+            parts += [nothing_1K, logprobs_TV.gather(1, scored_TK[rows][1:])]
+        logprobs_TK = torch.where(batch.loss_mask_T[:, None], torch.cat(parts), 0.0)
+        return logprobs_TK[:, 0] if batch.target_ids_TK is None else logprobs_TK
 
     @contextlib.contextmanager
     def _replaying(self, batch: MicroBatch, rows: slice) -> Iterator[None]:
@@ -111,6 +114,33 @@ class ReferenceModel:
     def largest_gradient(self, batches: Sequence[MicroBatch]) -> float:
         """Return the largest absolute value in that gradient."""
         return max(float(g.abs().max()) for g in self._gradients(batches, 1.0))
+
+    def take_steps(self, batches: Sequence[Sequence[MicroBatch]], settings: Sequence[AdamSettings]) -> None:
+        """Take a step of AdamW over each group of batches, with its own settings.
+
+        Decoupled weight decay and bias correction as in Loshchilov and Hutter 2019, algorithm 2.
+        """
+        parameters = dict(self._model.named_parameters())
+        first = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        second = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        for number, (of_step, it) in enumerate(zip(batches, settings, strict=True), 1):
+            norm = math.sqrt(sum(float(g.square().sum()) for g in self._gradients(of_step, 1.0)))
+            factor = 1.0 if it.max_gradient_norm is None else min(1.0, it.max_gradient_norm / norm)
+            with torch.no_grad():
+                for name, p in parameters.items():
+                    gradient = factor * p.grad
+                    first[name] = it.betas[0] * first[name] + (1 - it.betas[0]) * gradient
+                    second[name] = it.betas[1] * second[name] + (1 - it.betas[1]) * gradient**2
+                    mean = first[name] / (1 - it.betas[0] ** number)
+                    deviation = (second[name] / (1 - it.betas[1] ** number)).sqrt()
+                    p.mul_(1 - it.learning_rate * it.weight_decay)
+                    p.sub_(it.learning_rate * mean / (deviation + it.eps))
+
+    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return the weights with these checkpoint names."""
+        own = stored_names(self._model)
+        stored = {own[name]: p.detach() for name, p in self._model.named_parameters()}
+        return {name: stored[name] for name in names}
 
     def _gradients(self, batches: Sequence[MicroBatch], scale: float) -> list[torch.Tensor]:
         self._model.zero_grad()

@@ -1,0 +1,114 @@
+"""Checks of settings that come with each step, and of loading weights without the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from inflight.conformance.checks import check, look_at, require, skip
+from inflight.conformance.worker.batches import accumulate, make_batch
+from inflight.conformance.worker.gathering import compare_changes, differing, gathered
+from inflight.conformance.worker.reference import ReferenceModel
+from inflight.conformance.worker.refusals import error_of, words_of
+from inflight.conformance.worker.subject import WorkerSubject
+from inflight.contracts import AdjustableWorker, TrainerWorker
+from inflight.errors import UnsupportedError
+from inflight.types import AdamSettings, MicroBatch, StepResult
+
+LEVEL = "step"
+_SETTINGS = (
+    AdamSettings(learning_rate=3e-2, betas=(0.9, 0.95), eps=1e-2),
+    AdamSettings(learning_rate=1e-2, betas=(0.5, 0.8), eps=1e-3, weight_decay=0.5, max_gradient_norm=0.5),
+    AdamSettings(learning_rate=5e-2, betas=(0.8, 0.999), eps=3e-2, max_gradient_norm=1e6),
+    AdamSettings(learning_rate=2e-2, betas=(0.9, 0.9), eps=1e-2, weight_decay=0.1),
+)
+"""Every setting changes; epsilons are large, because Adam divides by them where gradients are small."""
+
+
+@check("W-63", deadline_s=40)
+@look_at("settings that are read once, when the optimizer is made; a clip, decay or schedule of the worker's own")
+def steps_take_settings(subject: WorkerSubject) -> None:
+    """Where a worker takes settings with each step, a step uses those alone: the weights are those of AdamW in float64
+    with the same settings."""
+    worker = subject.create()
+    if not _is_adjustable(worker):
+        skip("takes_step_settings is not supported")
+    batches = [_batches(subject, step) for step in range(len(_SETTINGS))]
+    start = gathered(worker)
+    results = [_step(subject, worker, of_step, it) for of_step, it in zip(batches, _SETTINGS, strict=True)]
+    rates = [result.learning_rate for result in results]
+    subject.note(learning_rates=rates, gradient_norms=[result.gradient_norm for result in results])
+    wanted = [settings.learning_rate for settings in _SETTINGS]
+    require(rates == wanted, f"steps with the learning rates {wanted} report {rates}")
+    found = gathered(worker)
+    if subject.rank == 0:
+        reference = ReferenceModel(subject.model())
+        reference.take_steps(batches, _SETTINGS)
+        what = f"{len(_SETTINGS)} steps whose settings change, compared with AdamW in float64"
+        compare_changes(subject, start, reference.weights(start), found, what)
+
+
+@check("W-64", deadline_s=40)
+@look_at("moments and the count of steps that a load leaves in the optimizer; the schedule's position")
+def weights_load_without_the_optimizer(subject: WorkerSubject) -> None:
+    """Where a worker takes settings with each step, load(optimizer=False) loads the weights alone: the version is 0,
+    and later steps are those of a new worker with these weights."""
+    worker, path = subject.create(), subject.fresh_path("weights-only")
+    if not _is_adjustable(worker):
+        skip("takes_step_settings is not supported")
+    for step in (0, 1):
+        _step(subject, worker, _batches(subject, step), _SETTINGS[0])
+    worker.save(path)
+    saved, batches = gathered(worker), _batches(subject, 3)
+    _step(subject, worker, _batches(subject, 2), _SETTINGS[1])
+    expected: dict[str, torch.Tensor] = {}
+    if subject.rank == 0:
+        reference = ReferenceModel(subject.model())
+        reference.put(saved)
+        reference.take_steps([batches], _SETTINGS[1:2])
+        expected = reference.weights(saved)
+    for name, other in {"the worker that continued": worker, "a new worker": subject.create()}.items():
+        other.load(path, optimizer=False)
+        changed, version = differing(saved, gathered(other)), other.version
+        words = f"{name} is at version {version}, and these tensors differ from the saved ones: {changed[:5]}"
+        subject.require_on_all_ranks(version == 0 and not changed, words)
+        _step(subject, other, batches, _SETTINGS[1])
+        found = gathered(other)
+        if subject.rank == 0:
+            what = f"the first step of {name} after loading weights alone, compared with AdamW in float64"
+            compare_changes(subject, saved, expected, found, what)
+
+
+@check("W-65", look_at="an argument that is ignored")
+def settings_are_refused(subject: WorkerSubject) -> None:
+    """A worker that does not take settings with each step refuses them with UnsupportedError, and changes nothing."""
+    worker = subject.create()
+    if _is_adjustable(worker):
+        skip("takes_step_settings is supported")
+    before = gathered(worker)
+    accumulate(worker, [_batches(subject, 0)[subject.data_rank]])
+    error = error_of(lambda: worker.step(_SETTINGS[0]))
+    subject.note(error=words_of(error))
+    is_refused = isinstance(error, UnsupportedError | TypeError)
+    changed = differing(before, gathered(worker))
+    subject.require_on_all_ranks(
+        is_refused and not changed,
+        f"a step with settings raises {words_of(error)}, not UnsupportedError, or changes tensors: {changed[:5]}",
+    )
+
+
+def _is_adjustable(worker: TrainerWorker) -> bool:
+    return isinstance(worker, AdjustableWorker) and worker.takes_step_settings
+
+
+def _batches(subject: WorkerSubject, step: int) -> list[MicroBatch]:
+    """Return one batch for each share of the data."""
+    return [make_batch((14, 8), seed=700 + 10 * step + share) for share in range(subject.data_size)]
+
+
+def _step(
+    subject: WorkerSubject, worker: TrainerWorker, batches: Sequence[MicroBatch], settings: AdamSettings
+) -> StepResult:
+    accumulate(worker, [batches[subject.data_rank]])
+    return worker.step(settings)
