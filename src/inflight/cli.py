@@ -37,6 +37,7 @@ COMMANDS = {
     "trace": Command("trace", "export a run's events for a trace viewer or an OpenTelemetry collector"),
     "proxy": Command("proxy", "serve an OpenAI-compatible API that records the episodes of agents"),
     "relay": Command("relay", "mirror the newest stored weights of a run for the servers on this host"),
+    "tinker": Command("tinker", "serve Tinker's training API with any trainer and engine"),
     "dialect": Command("dialect", "expose running servers through another codebase's inference protocol"),
     "plan": Command("plan", "simulate configurations of a run and print the best trade-offs"),
     "bench": Command("bench", "measure weight publishes and token times on this machine"),

@@ -55,3 +55,14 @@ def test_unknown_words_are_refused_with_the_status_of_wrong_usage(
         main(words)
     assert ended.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "extra"),
+    [(["check", "worker", "a:b"], "rich", "conformance"), (["tinker", "model"], "google.protobuf", "tinker")],
+)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(words: list[str], package: str, extra: str) -> None:
+    code = "import sys; sys.modules[sys.argv[1]] = None; from inflight.cli import main; sys.exit(main(sys.argv[2:]))"
+    answer = subprocess.run([sys.executable, "-c", code, package, *words], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 1
+    assert f"{package} is not installed; pip install 'inflight[{extra}]'" in answer.stderr

@@ -173,6 +173,7 @@ PUBLIC_NAMES = {
     "inflight.observe.trackers": ["Reporting", "TrackedRun", "Tracker", "load_trackers"],
     "inflight.contracts": [
         "AbortingEndpoint",
+        "AdjustableWorker",
         "BackgroundSaver",
         "BatchComposer",
         "Conversation",
@@ -199,10 +200,13 @@ PUBLIC_NAMES = {
         "ReceivesAhead",
         "ReleasingEndpoint",
         "ReplayingWorker",
+        "ReservesMemory",
         "Scheduler",
+        "ScoringEndpoint",
         "SendsFromDevice",
         "StalenessPolicy",
         "StreamingEndpoint",
+        "TargetScoringWorker",
         "Task",
         "TrainerWorker",
         "TrainingLoad",
@@ -252,6 +256,7 @@ PUBLIC_NAMES = {
         "Items",
         "LoraSpec",
         "MAX_ABORTED",
+        "MAX_ALTERNATIVES",
         "MAX_IMAGES",
         "MAX_IMAGES_LENGTH",
         "Manifest",
@@ -268,6 +273,8 @@ PUBLIC_NAMES = {
         "RoutedExperts",
         "RunId",
         "SamplingParams",
+        "ScoreRequest",
+        "ScoreResponse",
         "Seconds",
         "Seed",
         "StopString",
@@ -355,6 +362,7 @@ TORCH_FREE = (
 TORCH_ON_USE = (
     "engines/embedded",
     "dialects/pipelinerl",
+    "dialects/tinker",
     "model/images.py",
     "commands",
     "cli.py",
@@ -555,7 +563,7 @@ def test_torch_is_imported_only_where_it_is_needed() -> None:
     loaded = [
         f"{found.file.relative_to(SRC)} imports {found.module}"
         for found in imports
-        if not found.on_use and not is_in(found.file, ("engines/embedded", "dialects/pipelinerl"))
+        if not found.on_use and not is_in(found.file, ("engines/embedded", "dialects/pipelinerl", "dialects/tinker"))
     ]
     assert loaded == []
     used = [

@@ -28,10 +28,14 @@ def load_settings(kind: type[S], path: Path, what: str, overrides: Sequence[str]
     Raises `ConfigError`, which describes the file as ``what`` and names every invalid key and its value, and for an
     unknown key the nearest known one. Relative paths start from the current directory.
     """
-    values = read_toml(path, what)
+    return check_settings(kind, with_overrides(read_toml(path, what), overrides), f"{what} {str(path)!r}")
+
+
+def with_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values with overrides as in `load_settings`. Raises `ConfigError` for one without a value."""
     for key, value in _pairs(overrides):
         _set(values, key, value)
-    return check_settings(kind, values, f"{what} {str(path)!r}")
+    return values
 
 
 def check_settings(kind: type[S], values: Mapping[str, Any], what: str) -> S:

@@ -13,7 +13,7 @@ from inflight.base.extensions import check_reference
 from inflight.base.json_files import check_writable
 from inflight.base.transport_registry import find_transport
 from inflight.commands import check_fleet, check_parity
-from inflight.commands.shared import add_deadline_scale, require_positive
+from inflight.commands.shared import add_deadline_scale, packages_of_extra, require_positive
 from inflight.conformance.arguments import add_endpoint_arguments, endpoint_of, worker_factory
 from inflight.conformance.checks import Check, select
 from inflight.conformance.compare import compare, comparison_text
@@ -193,16 +193,12 @@ def _compare(old: Path, new: Path) -> int:
 
 
 def _load_checks(kind: str) -> Sequence[Check]:
-    try:
+    with packages_of_extra("conformance"):
         import rich  # noqa: F401 - imported first, so that no check has run if it is missing
 
         from inflight.conformance.child import checks_of
 
         return checks_of(kind)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "inflight":
-            raise
-        raise ConfigError(f"{error.name} is not installed; pip install 'inflight[conformance]'") from error
 
 
 def _num_ranks(given: int | None) -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import math
+import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from inflight.errors import ConfigError
@@ -51,12 +55,31 @@ def require_positive(arguments: argparse.Namespace, *names: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be a number above 0, not {value:g}")
 
 
-def event_of_signals() -> asyncio.Event:
-    """Return an event that SIGINT and SIGTERM set from now on, in the running loop."""
-    stopping = asyncio.Event()
+@contextlib.contextmanager
+def packages_of_extra(extra: str) -> Iterator[None]:
+    """Turn the failure to import a package of another project into `ConfigError`, which names the extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "inflight":
+            raise
+        raise ConfigError(f"{error.name} is not installed; pip install 'inflight[{extra}]'") from error
+
+
+def event_of_signals(*, or_end_of_input: bool = False) -> asyncio.Event:
+    """Return an event that SIGINT, SIGTERM and, if asked, the end of standard input set, in the running loop."""
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stopping.set)
+    if or_end_of_input:
+        threading.Thread(target=_wait_for_end, args=(loop, stopping), daemon=True).start()
     return stopping
+
+
+def _wait_for_end(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    loop.call_soon_threadsafe(stopping.set)
 
 
 def collect_garbage_rarely() -> None:

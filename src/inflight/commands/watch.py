@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import secrets
 import socket
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -55,9 +53,7 @@ async def _serve(
     """Serve until SIGINT or SIGTERM or, with --exit-with-stdin, the end of standard input."""
     from inflight.http.listening import InLoopServer
 
-    loop, stopping = asyncio.get_running_loop(), event_of_signals()
-    if exit_with_stdin:
-        threading.Thread(target=_wait_for_end, args=(loop, stopping), daemon=True).start()
+    stopping = event_of_signals(or_end_of_input=exit_with_stdin)
     server = InLoopServer(app, listener)
     try:
         url = await server.started()
@@ -66,9 +62,3 @@ async def _serve(
     finally:
         closing.set()
         await server.aclose()
-
-
-def _wait_for_end(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    loop.call_soon_threadsafe(stopping.set)

@@ -8,7 +8,7 @@ import functools
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,19 +22,25 @@ from inflight.run.machines.processes import NUM_LINES, STOP_S, Rank, start_ranks
 from inflight.run.machines.time_limits import TimeLimits, time_limits
 from inflight.run.ranks.channel import encode
 from inflight.run.ranks.messages import (
+    Accumulated,
     Done,
     Failed,
     FinishSave,
+    Load,
     Members,
     Message,
+    OptimizerStep,
+    PublishAs,
     PublishPresent,
     RankAnswer,
     Ready,
     Save,
     Start,
     StatusMessage,
+    Stepped,
     Trained,
 )
+from inflight.types import AdamSettings
 from inflight.weights.transports.private_directory import memory_directory, remove_left_behind
 
 A = TypeVar("A", bound=RankAnswer)
@@ -67,6 +73,8 @@ class TrainerGroup:
     ranks: Sequence[Rank] = ()
     data_ranks: Sequence[int] = ()
     """The share of each step's data that each rank computes, once the model is loaded."""
+    ready: Ready | None = None
+    """Rank 0's answer once the model is loaded."""
     shares_prefixes: bool = False
     """Whether all ranks compute common prefixes once; known once the model is loaded."""
 
@@ -109,6 +117,7 @@ class TrainerGroup:
         timeout_s = self.config.run.start_timeout_s + self.limits.publish_s
         answers = await self._ask([encode(start)] * len(self.ranks), Ready, timeout_s)
         self.data_ranks = [answer.data_rank for answer in answers]
+        self.ready = answers[0]
         self.shares_prefixes = all(answer.shares_prefixes for answer in answers)
         return answers[0]
 
@@ -190,7 +199,36 @@ class TrainerGroup:
         for answer in answers:
             for text in answer.notes:
                 self._note_once(text)
+        for answer in answers:
+            if answer.refusal is not None:
+                raise error_from_code(*answer.refusal)
         return answers
+
+    # ------------------------------------------------------------------------------- training that others control
+
+    async def accumulate(self, frames: Sequence[bytes]) -> list[Accumulated]:
+        """Accumulate the gradient of the frame of each share; return the answer of each share's first rank."""
+        answers = await self._ask([frames[share] for share in self.data_ranks], Accumulated, self.limits.step_s)
+        return [answers[self.data_ranks.index(share)] for share in range(self.num_shares)]
+
+    async def step(self, settings: AdamSettings) -> Stepped:
+        """Take an optimizer step with these settings.
+
+        Raises `TrainerError` and `NonFiniteError` as `TrainerWorker.step` does, after which training continues.
+        """
+        frame = encode(OptimizerStep(settings=asdict(settings)))
+        return (await self._ask([frame] * len(self.ranks), Stepped, self.limits.step_s))[0]
+
+    async def load(self, path: Path, *, optimizer: bool) -> None:
+        """Load a checkpoint. Raises `CheckpointError`, with nothing loaded."""
+        await self._ask_alike(Load(path=path, optimizer=optimizer), self.limits.save_s)
+
+    async def publish_as(self, urls: Sequence[str], version: int, *, regroup: bool) -> None:
+        """Publish the current weights to servers under this version.
+
+        Raises `PublishError` if one of them did not apply it; the ranks may be asked again.
+        """
+        await self._ask_alike(PublishAs(urls=tuple(urls), version=version, regroup=regroup), self.limits.step_s)
 
 
 # ------------------------------------------------------------------------------------------ one request to all ranks

@@ -83,6 +83,45 @@ class Train(Message):
     """Whether the answer includes the trainer logprobs."""
 
 
+class Accumulate(Message):
+    """Compute a loss of Tinker's API on the micro-batches sent along, and accumulate its gradient.
+
+    Answered by `Accumulated`. Tensors named ``inputs.I.NAME`` are the loss inputs of micro-batch I.
+    """
+
+    type: Literal["accumulate"] = "accumulate"
+    segment_lengths: tuple[tuple[int, ...], ...]
+    loss_fn: str
+    settings: dict[str, float]
+    forward_only: bool
+    """Whether gradients stay unchanged."""
+
+
+class OptimizerStep(Message):
+    """Take one optimizer step with these settings of `AdamSettings`. Answered by `Stepped`, which may be a refusal."""
+
+    type: Literal["optimizer_step"] = "optimizer_step"
+    settings: dict[str, Any]
+
+
+class Load(Message):
+    """Load a checkpoint. Answered by `Done`, which may be a refusal."""
+
+    type: Literal["load"] = "load"
+    path: Path
+    optimizer: bool
+
+
+class PublishAs(Message):
+    """Publish the current weights to some servers, under a version of the caller's choice. Answered by `Done`."""
+
+    type: Literal["publish_as"] = "publish_as"
+    urls: tuple[str, ...]
+    version: int
+    regroup: bool
+    """Whether another publisher may have taken over the servers since the last publish."""
+
+
 class PublishPresent(Message):
     """Publish the current version, for the first time or again. Answered by `Done`."""
 
@@ -103,7 +142,10 @@ class FinishSave(Message):
     type: Literal["finish_save"] = "finish_save"
 
 
-Request = Annotated[Start | Train | PublishPresent | Save | FinishSave, Field(discriminator="type")]
+Request = Annotated[
+    Start | Train | Accumulate | OptimizerStep | Load | PublishAs | PublishPresent | Save | FinishSave,
+    Field(discriminator="type"),
+]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -208,6 +250,8 @@ class RankAnswer(Message):
     """Version whose checkpoint this rank has completed since the last answer."""
     notes: tuple[str, ...] = ()
     """Messages for the user since the last answer: warnings of lost precision, and log messages of the worker."""
+    refusal: tuple[str, str] | None = None
+    """Code and message of an error that every rank raised and that changed nothing: the ranks may be asked again."""
 
 
 class Done(RankAnswer):
@@ -224,6 +268,28 @@ class Ready(RankAnswer):
     """The share of each step's data that the rank computes; several ranks may compute one together."""
     shares_prefixes: bool
     """Whether the worker is a `PrefixSharingWorker` that does."""
+    takes_step_settings: bool = False
+    """Whether the worker is an `AdjustableWorker` that does."""
+    scores_target_ids: bool = False
+    """Whether the worker is a `TargetScoringWorker` that does."""
+
+
+class Accumulated(RankAnswer):
+    """A loss was computed on all micro-batches, and its gradient accumulated if that was asked."""
+
+    type: Literal["accumulated"] = "accumulated"
+    loss: float
+    """Sum over the rank's micro-batches."""
+    logprobs: tuple[Floats, ...]
+    """Of each micro-batch [T * K], 0.0 where there is no target."""
+
+
+class Stepped(RankAnswer):
+    """An optimizer step is complete, unless it is a refusal."""
+
+    type: Literal["stepped"] = "stepped"
+    gradient_norm: float = 0.0
+    learning_rate: float = 0.0
 
 
 class Trained(RankAnswer):
@@ -241,7 +307,9 @@ class Trained(RankAnswer):
     requested."""
 
 
-Reply = Annotated[Here | StatusMessage | Failed | Done | Ready | Trained, Field(discriminator="type")]
+Reply = Annotated[
+    Here | StatusMessage | Failed | Done | Ready | Accumulated | Stepped | Trained, Field(discriminator="type")
+]
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -24,11 +24,13 @@ import torch.distributed as dist
 from inflight.base.progress import report_log_records
 from inflight.base.worker_kinds import load_worker_kind
 from inflight.contracts import (
+    AdjustableWorker,
     BackgroundSaver,
     ImageWorker,
     LoraSource,
     PrefixSharingWorker,
     ReplayingWorker,
+    TargetScoringWorker,
     TrainerWorker,
 )
 from inflight.contracts.trainer import data_ranks_of
@@ -39,12 +41,17 @@ from inflight.losses import LossOutput, LossPlan, Metric, Metrics, PolicyLoss, a
 from inflight.run.machines.time_limits import time_limits
 from inflight.run.ranks.channel import WorkerChannel
 from inflight.run.ranks.handshake import RUN_VARIABLE, meet_run, set_collective_interface
+from inflight.run.ranks.hosted import HostedRank
 from inflight.run.ranks.messages import (
+    Accumulate,
     Done,
     Failed,
     FinishSave,
     Here,
+    Load,
     Members,
+    OptimizerStep,
+    PublishAs,
     PublishPresent,
     PublishResult,
     RankAnswer,
@@ -133,6 +140,7 @@ class TrainerRank:
         if start.checkpoint is not None:
             self._begin(f"loading {start.checkpoint}")
             self._worker.load(start.checkpoint)
+        self._hosted = HostedRank(self._worker, start, limits.publish_s, begin)
         self._shares_memory = config.servers.release_memory
         self._updates = updates_of(config)
         self._publishing: Publishing | None = None
@@ -143,6 +151,7 @@ class TrainerRank:
         self._publishing = self._updates.publishing(start, limits.publish_s)
 
     def close(self) -> None:
+        self._hosted.close()
         if self._publishing is not None:
             self._publishing.close()
 
@@ -159,12 +168,17 @@ class TrainerRank:
             case Start():  # the model is loaded already
                 data_rank = data_ranks_of(self._worker).rank
                 published = None if request.members is None else self._publish(request.members)
+                worker = self._worker
                 return Ready(
                     version=version,
                     published=published,
                     data_rank=data_rank,
-                    shares_prefixes=isinstance(self._worker, PrefixSharingWorker) and self._worker.shares_prefixes,
+                    shares_prefixes=isinstance(worker, PrefixSharingWorker) and worker.shares_prefixes,
+                    takes_step_settings=isinstance(worker, AdjustableWorker) and worker.takes_step_settings,
+                    scores_target_ids=isinstance(worker, TargetScoringWorker) and worker.scores_target_ids,
                 )
+            case Accumulate() | OptimizerStep() | Load() | PublishAs():
+                return self._hosted.answer(request, tensors)
             case PublishPresent():
                 return Done(version=version, published=self._publish(request.members))
             case Train():

@@ -1,0 +1,294 @@
+"""The routes of Tinker's API, as release 0.38 of its SDK calls them."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import pydantic
+import zstandard
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from inflight.dialects.tinker import requests as wire
+from inflight.dialects.tinker.futures import FailedCall, GoneError
+from inflight.dialects.tinker.protobuf import CONTENT_TYPE
+from inflight.dialects.tinker.service import NotFoundError, TinkerService
+from inflight.errors import InflightError
+from inflight.http.bodies import message_of
+from inflight.http.receiving import content_of
+
+API = "/api/v1"
+KEY_PREFIX = "tml-"
+"""The SDK sends only keys that begin with it, so the key of a server is ``tml-TOKEN``."""
+MAX_BODY_BYTES = 1 << 20
+"""Of requests without tokens."""
+MAX_DATA_BYTES = 256 << 20
+"""Of a ``forward_backward``; the SDK is told to split larger ones."""
+_CHUNK_BYTES = 64 << 20
+_TOKEN_BYTES = 64
+"""Longest JSON of a prompt token with the tokens that are scored in its place, for each of them."""
+_MAX_TARGETS = 32
+
+Body = TypeVar("Body", bound=pydantic.BaseModel)
+Handler = Callable[[Request], Awaitable[Response]]
+CLIENT_CONFIG = {
+    "parallel_fwdbwd_chunks": False,
+    "proto_compress_fwdbwd": False,
+    "fwdbwd_max_chunk_len": 1 << 16,
+    "fwdbwd_max_chunk_bytes_count": _CHUNK_BYTES,
+    "sample_join_sampling_session": True,
+}
+"""The flags of the SDK that this server sets."""
+
+
+def create_app(service: TinkerService, *, token: str) -> Starlette:
+    """Return the application. Every route but ``/healthz`` needs the key ``tml-TOKEN``."""
+    if not token:
+        raise ValueError("create_app needs a token: training is never open to everybody")
+
+    async def body_of(request: Request, kind: type[Body], max_bytes: int = MAX_BODY_BYTES) -> tuple[Body, bytes]:
+        content = await content_of(request, max_bytes)
+        try:
+            return await message_of(kind, content), content
+        except ValueError as error:
+            raise _RefusedError(422, f"{request.url.path} cannot use this body: {error}") from error
+
+    async def client_config(request: Request) -> Response:
+        return JSONResponse(CLIENT_CONFIG)
+
+    async def dynamic_config(request: Request) -> Response:
+        return JSONResponse(
+            {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
+        )
+
+    async def telemetry(request: Request) -> Response:
+        await content_of(request, 16 << 20)
+        return JSONResponse({"status": "accepted"})
+
+    async def create_session(request: Request) -> Response:
+        await body_of(request, wire.CreateSession)
+        return JSONResponse({"session_id": service.create_session(), "type": "create_session"})
+
+    async def heartbeat(request: Request) -> Response:
+        asked, _ = await body_of(request, wire.OfSession)
+        if not service.heartbeat(asked.session_id):
+            raise _RefusedError(410, f"session {asked.session_id!r} has finished")
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish_session(request: Request) -> Response:
+        await service.finish_session(request.path_params["session_id"])
+        return JSONResponse({"type": "finish_session"})
+
+    async def create_model(request: Request) -> Response:
+        asked, _ = await body_of(request, wire.CreateModel)
+        return _future(service.create_model(asked))
+
+    async def get_info(request: Request) -> Response:
+        asked, _ = await body_of(request, wire.OfModel)
+        return JSONResponse(service.info(asked.model_id))
+
+    async def forward_backward(request: Request) -> Response:
+        content = await content_of(request, MAX_DATA_BYTES)
+        if request.headers.get("content-encoding") == "zstd":
+            content = _decompressed(content)
+        return _future(*service.forward_backward(content))
+
+    async def optim_step(request: Request) -> Response:
+        asked, content = await body_of(request, wire.OptimStep)
+        return _future(service.optim_step(asked, content), asked.model_id)
+
+    async def save_weights(request: Request) -> Response:
+        asked, content = await body_of(request, wire.SaveWeights)
+        return _future(service.save_weights(asked, content), asked.model_id)
+
+    async def save_for_sampler(request: Request) -> Response:
+        asked, content = await body_of(request, wire.SaveWeightsForSampler)
+        return _future(service.save_for_sampler(asked, content), asked.model_id)
+
+    async def load_weights(request: Request) -> Response:
+        asked, content = await body_of(request, wire.LoadWeights)
+        return _future(service.load_weights(asked, content), asked.model_id)
+
+    async def create_sampler(request: Request) -> Response:
+        asked, _ = await body_of(request, wire.CreateSamplingSession)
+        return JSONResponse({"sampling_session_id": service.create_sampler(asked), "type": "create_sampling_session"})
+
+    async def sampler_info(request: Request) -> Response:
+        return JSONResponse(service.sampler_info(request.path_params["sampler_id"]))
+
+    async def sample(request: Request) -> Response:
+        max_bytes = MAX_BODY_BYTES + _TOKEN_BYTES * (1 + _MAX_TARGETS) * service.backend.max_model_len
+        asked, _ = await body_of(request, wire.Sample, max_bytes)
+        request_id, sequence_ids = service.sample(asked)
+        return JSONResponse({"request_id": request_id, "sample_sequence_ids": sequence_ids})
+
+    async def retrieve_future(request: Request) -> Response:
+        asked, _ = await body_of(request, wire.RetrieveFuture)
+        try:
+            outcome = await service.futures.retrieve(asked.request_id)
+        except GoneError as error:
+            raise _RefusedError(410, f"there is no future {error}; the server may have been restarted") from error
+        if outcome is None:
+            return JSONResponse({"type": "try_again", "request_id": asked.request_id, "queue_state": "active"})
+        if isinstance(outcome, FailedCall):
+            return JSONResponse({"error": outcome.error, "category": outcome.category})
+        if isinstance(outcome, bytes):
+            return Response(outcome, media_type=CONTENT_TYPE)
+        return JSONResponse(outcome)
+
+    async def sequence(request: Request) -> Response:
+        return JSONResponse({"version_spans": service.spans(request.path_params["sequence_id"])})
+
+    async def capabilities(request: Request) -> Response:
+        backend = service.backend
+        model = {
+            "model_name": backend.model_name,
+            "max_context_length": backend.max_model_len,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return JSONResponse({"supported_models": [model]})
+
+    async def healthz(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def training_runs(request: Request) -> Response:
+        return JSONResponse(_page(request, "training_runs", service.training_runs()))
+
+    async def training_run(request: Request) -> Response:
+        return JSONResponse(service.training_run(request.path_params["model_id"]))
+
+    async def checkpoints(request: Request) -> Response:
+        model_id = request.path_params["model_id"]
+        service.training_run(model_id)
+        return JSONResponse({"checkpoints": [it.as_json() for it in service.store.of_model(model_id)]})
+
+    async def all_checkpoints(request: Request) -> Response:
+        found = [it.as_json() for model_id in service.store.model_ids() for it in service.store.of_model(model_id)]
+        found.sort(key=lambda it: str(it["time"]), reverse=True)
+        return JSONResponse(_page(request, "checkpoints", found))
+
+    async def checkpoint(request: Request) -> Response:
+        found = service.store.find("tinker://{model_id}/{kind}/{name}".format(**request.path_params))
+        if request.method == "DELETE":
+            service.store.delete(found)
+            return Response(status_code=204)
+        asked, _ = await body_of(request, wire.SetTtl)
+        service.store.set_ttl(found, asked.ttl_seconds)
+        return JSONResponse({"type": "ttl"})
+
+    async def weights_info(request: Request) -> Response:
+        asked, _ = await body_of(request, wire.WeightsInfo)
+        facts = service.store.find(asked.tinker_path).facts
+        is_lora = facts.lora_rank > 0
+        parts = dict.fromkeys(("train_mlp", "train_attn"), True) | {"train_unembed": not is_lora}
+        rank = {"lora_rank": facts.lora_rank} if is_lora else {}
+        return JSONResponse({"base_model": facts.base_model, "is_lora": is_lora, **rank, **parts})
+
+    run, checkpoint_path = "/training_runs/{model_id}", "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+    handlers: list[tuple[str, str, Handler]] = [
+        ("POST", "/client/config", client_config),
+        ("POST", "/client/dynamic_config", dynamic_config),
+        ("POST", "/telemetry", telemetry),
+        ("POST", "/create_session", create_session),
+        ("POST", "/session_heartbeat", heartbeat),
+        ("POST", "/sessions/{session_id}/finish", finish_session),
+        ("POST", "/create_model", create_model),
+        ("POST", "/get_info", get_info),
+        ("POST", "/forward_backward", forward_backward),
+        ("POST", "/optim_step", optim_step),
+        ("POST", "/save_weights", save_weights),
+        ("POST", "/save_weights_for_sampler", save_for_sampler),
+        ("POST", "/load_weights", load_weights),
+        ("POST", "/create_sampling_session", create_sampler),
+        ("GET", "/samplers/{sampler_id}", sampler_info),
+        ("POST", "/asample", sample),
+        ("POST", "/retrieve_future", retrieve_future),
+        ("GET", "/inflight/sequences/{sequence_id}", sequence),
+        ("GET", "/get_server_capabilities", capabilities),
+        ("GET", "/training_runs", training_runs),
+        ("GET", run, training_run),
+        ("GET", f"{run}/checkpoints", checkpoints),
+        ("GET", "/checkpoints", all_checkpoints),
+        ("DELETE", checkpoint_path, checkpoint),
+        ("PUT", f"{checkpoint_path}/ttl", checkpoint),
+        ("POST", "/weights_info", weights_info),
+    ]
+    routes = [Route(API + path, _guarded(handle, token), methods=[method]) for method, path, handle in handlers]
+    routes.append(Route(f"{API}/healthz", healthz, methods=["GET"]))
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
+    app.router.redirect_slashes = False
+    return app
+
+
+class _RefusedError(Exception):
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+def _guarded(handle: Handler, token: str) -> Handler:
+    """Return a handler that checks the key before it reads the body, and answers errors as JSON.
+
+    The SDK repeats a call after the statuses 408, 409, 429 and from 500 on, and gives up after any other.
+    """
+
+    async def guarded(request: Request) -> Response:
+        given = request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode(), f"{KEY_PREFIX}{token}".encode()):
+            what = "wrong" if given else "missing"
+            return _refusal(401, f"the header X-API-Key is {what}: it must be {KEY_PREFIX} and the server's token")
+        try:
+            return await handle(request)
+        except _RefusedError as error:
+            return _refusal(error.status, str(error))
+        except NotFoundError as error:
+            return _refusal(404, str(error))
+        except InflightError as error:
+            return _refusal(400, str(error))
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    return guarded
+
+
+def _refusal(status: int, detail: str) -> Response:
+    return JSONResponse({"detail": detail}, status_code=status)
+
+
+async def _unknown_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
+
+def _future(request_id: str, model_id: str | None = None) -> Response:
+    return JSONResponse({"request_id": request_id} | ({} if model_id is None else {"model_id": model_id}))
+
+
+def _page(request: Request, name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a part of a list, as ``limit`` and ``offset`` of the query ask."""
+    try:
+        limit, offset = (int(request.query_params.get(key, default)) for key, default in (("limit", 20), ("offset", 0)))
+    except ValueError:
+        raise _RefusedError(422, "limit and offset must be whole numbers") from None
+    if not (0 <= limit <= 10_000 and offset >= 0):
+        raise _RefusedError(422, "limit must be from 0 to 10000, and offset at least 0")
+    return {
+        name: found[offset : offset + limit],
+        "cursor": {"offset": offset, "limit": limit, "total_count": len(found)},
+    }
+
+
+def _decompressed(content: bytes) -> bytes:
+    try:
+        size = zstandard.frame_content_size(content)
+        if not 0 <= size <= MAX_DATA_BYTES:
+            raise _RefusedError(413, f"the body decompresses to {size} bytes; at most {MAX_DATA_BYTES} are read")
+        return zstandard.ZstdDecompressor().decompress(content)
+    except zstandard.ZstdError as error:
+        raise _RefusedError(400, f"the body cannot be decompressed: {error}") from error

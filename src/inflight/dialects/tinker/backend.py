@@ -1,0 +1,126 @@
+"""What the server of Tinker's API needs from trainers and inference servers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from inflight.contracts import InferenceEndpoint
+from inflight.dialects.tinker.data import Array, Datum
+from inflight.types import AdamSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """The result of a forward, with or without a backward."""
+
+    logprobs: list[Array]
+    """Of each datum, float32 [N] or [N, K]."""
+    loss: float
+    """Sum over all data."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseWeights:
+    """The weights that the server was started with."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The weights of a checkpoint."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingWeights:
+    """The newest published weights of a model in training."""
+
+    model_id: str
+
+
+Weights = BaseWeights | StoredWeights | TrainingWeights
+"""The weights that a sampling session asks for."""
+
+
+class Training(Protocol):
+    """One model in training. Calls come one at a time; each may raise an `InflightError`.
+
+    After `WorkerDiedError` the model has ended, and every call raises it.
+    """
+
+    @abstractmethod
+    async def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, settings: Mapping[str, float], *, forward_only: bool
+    ) -> ForwardResult:
+        """Compute a loss, and accumulate its gradient unless ``forward_only``."""
+
+    @abstractmethod
+    async def step(self, settings: AdamSettings) -> Mapping[str, float]:
+        """Take an optimizer step, and return its metrics."""
+
+    @abstractmethod
+    async def save(self, path: Path) -> None:
+        """Write a checkpoint of weights and optimizer."""
+
+    @abstractmethod
+    async def load(self, path: Path, *, optimizer: bool) -> None:
+        """Load a checkpoint, with the optimizer's state or without."""
+
+    @abstractmethod
+    async def publish(self) -> int:
+        """Update the servers that serve this model; running generations continue. Return the version.
+
+        Versions increase over all models of the server, so that a span names one model's weights.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End the ranks."""
+
+
+class Backend(Protocol):
+    """Trainers and inference servers of one base model."""
+
+    @property
+    @abstractmethod
+    def model_name(self) -> str:
+        """Return the name under which clients ask for the base model."""
+
+    @property
+    @abstractmethod
+    def model_dir(self) -> Path:
+        """Return the directory of the base model."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Return the number of token ids."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Return the context, in tokens, of the servers."""
+
+    @property
+    @abstractmethod
+    def max_models(self) -> int:
+        """Return how many models can be in training at a time."""
+
+    @abstractmethod
+    async def create(self, model_id: str, rank: int, seed: int | None) -> Training:
+        """Start the ranks of a new model: a LoRA of this rank, or all weights at rank 0.
+
+        Raises an `InflightError` if the trainer cannot train it.
+        """
+
+    @abstractmethod
+    def sampling_from(self, weights: Weights) -> AbstractAsyncContextManager[InferenceEndpoint]:
+        """Return a context in which the endpoint serves these weights, waiting until one does.
+
+        Raises an `InflightError` if none can.
+        """

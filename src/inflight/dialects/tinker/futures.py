@@ -1,0 +1,100 @@
+"""Futures: results of calls that a client retrieves later, once or again, because an answer may be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight.base.tasks import TaskOwner
+from inflight.errors import InflightError, InvalidRequestError, UnsupportedError
+
+Result = dict[str, Any] | bytes
+"""JSON, or a protobuf message."""
+HOLD_S = 30.0
+"""How long a retrieval waits for a result. The SDK abandons one after 45 s, and repeats at once one that is pending."""
+KEPT_AFTER_RETRIEVAL_S = 120.0
+"""How long a result is kept once it was retrieved: the answer may have been lost."""
+KEPT_S = 3600.0
+"""How long a result is kept that nobody retrieves."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCall:
+    """A call that failed for good. ``category`` states who caused it: ``user`` or ``server``."""
+
+    error: str
+    category: str
+
+    @classmethod
+    def of(cls, error: Exception) -> FailedCall:
+        """Return the failure of a call that raised ``error``."""
+        by_user = isinstance(error, InvalidRequestError | UnsupportedError)
+        text = str(error) if isinstance(error, InflightError) else f"{type(error).__name__}: {error}"
+        return cls(text, "user" if by_user else "server")
+
+
+class GoneError(Exception):
+    """No future has this id: its result was retrieved long ago, or the server has been restarted."""
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    outcome: Result | FailedCall | None = None
+    removal: asyncio.TimerHandle | None = None
+
+
+class Futures:
+    """The futures of a server. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._tasks = TaskOwner()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def start(self, call: Callable[[], Awaitable[Result]]) -> str:
+        """Run a call in the background, and return the id of its future."""
+        request_id = uuid.uuid4().hex
+        entry = self._entries[request_id] = _Entry()
+
+        async def run() -> None:
+            try:
+                entry.outcome = await call()
+            except Exception as error:  # the client receives any failure
+                entry.outcome = FailedCall.of(error)
+            entry.done.set()
+            self._remove_after(request_id, entry, KEPT_S)
+
+        self._tasks.start(run())
+        return request_id
+
+    async def retrieve(self, request_id: str, hold_s: float = HOLD_S) -> Result | FailedCall | None:
+        """Return the outcome of a call, or None if it has none after ``hold_s``. Raises `GoneError`."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            raise GoneError(request_id)
+        try:
+            async with asyncio.timeout(hold_s):
+                await entry.done.wait()
+        except TimeoutError:
+            return None
+        self._remove_after(request_id, entry, KEPT_AFTER_RETRIEVAL_S)
+        return entry.outcome
+
+    def _remove_after(self, request_id: str, entry: _Entry, seconds: float) -> None:
+        if entry.removal is not None:
+            entry.removal.cancel()
+        entry.removal = asyncio.get_running_loop().call_later(seconds, self._entries.pop, request_id, None)
+
+    async def aclose(self) -> None:
+        """Cancel the calls that run, and forget all results."""
+        await self._tasks.aclose(0.0)
+        for entry in self._entries.values():
+            if entry.removal is not None:
+                entry.removal.cancel()
+        self._entries.clear()

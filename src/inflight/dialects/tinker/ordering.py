@@ -1,0 +1,85 @@
+"""Calls of one model, executed in the order of their numbers, whatever the order in which they arrive.
+
+The SDK numbers the calls of a model 1, 2, 3, ... without gaps, sends the first part of a large call last, and repeats a
+call whose answer was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from inflight.dialects.tinker.futures import Futures, Result
+from inflight.errors import DeadlineError, InvalidRequestError
+
+WAIT_S = 600.0
+"""How long a call waits for the call before it to arrive."""
+NUM_REMEMBERED = 4096
+"""Calls before the newest one that are remembered, so that a repeated one is recognised."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    request_id: str = ""
+    digest: bytes = b""
+
+
+class OrderedCalls:
+    """The calls of one model. Belongs to one event loop."""
+
+    def __init__(self, futures: Futures) -> None:
+        self._futures = futures
+        self._calls: dict[int, _Call] = {}
+        self._num_forgotten = 0
+
+    def submit(self, seq_id: int, content: bytes, execute: Callable[[], Awaitable[Result]]) -> str:
+        """Execute a call after the one before it; return the id of its future, the same for a repeated call.
+
+        Raises `InvalidRequestError` if another call had this number.
+        """
+        if seq_id <= self._num_forgotten:
+            raise InvalidRequestError(
+                f"seq_id is {seq_id}, but calls of a model are numbered from 1, and those up to {self._num_forgotten} "
+                "are long over"
+            )
+        call, digest = self._call(seq_id), hashlib.sha256(content).digest()
+        if call.request_id:
+            if call.digest != digest:
+                raise InvalidRequestError(f"seq_id {seq_id} was used for another call")
+            return call.request_id
+        before = self._call(seq_id - 1) if seq_id > self._num_forgotten + 1 else None
+
+        async def in_turn() -> Result:
+            try:
+                if before is not None:
+                    await self._wait_for(before, seq_id)
+                return await execute()
+            finally:
+                call.ended.set()
+                self._forget_before(seq_id - NUM_REMEMBERED)
+
+        call.request_id, call.digest = self._futures.start(in_turn), digest
+        call.arrived.set()
+        return call.request_id
+
+    async def _wait_for(self, before: _Call, seq_id: int) -> None:
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await before.arrived.wait()
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"call {seq_id} was not executed: call {seq_id - 1} did not arrive within {WAIT_S:g} s"
+            ) from error
+        await before.ended.wait()
+
+    def _call(self, seq_id: int) -> _Call:
+        return self._calls.setdefault(seq_id, _Call())
+
+    def _forget_before(self, seq_id: int) -> None:
+        while self._num_forgotten < seq_id:
+            self._num_forgotten += 1
+            self._calls.pop(self._num_forgotten, None)

@@ -1,0 +1,122 @@
+"""Data of Tinker's API as micro-batches, and logprobs of micro-batches as those of the data.
+
+A datum of N tokens becomes a segment of N + 1: row i, the prediction after token i, is the target at index i + 1.
+
+Shape suffixes: T packed tokens, N tokens of a datum, K candidates of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from inflight.dialects.tinker.data import TARGETS, Array, Datum
+from inflight.dialects.tinker.losses import OPTIONAL_INPUTS, TinkerLoss
+from inflight.errors import InvalidRequestError
+from inflight.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PackedData:
+    """A micro-batch, and its loss inputs [T] or [T, K]; index 0 of each segment is no target and holds 0."""
+
+    batch: MicroBatch
+    inputs: Mapping[str, torch.Tensor]
+
+
+def check_inputs(data: Sequence[Datum], name: str, loss: TinkerLoss) -> None:
+    """Raise `InvalidRequestError` if a datum lacks an input of the loss, or has one that it does not use."""
+    for index, datum in enumerate(data):
+        given = set(datum.inputs)
+        missing = [it for it in loss.inputs if it not in given and it != "weights"]
+        if missing:
+            raise InvalidRequestError(f"datum {index}: loss_fn {name!r} needs {missing[0]}, but it has {sorted(given)}")
+        if unknown := sorted(given - set(loss.inputs) - set(OPTIONAL_INPUTS)):
+            raise InvalidRequestError(f"datum {index}: loss_fn {name!r} does not use {unknown[0]}")
+        several = datum.inputs[TARGETS].ndim == 2
+        if several and not loss.takes_candidates:
+            raise InvalidRequestError(f"datum {index}: loss_fn {name!r} takes one target for each token, not several")
+        for key in loss.inputs:
+            if key in given and datum.inputs[key].shape != datum.inputs[TARGETS].shape:
+                shapes = f"{list(datum.inputs[key].shape)}, and {TARGETS} {list(datum.inputs[TARGETS].shape)}"
+                raise InvalidRequestError(f"datum {index}: {key} has the shape {shapes}")
+
+
+def packed(data: Sequence[Datum], max_tokens: int) -> Iterator[list[Datum]]:
+    """Yield the data in order, as lists that fill a micro-batch of ``max_tokens``; a longer datum is alone."""
+    part: list[Datum] = []
+    num_tokens = 0
+    for datum in data:
+        length = len(datum.token_ids) + 1
+        if part and num_tokens + length > max_tokens:
+            yield part
+            part, num_tokens = [], 0
+        part.append(datum)
+        num_tokens += length
+    if part:
+        yield part
+
+
+def micro_batch_of(data: Sequence[Datum], loss: TinkerLoss) -> PackedData:
+    """Return data as one micro-batch, on the CPU; without data it has no tokens."""
+    lengths = tuple(len(datum.token_ids) + 1 for datum in data)
+    num_tokens, num_targets = sum(lengths), max((datum.target_rows.shape[1] for datum in data), default=1)
+    token_ids_T = np.zeros(num_tokens, np.int64)
+    targets_TK = np.zeros((num_tokens, num_targets), np.int64)
+    mask_T = np.zeros(num_tokens, np.bool_)
+    names = {name for datum in data for name in datum.inputs if name != TARGETS} | set(loss.inputs)
+    inputs = {name: np.zeros((num_tokens, num_targets), np.float32) for name in names}
+    start = 0
+    for datum, length in zip(data, lengths, strict=True):
+        rows = slice(start + 1, start + length)
+        targets_NK = datum.target_rows
+        token_ids_T[start : start + length] = (*datum.token_ids, targets_NK[-1, 0])
+        targets_TK[rows, : targets_NK.shape[1]] = targets_NK
+        mask_T[rows] = True
+        for name, into_TK in inputs.items():
+            if name in datum.inputs:
+                values: Array = datum.inputs[name]
+                into_TK[rows, : targets_NK.shape[1]] = values if values.ndim == 2 else values[:, None]
+            elif name == "weights":
+                into_TK[rows, : targets_NK.shape[1]] = 1.0
+        start += length
+    batch = MicroBatch(
+        token_ids_T=torch.from_numpy(token_ids_T),
+        position_ids_T=torch.from_numpy(np.concatenate([np.arange(length) for length in (*lengths, 0)])),
+        segment_ids_T=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+        segment_lengths=lengths,
+        loss_mask_T=torch.from_numpy(mask_T),
+        behaviour_logprobs_T=torch.zeros(num_tokens),
+        advantages_T=torch.zeros(num_tokens),
+        temperature_T=torch.ones(num_tokens),
+        versions_T=torch.full((num_tokens,), -1),
+        target_ids_TK=torch.from_numpy(targets_TK),
+    )
+    return PackedData(
+        batch, {name: torch.from_numpy(it if loss.takes_candidates else it[:, 0]) for name, it in inputs.items()}
+    )
+
+
+def loss_of(
+    packed: PackedData, logprobs_TK: torch.Tensor, loss: TinkerLoss, settings: Mapping[str, float]
+) -> torch.Tensor:
+    """Return the loss of a micro-batch, a scalar, in at least float32."""
+    device = logprobs_TK.device
+    mask_T = packed.batch.loss_mask_T.to(device)
+    logprobs = (logprobs_TK if loss.takes_candidates else logprobs_TK[:, 0])[mask_T]
+    inputs = {name: tensor.to(device, logprobs.dtype)[mask_T] for name, tensor in packed.inputs.items()}
+    return loss.value(logprobs, inputs, settings, packed.batch.segment_ids_T.to(device)[mask_T])
+
+
+def logprobs_of_data(data: Sequence[Datum], logprobs_TK: Array) -> list[Array]:
+    """Return the logprobs [N], or [N, K] where several targets were given, of each datum of a micro-batch."""
+    found, start = [], 0
+    for datum in data:
+        end = start + len(datum.token_ids) + 1
+        rows_NK = logprobs_TK[start + 1 : end, : datum.target_rows.shape[1]]
+        found.append(rows_NK if datum.inputs[TARGETS].ndim == 2 else rows_NK[:, 0])
+        start = end
+    return found

@@ -1,0 +1,223 @@
+"""The JSON requests of Tinker's API. Unknown keys are ignored: later releases of the SDK add some."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from inflight.types import AdamSettings
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Seq = Annotated[int, Field(ge=0, le=2**62)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+
+
+class TinkerRequest(BaseModel):
+    """Base of every request."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+
+class CreateSession(TinkerRequest):
+    """Begin a session."""
+
+    sdk_version: str = ""
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+
+
+class OfSession(TinkerRequest):
+    """A request about a session."""
+
+    session_id: Name
+
+
+class LoraConfig(TinkerRequest):
+    """The LoRA of a new model."""
+
+    rank: int = Field(default=32, ge=0, le=4096)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(OfSession):
+    """Create a model in a session."""
+
+    model_seq_id: Seq
+    base_model: str
+    lora_config: LoraConfig | None = None
+    """None: all weights are trained; a rank of 0 means the same."""
+    optimizer_config: dict[str, Any] | None = None
+    user_metadata: dict[str, Any] | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.lora_config is None else self.lora_config.rank
+
+
+class OfModel(TinkerRequest):
+    """A request about a model."""
+
+    model_id: Name
+
+
+class NumberedCall(OfModel):
+    """A call of a model, in the order of its number."""
+
+    seq_id: Seq
+
+
+class AdamParams(TinkerRequest):
+    """The settings of one step of AdamW."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+    def settings(self) -> AdamSettings:
+        """Return the settings of a step. Raises ``ValueError`` for one that is out of range."""
+        return AdamSettings(
+            learning_rate=self.learning_rate,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            max_gradient_norm=self.grad_clip_norm or None,
+        )
+
+
+class OptimStep(NumberedCall):
+    """Take an optimizer step."""
+
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveWeights(NumberedCall):
+    """Save weights and optimizer under a name."""
+
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+
+class SaveWeightsForSampler(SaveWeights):
+    """Save weights for sampling: under a name, or for a sampling session."""
+
+    sampling_session_seq_id: Seq | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+
+
+class LoadWeights(TinkerRequest):
+    """Create a model from a checkpoint, or load one into a new model."""
+
+    path: str
+    optimizer: bool = False
+    model_id: str | None = None
+    seq_id: Seq | None = None
+    session_id: str | None = None
+    model_seq_id: Seq | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class CreateSamplingSession(OfSession):
+    """Begin to sample from the base model or a checkpoint."""
+
+    sampling_session_seq_id: Seq
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class TokenChunk(TinkerRequest):
+    """A part of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: TokenIds = []
+
+
+class ModelInput(TinkerRequest):
+    """A prompt."""
+
+    chunks: list[TokenChunk]
+
+
+class TensorData(TinkerRequest):
+    """A tensor, dense or in the CSR format."""
+
+    data: list[float] | str
+    dtype: str = "int64"
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class TinkerSampling(TinkerRequest):
+    """How tokens are drawn. ``top_k`` -1 switches the filter off."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_k: int = Field(default=-1, ge=-1)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+
+
+class Sample(TinkerRequest):
+    """Sample from a prompt, and score it if that is asked."""
+
+    prompt: ModelInput
+    sampling_params: TinkerSampling = TinkerSampling()
+    num_samples: int = Field(default=1, ge=1, le=1024)
+    sampling_session_id: str | None = None
+    seq_id: Seq | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = Field(default=0, ge=0)
+    topk_sample_logprobs: int = Field(default=0, ge=0)
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = Field(default=0, ge=0)
+    prompt_logprobs_last_n: int | None = Field(default=None, ge=0)
+    record_stability_info: bool = False
+
+    def token_ids(self) -> tuple[int, ...]:
+        """Return the prompt. Raises ``ValueError`` for a chunk that is not of token ids."""
+        for chunk in self.prompt.chunks:
+            if chunk.type != "encoded_text":
+                raise ValueError(f"a chunk of the type {chunk.type!r}: only token ids are supported")
+        return tuple(token for chunk in self.prompt.chunks for token in chunk.tokens)
+
+
+class RetrieveFuture(TinkerRequest):
+    """Wait for the result of a call."""
+
+    request_id: Name
+    allow_metadata_only: bool = True
+
+
+class SetTtl(TinkerRequest):
+    """Set when a checkpoint expires."""
+
+    ttl_seconds: int | None = Field(default=None, ge=1)
+
+
+class WeightsInfo(TinkerRequest):
+    """Describe a checkpoint."""
+
+    tinker_path: str
+
+
+def numbers_of(tensor: TensorData) -> Any:
+    """Return the numbers of a tensor that JSON carries as a list, or as base64 of little-endian bytes."""
+    if isinstance(tensor.data, str):
+        return np.frombuffer(base64.b64decode(tensor.data), np.dtype(tensor.dtype).newbyteorder("<"))
+    return np.array(tensor.data, np.dtype(tensor.dtype))

@@ -1,0 +1,496 @@
+"""The state of a server of Tinker's API: sessions, models in training, sampling sessions and their calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inflight.base.tasks import finish_all
+from inflight.dialects.tinker.backend import Backend, BaseWeights, StoredWeights, Training, TrainingWeights, Weights
+from inflight.dialects.tinker.checkpoints import CheckpointFacts, CheckpointStore, Kind, iso_time
+from inflight.dialects.tinker.data import datums_of, output_message
+from inflight.dialects.tinker.futures import Futures, Result
+from inflight.dialects.tinker.losses import loss_named
+from inflight.dialects.tinker.ordering import OrderedCalls
+from inflight.dialects.tinker.packing import check_inputs
+from inflight.dialects.tinker.protobuf import parse
+from inflight.dialects.tinker.requests import (
+    CreateModel,
+    CreateSamplingSession,
+    LoadWeights,
+    OptimStep,
+    Sample,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
+from inflight.dialects.tinker.sampling import sample_from
+from inflight.errors import InvalidRequestError, UnreachableError, UnsupportedError, WorkerDiedError
+from inflight.wire import Completion, VersionSpan
+
+IDLE_S = 1800.0
+"""A session without a heartbeat for that long has ended. Clients send one every 10 s, unless they are suspended."""
+SILENT_S = 60.0
+"""A model whose client has been silent for that long makes room for a new one. Its state is saved first."""
+_SNAPSHOT_S = 3600.0
+"""A snapshot that was not sampled from for that long is deleted."""
+_NUM_TRIES = 3
+"""Of a sample whose server ends."""
+_NUM_SEQUENCES = 65536
+"""Sampled sequences whose version spans are kept."""
+
+
+class NotFoundError(Exception):
+    """Something that a request names does not exist."""
+
+
+@dataclass(eq=False, slots=True)
+class _Model:
+    model_id: str
+    session_id: str
+    rank: int
+    user_metadata: Mapping[str, Any] | None
+    calls: OrderedCalls
+    training: Training | None = None
+    """None until its ranks are ready, and after it has ended."""
+    last_saved: str = ""
+    """The path of its last saved state."""
+    end: str = ""
+    """Why it has ended."""
+    created: str = ""
+    """The request id of the future that creates it."""
+    last_request_at: float = field(default_factory=time.time)
+
+
+@dataclass(eq=False, slots=True)
+class _Sampler:
+    session_id: str
+    weights: Weights
+    model_path: str | None = None
+    snapshot: Path | None = None
+    """A checkpoint that nothing else refers to."""
+    used_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False, slots=True)
+class _Session:
+    last_heartbeat: float
+    is_finished: bool = False
+
+
+class TinkerService:
+    """Belongs to one event loop. Methods raise `InflightError` and `NotFoundError`.
+
+    Calls of a model that return a request id run in the order of their numbers; their failures are those of the
+    future.
+    """
+
+    def __init__(self, backend: Backend, directory: Path) -> None:
+        self.backend = backend
+        directory = directory.absolute()  # ranks may have another working directory
+        self.store = CheckpointStore(directory / "checkpoints")
+        self.futures = Futures()
+        self._snapshots = directory / "snapshots"
+        shutil.rmtree(self._snapshots, ignore_errors=True)  # sampling sessions end with their server
+        self._creating = asyncio.Lock()
+        self._sessions: dict[str, _Session] = {}
+        self._models: dict[str, _Model] = {}
+        self._samplers: dict[str, _Sampler] = {}
+        self._sampled: dict[tuple[str, int], tuple[str, list[str]]] = {}
+        """Request id and sequence ids of each numbered sample, so that a repeated request is recognised."""
+        self._spans: OrderedDict[str, tuple[VersionSpan, ...] | None] = OrderedDict()
+        """By sequence id; None while it is being sampled."""
+
+    # --------------------------------------------------------------------------------------------------- sessions
+
+    def create_session(self) -> str:
+        session_id = f"session-{uuid.uuid4().hex[:16]}"
+        self._sessions[session_id] = _Session(time.monotonic())
+        return session_id
+
+    def heartbeat(self, session_id: str) -> bool:
+        """Record that a client lives; return False if its session has finished."""
+        session = self._session(session_id)
+        session.last_heartbeat = time.monotonic()
+        return not session.is_finished
+
+    async def finish_session(self, session_id: str) -> None:
+        """End a session and its models; repeated calls do nothing."""
+        session = self._session(session_id)
+        if not session.is_finished:
+            session.is_finished = True
+            await self._end_models(session_id)
+
+    async def end_idle_sessions(self, interval_s: float = 30.0) -> None:
+        """End sessions whose clients have been silent for `IDLE_S`, and delete unused snapshots, until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            for session_id, session in list(self._sessions.items()):
+                if not session.is_finished and time.monotonic() - session.last_heartbeat > IDLE_S:
+                    await self.finish_session(session_id)
+            for sampler_id, sampler in list(self._samplers.items()):
+                is_over = self._sessions[sampler.session_id].is_finished
+                if sampler.snapshot is not None and (is_over or time.monotonic() - sampler.used_at > _SNAPSHOT_S):
+                    del self._samplers[sampler_id]
+                    await asyncio.to_thread(shutil.rmtree, sampler.snapshot, ignore_errors=True)
+
+    async def _end_models(self, session_id: str) -> None:
+        for model in [it for it in self._models.values() if it.session_id == session_id]:
+            await self._end(model, "its session has finished")
+
+    async def _end(self, model: _Model, why: str) -> None:
+        training, model.training, model.end = model.training, None, model.end or why
+        if training is not None:
+            await training.aclose()
+
+    async def _make_room(self) -> None:
+        """End a model whose client is silent if no other can be in training. Raises `UnsupportedError` without one."""
+        alive = [model for model in self._models.values() if model.training is not None]
+        if len(alive) < self.backend.max_models:
+            return
+        model = min(alive, key=lambda it: self._sessions[it.session_id].last_heartbeat)
+        silent_s = time.monotonic() - self._sessions[model.session_id].last_heartbeat
+        if silent_s < SILENT_S:
+            raise UnsupportedError(
+                f"{len(alive)} models are in training ({', '.join(it.model_id for it in alive)}), as many as this "
+                f"server trains at a time (--models): close their clients; {SILENT_S:g} s after a client has ended "
+                "without closing, its model makes room"
+            )
+        name = f"retired-{uuid.uuid4().hex[:8]}"
+        path = await self._save(model, "weights", name, SaveWeights(model_id=model.model_id, seq_id=0))
+        await self._end(model, f"its client was silent for {silent_s:.0f} s, and another model needed its place")
+        model.last_saved = path
+
+    def _session(self, session_id: str) -> _Session:
+        if session_id not in self._sessions:
+            raise NotFoundError(f"there is no session {session_id!r}; the server may have been restarted")
+        return self._sessions[session_id]
+
+    # ----------------------------------------------------------------------------------------------------- models
+
+    def create_model(self, asked: CreateModel) -> str:
+        """Return the request id of a future that creates a model. Raises `InvalidRequestError` for another base."""
+        self._check_base(asked.base_model)
+        if asked.optimizer_config is not None and asked.optimizer_config.get("type", "adamw") != "adamw":
+            raise UnsupportedError(f"optimizer {asked.optimizer_config['type']!r} is not supported: use adamw")
+        model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
+        return self._begin_model(asked.session_id, model_id, asked.rank, asked.lora_config, asked.user_metadata, None)
+
+    def load_model(self, asked: LoadWeights) -> str:
+        """Return the request id of a future that creates a model from a checkpoint."""
+        if asked.session_id is None or asked.model_seq_id is None:
+            raise InvalidRequestError("load_weights needs a session_id and a model_seq_id, or a model_id and a seq_id")
+        checkpoint = self.store.find(asked.path)
+        if checkpoint.kind != "weights" and asked.optimizer:
+            raise InvalidRequestError(f"{asked.path} is a checkpoint for sampling: it has no optimizer's state")
+        model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
+        loaded = (checkpoint.path, asked.optimizer, asked.path)
+        return self._begin_model(
+            asked.session_id, model_id, checkpoint.facts.lora_rank, None, asked.user_metadata, loaded
+        )
+
+    def _begin_model(
+        self,
+        session_id: str,
+        model_id: str,
+        rank: int,
+        lora: Any,
+        user_metadata: Mapping[str, Any] | None,
+        loaded: tuple[Path, bool, str] | None,
+    ) -> str:
+        if self._session(session_id).is_finished:
+            raise InvalidRequestError(f"session {session_id!r} has finished")
+        if model_id in self._models:
+            return self._models[model_id].created
+        if lora is not None and rank and not (lora.train_mlp and lora.train_attn):
+            raise UnsupportedError(
+                "LoRAs are of all linear layers of the decoder: train_mlp and train_attn must be true"
+            )
+        model = self._models[model_id] = _Model(model_id, session_id, rank, user_metadata, OrderedCalls(self.futures))
+
+        async def create() -> Result:
+            try:
+                async with self._creating:
+                    await self._make_room()
+                    training = await self.backend.create(model_id, rank, None if lora is None else lora.seed)
+                if loaded is not None:
+                    await training.load(loaded[0], optimizer=loaded[1])
+            except BaseException:
+                self._models.pop(model_id, None)
+                raise
+            model.training = training
+            if loaded is None:
+                return {"model_id": model_id, "type": "create_model"}
+            return {"path": loaded[2], "model_id": model_id, "type": "load_weights"}
+
+        model.created = self.futures.start(create)
+        return model.created
+
+    def info(self, model_id: str) -> dict[str, Any]:
+        """Return what a client asks about a model."""
+        model = self._model(model_id)
+        return {
+            "type": "get_info",
+            "model_id": model_id,
+            "model_name": self.backend.model_name,
+            "model_data": {
+                "model_name": self.backend.model_name,
+                "tokenizer_id": str(self.backend.model_dir.absolute()),
+            },
+            "is_lora": model.rank > 0,
+            "lora_rank": model.rank,
+        }
+
+    def _model(self, model_id: str) -> _Model:
+        model = self._models.get(model_id)
+        if model is None:
+            raise NotFoundError(
+                f"there is no model {model_id!r}; after a restart of the server, create one from a checkpoint"
+            )
+        model.last_request_at = time.time()
+        return model
+
+    @contextlib.contextmanager
+    def _training(self, model: _Model) -> Iterator[Training]:
+        """Yield the ranks of a model. If they have ended, the error states where its last state is."""
+        training = model.training
+        if training is None:
+            raise InvalidRequestError(self._ended_text(model, f"model {model.model_id!r} has ended"))
+        try:
+            yield training
+        except WorkerDiedError as error:
+            model.training, model.end = None, "a trainer rank died"
+            raise WorkerDiedError(self._ended_text(model, str(error))) from error
+
+    def _ended_text(self, model: _Model, what: str) -> str:
+        why = f" ({model.end})" if model.end and model.end not in what else ""
+        if not model.last_saved:
+            return f"{what}{why}; its state was never saved"
+        return f"{what}{why}; create a model from its last saved state, {model.last_saved}"
+
+    def _check_base(self, name: str) -> None:
+        known = {self.backend.model_name, str(self.backend.model_dir)}
+        if name not in known:
+            raise InvalidRequestError(f"base model {name!r} is not served here, {self.backend.model_name!r} is")
+
+    # --------------------------------------------------------------------------------------------------- training
+
+    def forward_backward(self, content: bytes) -> tuple[str, str]:
+        """Return request id and model id for a protobuf ``ForwardBackwardRequest``."""
+        request = parse("ForwardBackwardRequest", content)
+        model = self._model(request.model_id)
+        settings = dict(request.loss_fn_config)
+        for name, value in request.loss_fn_config_v2.items():
+            if value.WhichOneof("value") != "number":
+                raise InvalidRequestError(f"the setting {name!r} of loss_fn {request.loss_fn!r} must be a number")
+            settings[name] = value.number
+        loss_fn, forward_only = request.loss_fn, request.forward_only
+
+        async def execute() -> Result:
+            loss, checked = loss_named(loss_fn, settings)
+            data = datums_of(request, vocab_size=self.backend.vocab_size, max_tokens=self.backend.max_model_len + 1)
+            check_inputs(data, loss_fn, loss)
+            with self._training(model) as training:
+                result = await training.forward_backward(data, loss_fn, checked, forward_only=forward_only)
+            return output_message(result.logprobs, {"loss:sum": result.loss})
+
+        return model.calls.submit(request.seq_id, content, execute), model.model_id
+
+    def optim_step(self, asked: OptimStep, content: bytes) -> str:
+        model = self._model(asked.model_id)
+
+        async def execute() -> Result:
+            if asked.optimizer_params is not None or asked.adam_params is None:
+                raise UnsupportedError("only adam_params are supported")
+            try:
+                settings = asked.adam_params.settings()
+            except ValueError as error:
+                raise InvalidRequestError(f"adam_params: {error}") from error
+            with self._training(model) as training:
+                return {"metrics": dict(await training.step(settings)), "type": "optim_step"}
+
+        return model.calls.submit(asked.seq_id, content, execute)
+
+    def save_weights(self, asked: SaveWeights, content: bytes) -> str:
+        model = self._model(asked.model_id)
+
+        async def execute() -> Result:
+            if asked.path is None:
+                raise InvalidRequestError("save_weights needs a path, the name of the checkpoint")
+            return {"path": await self._save(model, "weights", asked.path, asked), "type": "save_weights"}
+
+        return model.calls.submit(asked.seq_id, content, execute)
+
+    def save_for_sampler(self, asked: SaveWeightsForSampler, content: bytes) -> str:
+        model = self._model(asked.model_id)
+
+        async def execute() -> Result:
+            if asked.path is not None:
+                path = await self._save(model, "sampler_weights", asked.path, asked)
+                return {"path": path, "type": "save_weights_for_sampler"}
+            sampler_id = f"{model.session_id}:sample:{asked.sampling_session_seq_id}"
+            with self._training(model) as training:
+                if asked.kind == "inflight":
+                    await training.publish()
+                    self._samplers[sampler_id] = _Sampler(model.session_id, TrainingWeights(model.model_id))
+                else:
+                    snapshot = self._snapshots / uuid.uuid4().hex
+                    snapshot.parent.mkdir(parents=True, exist_ok=True)
+                    await training.save(snapshot)
+                    weights = StoredWeights(snapshot)
+                    self._samplers[sampler_id] = _Sampler(model.session_id, weights, snapshot=snapshot)
+            return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
+
+        return model.calls.submit(asked.seq_id, content, execute)
+
+    def load_weights(self, asked: LoadWeights, content: bytes) -> str:
+        """Load a checkpoint into a model that has not been asked for anything else."""
+        if asked.model_id is None or asked.seq_id is None:
+            return self.load_model(asked)
+        model = self._model(asked.model_id)
+
+        async def execute() -> Result:
+            if asked.seq_id != 1:
+                raise InvalidRequestError(
+                    "LoadWeights is not permitted after other calls of a model: create a model from the checkpoint"
+                )
+            checkpoint = self.store.find(asked.path)
+            with self._training(model) as training:
+                await training.load(checkpoint.path, optimizer=asked.optimizer)
+            return {"path": asked.path, "model_id": model.model_id, "type": "load_weights"}
+
+        return model.calls.submit(asked.seq_id, content, execute)
+
+    async def _save(self, model: _Model, kind: Kind, name: str, asked: SaveWeights) -> str:
+        path = self.store.place(model.model_id, kind, name, overwrite=asked.overwrite)
+        with self._training(model) as training:
+            await training.save(path)
+        expires_at = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
+        facts = CheckpointFacts(self.backend.model_name, model.rank, time.time(), asked.user_metadata, expires_at)
+        await asyncio.to_thread(self.store.complete, path, facts)
+        saved = f"tinker://{model.model_id}/{kind}/{name}"
+        if kind == "weights":
+            model.last_saved = saved
+        return saved
+
+    # --------------------------------------------------------------------------------------------------- sampling
+
+    def create_sampler(self, asked: CreateSamplingSession) -> str:
+        """Return the id of a sampling session."""
+        self._session(asked.session_id)
+        sampler_id = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+        self._samplers.setdefault(
+            sampler_id, _Sampler(asked.session_id, *self._weights(asked.base_model, asked.model_path))
+        )
+        return sampler_id
+
+    def sampler_info(self, sampler_id: str) -> dict[str, Any]:
+        sampler = self._sampler(sampler_id)
+        found = {"sampler_id": sampler_id, "base_model": self.backend.model_name}
+        return found if sampler.model_path is None else {**found, "model_path": sampler.model_path}
+
+    def sample(self, asked: Sample) -> tuple[str, list[str]]:
+        """Return the request id of a future, and an id for each sequence."""
+        weights: Weights
+        key = None
+        if asked.sampling_session_id is not None:
+            sampler = self._sampler(asked.sampling_session_id)
+            weights, sampler.used_at = sampler.weights, time.monotonic()
+            key = None if asked.seq_id is None else (asked.sampling_session_id, asked.seq_id)
+            if key in self._sampled:
+                return self._sampled[key]
+        else:
+            weights, _ = self._weights(asked.base_model, asked.model_path)
+        sequence_ids = [f"sequence-{uuid.uuid4().hex}" for _ in range(asked.num_samples)]
+
+        async def execute() -> Result:
+            try:
+                asked.token_ids()
+            except ValueError as error:
+                raise InvalidRequestError(f"the prompt has {error}") from error
+            content, completions = await self._sampled_from(weights, asked)
+            for sequence_id, completion in zip(sequence_ids, completions, strict=True):
+                self._spans[sequence_id] = tuple(completion.version_spans)
+            while len(self._spans) > _NUM_SEQUENCES:
+                self._spans.popitem(last=False)
+            return content
+
+        found = self.futures.start(execute), sequence_ids
+        if key is not None:
+            self._sampled[key] = found
+            while len(self._sampled) > _NUM_SEQUENCES:
+                del self._sampled[next(iter(self._sampled))]
+        return found
+
+    async def _sampled_from(self, weights: Weights, asked: Sample) -> tuple[bytes, Sequence[Completion]]:
+        """Sample again if the server ends meanwhile."""
+        for is_last in (*[False] * (_NUM_TRIES - 1), True):
+            try:
+                async with self.backend.sampling_from(weights) as endpoint:
+                    return await sample_from(endpoint, asked)
+            except UnreachableError:
+                if is_last:
+                    raise
+                await asyncio.sleep(1.0)
+        raise AssertionError
+
+    def spans(self, sequence_id: str) -> list[dict[str, int]]:
+        """Return the version spans of a sampled sequence. Raises `NotFoundError`."""
+        spans = self._spans.get(sequence_id)
+        if spans is None:
+            raise NotFoundError(f"no sampled sequence {sequence_id!r} is known")
+        return [span.model_dump() for span in spans]
+
+    def _sampler(self, sampler_id: str) -> _Sampler:
+        if sampler_id not in self._samplers:
+            raise NotFoundError(f"there is no sampling session {sampler_id!r}; the server may have been restarted")
+        return self._samplers[sampler_id]
+
+    def _weights(self, base_model: str | None, model_path: str | None) -> tuple[Weights, str | None]:
+        if model_path is not None:
+            return StoredWeights(self.store.find(model_path).path), model_path
+        if base_model is None:
+            raise InvalidRequestError("name a base_model or a model_path")
+        self._check_base(base_model)
+        return BaseWeights(), None
+
+    # ------------------------------------------------------------------------------------------------------- lists
+
+    def training_run(self, model_id: str) -> dict[str, Any]:
+        """Return the entry of a model, in training or with checkpoints. Raises `NotFoundError`."""
+        saved, model = self.store.of_model(model_id), self._models.get(model_id)
+        if not saved and model is None:
+            raise NotFoundError(f"there is no training run {model_id!r}")
+        rank = saved[-1].facts.lora_rank if model is None else model.rank
+        last = saved[-1].facts.saved_at if model is None else model.last_request_at
+        newest = {it.kind: it.as_json() for it in saved}
+        return {
+            "training_run_id": model_id,
+            "base_model": self.backend.model_name,
+            "model_owner": "inflight",
+            "is_lora": rank > 0,
+            "lora_rank": rank or None,
+            "corrupted": False,
+            "last_request_time": iso_time(last),
+            "last_checkpoint": newest.get("weights"),
+            "last_sampler_checkpoint": newest.get("sampler_weights"),
+            "user_metadata": None if model is None else model.user_metadata,
+        }
+
+    def training_runs(self) -> list[dict[str, Any]]:
+        """Return the entries of all models, newest first."""
+        ids = {*self._models, *(it for it in self.store.model_ids() if self.store.of_model(it))}
+        return sorted((self.training_run(it) for it in ids), key=lambda it: str(it["last_request_time"]), reverse=True)
+
+    async def aclose(self) -> None:
+        """Cancel what runs, and end all models."""
+        await self.futures.aclose()
+        models = [model.training for model in self._models.values() if model.training is not None]
+        await finish_all(*(training.aclose() for training in models))

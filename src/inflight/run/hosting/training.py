@@ -1,0 +1,114 @@
+"""A model in training on ranks of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from inflight.base.tasks import TaskOwner
+from inflight.dialects.tinker.backend import ForwardResult, Training
+from inflight.dialects.tinker.data import Array, Datum
+from inflight.dialects.tinker.losses import LOSSES
+from inflight.dialects.tinker.packing import PackedData, logprobs_of_data, micro_batch_of, packed
+from inflight.errors import WorkerDiedError
+from inflight.run.ranks.channel import encode
+from inflight.run.ranks.group import TrainerGroup
+from inflight.run.ranks.messages import Accumulate, tensors_of
+from inflight.types import AdamSettings
+
+
+class HostedTraining(Training):
+    """The ranks of one model, which have loaded it. ``publish`` updates the servers that serve the model."""
+
+    def __init__(
+        self,
+        trainers: TrainerGroup,
+        *,
+        max_tokens: int,
+        publish: Callable[[HostedTraining], Awaitable[int]],
+        on_end: Callable[[HostedTraining], None],
+        is_lora: bool,
+    ) -> None:
+        self.trainers = trainers
+        self.is_lora = is_lora
+        self._failure: WorkerDiedError | None = None
+        self._owner = TaskOwner()
+        self._max_tokens = max_tokens
+        self._publish = publish
+        self._on_end = on_end
+
+    async def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, settings: Mapping[str, float], *, forward_only: bool
+    ) -> ForwardResult:
+        loss, num_shares = LOSSES[loss_fn], self.trainers.num_shares
+        parts = list(packed(data, self._max_tokens))
+        shares = [parts[share::num_shares] for share in range(num_shares)]
+        num_batches = max(1, max(map(len, shares)))
+        frames, batches = [], []
+        for mine in shares:
+            of_share = [micro_batch_of(part, loss) for part in (*mine, *[()] * (num_batches - len(mine)))]
+            batches.append(of_share)
+            request = Accumulate(
+                segment_lengths=tuple(it.batch.segment_lengths for it in of_share),
+                loss_fn=loss_fn,
+                settings=dict(settings),
+                forward_only=forward_only,
+            )
+            frames.append(encode(request, _tensors(of_share)))
+        with self._calling():
+            answers = await self.trainers.accumulate(frames)
+        found: list[list[Array]] = [[] for _ in parts]
+        for share, answer in enumerate(answers):
+            for i, part in enumerate(shares[share]):
+                targets_TK = batches[share][i].batch.target_ids_TK
+                assert targets_TK is not None
+                logprobs_TK = answer.logprobs[i].reshape(-1, targets_TK.shape[1])
+                found[share + i * num_shares] = logprobs_of_data(part, logprobs_TK)
+        return ForwardResult([it for of_part in found for it in of_part], sum(answer.loss for answer in answers))
+
+    async def step(self, settings: AdamSettings) -> Mapping[str, float]:
+        with self._calling():
+            stepped = await self.trainers.step(settings)
+        return {"gradient_norm": stepped.gradient_norm, "learning_rate": stepped.learning_rate}
+
+    async def save(self, path: Path) -> None:
+        with self._calling():
+            await self.trainers.save(path)
+
+    async def load(self, path: Path, *, optimizer: bool) -> None:
+        with self._calling():
+            await self.trainers.load(path, optimizer=optimizer)
+
+    async def publish(self) -> int:
+        with self._calling():
+            return await self._publish(self)
+
+    async def watch(self) -> None:
+        """Return once a rank has ended; every later call fails then."""
+        with contextlib.suppress(WorkerDiedError), self._calling():
+            await self.trainers.watch()
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Let every later call fail once a rank has died."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except WorkerDiedError as error:
+            if self._failure is None:
+                self._failure = error
+                self._owner.start(self.aclose())
+            raise
+
+    async def aclose(self) -> None:
+        self._on_end(self)
+        await self.trainers.stop()
+
+
+def _tensors(batches: Sequence[PackedData]) -> dict[str, torch.Tensor]:
+    inputs = {f"inputs.{i}.{name}": it for i, batch in enumerate(batches) for name, it in batch.inputs.items()}
+    return tensors_of(batch.batch for batch in batches) | inputs
