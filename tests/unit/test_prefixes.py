@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from base64 import b64encode
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError
 from inflight.losses import collate
-from inflight.model.prefixes import prefix_ids
+from inflight.model.prefixes import prefix_ids, prefix_ids_of_texts
 from inflight.rollouts.packing import Packing
 from inflight.types import Rollout, Sample
 from inflight.wire import PromptImage, RoutedExperts, VersionSpan
@@ -135,3 +136,12 @@ def test_only_a_micro_batch_that_is_asked_for_it_states_what_is_shared() -> None
     ids_T = collate(samples, share_prefixes=True).prefix_ids_T
     assert ids_T is not None
     assert ids_T.tolist() == [0, 1, 2, 0, 1, 5]
+
+
+@given(rollouts())
+def test_token_ids_alone_have_the_prefixes_of_rollouts(drawn: list[Rollout]) -> None:
+    texts = [np.array((*it.prompt_token_ids, *it.completion_token_ids), np.int64) for it in drawn]
+    assert prefix_ids_of_texts(texts).tolist() == prefix_ids(drawn).tolist()
+    packing = Packing(MAX_TOKENS, 2, share_prefixes=True)
+    samples = [Sample(it, [0.0] * len(it.completion_token_ids), [True] * len(it.completion_token_ids)) for it in drawn]
+    assert packing.pack_texts(texts) == packing.pack(samples)

@@ -23,12 +23,8 @@ def shared_prefixes(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int]]:
     The k-th length is the number of first tokens that the k-th rollout of the order shares with the one before it. A
     prefix never ends within an image.
     """
-    keys = _keys(rollouts)
-    order = sorted(range(len(rollouts)), key=lambda i: keys[i].tobytes())
-    lengths = [
-        _outside_images(rollouts[i], _num_equal(keys[before], keys[i])) for before, i in itertools.pairwise(order)
-    ]
-    return order, [0, *lengths] if order else []
+    order, lengths = _shared(_keys(rollouts))
+    return order, [_outside_images(rollouts[i], length) for i, length in zip(order, lengths, strict=True)]
 
 
 def prefix_ids(rollouts: Sequence[Rollout]) -> Int64s:
@@ -36,10 +32,28 @@ def prefix_ids(rollouts: Sequence[Rollout]) -> Int64s:
 
     The id of a token is the first packed token with the same prefix.
     """
-    order, lengths = shared_prefixes(rollouts)
-    num_tokens = np.array([it.num_tokens for it in rollouts])
-    starts = num_tokens.cumsum() - num_tokens
-    ids_T = np.arange(num_tokens.sum())
+    return _ids([it.num_tokens for it in rollouts], *shared_prefixes(rollouts))
+
+
+def shared_prefixes_of_texts(texts: Sequence[Int64s]) -> tuple[list[int], list[int]]:
+    """Return `shared_prefixes` of sequences that have token ids alone."""
+    return _shared([np.ascontiguousarray(text, ">u4").view("V4") for text in texts])
+
+
+def prefix_ids_of_texts(texts: Sequence[Int64s]) -> Int64s:
+    """Return `prefix_ids` of sequences that have token ids alone."""
+    return _ids([len(text) for text in texts], *shared_prefixes_of_texts(texts))
+
+
+def _shared(keys: Sequence[npt.NDArray[np.void]]) -> tuple[list[int], list[int]]:
+    order = sorted(range(len(keys)), key=lambda i: keys[i].tobytes())
+    lengths = [_num_equal(keys[before], keys[i]) for before, i in itertools.pairwise(order)]
+    return order, [0, *lengths] if order else []
+
+
+def _ids(num_tokens: Sequence[int], order: Sequence[int], lengths: Sequence[int]) -> Int64s:
+    starts = np.cumsum(num_tokens) - num_tokens
+    ids_T = np.arange(sum(num_tokens))
     for (before, i), length in zip(itertools.pairwise(order), lengths[1:], strict=True):
         ids_T[starts[i] : starts[i] + length] = ids_T[starts[before] : starts[before] + length]
     _, first, of_token = np.unique(ids_T, return_index=True, return_inverse=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inflight.errors import InvalidRequestError
-from inflight.model.prefixes import shared_prefixes
+from inflight.model.prefixes import Int64s, shared_prefixes, shared_prefixes_of_texts
 from inflight.types import Sample
 
 Packed = list[list[list[int]]]
@@ -38,11 +38,18 @@ class Packing:
         Since attention is computed for whole sequences, those of a micro-batch have at most twice ``max_tokens``.
         Raises `InvalidRequestError` for a sample that is too long.
         """
-        lengths = [sample.rollout.num_tokens for sample in samples]
-        if not self.share_prefixes or not samples:
+        rollouts = [sample.rollout for sample in samples]
+        return self._pack([it.num_tokens for it in rollouts], lambda: shared_prefixes(rollouts))
+
+    def pack_texts(self, texts: Sequence[Int64s]) -> Packed:
+        """Return the sequences of each micro-batch as `pack` does, for sequences that have token ids alone."""
+        return self._pack([len(text) for text in texts], lambda: shared_prefixes_of_texts(texts))
+
+    def _pack(self, lengths: Sequence[int], shared_prefixes: Callable[[], tuple[list[int], list[int]]]) -> Packed:
+        if not self.share_prefixes or not lengths:
             return pack(lengths, self.max_tokens, self.num_shares)
         _check_lengths(lengths, self.max_tokens)
-        order, shared = shared_prefixes([sample.rollout for sample in samples])
+        order, shared = shared_prefixes()
         if sum(shared) < _LEAST_SHARED * sum(lengths):
             return pack(lengths, self.max_tokens, self.num_shares)
         total, before, num_filled, num_attended = sum(lengths) - sum(shared), 0.0, 0, 0

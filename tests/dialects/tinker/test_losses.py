@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from inflight.dialects.tinker.data import Datum
 from inflight.dialects.tinker.losses import LOSSES, loss_named
-from inflight.dialects.tinker.packing import check_inputs, logprobs_of_data, loss_of, micro_batch_of, packed
+from inflight.dialects.tinker.packing import check_inputs, logprobs_of_data, loss_of, micro_batch_of
 from inflight.errors import InvalidRequestError, UnsupportedError
 
 LENGTHS = (5, 1, 3)
@@ -189,11 +189,3 @@ def test_inputs_that_do_not_fit_the_loss_are_refused(loss_fn: str, changed: dict
     inputs = {key: value for key, value in (inputs | changed).items() if value is not None}
     with pytest.raises(InvalidRequestError, match=message):
         check_inputs([Datum((1, 2), inputs)], loss_fn, loss)
-
-
-def test_data_are_packed_in_order_and_a_long_one_is_alone() -> None:
-    def of(lengths: Sequence[int]) -> list[Datum]:
-        return [Datum((1,) * length, {"target_tokens": np.ones(length, int)}) for length in lengths]
-
-    parts = [[len(datum.token_ids) for datum in part] for part in packed(of([3, 3, 9, 1, 1, 20, 2]), 10)]
-    assert parts == [[3, 3], [9], [1, 1], [20], [2]]

@@ -7,15 +7,17 @@ Shape suffixes: T packed tokens, N tokens of a datum, K candidates of a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from inflight.dialects.tinker.data import TARGETS, Array, Datum
 from inflight.dialects.tinker.losses import OPTIONAL_INPUTS, TinkerLoss
 from inflight.errors import InvalidRequestError
+from inflight.model.prefixes import prefix_ids_of_texts
 from inflight.types import MicroBatch
 
 
@@ -45,26 +47,16 @@ def check_inputs(data: Sequence[Datum], name: str, loss: TinkerLoss) -> None:
                 raise InvalidRequestError(f"datum {index}: {key} has the shape {shapes}")
 
 
-def packed(data: Sequence[Datum], max_tokens: int) -> Iterator[list[Datum]]:
-    """Yield the data in order, as lists that fill a micro-batch of ``max_tokens``; a longer datum is alone."""
-    part: list[Datum] = []
-    num_tokens = 0
-    for datum in data:
-        length = len(datum.token_ids) + 1
-        if part and num_tokens + length > max_tokens:
-            yield part
-            part, num_tokens = [], 0
-        part.append(datum)
-        num_tokens += length
-    if part:
-        yield part
+def segment_of(datum: Datum) -> npt.NDArray[np.int64]:
+    """Return the tokens of a datum and its last target, which have a place in the micro-batch."""
+    return np.array((*datum.token_ids, datum.target_rows[-1, 0]), np.int64)
 
 
-def micro_batch_of(data: Sequence[Datum], loss: TinkerLoss) -> PackedData:
+def micro_batch_of(data: Sequence[Datum], loss: TinkerLoss, *, share_prefixes: bool = False) -> PackedData:
     """Return data as one micro-batch, on the CPU; without data it has no tokens."""
+    segments = [segment_of(datum) for datum in data]
     lengths = tuple(len(datum.token_ids) + 1 for datum in data)
     num_tokens, num_targets = sum(lengths), max((datum.target_rows.shape[1] for datum in data), default=1)
-    token_ids_T = np.zeros(num_tokens, np.int64)
     targets_TK = np.zeros((num_tokens, num_targets), np.int64)
     mask_T = np.zeros(num_tokens, np.bool_)
     names = {name for datum in data for name in datum.inputs if name != TARGETS} | set(loss.inputs)
@@ -73,7 +65,6 @@ def micro_batch_of(data: Sequence[Datum], loss: TinkerLoss) -> PackedData:
     for datum, length in zip(data, lengths, strict=True):
         rows = slice(start + 1, start + length)
         targets_NK = datum.target_rows
-        token_ids_T[start : start + length] = (*datum.token_ids, targets_NK[-1, 0])
         targets_TK[rows, : targets_NK.shape[1]] = targets_NK
         mask_T[rows] = True
         for name, into_TK in inputs.items():
@@ -84,7 +75,7 @@ def micro_batch_of(data: Sequence[Datum], loss: TinkerLoss) -> PackedData:
                 into_TK[rows, : targets_NK.shape[1]] = 1.0
         start += length
     batch = MicroBatch(
-        token_ids_T=torch.from_numpy(token_ids_T),
+        token_ids_T=torch.from_numpy(np.concatenate([*segments, np.zeros(0, np.int64)])),
         position_ids_T=torch.from_numpy(np.concatenate([np.arange(length) for length in (*lengths, 0)])),
         segment_ids_T=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         segment_lengths=lengths,
@@ -94,6 +85,7 @@ def micro_batch_of(data: Sequence[Datum], loss: TinkerLoss) -> PackedData:
         temperature_T=torch.ones(num_tokens),
         versions_T=torch.full((num_tokens,), -1),
         target_ids_TK=torch.from_numpy(targets_TK),
+        prefix_ids_T=torch.from_numpy(prefix_ids_of_texts(segments)) if share_prefixes else None,
     )
     return PackedData(
         batch, {name: torch.from_numpy(it if loss.takes_candidates else it[:, 0]) for name, it in inputs.items()}

@@ -130,7 +130,6 @@ class HostedBackend(Backend):
             trainers = TrainerGroup(config, logs, self._token, self._note, self._directory.lock, (), self._launcher)
             training = HostedTraining(
                 trainers,
-                max_tokens=config.train.max_tokens_per_micro_batch,
                 publish=lambda it: self._pool.publish(model_id, it),
                 on_end=lambda it: self._end(model_id),
                 is_lora=rank > 0,

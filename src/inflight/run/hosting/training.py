@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from inflight.base.tasks import TaskOwner
 from inflight.dialects.tinker.backend import ForwardResult, Training
 from inflight.dialects.tinker.data import Array, Datum
 from inflight.dialects.tinker.losses import LOSSES
-from inflight.dialects.tinker.packing import PackedData, logprobs_of_data, micro_batch_of, packed
+from inflight.dialects.tinker.packing import PackedData, logprobs_of_data, micro_batch_of, segment_of
 from inflight.errors import WorkerDiedError
 from inflight.run.ranks.channel import encode
 from inflight.run.ranks.group import TrainerGroup
@@ -27,7 +28,6 @@ class HostedTraining(Training):
         self,
         trainers: TrainerGroup,
         *,
-        max_tokens: int,
         publish: Callable[[HostedTraining], Awaitable[int]],
         on_end: Callable[[HostedTraining], None],
         is_lora: bool,
@@ -36,20 +36,21 @@ class HostedTraining(Training):
         self.is_lora = is_lora
         self._failure: WorkerDiedError | None = None
         self._owner = TaskOwner()
-        self._max_tokens = max_tokens
         self._publish = publish
         self._on_end = on_end
 
     async def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, settings: Mapping[str, float], *, forward_only: bool
     ) -> ForwardResult:
-        loss, num_shares = LOSSES[loss_fn], self.trainers.num_shares
-        parts = list(packed(data, self._max_tokens))
-        shares = [parts[share::num_shares] for share in range(num_shares)]
-        num_batches = max(1, max(map(len, shares)))
+        loss, texts = LOSSES[loss_fn], [segment_of(datum) for datum in data]
+        packing = self.trainers.packing
+        packing = replace(packing, max_tokens=max([packing.max_tokens, *map(len, texts)]))  # a longer datum is alone
+        packed = packing.pack_texts(texts)
         frames, batches = [], []
-        for mine in shares:
-            of_share = [micro_batch_of(part, loss) for part in (*mine, *[()] * (num_batches - len(mine)))]
+        for parts in packed:
+            of_share = [
+                micro_batch_of([data[i] for i in part], loss, share_prefixes=packing.share_prefixes) for part in parts
+            ]
             batches.append(of_share)
             request = Accumulate(
                 segment_lengths=tuple(it.batch.segment_lengths for it in of_share),
@@ -60,14 +61,13 @@ class HostedTraining(Training):
             frames.append(encode(request, _tensors(of_share)))
         with self._calling():
             answers = await self.trainers.accumulate(frames)
-        found: list[list[Array]] = [[] for _ in parts]
-        for share, answer in enumerate(answers):
-            for i, part in enumerate(shares[share]):
-                targets_TK = batches[share][i].batch.target_ids_TK
-                assert targets_TK is not None
-                logprobs_TK = answer.logprobs[i].reshape(-1, targets_TK.shape[1])
-                found[share + i * num_shares] = logprobs_of_data(part, logprobs_TK)
-        return ForwardResult([it for of_part in found for it in of_part], sum(answer.loss for answer in answers))
+        found: dict[int, Array] = {}
+        for answer, of_share, parts in zip(answers, batches, packed, strict=True):
+            for flat, it, part in zip(answer.logprobs, of_share, parts, strict=True):
+                assert it.batch.target_ids_TK is not None
+                logprobs_TK = flat.reshape(it.batch.target_ids_TK.shape)
+                found.update(zip(part, logprobs_of_data([data[i] for i in part], logprobs_TK), strict=True))
+        return ForwardResult([found[i] for i in range(len(data))], sum(answer.loss for answer in answers))
 
     async def step(self, settings: AdamSettings) -> Mapping[str, float]:
         with self._calling():
