@@ -20,6 +20,8 @@ VERIFIERS    := .verifiers
 STAMP_VERIFIERS := $(VERIFIERS)/.installed
 OPENENV      := .openenv
 STAMP_OPENENV := $(OPENENV)/.installed
+TINKER       := .tinker
+STAMP_TINKER := $(TINKER)/.installed
 FLOOR = $(1)==$(shell sed -n 's/^ *"$(1)>=\([0-9.]*\)",$$/\1/p' pyproject.toml | head -n 1)
 OLDEST_TESTS := tests/losses tests/weights tests/engine tests/worker
 # TorchTitan needs a newer torch; the tests of background saves use its worker too.
@@ -45,7 +47,7 @@ SMOLLM2 := models/smollm2
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
+.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-tinker coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
 
 # A real pretrained model where the package index has it, the tiny one where not.
 demo: $(STAMP)
@@ -82,6 +84,12 @@ test-verifiers: $(STAMP_VERIFIERS)
 # OpenEnv brings dozens of packages too.
 test-openenv: $(STAMP_OPENENV)
 	$(OPENENV)/bin/python -m pytest tests/environments/test_openenv.py tests/environments/test_openenv_trace.py $(PYTEST)
+
+# The SDK of Tinker has an environment of its own, as its users have; the servers run in the project's. The SDK leaves
+# connections open.
+test-tinker: $(STAMP) $(STAMP_TINKER)
+	INFLIGHT_TESTS_SERVER_PYTHON=$(CURDIR)/$(BIN)/python $(TINKER)/bin/python -m pytest \
+	  -W ignore::ResourceWarning tests/dialects/tinker/test_sdk_*.py --durations 10 $(PYTEST)
 
 # Lines and branches of src that `make test` comes to, in its processes too; PYTEST='-m ""' measures all tests.
 coverage: $(STAMP) $(CHROMIUM) $(SMOLLM2)/SOURCE
@@ -247,6 +255,15 @@ $(STAMP_OPENENV): pyproject.toml constraints.txt
 	  --editable '.[local]' hypothesis pytest pytest-timeout pytest-xdist trl
 	touch $@
 
+# torch is for losses that the client computes.
+$(STAMP_TINKER): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TINKER)
+	$(TINKER)/bin/pip install --quiet --upgrade pip
+	$(TINKER)/bin/pip install --quiet --constraint constraints.txt torch
+	$(TINKER)/bin/pip install --quiet --constraint constraints.txt tinker==0.38.0 \
+	  --editable . hypothesis pytest pytest-timeout pytest-xdist
+	touch $@
+
 $(SMOLLM2)/SOURCE: | $(STAMP)
 	$(BIN)/inflight pretrained-model $(SMOLLM2)
 
@@ -270,4 +287,4 @@ $(STAMP_SGLANG): engines/install engines/sglang-cpu.txt engines/torchvision_on_c
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VERIFIERS) $(OPENENV) .engines runs models .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) $(VERIFIERS) $(OPENENV) $(TINKER) .engines runs models .mypy_cache .ruff_cache .pytest_cache

@@ -92,6 +92,8 @@ if status < 0:
 os._exit(status)
 """
 
+INTERPRETER = "INFLIGHT_TESTS_SERVER_PYTHON"
+"""Environment variable: the interpreter of what tests start, where it is not their own."""
 SHARED = "INFLIGHT_TESTS_ZYGOTE"
 """Environment variable: the socket of the zygote that xdist's workers share."""
 ROOT = Path(__file__).parents[1]
@@ -128,9 +130,14 @@ _MODULES = (
 )
 
 
+def interpreter() -> str:
+    """Return the interpreter of the processes that tests start."""
+    return os.environ.get(INTERPRETER, sys.executable)
+
+
 def write_shim(path: Path, zygote: Path) -> Path:
     """Write the program that stands for an interpreter; it asks the zygote that listens at that socket."""
-    path.write_text(_SHIM.format(python=sys.executable, path=str(zygote), plain=_PLAIN))
+    path.write_text(_SHIM.format(python=interpreter(), path=str(zygote), plain=_PLAIN))
     path.chmod(0o755)
     return path
 
@@ -152,7 +159,7 @@ def _starting_zygote(parent: Path, *modules: str) -> Iterator[tuple[subprocess.P
     path.unlink(missing_ok=True)
     with _log_of(path).open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.zygote", str(path), *modules],
+            [interpreter(), "-m", "tests.zygote", str(path), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -194,7 +201,7 @@ def share_zygote() -> None:
 def python() -> str:
     """Return what stands for ``python``: of a shared zygote, or of one that the first call starts for this process."""
     if os.environ.get("INFLIGHT_TESTS_FORK") == "0":
-        return sys.executable
+        return interpreter()
     if shared := os.environ.get(SHARED):
         return shared_python(Path(shared))
     open_until_exit, parent = _temporary_until_exit()

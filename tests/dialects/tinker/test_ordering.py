@@ -60,6 +60,17 @@ def test_calls_run_in_order_and_repeated_ones_once(arrival: list[int], failing: 
     assert ran == list(range(1, 8))
 
 
+def test_a_client_that_waits_is_told_to_ask_again_when_the_server_stops() -> None:
+    async def main(futures: Futures) -> None:
+        request_id = futures.start(asyncio.Event().wait)
+        waiting = asyncio.ensure_future(futures.retrieve(request_id))
+        await asyncio.sleep(0)
+        await futures.aclose()
+        assert await waiting is None
+
+    run(main)
+
+
 async def done() -> dict[str, Any]:
     return {}
 

@@ -95,16 +95,20 @@ def test_training_follows_adamw_and_samplers_serve_what_was_trained(client: Clie
     assert_close(score(client, named, TOKENS), newer.tolist(), 1e-4)
 
 
-def test_gradients_do_not_depend_on_how_data_are_divided_into_calls(client: Client) -> None:
-    data = [datum(tuple(range(first, first + 12))) for first in range(0, 60, 7)]
+def test_gradients_do_not_depend_on_how_data_are_divided_into_calls(client: Client, model: Path) -> None:
+    """Data of one call compute their common prefixes once, and those of separate calls do not."""
+    texts = [(*range(first, first + 8), tail, tail + 1) for first in (1, 30) for tail in (50, 60, 70, 80)]
+    data = [datum(text) for text in (*texts, tuple(range(1, 40)))]
+    expected = [forward_logprobs(load_reference(model), text[:1], text[1:]) for text in texts]
     logprobs = []
     for number, parts in enumerate(([data], [data[:1], data[1:]], [[it] for it in data])):
         made = client.create_model(0, number)
-        for part in parts:
-            made.forward_backward(part)
+        before = [it for part in parts for it in made.forward_backward(part)[0]]
+        for found, it in zip(before, expected, strict=False):
+            assert_close(found.tolist(), it)
         made.step()
-        found, _ = made.forward_backward(data, forward_only=True)
-        logprobs.append(np.concatenate(found))
+        after, _ = made.forward_backward(data, forward_only=True)
+        logprobs.append(np.concatenate(after))
         client.post(f"/sessions/{client.session_id}/finish", {"reason": {"type": "success"}})
         client.session_id = client.post("/create_session", {})["session_id"]
     for other in logprobs[1:]:
@@ -159,6 +163,17 @@ def test_calls_are_executed_by_number_and_repeated_ones_once(client: Client) -> 
     client.retrieve(second)
     other = {"model_id": made.model_id, "seq_id": 2, "path": "x"}
     assert "seq_id 2 was used for another call" in client.post("/save_weights", other, 400)["detail"]
+
+
+def test_the_snapshots_that_were_used_last_are_kept(server: TinkerServer, client: Client) -> None:
+    made = client.create_model(8)
+    first, *_, last = (made.sampler(number, "snapshot") for number in range(18))
+    message = client.post("/asample", {"prompt": {"chunks": []}, "sampling_session_id": first}, 404)["detail"]
+    assert "the snapshot was deleted" in message
+    assert len(score(client, last, TOKENS)) == len(TOKENS) - 1
+    kept = list((server.directory / "snapshots").iterdir())
+    assert len(kept) == 16
+    assert not any((path / "trainer").exists() for path in kept)  # the state of an optimizer
 
 
 def test_samples_are_different_reproducible_and_end_as_asked(client: Client) -> None:
@@ -273,6 +288,7 @@ def test_checkpoints_are_listed_loaded_and_deleted(client: Client) -> None:
         ("/weights_info", {"tinker_path": "tinker://a/b/c"}, 400, "is not the path of a checkpoint"),
         ("/retrieve_future", {"request_id": "none"}, 410, "there is no future"),
         ("/forward", {}, 404, "POST /api/v1/forward"),
+        ("/copy_weights", {}, 400, "this server has no projects"),
     ],
 )
 def test_requests_that_name_nothing_are_refused(
@@ -295,8 +311,22 @@ def test_data_that_no_loss_can_use_fail_and_training_continues(client: Client) -
     ):
         error, category = client.failure(made.begin_forward_backward([datum(**inputs)], loss_fn))
         assert message in error and category == "user"
+    for begun, message in (
+        (made.begin_step(learning_rate=None), "learning_rate"),
+        (made.begin_save("save_weights_external", path="x"), "is not supported"),
+    ):
+        error, category = client.failure(begun)
+        assert message in error and category == "user"
     made.forward_backward([datum()])
     assert made.step()["gradient_norm"] > 0
+
+
+def test_a_session_lists_its_samplers_and_numbers_their_further_clients(client: Client) -> None:
+    sampler = client.sampler(0, base_model="tiny")
+    assert client.http.get("/sessions", params={"limit": 1}).json()["sessions"] == [client.session_id]
+    assert client.http.get(f"/sessions/{client.session_id}").json()["sampler_ids"] == [sampler]
+    joined = [client.post("/join_sampling_session", {"sampling_session_id": sampler}) for _ in range(2)]
+    assert [it["client_counter"] for it in joined] == [1, 2]
 
 
 @pytest.mark.parametrize("key", [None, "tml-wrong", KEY[:-1]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import pydantic
@@ -18,6 +18,7 @@ from inflight.dialects.tinker import requests as wire
 from inflight.dialects.tinker.futures import FailedCall, GoneError
 from inflight.dialects.tinker.protobuf import CONTENT_TYPE
 from inflight.dialects.tinker.service import NotFoundError, TinkerService
+from inflight.dialects.tinker.unsupported import CHECKPOINT, REFUSED_ROUTES
 from inflight.errors import InflightError
 from inflight.http.bodies import message_of
 from inflight.http.receiving import content_of
@@ -71,8 +72,14 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         return JSONResponse({"status": "accepted"})
 
     async def create_session(request: Request) -> Response:
-        await body_of(request, wire.CreateSession)
-        return JSONResponse({"session_id": service.create_session(), "type": "create_session"})
+        asked, _ = await body_of(request, wire.CreateSession)
+        return JSONResponse({"session_id": service.create_session(asked), "type": "create_session"})
+
+    async def sessions(request: Request) -> Response:
+        return JSONResponse(_page(request, "sessions", service.session_ids()))
+
+    async def session(request: Request) -> Response:
+        return JSONResponse(service.session_info(request.path_params["session_id"]))
 
     async def heartbeat(request: Request) -> Response:
         asked, _ = await body_of(request, wire.OfSession)
@@ -110,6 +117,10 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         asked, content = await body_of(request, wire.SaveWeightsForSampler)
         return _future(service.save_for_sampler(asked, content), asked.model_id)
 
+    async def save_external(request: Request) -> Response:
+        asked, content = await body_of(request, wire.NumberedCall)
+        return _future(service.save_external(asked, content), asked.model_id)
+
     async def load_weights(request: Request) -> Response:
         asked, content = await body_of(request, wire.LoadWeights)
         return _future(service.load_weights(asked, content), asked.model_id)
@@ -117,6 +128,11 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
     async def create_sampler(request: Request) -> Response:
         asked, _ = await body_of(request, wire.CreateSamplingSession)
         return JSONResponse({"sampling_session_id": service.create_sampler(asked), "type": "create_sampling_session"})
+
+    async def join_sampler(request: Request) -> Response:
+        asked, _ = await body_of(request, wire.JoinSamplingSession)
+        number = service.join_sampler(asked.sampling_session_id)
+        return JSONResponse({"client_counter": number, "type": "join_sampling_session"})
 
     async def sampler_info(request: Request) -> Response:
         return JSONResponse(service.sampler_info(request.path_params["sampler_id"]))
@@ -190,12 +206,14 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         rank = {"lora_rank": facts.lora_rank} if is_lora else {}
         return JSONResponse({"base_model": facts.base_model, "is_lora": is_lora, **rank, **parts})
 
-    run, checkpoint_path = "/training_runs/{model_id}", "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+    run = "/training_runs/{model_id}"
     handlers: list[tuple[str, str, Handler]] = [
         ("POST", "/client/config", client_config),
         ("POST", "/client/dynamic_config", dynamic_config),
         ("POST", "/telemetry", telemetry),
         ("POST", "/create_session", create_session),
+        ("GET", "/sessions", sessions),
+        ("GET", "/sessions/{session_id}", session),
         ("POST", "/session_heartbeat", heartbeat),
         ("POST", "/sessions/{session_id}/finish", finish_session),
         ("POST", "/create_model", create_model),
@@ -204,8 +222,10 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         ("POST", "/optim_step", optim_step),
         ("POST", "/save_weights", save_weights),
         ("POST", "/save_weights_for_sampler", save_for_sampler),
+        ("POST", "/save_weights_external", save_external),
         ("POST", "/load_weights", load_weights),
         ("POST", "/create_sampling_session", create_sampler),
+        ("POST", "/join_sampling_session", join_sampler),
         ("GET", "/samplers/{sampler_id}", sampler_info),
         ("POST", "/asample", sample),
         ("POST", "/retrieve_future", retrieve_future),
@@ -215,9 +235,10 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         ("GET", run, training_run),
         ("GET", f"{run}/checkpoints", checkpoints),
         ("GET", "/checkpoints", all_checkpoints),
-        ("DELETE", checkpoint_path, checkpoint),
-        ("PUT", f"{checkpoint_path}/ttl", checkpoint),
+        ("DELETE", CHECKPOINT, checkpoint),
+        ("PUT", f"{CHECKPOINT}/ttl", checkpoint),
         ("POST", "/weights_info", weights_info),
+        *((method, path, _refusing(why)) for method, path, why in REFUSED_ROUTES),
     ]
     routes = [Route(API + path, _guarded(handle, token), methods=[method]) for method, path, handle in handlers]
     routes.append(Route(f"{API}/healthz", healthz, methods=["GET"]))
@@ -257,6 +278,13 @@ def _guarded(handle: Handler, token: str) -> Handler:
     return guarded
 
 
+def _refusing(why: str) -> Handler:
+    async def refuse(request: Request) -> Response:
+        raise _RefusedError(400, why)
+
+    return refuse
+
+
 def _refusal(status: int, detail: str) -> Response:
     return JSONResponse({"detail": detail}, status_code=status)
 
@@ -270,7 +298,7 @@ def _future(request_id: str, model_id: str | None = None) -> Response:
     return JSONResponse({"request_id": request_id} | ({} if model_id is None else {"model_id": model_id}))
 
 
-def _page(request: Request, name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+def _page(request: Request, name: str, found: Sequence[Any]) -> dict[str, Any]:
     """Return a part of a list, as ``limit`` and ``offset`` of the query ask."""
     try:
         limit, offset = (int(request.query_params.get(key, default)) for key, default in (("limit", 20), ("offset", 0)))

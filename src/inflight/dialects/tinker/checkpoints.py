@@ -83,12 +83,9 @@ class CheckpointStore:
                 f"{name!r} cannot be the name of a checkpoint: use letters, digits, dots, underscores and hyphens"
             )
         path = self._path(model_id, kind, name)
-        if (path / _FACTS).exists():
-            if not overwrite:
-                raise InvalidRequestError(
-                    f"tinker://{model_id}/{kind}/{name} exists; choose another name, or overwrite it"
-                )
-            (path / _FACTS).unlink()
+        if not overwrite and self._read(model_id, kind, name) is not None:
+            raise InvalidRequestError(f"tinker://{model_id}/{kind}/{name} exists; choose another name, or overwrite it")
+        (path / _FACTS).unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -130,6 +127,12 @@ class CheckpointStore:
         (checkpoint.path / _FACTS).unlink(missing_ok=True)
         shutil.rmtree(checkpoint.path, ignore_errors=True)
 
+    def delete_expired(self) -> None:
+        """Delete the checkpoints that have expired, which are no longer found."""
+        for model_id in self.model_ids():
+            for checkpoint in self._of(model_id, has_expired=True):
+                self.delete(checkpoint)
+
     def set_ttl(self, checkpoint: StoredCheckpoint, ttl_seconds: int | None) -> None:
         """Record when a checkpoint expires; None: never."""
         expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
@@ -139,19 +142,19 @@ class CheckpointStore:
     def _path(self, model_id: str, kind: Kind, name: str) -> Path:
         return self._directory / quote(model_id, safe="").replace(".", "%2E") / kind / name
 
-    def _of(self, model_id: str) -> Iterator[StoredCheckpoint]:
+    def _of(self, model_id: str, *, has_expired: bool = False) -> Iterator[StoredCheckpoint]:
         for kind in KINDS:
             parent = self._path(model_id, kind, "x").parent
             for path in sorted(parent.iterdir()) if parent.is_dir() else ():
-                if (found := self._read(model_id, kind, path.name)) is not None:
+                if (found := self._read(model_id, kind, path.name, has_expired=has_expired)) is not None:
                     yield found
 
-    def _read(self, model_id: str, kind: Kind, name: str) -> StoredCheckpoint | None:
+    def _read(self, model_id: str, kind: Kind, name: str, *, has_expired: bool = False) -> StoredCheckpoint | None:
         path = self._path(model_id, kind, name)
         try:
             facts = CheckpointFacts(**json.loads((path / _FACTS).read_text()))
         except (OSError, ValueError, TypeError):
             return None
-        if facts.expires_at is not None and facts.expires_at < time.time():
+        if has_expired != (facts.expires_at is not None and facts.expires_at < time.time()):
             return None
         return StoredCheckpoint(model_id, kind, name, path, facts)

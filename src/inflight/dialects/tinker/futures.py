@@ -83,7 +83,8 @@ class Futures:
                 await entry.done.wait()
         except TimeoutError:
             return None
-        self._remove_after(request_id, entry, KEPT_AFTER_RETRIEVAL_S)
+        if entry.outcome is not None:  # it is None where everything is being closed
+            self._remove_after(request_id, entry, KEPT_AFTER_RETRIEVAL_S)
         return entry.outcome
 
     def _remove_after(self, request_id: str, entry: _Entry, seconds: float) -> None:
@@ -92,9 +93,10 @@ class Futures:
         entry.removal = asyncio.get_running_loop().call_later(seconds, self._entries.pop, request_id, None)
 
     async def aclose(self) -> None:
-        """Cancel the calls that run, and forget all results."""
+        """Cancel the calls that run, and forget all results; whoever waits for one learns that there is none yet."""
         await self._tasks.aclose(0.0)
         for entry in self._entries.values():
+            entry.done.set()
             if entry.removal is not None:
                 entry.removal.cancel()
         self._entries.clear()

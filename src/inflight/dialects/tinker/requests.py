@@ -27,6 +27,7 @@ class CreateSession(TinkerRequest):
     sdk_version: str = ""
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
 
 
 class OfSession(TinkerRequest):
@@ -96,7 +97,8 @@ class AdamParams(TinkerRequest):
 class OptimStep(NumberedCall):
     """Take an optimizer step."""
 
-    adam_params: AdamParams | None = None
+    adam_params: dict[str, Any] | None = None
+    """`AdamParams`, validated when the call is executed: a numbered call that is refused would leave a gap."""
     optimizer_params: dict[str, Any] | None = None
 
 
@@ -126,6 +128,7 @@ class LoadWeights(TinkerRequest):
     session_id: str | None = None
     model_seq_id: Seq | None = None
     base_model: str | None = None
+    optimizer_config: dict[str, Any] | None = None
     user_metadata: dict[str, Any] | None = None
 
 
@@ -135,6 +138,12 @@ class CreateSamplingSession(OfSession):
     sampling_session_seq_id: Seq
     base_model: str | None = None
     model_path: str | None = None
+
+
+class JoinSamplingSession(TinkerRequest):
+    """Number a further client of a sampling session, in another process."""
+
+    sampling_session_id: Name
 
 
 class TokenChunk(TinkerRequest):

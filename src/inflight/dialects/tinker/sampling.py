@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pydantic
 
+from inflight.base.validation import describe_problems
 from inflight.contracts import InferenceEndpoint, ScoringEndpoint
 from inflight.dialects.tinker.data import Array
 from inflight.dialects.tinker.protobuf import messages
@@ -40,8 +42,14 @@ def generate_request_of(sample: Sample, token_ids: tuple[int, ...]) -> GenerateR
     return GenerateRequest(request_id=f"tinker-{uuid.uuid4().hex}", prompt_token_ids=token_ids, sampling=sampling)
 
 
-async def sample_from(endpoint: InferenceEndpoint, sample: Sample) -> tuple[bytes, Sequence[Completion]]:
-    """Return the ``SampleResponse`` as bytes, and the completions. Raises `InflightError`."""
+async def sample_from(
+    endpoint: InferenceEndpoint, sample: Sample, max_model_len: int
+) -> tuple[bytes, Sequence[Completion]]:
+    """Return the ``SampleResponse`` as bytes, and the completions. Raises `InflightError`.
+
+    The API scores a prompt only together with a sample of at least one token. Where a prompt that is to be scored fills
+    the context, the samples are empty.
+    """
     token_ids = sample.token_ids()
     if not token_ids:
         raise InvalidRequestError("the prompt has no tokens")
@@ -51,11 +59,19 @@ async def sample_from(endpoint: InferenceEndpoint, sample: Sample) -> tuple[byte
         raise UnsupportedError("prompt_alt_tokens_k is not supported")
     if sample.topk_sample_logprobs and sample.sampling_params.temperature != 1.0:
         raise UnsupportedError("topk_sample_logprobs is supported at temperature 1 only")
-    response = await endpoint.generate(generate_request_of(sample, token_ids))
+    scores_prompt = sample.prompt_logprobs or sample.topk_prompt_logprobs or sample.target_prompt_logprobs is not None
+    completions: Sequence[Completion]
+    if scores_prompt and len(token_ids) == max_model_len:
+        completions = [
+            Completion(index=i, token_ids=(), logprobs=(), version_spans=(), finish_reason="length")
+            for i in range(sample.num_samples)
+        ]
+    else:
+        completions = (await endpoint.generate(generate_request_of(sample, token_ids))).completions
     message = messages().SampleResponse()
-    if sample.prompt_logprobs or sample.topk_prompt_logprobs or sample.target_prompt_logprobs is not None:
+    if scores_prompt:
         await _add_prompt_scores(endpoint, sample, token_ids, message)
-    for completion in response.completions:
+    for completion in completions:
         if completion.finish_reason not in _STOP_REASONS:
             raise EndpointError("the completion was aborted on the server: sample again")
         sequence = message.sequences.add(
@@ -70,7 +86,7 @@ async def sample_from(endpoint: InferenceEndpoint, sample: Sample) -> tuple[byte
             scored = await _score(endpoint, whole, len(token_ids), sample.topk_sample_logprobs)
             _fill_top(sequence.topk_sampled_logprobs, scored, 0, sample.topk_sample_logprobs)
     content: bytes = message.SerializeToString()
-    return content, response.completions
+    return content, completions
 
 
 async def _add_prompt_scores(
@@ -103,9 +119,13 @@ async def _score(
     if not isinstance(endpoint, ScoringEndpoint):
         raise UnsupportedError(f"{endpoint.name} does not support scoring, which prompt logprobs need")
     candidates = () if targets_NK is None else tuple(tuple(max(int(it), 0) for it in row) for row in targets_NK)
-    request = ScoreRequest(
-        request_id=f"tinker-{uuid.uuid4().hex}", token_ids=token_ids, start=start, top_k=top_k, candidates=candidates
-    )
+    request_id = f"tinker-{uuid.uuid4().hex}"
+    try:
+        request = ScoreRequest(
+            request_id=request_id, token_ids=token_ids, start=start, top_k=top_k, candidates=candidates
+        )
+    except pydantic.ValidationError as error:
+        raise InvalidRequestError(f"the prompt cannot be scored: {describe_problems(error, ScoreRequest)}") from error
     return await endpoint.score(request)
 
 

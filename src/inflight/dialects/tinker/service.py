@@ -23,9 +23,12 @@ from inflight.dialects.tinker.ordering import OrderedCalls
 from inflight.dialects.tinker.packing import check_inputs
 from inflight.dialects.tinker.protobuf import parse
 from inflight.dialects.tinker.requests import (
+    AdamParams,
     CreateModel,
     CreateSamplingSession,
+    CreateSession,
     LoadWeights,
+    NumberedCall,
     OptimStep,
     Sample,
     SaveWeights,
@@ -41,6 +44,9 @@ SILENT_S = 60.0
 """A model whose client has been silent for that long makes room for a new one. Its state is saved first."""
 _SNAPSHOT_S = 3600.0
 """A snapshot that was not sampled from for that long is deleted."""
+_NUM_SNAPSHOTS = 16
+"""With more of them, the one that was used least recently is deleted: each is as large as the model, and the SDK does
+not report that a program has dropped one."""
 _NUM_TRIES = 3
 """Of a sample whose server ends."""
 _NUM_SEQUENCES = 65536
@@ -77,11 +83,15 @@ class _Sampler:
     snapshot: Path | None = None
     """A checkpoint that nothing else refers to."""
     used_at: float = field(default_factory=time.monotonic)
+    num_joined: int = 0
+    """Clients after the first."""
 
 
 @dataclass(eq=False, slots=True)
 class _Session:
     last_heartbeat: float
+    user_metadata: Mapping[str, Any] | None = None
+    display_name: str | None = None
     is_finished: bool = False
 
 
@@ -110,10 +120,24 @@ class TinkerService:
 
     # --------------------------------------------------------------------------------------------------- sessions
 
-    def create_session(self) -> str:
+    def create_session(self, asked: CreateSession) -> str:
         session_id = f"session-{uuid.uuid4().hex[:16]}"
-        self._sessions[session_id] = _Session(time.monotonic())
+        self._sessions[session_id] = _Session(time.monotonic(), asked.user_metadata, asked.display_name)
         return session_id
+
+    def session_ids(self) -> list[str]:
+        """Return the sessions since the server was started, newest first."""
+        return list(reversed(self._sessions))
+
+    def session_info(self, session_id: str) -> dict[str, Any]:
+        """Return the entry of a session. Raises `NotFoundError`."""
+        session = self._session(session_id)
+        return {
+            "training_run_ids": [it.model_id for it in self._models.values() if it.session_id == session_id],
+            "sampler_ids": [key for key, it in self._samplers.items() if it.session_id == session_id],
+            "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
+        }
 
     def heartbeat(self, session_id: str) -> bool:
         """Record that a client lives; return False if its session has finished."""
@@ -129,17 +153,29 @@ class TinkerService:
             await self._end_models(session_id)
 
     async def end_idle_sessions(self, interval_s: float = 30.0) -> None:
-        """End sessions whose clients have been silent for `IDLE_S`, and delete unused snapshots, until cancelled."""
+        """End sessions whose clients have been silent for `IDLE_S` until cancelled.
+
+        Delete unused snapshots and expired checkpoints, too.
+        """
         while True:
             await asyncio.sleep(interval_s)
+            self.store.delete_expired()
             for session_id, session in list(self._sessions.items()):
                 if not session.is_finished and time.monotonic() - session.last_heartbeat > IDLE_S:
                     await self.finish_session(session_id)
-            for sampler_id, sampler in list(self._samplers.items()):
-                is_over = self._sessions[sampler.session_id].is_finished
-                if sampler.snapshot is not None and (is_over or time.monotonic() - sampler.used_at > _SNAPSHOT_S):
-                    del self._samplers[sampler_id]
-                    await asyncio.to_thread(shutil.rmtree, sampler.snapshot, ignore_errors=True)
+            await self._delete_snapshots()
+
+    async def _delete_snapshots(self) -> None:
+        """Delete those of finished sessions, those that have long been unused, and the oldest of too many."""
+        of_use = sorted(
+            ((key, it) for key, it in self._samplers.items() if it.snapshot is not None), key=lambda it: it[1].used_at
+        )
+        for i, (sampler_id, sampler) in enumerate(of_use):
+            is_over = self._sessions[sampler.session_id].is_finished
+            is_unused = time.monotonic() - sampler.used_at > _SNAPSHOT_S
+            if sampler.snapshot is not None and (is_over or is_unused or i < len(of_use) - _NUM_SNAPSHOTS):
+                self._samplers.pop(sampler_id, None)
+                await asyncio.to_thread(shutil.rmtree, sampler.snapshot, ignore_errors=True)
 
     async def _end_models(self, session_id: str) -> None:
         for model in [it for it in self._models.values() if it.session_id == session_id]:
@@ -178,8 +214,7 @@ class TinkerService:
     def create_model(self, asked: CreateModel) -> str:
         """Return the request id of a future that creates a model. Raises `InvalidRequestError` for another base."""
         self._check_base(asked.base_model)
-        if asked.optimizer_config is not None and asked.optimizer_config.get("type", "adamw") != "adamw":
-            raise UnsupportedError(f"optimizer {asked.optimizer_config['type']!r} is not supported: use adamw")
+        _check_optimizer(asked.optimizer_config)
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
         return self._begin_model(asked.session_id, model_id, asked.rank, asked.lora_config, asked.user_metadata, None)
 
@@ -187,6 +222,9 @@ class TinkerService:
         """Return the request id of a future that creates a model from a checkpoint."""
         if asked.session_id is None or asked.model_seq_id is None:
             raise InvalidRequestError("load_weights needs a session_id and a model_seq_id, or a model_id and a seq_id")
+        if asked.base_model is not None:
+            self._check_base(asked.base_model)
+        _check_optimizer(asked.optimizer_config)
         checkpoint = self.store.find(asked.path)
         if checkpoint.kind != "weights" and asked.optimizer:
             raise InvalidRequestError(f"{asked.path} is a checkpoint for sampling: it has no optimizer's state")
@@ -286,16 +324,16 @@ class TinkerService:
         """Return request id and model id for a protobuf ``ForwardBackwardRequest``."""
         request = parse("ForwardBackwardRequest", content)
         model = self._model(request.model_id)
-        settings = dict(request.loss_fn_config)
-        for name, value in request.loss_fn_config_v2.items():
-            if value.WhichOneof("value") != "number":
-                raise InvalidRequestError(f"the setting {name!r} of loss_fn {request.loss_fn!r} must be a number")
-            settings[name] = value.number
         loss_fn, forward_only = request.loss_fn, request.forward_only
 
         async def execute() -> Result:
+            settings = dict(request.loss_fn_config)
+            for name, value in request.loss_fn_config_v2.items():
+                if value.WhichOneof("value") != "number":
+                    raise InvalidRequestError(f"the setting {name!r} of loss_fn {loss_fn!r} must be a number")
+                settings[name] = value.number
             loss, checked = loss_named(loss_fn, settings)
-            data = datums_of(request, vocab_size=self.backend.vocab_size, max_tokens=self.backend.max_model_len + 1)
+            data = datums_of(request, vocab_size=self.backend.vocab_size, max_tokens=self.backend.max_model_len)
             check_inputs(data, loss_fn, loss)
             with self._training(model) as training:
                 result = await training.forward_backward(data, loss_fn, checked, forward_only=forward_only)
@@ -310,7 +348,7 @@ class TinkerService:
             if asked.optimizer_params is not None or asked.adam_params is None:
                 raise UnsupportedError("only adam_params are supported")
             try:
-                settings = asked.adam_params.settings()
+                settings = AdamParams.model_validate(asked.adam_params).settings()
             except ValueError as error:
                 raise InvalidRequestError(f"adam_params: {error}") from error
             with self._training(model) as training:
@@ -346,9 +384,21 @@ class TinkerService:
                     await training.save(snapshot)
                     weights = StoredWeights(snapshot)
                     self._samplers[sampler_id] = _Sampler(model.session_id, weights, snapshot=snapshot)
+                    for unused in ("trainer", "adapter"):
+                        await asyncio.to_thread(shutil.rmtree, snapshot / unused, ignore_errors=True)
+                    await self._delete_snapshots()
             return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
 
         return model.calls.submit(asked.seq_id, content, execute)
+
+    def save_external(self, asked: NumberedCall, content: bytes) -> str:
+        async def execute() -> Result:
+            raise UnsupportedError(
+                "save_weights_external is not supported: what save_state saves is in the Hugging Face format already, "
+                "on the disk of the server"
+            )
+
+        return self._model(asked.model_id).calls.submit(asked.seq_id, content, execute)
 
     def load_weights(self, asked: LoadWeights, content: bytes) -> str:
         """Load a checkpoint into a model that has not been asked for anything else."""
@@ -390,6 +440,12 @@ class TinkerService:
             sampler_id, _Sampler(asked.session_id, *self._weights(asked.base_model, asked.model_path))
         )
         return sampler_id
+
+    def join_sampler(self, sampler_id: str) -> int:
+        """Return the number of a further client of a sampling session; the first client has 0."""
+        sampler = self._sampler(sampler_id)
+        sampler.num_joined += 1
+        return sampler.num_joined
 
     def sampler_info(self, sampler_id: str) -> dict[str, Any]:
         sampler = self._sampler(sampler_id)
@@ -434,7 +490,7 @@ class TinkerService:
         for is_last in (*[False] * (_NUM_TRIES - 1), True):
             try:
                 async with self.backend.sampling_from(weights) as endpoint:
-                    return await sample_from(endpoint, asked)
+                    return await sample_from(endpoint, asked, self.backend.max_model_len)
             except UnreachableError:
                 if is_last:
                     raise
@@ -450,7 +506,10 @@ class TinkerService:
 
     def _sampler(self, sampler_id: str) -> _Sampler:
         if sampler_id not in self._samplers:
-            raise NotFoundError(f"there is no sampling session {sampler_id!r}; the server may have been restarted")
+            raise NotFoundError(
+                f"there is no sampling session {sampler_id!r}: the server has been restarted, or the snapshot was "
+                f"deleted (the {_NUM_SNAPSHOTS} that were used last are kept, unless they are unused for {_SNAPSHOT_S:g} s)"
+            )
         return self._samplers[sampler_id]
 
     def _weights(self, base_model: str | None, model_path: str | None) -> tuple[Weights, str | None]:
@@ -494,3 +553,8 @@ class TinkerService:
         await self.futures.aclose()
         models = [model.training for model in self._models.values() if model.training is not None]
         await finish_all(*(training.aclose() for training in models))
+
+
+def _check_optimizer(config: Mapping[str, Any] | None) -> None:
+    if config is not None and config.get("type", "adamw") != "adamw":
+        raise UnsupportedError(f"optimizer {config['type']!r} is not supported: use adamw")
