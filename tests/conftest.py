@@ -21,7 +21,7 @@ from tests.servers import ServerProcess
 from tests.zygote import python, share_zygote
 
 # A machine with other work takes a second now and then; a strategy that is slow shows in the durations.
-settings.register_profile("inflight", suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("inflight", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("inflight")
 
 

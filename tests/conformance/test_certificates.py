@@ -11,7 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -84,7 +84,6 @@ def printed(subject: Certificate, **console: object) -> str:
 
 
 @given(CERTIFICATES)
-@settings(deadline=None)
 def test_any_certificate_can_be_written_in_every_form(subject: Certificate) -> None:
     assert Certificate.model_validate_json(certificate_json(subject)) == subject
     assert ElementTree.fromstring(junit_xml(subject).partition("\n")[2]).tag == "testsuites"
@@ -251,7 +250,6 @@ class Page(HTMLParser):
 
 
 @given(CERTIFICATES)
-@settings(deadline=None)
 def test_nothing_in_a_certificate_becomes_part_of_the_page(subject: Certificate) -> None:
     page = Page(html_page(subject))
     assert page.addresses == []

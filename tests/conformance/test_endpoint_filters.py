@@ -24,7 +24,7 @@ def logits_of(seed: int) -> torch.Tensor:
 
 
 @given(sampling=SAMPLING, seed=st.integers(0, 10_000), tolerance=st.sampled_from([1e-3, 0.05, 0.25]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_bounds_hold_for_logits_that_are_off_by_half_the_tolerance(sampling, seed, tolerance):
     logits_TV = logits_of(seed)
     noise_TV = torch.rand(logits_TV.shape, generator=torch.Generator().manual_seed(seed + 1)) - 0.5
@@ -35,7 +35,7 @@ def test_bounds_hold_for_logits_that_are_off_by_half_the_tolerance(sampling, see
 
 
 @given(sampling=SAMPLING, seed=st.integers(0, 10_000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_bounds_of_exact_logits_are_the_distribution(sampling, seed):
     logits_TV = logits_of(seed)
     least_TV, most_TV = logprob_bounds(logits_TV, sampling, 1e-9)

@@ -67,7 +67,7 @@ moves = st.lists(
 
 
 @given(moves=moves, num_contexts=st.sampled_from([1, 1.5, 3, 50]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_arenas_take_no_more_than_the_limit_and_than_half_as_much_again_as_is_used(
     moves: list[tuple[str, int, int]], num_contexts: float
 ) -> None:

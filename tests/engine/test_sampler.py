@@ -78,7 +78,7 @@ sampling_params = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     rows=st.lists(st.tuples(sampling_params, st.floats(0, 1, exclude_max=True)), min_size=1, max_size=4),
     logits=logit_rows,
@@ -101,7 +101,7 @@ def test_a_drawn_token_has_its_renormalised_probability_and_inverts_the_distribu
         assert before - 1e-5 <= uniform <= before + distribution[token] + 1e-5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(logits=logit_rows, params=sampling_params)
 def test_greedy_rows_take_the_largest_logit_whatever_their_filters(logits: list[float], params: SamplingParams) -> None:
     greedy = params.model_copy(update={"temperature": 0.0})
@@ -168,7 +168,7 @@ def test_tiny_temperatures_draw_the_largest_logit_with_certainty(temperature: fl
     assert (tokens, logprobs) == ([1], [0.0])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     size=st.sampled_from([1, 127, 128, 129, 256, 700]),
     seed=st.integers(0, 10_000),

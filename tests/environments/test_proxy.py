@@ -720,7 +720,7 @@ def test_many_episodes_are_played_at_once(shared_server: ServerProcess, model_di
     asyncio.run(asyncio.wait_for(run(), 300))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_whatever_histories_clients_send_every_sampled_token_is_trained_on_once(data: st.DataObject) -> None:
     """Clients continue, try again, edit, compact, and change their tools; some answers are cut."""

@@ -59,7 +59,7 @@ def test_the_same_prompt_in_another_role_is_another_conversation() -> None:
     assert (answers.role, answers.reward, answers.completion_token_ids) == ("answers", -1.0, [11])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_every_sampled_token_is_trained_on_once_in_any_tree_of_calls(data: st.DataObject) -> None:
     """Few different tokens, so that many prompts begin with several earlier calls."""

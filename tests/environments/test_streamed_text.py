@@ -33,7 +33,6 @@ def test_what_comes_before_calls_is_the_same_however_the_reply_goes_on(text: str
         assert whole.startswith(before_calls(text[:end]))
 
 
-@settings(deadline=None)
 @given(
     text=TEXTS,
     cut=st.integers(1, 3),

@@ -49,7 +49,7 @@ def user(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_prompt_is_what_was_sampled_and_what_the_template_adds(template: str, data: st.DataObject) -> None:
     """Replies are random tokens, so few are what the tokenizer makes of their text."""

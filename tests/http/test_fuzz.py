@@ -209,7 +209,7 @@ def test_no_extreme_of_a_transfer_is_an_error_while_its_update_is_open(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_garbage_is_an_error_of_the_server(server: Server, path: str, data: st.DataObject) -> None:
     body: Any = copy.deepcopy(data.draw(st.sampled_from(server.bodies[path])))

@@ -92,7 +92,7 @@ def plans_of_ranks(loss, parts):
 
 
 @pytest.mark.parametrize("name", first_of_each(LOSSES, lambda name: (LOSSES[name].level, LOSSES[name].aggregation)))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     labels=st.lists(st.integers(0, 5), min_size=len(LENGTHS), max_size=len(LENGTHS)),
     order=st.permutations(range(len(LENGTHS))),

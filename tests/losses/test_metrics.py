@@ -43,7 +43,7 @@ def loss_inputs(log_ratios, advantages):
 
 
 @given(log_ratios=LOG_RATIOS, cut=st.integers(0, 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_metrics_of_parts_add_up_to_those_of_the_whole(log_ratios, cut):
     whole = metric_values(metrics_of(log_ratios))
     parts = metric_values(add_metrics(metrics_of(log_ratios[:cut]), metrics_of(log_ratios[cut:])))
@@ -52,7 +52,7 @@ def test_metrics_of_parts_add_up_to_those_of_the_whole(log_ratios, cut):
 
 
 @given(log_ratios=LOG_RATIOS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ratio_metrics_equal_a_plain_loop(log_ratios):
     weights = [math.exp(x) for x in log_ratios]
     n = len(weights)

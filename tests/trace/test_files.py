@@ -145,7 +145,7 @@ class Reader:
                 self.steps[event["version"]] = event["incarnation"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(actions=ACTIONS, compresses=st.booleans())
 def test_a_follower_sees_each_event_once_and_in_order(actions: list[tuple[str, int]], compresses: bool) -> None:
     with TemporaryDirectory() as folder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError, TaskError
@@ -55,7 +55,6 @@ def reference(rewards, estimator):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(rewards=REWARDS)
-@settings(deadline=None)
 def test_advantages_equal_a_plain_loop(estimator, rewards):
     # float64: 16 values up to 10; dividing by a standard deviation of at least 0.06.
     advantages = group_advantages(rewards, estimator, lengths_of(rewards))
@@ -70,7 +69,6 @@ def test_known_group_has_known_advantages():
 
 
 @given(rewards=REWARDS)
-@settings(deadline=None)
 def test_leave_one_out_is_the_mean_baseline_scaled_up(rewards):
     size = len(rewards)
     scaled = [size / (size - 1) * a for a in group_advantages(rewards, "mean")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError
@@ -37,7 +37,6 @@ def sampled(index, prompt_tokens, versions_of_completions):
 
 
 @given(sizes=st.lists(st.integers(1, 30), max_size=40), budget=st.integers(1, 150))
-@settings(deadline=None)
 def test_steps_are_the_shortest_prefixes_that_reach_the_budget(sizes, budget):
     waiting = WaitingGroups(POLICY, TokenBudget(budget))
     sizes_waiting, taken = [], []
@@ -83,7 +82,6 @@ GROUPS = st.lists(
 
 
 @given(groups=GROUPS, budget=st.integers(1, 40), versions=st.lists(st.integers(0, 12), min_size=1, max_size=6))
-@settings(deadline=None)
 def test_a_step_has_its_budget_in_tokens_that_are_trained_whatever_is_masked(groups, budget, versions):
     """What `make_batch` leaves of a step is at least the budget; no group is lost, and only groups that are old go."""
     waiting = WaitingGroups(POLICY, TokenBudget(budget))

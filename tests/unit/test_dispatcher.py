@@ -62,7 +62,7 @@ from tests.unit.two_drivers import STALENESS, World, live_decisions, simulated_d
         seed=st.integers(0, 10_000),
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_live_run_and_a_simulated_one_get_the_same_decisions(world: World) -> None:
     assert live_decisions(world) == simulated_decisions(world)
 
@@ -304,7 +304,7 @@ class Machine:
     is_one_request=st.booleans(),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_nothing_is_sampled_twice_at_once_and_every_item_ends_once(
     name: str, capacities: list[int], group_size: int, is_one_request: bool, seed: int
 ) -> None:

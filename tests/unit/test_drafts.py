@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.rollouts.drafts import (
@@ -105,7 +105,6 @@ texts = st.lists(st.lists(st.integers(0, 2), max_size=14), min_size=1, max_size=
 
 
 @given(texts, st.lists(st.integers(0, 2), max_size=12), st.data())
-@settings(deadline=None)
 def test_a_draft_is_the_walk_of_a_suffix_trie(
     completions: list[list[int]], sampled: list[int], data: st.DataObject
 ) -> None:

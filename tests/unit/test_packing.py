@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError
@@ -19,14 +19,12 @@ def rank_tokens(packed, lengths):
 
 
 @given(lengths=LENGTHS, num_ranks=RANKS)
-@settings(deadline=None)
 def test_every_sample_is_packed_exactly_once(lengths, num_ranks):
     packed = pack(lengths, MAX_TOKENS, num_ranks)
     assert sorted(i for rank in packed for micro_batch in rank for i in micro_batch) == list(range(len(lengths)))
 
 
 @given(lengths=LENGTHS, num_ranks=RANKS)
-@settings(deadline=None)
 def test_every_rank_has_the_same_number_of_micro_batches_and_none_is_too_full(lengths, num_ranks):
     packed = pack(lengths, MAX_TOKENS, num_ranks)
     assert len(packed) == num_ranks
@@ -35,14 +33,12 @@ def test_every_rank_has_the_same_number_of_micro_batches_and_none_is_too_full(le
 
 
 @given(lengths=LENGTHS.filter(bool), num_ranks=RANKS)
-@settings(deadline=None)
 def test_ranks_differ_by_no_more_than_the_longest_sample(lengths, num_ranks):
     tokens = rank_tokens(pack(lengths, MAX_TOKENS, num_ranks), lengths)
     assert max(tokens) - min(tokens) <= max(lengths)
 
 
 @given(lengths=LENGTHS.filter(bool), num_ranks=RANKS)
-@settings(deadline=None)
 def test_micro_batches_are_few(lengths, num_ranks):
     packed = pack(lengths, MAX_TOKENS, num_ranks)
     fullest = max(rank_tokens(packed, lengths))
@@ -52,7 +48,6 @@ def test_micro_batches_are_few(lengths, num_ranks):
 
 
 @given(lengths=LENGTHS, num_ranks=RANKS)
-@settings(deadline=None)
 def test_fuller_micro_batches_come_first(lengths, num_ranks):
     for rank in pack(lengths, MAX_TOKENS, num_ranks):
         loads = [sum(lengths[i] for i in micro_batch) for micro_batch in rank]

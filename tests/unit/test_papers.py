@@ -88,7 +88,7 @@ def test_every_rank_group_gets_an_endpoint_and_none_is_left(works: list[float], 
     roomy=st.integers(1, 8),
     beside=st.integers(1, 8),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_planners_memory_part_is_the_ratio_of_the_theorem(
     curve: list[float], train: float, roomy: int, beside: int
 ) -> None:

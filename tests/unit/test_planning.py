@@ -79,7 +79,7 @@ class PlainServer:
         max_size=40,
     ),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_clock_of_an_endpoint_agrees_with_counting_every_completion(
     points: list[float], context_time: float, orders: list[tuple[str, int]]
 ) -> None:

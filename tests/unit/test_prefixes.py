@@ -6,7 +6,7 @@ from base64 import b64encode
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError
@@ -73,7 +73,6 @@ def tokens_of(packed: list[Rollout]) -> list[tuple[Rollout, int]]:
 
 
 @given(packed=st.one_of(rollouts(), rollouts(with_inputs=True)))
-@settings(deadline=None)
 def test_tokens_have_the_id_of_the_first_one_with_the_same_tokens_images_and_experts_up_to_there(
     packed: list[Rollout],
 ) -> None:
@@ -82,7 +81,6 @@ def test_tokens_have_the_id_of_the_first_one_with_the_same_tokens_images_and_exp
 
 
 @given(packed=rollouts(), num_shares=st.integers(1, 4))
-@settings(deadline=None)
 def test_every_sample_is_packed_once_and_no_micro_batch_computes_too_much(
     packed: list[Rollout], num_shares: int
 ) -> None:

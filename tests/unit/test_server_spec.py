@@ -40,7 +40,7 @@ st.register_type_strategy(float, FLOATS)
 
 
 @given(values_of(ServerSpec))
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_a_command_line_starts_the_server_that_it_was_written_for(spec: ServerSpec) -> None:
     assert ServerSpec.from_argv(spec.to_argv()) == spec
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError
@@ -43,7 +43,6 @@ def test_pairs_are_of_largest_contrast_first():
 
 
 @given(advantages=st.lists(st.floats(-3, 3), max_size=17), keep=st.floats(0.01, 1.0))
-@settings(deadline=None)
 def test_pairs_use_each_completion_at_most_once_and_contrast_falls(advantages, keep):
     pairs = sample_pairs(advantages, keep=keep)
     used = [i for pair in pairs for i in pair]
@@ -99,7 +98,6 @@ def test_shuffle_refuses_what_it_cannot_draw(weights, size, message):
 
 
 @given(lengths=st.lists(st.integers(0, 50), max_size=20), budget=st.integers(1, 400))
-@settings(deadline=None)
 def test_tokens_within_a_budget_fill_it_in_order(lengths, budget):
     taken = within_budget(lengths, budget)
     assert sum(taken) == min(budget, sum(lengths))

@@ -39,7 +39,7 @@ def prompts_of(seed: int, num_prompts: int, sigma: float = 0.9) -> Callable[[int
     whole_requests=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_step_is_made_and_no_item_is_trained_twice(
     name: str,
     capacities: list[int],

@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError
@@ -17,7 +17,6 @@ times = st.lists(st.floats(0.1, 10.0), min_size=12, max_size=12)
 
 
 @given(num_devices=st.integers(2, 12), generation=times, training=times, unit=st.integers(1, 3))
-@settings(deadline=None)
 def test_the_best_split_is_the_best_of_all(num_devices: int, generation: Times, training: Times, unit: int) -> None:
     def tried() -> float:
         sizes = [n for n in range(1, num_devices + 1) if n % unit == 0]
@@ -59,7 +58,6 @@ def largest(memory: float, weights: float, per_sample: float, limit: int) -> int
     per_sample=st.tuples(st.integers(1, 8), st.integers(1, 8)),
     memory=st.integers(0, 80),
 )
-@settings(deadline=None)
 def test_stages_apart_are_never_slower_and_equal_only_where_neither_batch_could_grow(
     train: list[float], generate: list[float], weights: int, per_sample: tuple[int, int], memory: int
 ) -> None:

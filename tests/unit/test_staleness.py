@@ -17,7 +17,6 @@ from inflight.rollouts.staleness import STALENESS
 @given(
     max_lag=st.integers(0, 10), versions=st.lists(st.integers(0, 50), max_size=20), trainer_version=st.integers(0, 50)
 )
-@settings(deadline=None)
 def test_tokens_above_the_largest_lag_are_masked_and_no_others(max_lag, versions, trainer_version):
     mask = MaxLag(max_lag).mask(versions, trainer_version)
     assert mask == [not trainer_version - version > max_lag for version in versions]
@@ -108,7 +107,7 @@ def trained_lags(policy, groups_per_step, seed, *, restarts=()):
     restarts=st.sets(st.integers(1, 399), max_size=3),
     is_guarded=st.booleans(),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_no_policy_trains_on_a_token_beyond_its_lag(name, max_lag, groups_per_step, seed, restarts, is_guarded):
     policy = STALENESS[name](max_lag=max_lag)
     if is_guarded:
@@ -155,7 +154,6 @@ def test_a_low_effective_sample_size_waits_for_on_policy_data_or_stops_the_run()
     age=st.integers(0, 9),
     is_guarded=st.booleans(),
 )
-@settings(deadline=None)
 def test_what_can_be_trained_on_no_more_is_masked_whatever_comes(name, max_lag, first, steps, age, is_guarded):
     policy = STALENESS[name](max_lag=max_lag)
     policy = EssGuard(policy, 0.3) if is_guarded else policy

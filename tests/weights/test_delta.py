@@ -69,7 +69,6 @@ def whole_patch(new: torch.Tensor, base: torch.Tensor, runs: tuple[ElementRun, .
 
 
 @given(runs=RUNS, share=SHARES, seed=st.integers(0, 2**32))
-@settings(deadline=None)
 def test_the_elements_found_are_those_whose_bits_differ(runs: tuple[ElementRun, ...], share: float, seed: int) -> None:
     new, base = buckets(runs, share, seed)
     patch = whole_patch(new, base, runs)
@@ -78,7 +77,6 @@ def test_the_elements_found_are_those_whose_bits_differ(runs: tuple[ElementRun, 
 
 
 @given(runs=RUNS, share=SHARES, seed=st.integers(0, 2**32))
-@settings(deadline=None)
 def test_a_delta_makes_the_base_new(runs: tuple[ElementRun, ...], share: float, seed: int) -> None:
     new, base = buckets(runs, share, seed)
     old = base.clone()
@@ -94,7 +92,7 @@ def test_a_delta_makes_the_base_new(runs: tuple[ElementRun, ...], share: float, 
 @given(
     seed=st.integers(0, 2**32), num_changed=st.integers(0, 20), num_elements=st.sampled_from([65535, 65536, 400_000])
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_elements_far_apart_are_found_again(seed: int, num_changed: int, num_elements: int) -> None:
     runs = (ElementRun(2, num_elements),)
     base = torch.zeros(2 * num_elements, dtype=torch.uint8)
@@ -155,7 +153,6 @@ def test_two_percent_of_bfloat16_takes_less_than_a_thirtieth() -> None:
 
 
 @given(runs=RUNS, share=SHARES, seed=st.integers(0, 2**32), num_cuts=st.integers(0, 4))
-@settings(deadline=None)
 def test_changes_of_tensors_are_those_of_their_bytes_joined(
     runs: tuple[ElementRun, ...], share: float, seed: int, num_cuts: int
 ) -> None:
@@ -360,7 +357,6 @@ def test_a_payload_cut_or_extended_anywhere_is_refused() -> None:
 
 
 @given(runs=RUNS.filter(lambda runs: any(run.num_elements for run in runs)), seed=st.integers(0, 2**32), data=st.data())
-@settings(deadline=None)
 def test_random_damage_is_refused_or_gives_a_patch_that_fits_and_comes_off(
     runs: tuple[ElementRun, ...], seed: int, data: st.DataObject
 ) -> None:

@@ -71,7 +71,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int, log2_sc
     seed=st.integers(0, 2**32),
     log2_scale=st.sampled_from([-149, -130, -124, -20, 0, 10, 126]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_element_is_the_nearest_number_of_its_block(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int, log2_scale: int
 ) -> None:
@@ -86,7 +86,7 @@ def test_every_element_is_the_nearest_number_of_its_block(
 
 
 @given(shape=SHAPES, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**32), log2_scale=st.integers(-130, 110))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_error_is_within_the_bound_that_the_module_states(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int, log2_scale: int
 ) -> None:
@@ -109,7 +109,7 @@ def test_the_error_is_within_the_bound_that_the_module_states(
     seed=st.integers(0, 2**32),
     log2_scale=st.sampled_from([-149, -126, -20, 0, 126]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_decoded_tensor_decodes_to_itself(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int, log2_scale: int
 ) -> None:

@@ -404,7 +404,7 @@ class Publisher(RuleBasedStateMachine):
             assert state is (EndpointState.UPDATING if self.num_arrived else EndpointState.PAUSED)
 
 
-Publisher.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+Publisher.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
 test_any_order_of_a_publishers_calls_leaves_what_it_should = Publisher.TestCase
 
 

@@ -160,7 +160,7 @@ class Endpoint(RuleBasedStateMachine):
             self.session.refuse_to_sample()
 
 
-Endpoint.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Endpoint.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 test_any_sequence_of_calls_leaves_the_state_that_is_true = Endpoint.TestCase
 
 

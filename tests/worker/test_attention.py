@@ -104,7 +104,7 @@ def test_a_nan_in_one_segment_stays_there():
     assert output[0, 20:].isfinite().all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
 def test_a_plan_places_every_token_once_and_pads_less_than_twice(lengths):
     plan = SegmentPlan.build(lengths)

@@ -74,14 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     require_at_least(arguments, samplers=1, models=1, ranks=1)
     token = read_token(arguments.token_file)
-    config = _config(arguments)
+    config = config_of(arguments)
     with bind(arguments.host, arguments.port) as listener, contextlib.ExitStack() as stack:
-        directory = _open_directory(arguments.directory, stack)
+        directory = open_directory(arguments.directory, stack)
         asyncio.run(_serve(arguments, config, directory, token, listener))
     return 0
 
 
-def _config(arguments: argparse.Namespace) -> RunConfig:
+def config_of(arguments: argparse.Namespace) -> RunConfig:
     """Return the settings of servers and ranks, with the overrides, and defaults that depend on the model's size."""
     from inflight.base.toml import check_settings, with_overrides
     from inflight.model.shapes import model_shape
@@ -104,7 +104,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _open_directory(path: Path, stack: contextlib.ExitStack) -> RunDirectory:
+def open_directory(path: Path, stack: contextlib.ExitStack) -> RunDirectory:
     """Return the directory, locked until the stack is closed. Raises `ConfigError` if another server has it."""
     import fcntl
 

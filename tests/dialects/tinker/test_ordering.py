@@ -29,7 +29,7 @@ def run(call: Callable[[Futures], Awaitable[Any]]) -> Any:
     return asyncio.run(main())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.permutations(range(1, 8)), st.sets(st.integers(1, 7)), st.sets(st.integers(1, 7)))
 def test_calls_run_in_order_and_repeated_ones_once(arrival: list[int], failing: set[int], twice: set[int]) -> None:
     ran: list[int] = []

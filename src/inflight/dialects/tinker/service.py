@@ -508,7 +508,7 @@ class TinkerService:
         if sampler_id not in self._samplers:
             raise NotFoundError(
                 f"there is no sampling session {sampler_id!r}: the server has been restarted, or the snapshot was "
-                f"deleted (the {_NUM_SNAPSHOTS} that were used last are kept, unless they are unused for {_SNAPSHOT_S:g} s)"
+                f"deleted (the {_NUM_SNAPSHOTS} used last are kept, for {_SNAPSHOT_S:g} s after their last use)"
             )
         return self._samplers[sampler_id]
 
