@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 def config_of(arguments: argparse.Namespace) -> RunConfig:
     """Return the settings of servers and ranks, with the overrides, and defaults that depend on the model's size."""
     from inflight.base.toml import check_settings, with_overrides
+    from inflight.base.worker_kinds import load_worker_kind
     from inflight.model.shapes import model_shape
     from inflight.run.config import RunConfig
     from inflight.run.machines.devices import num_cores_here
@@ -98,6 +99,7 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
     }
     config = check_settings(RunConfig, with_overrides(settings, arguments.overrides), "options")
     num_cores = max(1, num_cores_here() // config.train.num_ranks)
+    load_worker_kind(config.train.trainer)  # a typing error is reported now, not when a client creates a model
     config, defaults = with_model_defaults(config, model_shape(config.model.path).num_elements, num_cores)
     for text in defaults:
         print_progress(text)

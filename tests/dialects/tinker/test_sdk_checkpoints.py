@@ -92,7 +92,7 @@ def test_load_state_works_as_the_first_call_of_a_model(service: tinker.ServiceCl
             after.append(continued(it))
         np.testing.assert_array_equal(*after)
         assert np.array_equal(after[0], further) == (name == "load_state_with_optimizer")
-        with refused("LoadWeights is not permitted after other calls"):
+        with refused("load_state must be the first call of a model"):
             loaded[0].load_state(path).result(60)
         service.close("success").result(60)
         service = tinker.ServiceClient(base_url=sdk_server.url, api_key=KEY)

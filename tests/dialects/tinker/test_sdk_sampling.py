@@ -154,7 +154,7 @@ def test_clients_of_base_model_and_checkpoint_know_their_model(
     assert np.abs(scores(base) - scores(named)).max() > 1e-3
     with refused("there is no checkpoint"):
         service.create_sampling_client(f"tinker://{client.model_id}/weights/none").result(60)
-    with refused("base model 'other' is not served here"):
+    with refused("does not serve the base model 'other'"):
         service.create_sampling_client(base_model="other").result(60)
 
 

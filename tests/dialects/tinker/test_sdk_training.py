@@ -258,7 +258,7 @@ def test_calls_that_fail_leave_a_model_that_can_be_trained(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base_model": "other"}, "base model 'other' is not served here"),
+        ({"base_model": "other"}, "does not serve the base model 'other'"),
         ({"train_mlp": False}, "train_mlp and train_attn must be true"),
         ({"optimizer": types.DimuonOptimizerConfig()}, "optimizer 'dimuon' is not supported"),
     ],

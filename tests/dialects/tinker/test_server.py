@@ -299,7 +299,7 @@ def test_requests_that_name_nothing_are_refused(
 
 def test_another_base_model_is_refused_by_the_name_that_is_served(client: Client) -> None:
     body = {"session_id": client.session_id, "model_seq_id": 0, "base_model": "other"}
-    assert "'tiny' is" in client.post("/create_model", body, 400)["detail"]
+    assert "request 'tiny'" in client.post("/create_model", body, 400)["detail"]
 
 
 def test_data_that_no_loss_can_use_fail_and_training_continues(client: Client) -> None:
@@ -327,6 +327,29 @@ def test_a_session_lists_its_samplers_and_numbers_their_further_clients(client: 
     assert client.http.get(f"/sessions/{client.session_id}").json()["sampler_ids"] == [sampler]
     joined = [client.post("/join_sampling_session", {"sampling_session_id": sampler}) for _ in range(2)]
     assert [it["client_counter"] for it in joined] == [1, 2]
+
+
+def test_numbers_that_no_call_can_use_are_refused_and_training_continues(client: Client) -> None:
+    made = client.create_model(8)
+    far = {"model_id": made.model_id, "seq_id": 2**62, "path": "x"}
+    assert "the next call of this model is 1" in client.post("/save_weights", far, 400)["detail"]
+    for params, name in (({"eps": 0.0}, "eps"), ({"learning_rate": -1.0}, "learning_rate"), ({"beta1": 1.0}, "beta1")):
+        error, category = client.failure(made.begin_step(**params))
+        assert name in error and category == "user", error
+    for seconds in (0, 10**15, 10**400):
+        error, category = client.failure(made.begin_save(path="x", ttl_seconds=seconds))
+        assert "ttl_seconds must be from 1 to" in error and category == "user"
+    content = b'{"model_id": "%s", "seq_id": 99, "path": "x", "user_metadata": {"a": NaN}}' % made.model_id.encode()
+    assert client.http.post("/save_weights", content=content).status_code == 422
+    sampler = client.sampler(0, base_model="tiny")
+    targets = {"data": [], "shape": [len(PROMPT) - 1, 10**11], "sparse_crow_indices": [0] * len(PROMPT)}
+    for number, fields in enumerate(
+        ({"target_prompt_logprobs": targets}, {"params": {"seed": 10**26}}, {"params": {"stop": [-1]}})
+    ):
+        error, category = client.failure(client.begin_sample(sampler, PROMPT, number, **fields))
+        assert "pydantic" not in error and category == "user", error
+    made.forward_backward([datum()])
+    assert made.step()["gradient_norm"] > 0
 
 
 @pytest.mark.parametrize("key", [None, "tml-wrong", KEY[:-1]])

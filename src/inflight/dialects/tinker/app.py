@@ -240,7 +240,10 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         ("POST", "/weights_info", weights_info),
         *((method, path, _refusing(why)) for method, path, why in REFUSED_ROUTES),
     ]
-    routes = [Route(API + path, _guarded(handle, token), methods=[method]) for method, path, handle in handlers]
+    routes = [
+        Route(API + path, _guarded(handle, token, lambda: service.is_stopping), methods=[method])
+        for method, path, handle in handlers
+    ]
     routes.append(Route(f"{API}/healthz", healthz, methods=["GET"]))
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
     app.router.redirect_slashes = False
@@ -253,7 +256,7 @@ class _RefusedError(Exception):
         self.status = status
 
 
-def _guarded(handle: Handler, token: str) -> Handler:
+def _guarded(handle: Handler, token: str, is_stopping: Callable[[], bool]) -> Handler:
     """Return a handler that checks the key before it reads the body, and answers errors as JSON.
 
     The SDK repeats a call after the statuses 408, 409, 429 and from 500 on, and gives up after any other.
@@ -264,6 +267,8 @@ def _guarded(handle: Handler, token: str) -> Handler:
         if not hmac.compare_digest(given.encode(), f"{KEY_PREFIX}{token}".encode()):
             what = "wrong" if given else "missing"
             return _refusal(401, f"the header X-API-Key is {what}: it must be {KEY_PREFIX} and the server's token")
+        if is_stopping():
+            return _refusal(503, "the server is stopping")
         try:
             return await handle(request)
         except _RefusedError as error:

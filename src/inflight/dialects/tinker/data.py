@@ -111,7 +111,7 @@ def _values(content: bytes, dtype: int, name: str) -> Array:
 
 
 def _dense(sparse: Any, dtype: int, shape: tuple[int, ...], name: str) -> Array:
-    if len(shape) != 2 or shape[0] * shape[1] > 1 << 28:
+    if len(shape) != 2 or shape[0] * shape[1] > 1 << 24:
         raise ValueError(f"{name} is sparse with the shape {list(shape)}")
     values = _values(sparse.values, dtype, name)
     rows = _numbers(sparse.crow_indices, np.dtype("<i8"), name)
@@ -127,7 +127,7 @@ def _dense(sparse: Any, dtype: int, shape: tuple[int, ...], name: str) -> Array:
 
 def _numbers(content: bytes, dtype: np.dtype[Any], name: str) -> Array:
     if len(content) % dtype.itemsize:
-        raise ValueError(f"{name} has {len(content)} bytes, which are no whole number of {dtype.name}")
+        raise ValueError(f"{name} has {len(content)} bytes, which is not a multiple of the size of {dtype.name}")
     return np.frombuffer(content, dtype)
 
 

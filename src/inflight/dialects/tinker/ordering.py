@@ -41,10 +41,11 @@ class OrderedCalls:
 
         Raises `InvalidRequestError` if another call had this number.
         """
-        if seq_id <= self._num_forgotten:
+        newest = max(self._calls, default=self._num_forgotten)
+        if not self._num_forgotten < seq_id <= newest + NUM_REMEMBERED:
             raise InvalidRequestError(
-                f"seq_id is {seq_id}, but calls of a model are numbered from 1, and those up to {self._num_forgotten} "
-                "are long over"
+                f"seq_id is {seq_id}, but the next call of this model is {newest + 1}; calls are numbered from 1, and "
+                f"those up to {self._num_forgotten} are long over"
             )
         call, digest = self._call(seq_id), hashlib.sha256(content).digest()
         if call.request_id:
@@ -80,6 +81,6 @@ class OrderedCalls:
         return self._calls.setdefault(seq_id, _Call())
 
     def _forget_before(self, seq_id: int) -> None:
-        while self._num_forgotten < seq_id:
+        while self._num_forgotten < seq_id:  # at most a few: numbers that are far ahead are refused
             self._num_forgotten += 1
             self._calls.pop(self._num_forgotten, None)

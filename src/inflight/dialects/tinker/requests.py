@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from inflight.types import AdamSettings
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Seq = Annotated[int, Field(ge=0, le=2**62)]
+MAX_TTL_S = 100 * 365 * 24 * 3600
+
+
+def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    json.dumps(values, allow_nan=False)  # a ValueError that names the number
+    return values
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_without_nan)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
@@ -26,7 +36,7 @@ class CreateSession(TinkerRequest):
 
     sdk_version: str = ""
     tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     display_name: str | None = None
 
 
@@ -40,7 +50,7 @@ class LoraConfig(TinkerRequest):
     """The LoRA of a new model."""
 
     rank: int = Field(default=32, ge=0, le=4096)
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -54,7 +64,7 @@ class CreateModel(OfSession):
     lora_config: LoraConfig | None = None
     """None: all weights are trained; a rank of 0 means the same."""
     optimizer_config: dict[str, Any] | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
 
     @property
     def rank(self) -> int:
@@ -76,15 +86,16 @@ class NumberedCall(OfModel):
 class AdamParams(TinkerRequest):
     """The settings of one step of AdamW."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, gt=0, allow_inf_nan=False)
+    """Above 0: a weight whose gradients were all 0 would become NaN."""
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    grad_clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
     def settings(self) -> AdamSettings:
-        """Return the settings of a step. Raises ``ValueError`` for one that is out of range."""
+        """Return the settings of a step."""
         return AdamSettings(
             learning_rate=self.learning_rate,
             betas=(self.beta1, self.beta2),
@@ -108,7 +119,7 @@ class SaveWeights(NumberedCall):
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
 
 
 class SaveWeightsForSampler(SaveWeights):
@@ -129,7 +140,7 @@ class LoadWeights(TinkerRequest):
     model_seq_id: Seq | None = None
     base_model: str | None = None
     optimizer_config: dict[str, Any] | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
 
 
 class CreateSamplingSession(OfSession):
@@ -216,7 +227,7 @@ class RetrieveFuture(TinkerRequest):
 class SetTtl(TinkerRequest):
     """Set when a checkpoint expires."""
 
-    ttl_seconds: int | None = Field(default=None, ge=1)
+    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_S)
 
 
 class WeightsInfo(TinkerRequest):

@@ -18,7 +18,7 @@ from inflight.dialects.tinker.data import Array
 from inflight.dialects.tinker.protobuf import messages
 from inflight.dialects.tinker.requests import Sample, TensorData, numbers_of
 from inflight.errors import EndpointError, InvalidRequestError, UnsupportedError
-from inflight.wire import Completion, GenerateRequest, SamplingParams, ScoreRequest, ScoreResponse
+from inflight.wire import MAX_ALTERNATIVES, Completion, GenerateRequest, SamplingParams, ScoreRequest, ScoreResponse
 
 _EMPTY_CELL = -99999.0
 _STOP_REASONS = {"stop": 0, "length": 1}
@@ -28,17 +28,20 @@ def generate_request_of(sample: Sample, token_ids: tuple[int, ...]) -> GenerateR
     """Return the request for the samples. Without ``stop``, only the end of sequence ends one; ``[]`` disables it."""
     asked = sample.sampling_params
     stop = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop or [])
-    sampling = SamplingParams(
-        n=sample.num_samples,
-        max_tokens=asked.max_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=max(asked.top_k, 0),
-        seed=asked.seed,
-        ignore_eos=asked.stop is not None and not stop,
-        stop=tuple(it for it in stop if isinstance(it, str)),
-        stop_token_ids=tuple(it for it in stop if isinstance(it, int)),
-    )
+    try:
+        sampling = SamplingParams(
+            n=sample.num_samples,
+            max_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=max(asked.top_k, 0),
+            seed=asked.seed,
+            ignore_eos=asked.stop is not None and not stop,
+            stop=tuple(it for it in stop if isinstance(it, str)),
+            stop_token_ids=tuple(it for it in stop if isinstance(it, int)),
+        )
+    except pydantic.ValidationError as error:
+        raise InvalidRequestError(f"sampling_params: {describe_problems(error, SamplingParams)}") from error
     return GenerateRequest(request_id=f"tinker-{uuid.uuid4().hex}", prompt_token_ids=token_ids, sampling=sampling)
 
 
@@ -146,6 +149,10 @@ def _targets(tensor: TensorData, num_tokens: int) -> Array:
     shape = tuple(tensor.shape or ())
     if len(shape) != 2 or shape[0] != num_tokens - 1 or shape[1] < 1:
         raise InvalidRequestError(f"target_prompt_logprobs has the shape {list(shape)}, not [{num_tokens - 1}, K]")
+    if shape[1] > MAX_ALTERNATIVES:
+        raise InvalidRequestError(
+            f"target_prompt_logprobs has {shape[1]} targets for each token; at most {MAX_ALTERNATIVES} are scored"
+        )
     try:
         values: Array = numbers_of(tensor).astype(np.int64)
     except (ValueError, TypeError) as error:

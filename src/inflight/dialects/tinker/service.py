@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pydantic
+
 from inflight.base.tasks import finish_all
+from inflight.base.validation import describe_problems
 from inflight.dialects.tinker.backend import Backend, BaseWeights, StoredWeights, Training, TrainingWeights, Weights
 from inflight.dialects.tinker.checkpoints import CheckpointFacts, CheckpointStore, Kind, iso_time
 from inflight.dialects.tinker.data import datums_of, output_message
@@ -23,6 +26,7 @@ from inflight.dialects.tinker.ordering import OrderedCalls
 from inflight.dialects.tinker.packing import check_inputs
 from inflight.dialects.tinker.protobuf import parse
 from inflight.dialects.tinker.requests import (
+    MAX_TTL_S,
     AdamParams,
     CreateModel,
     CreateSamplingSession,
@@ -109,6 +113,8 @@ class TinkerService:
         self.futures = Futures()
         self._snapshots = directory / "snapshots"
         shutil.rmtree(self._snapshots, ignore_errors=True)  # sampling sessions end with their server
+        self.is_stopping = False
+        """Whether every further request is refused."""
         self._creating = asyncio.Lock()
         self._sessions: dict[str, _Session] = {}
         self._models: dict[str, _Model] = {}
@@ -249,7 +255,7 @@ class TinkerService:
             return self._models[model_id].created
         if lora is not None and rank and not (lora.train_mlp and lora.train_attn):
             raise UnsupportedError(
-                "LoRAs are of all linear layers of the decoder: train_mlp and train_attn must be true"
+                "a LoRA always covers all linear layers of the decoder: train_mlp and train_attn must be true"
             )
         model = self._models[model_id] = _Model(model_id, session_id, rank, user_metadata, OrderedCalls(self.futures))
 
@@ -316,7 +322,9 @@ class TinkerService:
     def _check_base(self, name: str) -> None:
         known = {self.backend.model_name, str(self.backend.model_dir)}
         if name not in known:
-            raise InvalidRequestError(f"base model {name!r} is not served here, {self.backend.model_name!r} is")
+            raise InvalidRequestError(
+                f"this server does not serve the base model {name!r}: request {self.backend.model_name!r}"
+            )
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -349,8 +357,8 @@ class TinkerService:
                 raise UnsupportedError("only adam_params are supported")
             try:
                 settings = AdamParams.model_validate(asked.adam_params).settings()
-            except ValueError as error:
-                raise InvalidRequestError(f"adam_params: {error}") from error
+            except pydantic.ValidationError as error:
+                raise InvalidRequestError(f"adam_params: {describe_problems(error, AdamParams)}") from error
             with self._training(model) as training:
                 return {"metrics": dict(await training.step(settings)), "type": "optim_step"}
 
@@ -409,7 +417,7 @@ class TinkerService:
         async def execute() -> Result:
             if asked.seq_id != 1:
                 raise InvalidRequestError(
-                    "LoadWeights is not permitted after other calls of a model: create a model from the checkpoint"
+                    "load_state must be the first call of a model: use create_training_client_from_state instead"
                 )
             checkpoint = self.store.find(asked.path)
             with self._training(model) as training:
@@ -419,6 +427,8 @@ class TinkerService:
         return model.calls.submit(asked.seq_id, content, execute)
 
     async def _save(self, model: _Model, kind: Kind, name: str, asked: SaveWeights) -> str:
+        if asked.ttl_seconds is not None and not 1 <= asked.ttl_seconds <= MAX_TTL_S:
+            raise InvalidRequestError(f"ttl_seconds must be from 1 to {MAX_TTL_S}, not {asked.ttl_seconds}")
         path = self.store.place(model.model_id, kind, name, overwrite=asked.overwrite)
         with self._training(model) as training:
             await training.save(path)
@@ -549,7 +559,8 @@ class TinkerService:
         return sorted((self.training_run(it) for it in ids), key=lambda it: str(it["last_request_time"]), reverse=True)
 
     async def aclose(self) -> None:
-        """Cancel what runs, and end all models."""
+        """Refuse further requests, cancel what runs, and end all models."""
+        self.is_stopping = True
         await self.futures.aclose()
         models = [model.training for model in self._models.values() if model.training is not None]
         await finish_all(*(training.aclose() for training in models))

@@ -115,7 +115,7 @@ class HostedBackend(Backend):
                 except ConfigError as error:
                     num_failures += 1
                     if num_failures >= _MAX_FAILURES:
-                        raise EndpointError(f"{server.name} was not started {num_failures} times: {error}") from error
+                        raise EndpointError(f"{server.name} failed to start {num_failures} times: {error}") from error
             num_failures = 0
             await self._pool.replace(url, server.url, self._connect(server.url))
             self._note(f"{server.name} was restarted at {server.url}")
