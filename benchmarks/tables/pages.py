@@ -39,6 +39,7 @@ PAGES = (
             "design",
             "events",
             "watch",
+            "tinker",
         )
     ),
 )

@@ -15,6 +15,7 @@ from benchmarks.tables.planner_tables import PLANNER_TABLES
 from benchmarks.tables.replay_tables import REPLAY_TABLES
 from benchmarks.tables.rollout_tables import ROLLOUT_TABLES
 from benchmarks.tables.scale_tables import SCALE_TABLES
+from benchmarks.tables.tinker_tables import TINKER_TABLES
 from benchmarks.tables.watch_table import watch_table
 from benchmarks.tables.weight_tables import WEIGHT_TABLES
 
@@ -484,6 +485,7 @@ TABLES = {
     **PLANNER_TABLES,
     **SCALE_TABLES,
     **REPLAY_TABLES,
+    **TINKER_TABLES,
     "campaign": campaign_table,
     "presets": presets_table,
     "transitions": transitions_table,

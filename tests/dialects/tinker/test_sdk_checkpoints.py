@@ -54,7 +54,10 @@ def test_a_model_from_a_state_continues_with_its_optimizer_or_a_fresh_one(
     assert (described.lora_rank, described.user_metadata) == (8, {"of": "state"})
     sampling = client.save_weights_for_sampler("state").result(60).path
     for refuse, message in (
-        (lambda: service.create_training_client_from_state(path, base_model="other"), "base model 'other' is not"),
+        (
+            lambda: service.create_training_client_from_state(path, base_model="other"),
+            "does not serve the base model 'other'",
+        ),
         (
             lambda: service.create_training_client_from_state(path, optimizer=types.DimuonOptimizerConfig()),
             "optimizer 'dimuon' is not supported",
