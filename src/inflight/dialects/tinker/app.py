@@ -29,13 +29,16 @@ KEY_PREFIX = "tml-"
 MAX_BODY_BYTES = 1 << 20
 """Of requests without tokens."""
 MAX_DATA_BYTES = 256 << 20
-"""Of a ``forward_backward``; the SDK is told to split larger ones."""
+"""Of a ``forward_backward``; the configuration makes the SDK split larger ones."""
 _CHUNK_BYTES = 64 << 20
 _TOKEN_BYTES = 64
 """Longest JSON of a prompt token with the tokens that are scored in its place, for each of them."""
 _MAX_TARGETS = 32
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
+Numbered = TypeVar(
+    "Numbered", wire.OptimStep, wire.SaveWeights, wire.SaveWeightsForSampler, wire.NumberedCall, wire.LoadWeights
+)
 Handler = Callable[[Request], Awaitable[Response]]
 CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": False,
@@ -105,25 +108,14 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
             content = _decompressed(content)
         return _future(*service.forward_backward(content))
 
-    async def optim_step(request: Request) -> Response:
-        asked, content = await body_of(request, wire.OptimStep)
-        return _future(service.optim_step(asked, content), asked.model_id)
+    def numbered(kind: type[Numbered], call: Callable[[Numbered, bytes], str]) -> Handler:
+        """Return the handler of a call of a model; its content tells a repeated call from another one."""
 
-    async def save_weights(request: Request) -> Response:
-        asked, content = await body_of(request, wire.SaveWeights)
-        return _future(service.save_weights(asked, content), asked.model_id)
+        async def handle(request: Request) -> Response:
+            asked, content = await body_of(request, kind)
+            return _future(call(asked, content), asked.model_id)
 
-    async def save_for_sampler(request: Request) -> Response:
-        asked, content = await body_of(request, wire.SaveWeightsForSampler)
-        return _future(service.save_for_sampler(asked, content), asked.model_id)
-
-    async def save_external(request: Request) -> Response:
-        asked, content = await body_of(request, wire.NumberedCall)
-        return _future(service.save_external(asked, content), asked.model_id)
-
-    async def load_weights(request: Request) -> Response:
-        asked, content = await body_of(request, wire.LoadWeights)
-        return _future(service.load_weights(asked, content), asked.model_id)
+        return handle
 
     async def create_sampler(request: Request) -> Response:
         asked, _ = await body_of(request, wire.CreateSamplingSession)
@@ -219,11 +211,11 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         ("POST", "/create_model", create_model),
         ("POST", "/get_info", get_info),
         ("POST", "/forward_backward", forward_backward),
-        ("POST", "/optim_step", optim_step),
-        ("POST", "/save_weights", save_weights),
-        ("POST", "/save_weights_for_sampler", save_for_sampler),
-        ("POST", "/save_weights_external", save_external),
-        ("POST", "/load_weights", load_weights),
+        ("POST", "/optim_step", numbered(wire.OptimStep, service.optim_step)),
+        ("POST", "/save_weights", numbered(wire.SaveWeights, service.save_weights)),
+        ("POST", "/save_weights_for_sampler", numbered(wire.SaveWeightsForSampler, service.save_for_sampler)),
+        ("POST", "/save_weights_external", numbered(wire.NumberedCall, service.save_external)),
+        ("POST", "/load_weights", numbered(wire.LoadWeights, service.load_weights)),
         ("POST", "/create_sampling_session", create_sampler),
         ("POST", "/join_sampling_session", join_sampler),
         ("GET", "/samplers/{sampler_id}", sampler_info),

@@ -18,7 +18,7 @@ HOLD_S = 30.0
 KEPT_AFTER_RETRIEVAL_S = 120.0
 """How long a result is kept once it was retrieved: the answer may have been lost."""
 KEPT_S = 3600.0
-"""How long a result is kept that nobody retrieves."""
+"""How long a result is kept that no client retrieves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Futures:
         entry.removal = asyncio.get_running_loop().call_later(seconds, self._entries.pop, request_id, None)
 
     async def aclose(self) -> None:
-        """Cancel the calls that run, and forget all results; whoever waits for one learns that there is none yet."""
+        """Cancel the calls that run, and forget all results; a retrieval that waits returns None."""
         await self._tasks.aclose(0.0)
         for entry in self._entries.values():
             entry.done.set()

@@ -23,7 +23,7 @@ from inflight.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class PackedData:
-    """A micro-batch, and its loss inputs [T] or [T, K]; index 0 of each segment is no target and holds 0."""
+    """A micro-batch, and its loss inputs [T] or [T, K]; index 0 of each segment is not a target and holds 0."""
 
     batch: MicroBatch
     inputs: Mapping[str, torch.Tensor]

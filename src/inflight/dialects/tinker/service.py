@@ -121,8 +121,8 @@ class TinkerService:
         self._samplers: dict[str, _Sampler] = {}
         self._sampled: dict[tuple[str, int], tuple[str, list[str]]] = {}
         """Request id and sequence ids of each numbered sample, so that a repeated request is recognised."""
-        self._spans: OrderedDict[str, tuple[VersionSpan, ...] | None] = OrderedDict()
-        """By sequence id; None while it is being sampled."""
+        self._spans: OrderedDict[str, tuple[VersionSpan, ...]] = OrderedDict()
+        """By sequence id, once it has been sampled."""
 
     # --------------------------------------------------------------------------------------------------- sessions
 
@@ -165,7 +165,7 @@ class TinkerService:
         """
         while True:
             await asyncio.sleep(interval_s)
-            self.store.delete_expired()
+            await asyncio.to_thread(self.store.delete_expired)
             for session_id, session in list(self._sessions.items()):
                 if not session.is_finished and time.monotonic() - session.last_heartbeat > IDLE_S:
                     await self.finish_session(session_id)
@@ -249,7 +249,8 @@ class TinkerService:
         user_metadata: Mapping[str, Any] | None,
         loaded: tuple[Path, bool, str] | None,
     ) -> str:
-        if self._session(session_id).is_finished:
+        session = self._session(session_id)
+        if session.is_finished:
             raise InvalidRequestError(f"session {session_id!r} has finished")
         if model_id in self._models:
             return self._models[model_id].created
@@ -264,12 +265,15 @@ class TinkerService:
                 async with self._creating:
                     await self._make_room()
                     training = await self.backend.create(model_id, rank, None if lora is None else lora.seed)
+                    model.training = training
                 if loaded is not None:
                     await training.load(loaded[0], optimizer=loaded[1])
+                if session.is_finished:
+                    raise InvalidRequestError(f"session {session_id!r} has finished")
             except BaseException:
                 self._models.pop(model_id, None)
+                await self._end(model, "it could not be created")
                 raise
-            model.training = training
             if loaded is None:
                 return {"model_id": model_id, "type": "create_model"}
             return {"path": loaded[2], "model_id": model_id, "type": "load_weights"}
@@ -509,10 +513,9 @@ class TinkerService:
 
     def spans(self, sequence_id: str) -> list[dict[str, int]]:
         """Return the version spans of a sampled sequence. Raises `NotFoundError`."""
-        spans = self._spans.get(sequence_id)
-        if spans is None:
+        if sequence_id not in self._spans:
             raise NotFoundError(f"no sampled sequence {sequence_id!r} is known")
-        return [span.model_dump() for span in spans]
+        return [span.model_dump() for span in self._spans[sequence_id]]
 
     def _sampler(self, sampler_id: str) -> _Sampler:
         if sampler_id not in self._samplers:

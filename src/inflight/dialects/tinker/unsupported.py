@@ -6,8 +6,8 @@ CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 _NO_ACCOUNTS = "this server has no accounts"
 _NO_PROJECTS = "this server has no projects"
 REFUSED_ROUTES: tuple[tuple[str, str, str], ...] = (
-    ("POST", f"{CHECKPOINT}/publish", f"{_NO_ACCOUNTS}: whoever has its key can use every checkpoint already"),
-    ("DELETE", f"{CHECKPOINT}/publish", f"{_NO_ACCOUNTS}: whoever has its key can use every checkpoint"),
+    ("POST", f"{CHECKPOINT}/publish", f"{_NO_ACCOUNTS}: all clients share its key, and with it every checkpoint"),
+    ("DELETE", f"{CHECKPOINT}/publish", f"{_NO_ACCOUNTS}: all clients share its key, and with it every checkpoint"),
     ("GET", f"{CHECKPOINT}/external_weights_urls", "this server stores no weights elsewhere: copy them from its disk"),
     ("POST", "/copy_weights", f"{_NO_PROJECTS} that weights could be copied to"),
     ("PUT", "/sessions/{session_id}/project", f"{_NO_PROJECTS} that a session could be assigned to"),

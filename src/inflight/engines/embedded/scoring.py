@@ -59,7 +59,7 @@ class ScoringQueue:
         self._waiting.append((request, outcome))
 
     def remove(self, outcome: Future[ScoreResponse]) -> None:
-        """Forget a request that nobody waits for; if its scores have been computed, do nothing."""
+        """Forget a request that no client waits for; if its scores have been computed, do nothing."""
         self._waiting = deque(it for it in self._waiting if it[1] is not outcome)
 
     def fail_all(self, error: InflightError) -> None:

@@ -73,9 +73,12 @@ class SamplerPool:
         try:
             yield sampler.endpoint
         finally:
-            sampler.num_readers -= 1
-            async with self._changed:
-                self._changed.notify_all()
+            await self._release(sampler)
+
+    async def _release(self, sampler: _Sampler) -> None:
+        sampler.num_readers -= 1
+        async with self._changed:
+            self._changed.notify_all()
 
     async def publish(self, model_id: str, training: HostedTraining) -> int:
         """Send the weights of a model in training to the servers that have it, or to one that switches to it.
@@ -83,18 +86,22 @@ class SamplerPool:
         Generations that run there continue. Return the version.
         """
         weights = TrainingWeights(model_id)
-        having = [it for it in self._samplers if it.weights == weights and not (it.is_switching or it.is_lost)]
-        if not having:
-            sampler = await self._acquire(weights)  # which sends them
-            sampler.num_readers -= 1
-            async with self._changed:
-                self._changed.notify_all()
+        async with training.sending:
+            having = [it for it in self._samplers if it.weights == weights and not it.is_lost]
+            if having:
+                self._version += 1
+                version = self._version
+                for sampler in having:
+                    sampler.num_readers += 1  # so that it does not switch to other weights meanwhile
+                try:
+                    for sampler in having:
+                        await self._send_from(training, sampler, version)
+                finally:
+                    for sampler in having:
+                        await self._release(sampler)
+                return version
+        async with self.serving(weights):  # which sends them
             return self._version
-        self._version += 1
-        version = self._version
-        for sampler in having:
-            await self._send_from(training, sampler, version)
-        return version
 
     def forget(self, model_id: str) -> None:
         """Forget a model whose training has ended: its servers no longer have anything to serve."""
@@ -171,14 +178,16 @@ class SamplerPool:
                 raise UnsupportedError(f"model {weights.model_id!r} is no longer in training: sample from a checkpoint")
             if training.is_lora and sampler.base_is != BaseWeights():
                 await self._send_stored(sampler, self._model_dir, BaseWeights())
-            self._version += 1
-            await self._send_from(training, sampler, self._version)
-            if not training.is_lora:
-                sampler.base_is = weights
+            async with training.sending:
+                self._version += 1
+                await self._send_from(training, sampler, self._version)
+                if not training.is_lora:
+                    sampler.base_is = weights
+                sampler.weights = weights
         else:
             path = weights.path if isinstance(weights, StoredWeights) else self._model_dir
             await self._send_stored(sampler, path, weights)
-        sampler.weights = weights
+            sampler.weights = weights
 
     async def _send_from(self, training: HostedTraining, sampler: _Sampler, version: int) -> None:
         regroup = sampler.last_publisher is not training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ class HostedTraining(Training):
     ) -> None:
         self.trainers = trainers
         self.is_lora = is_lora
+        self.sending = asyncio.Lock()
+        """Held while servers receive the weights: a publish must not miss one that is about to have older ones."""
         self._failure: WorkerDiedError | None = None
         self._owner = TaskOwner()
         self._publish = publish
