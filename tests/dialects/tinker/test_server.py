@@ -379,6 +379,21 @@ def trained(client: Client) -> tuple[Model, str]:
     return made, made.save("state")
 
 
+def test_a_model_that_cannot_be_loaded_leaves_no_ranks(own_server: TinkerServer) -> None:
+    client = Client(own_server)
+    _, path = trained(client)
+    client.post(f"/sessions/{client.session_id}/finish", {"reason": {"type": "success"}})
+    wait_until(lambda: not own_server.pids("trainer"))
+    (weights,) = (own_server.directory / "checkpoints").rglob("adapter_model.safetensors")
+    weights.write_bytes(b"broken")
+    other = Client(own_server)
+    body = {"session_id": other.session_id, "model_seq_id": 0, "path": path, "optimizer": True}
+    error, _ = other.failure(other.post("/load_weights", body))
+    assert "nothing was loaded from" in error
+    wait_until(lambda: not own_server.pids("trainer"))
+    other.create_model(8, 1)
+
+
 def test_a_rank_that_dies_fails_its_calls_and_names_the_last_saved_state(own_server: TinkerServer) -> None:
     client = Client(own_server)
     made, path = trained(client)
