@@ -181,7 +181,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
             return items_of(await self._routes.request("/generate", body, self._generate_timeout_s), 1)
 
         item, current = await self._gate.score(request.request_id, self._label, send, version_labels_of)
-        return scores_of(request, item, parse_label(current).version)
+        return scores_of(request, item, parse_label(current).version, limits.vocab_size)
 
     async def _end(self, names: Sequence[str]) -> None:
         await self._engine.end_requests(names)

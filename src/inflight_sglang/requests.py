@@ -152,8 +152,10 @@ def scoring_body_of(request: ScoreRequest, asked: SentRequest) -> dict[str, Any]
     return body | ({"token_ids_logprob": [candidates]} if candidates else {})
 
 
-def scores_of(request: ScoreRequest, item: Mapping[str, Any], version: int) -> ScoreResponse:
+def scores_of(request: ScoreRequest, item: Mapping[str, Any], version: int, vocab_size: int) -> ScoreResponse:
     """Return SGLang's logprobs of a prompt as scores of ``version``.
+
+    SGLang scores the vocabulary's last token correctly, but reports its id as 0 (its ``LogprobResultProcessor``).
 
     Raises `NonFiniteError` for broken weights, `ProtocolError` if the answer cannot be read.
     """
@@ -161,7 +163,8 @@ def scores_of(request: ScoreRequest, item: Mapping[str, Any], version: int) -> S
     with protocol_errors("/generate"):
         meta = item["meta_info"]
         scored = meta["input_token_logprobs"][-num:]
-        if tuple(token for _, token, *_ in scored) != request.token_ids[request.start :]:
+        reported = [token if token < vocab_size - 1 else 0 for token in request.token_ids[request.start :]]
+        if [token for _, token, *_ in scored] != reported:
             raise ValueError("it scored other tokens than the request has")
         if not all(math.isfinite(logprob) for logprob, *_ in scored):
             raise NonFiniteError("scored logprobs are not finite: the served weights are broken; publish valid weights")
