@@ -41,6 +41,24 @@ OBSERVED = -1
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """A teacher's logprobs of the completion tokens of a rollout: natural log, of the tokens before each of them.
+
+    ``logprobs`` and the rows of ``top_token_ids`` and ``top_logprobs`` have one entry per completion token; all rows
+    have the same length.
+    """
+
+    teacher: int
+    """Which of the run's teachers: 0, 1, 2, ..."""
+    logprobs: Sequence[float] | None = None
+    """None: the trainer ranks compute them."""
+    top_token_ids: Sequence[Sequence[int]] = ()
+    """The teacher's likeliest tokens in the place of each token; empty unless the loss needs them."""
+    top_logprobs: Sequence[Sequence[float]] = ()
+    """Of those tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One token stream that training uses: a prompt, and what came after it.
 
@@ -68,6 +86,8 @@ class Rollout:
     """By indices of all tokens, those of the prompt first."""
     routed_experts: RoutedExperts | None = None
     """By indices of all tokens, those of the prompt first; None if they are not known."""
+    teacher: TeacherScores | None = None
+    """None if no teacher scores it."""
 
     @property
     def num_tokens(self) -> int:
@@ -153,6 +173,14 @@ class MicroBatch:
     """int64 [T], version that sampled the token, -1 in prompts"""
     reference_logprobs_T: torch.Tensor | None = None
     """float32 [T] under the frozen reference, or None"""
+    teacher_logprobs_T: torch.Tensor | None = None
+    """float32 [T] under the teacher of each segment, NaN where the trainer ranks still have to compute them; or None"""
+    teacher_top_ids_TK: torch.Tensor | None = None
+    """int64 [T, K], the teacher's K likeliest tokens in the place of token t, 0 where there is no target; or None"""
+    teacher_top_logprobs_TK: torch.Tensor | None = None
+    """float32 [T, K] of those tokens under the teacher, 0.0 where there is no target; or None"""
+    teacher_ids_S: torch.Tensor | None = None
+    """int64 [S], which teacher scores each segment, -1 for none; or None"""
     proximal_logprobs_T: torch.Tensor | None = None
     """float32 [T] under the trainer's weights at the start of the optimizer step; None if they are the present ones"""
     group_ids_S: torch.Tensor | None = None

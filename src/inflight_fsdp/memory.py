@@ -53,7 +53,8 @@ def memory_terms(config: WorkerConfig, load: TrainingLoad) -> tuple[MemoryTerm, 
     if config.lora is not None:
         trained = shard_elements(lora_shapes(config.lora, config.model_path), size)
         elements += trained
-    parameters = (1 + load.has_reference) * stored * elements
+    others = sum(shard_elements(model_shape(path).tensors, size) for path in load.untrained_models)
+    parameters = stored * (elements + others)
     moments = optimizer_bytes(trained, stored, is_8bit=config.optimizer == "adamw8bit")
     more_ranks = "raise train.num_ranks"
     sharded = (

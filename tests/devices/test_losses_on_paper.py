@@ -21,7 +21,7 @@ from inflight.losses import (
 from inflight.types import MicroBatch, Rollout, Sample
 from inflight.wire import VersionSpan
 from tests.devices.gpu_on_paper import CUDA, assert_values, on_cuda, paper_gpu
-from tests.losses.steps import VERSION, logprobs_of, random_step
+from tests.losses.steps import VERSION, further, logprobs_of, loss_and_gradient, random_step
 from tests.losses.test_head import gradients, inputs, kept_tokens, weighted
 
 
@@ -38,7 +38,20 @@ def needs_of(loss, batch, trainer_T):
     return plan, entropy_T
 
 
-SOME = ("grpo", "gspo", "gmpo", "sapo", "vespo", "deepseek_v32", "m2po", "dppo_kl", "a3po", "scalerl", "opd")
+SOME = (
+    "grpo",
+    "gspo",
+    "gmpo",
+    "sapo",
+    "vespo",
+    "deepseek_v32",
+    "m2po",
+    "dppo_kl",
+    "a3po",
+    "scalerl",
+    "opd",
+    "verl_forward_kl",
+)
 """Presets in which each gate, correction and penalty occurs."""
 
 
@@ -50,18 +63,19 @@ def test_every_preset_has_the_loss_gradient_and_metrics_of_the_cpu(name):
     batch, logits_TV = random_step(drift=0.5)
     trainer_T = logprobs_of(logits_TV, batch.token_ids_T, batch.temperature_T)
     plan, entropy_T = needs_of(loss, batch, trainer_T)
-    expected = loss(batch, trainer_T, plan, entropy_T=entropy_T)
-    expected_T, _ = loss.gradient(batch, trainer_T, plan, entropy_T=entropy_T)
+    expected = loss(batch, trainer_T, plan, entropy_T=entropy_T, **further(loss, batch))
+    _, expected_T = loss_and_gradient(loss, batch, trainer_T, plan, entropy_T=entropy_T)
     with paper_gpu() as gpu:
         there, there_T = batch_on_cuda(batch), on_cuda(trainer_T)
         plan_there, entropy_there_T = needs_of(loss, there, there_T)
         assert plan_there == plan
         gpu.waits.clear()
-        output = loss(there, there_T, plan_there, entropy_T=entropy_there_T)
+        more = further(loss, there)
+        output = loss(there, there_T, plan_there, entropy_T=entropy_there_T, **more)
         # Which tokens are targets, which segments have one, which targets are fresh and which stale.
         assert gpu.waits["nonzero"] == 4
         assert gpu.waits["index.Tensor"] <= ("group_ids" in loss.needs)
-        gradient_T, _ = loss.gradient(there, there_T, plan_there, entropy_T=entropy_there_T)
+        _, gradient_T = loss_and_gradient(loss, there, there_T, plan_there, entropy_T=entropy_there_T)
         assert output.metrics == expected.metrics
         assert_values(output.loss, expected.loss)
         assert_values(gradient_T, expected_T)

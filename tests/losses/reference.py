@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,9 @@ class Token:
     advantage: float
     lag: int
     group: int
+    teacher: float
+    top: Sequence[tuple[float, torch.Tensor]]
+    """Logprobs of the teacher's likeliest tokens: the teacher's and the trainer's."""
 
     @property
     def value(self) -> float:
@@ -249,10 +252,15 @@ def positive_unclipped(token: Token) -> torch.Tensor:
     return -token.advantage * token.logp if token.advantage > 0 else ppo("mu", high=math.inf, dual=3.0)(token)
 
 
-def distillation(token: Token) -> torch.Tensor:
-    if math.exp(token.value) - math.exp(token.mu) < -0.2:
-        return ZERO
-    return -(token.ref - token.value) * live_ratio(token, "mu")
+def taught(advantage: Callable[[Token], float], term: Term) -> Term:
+    """A term with an advantage that the teacher gives."""
+    return lambda token: term(replace(token, advantage=advantage(token)))
+
+
+def teacher_kl(token: Token, *, renormalised: bool) -> torch.Tensor:
+    mass = sum(math.exp(t) for t, _ in token.top) if renormalised else 1.0
+    terms = [math.exp(t) / mass * (t - math.log(mass) - student) for t, student in token.top]
+    return total(terms) if renormalised else torch.clamp(total(terms), min=0.0)
 
 
 def k3(token: Token) -> torch.Tensor:
@@ -338,6 +346,23 @@ LOSSES: dict[str, Callable[[Sequences], torch.Tensor]] = {
     "torchtitan_default": lambda s: token_mean(s, ppo("mu")),
     "fast_llm_default": lambda s: token_mean(s, ppo("mu")),
     "tinker_ppo": lambda s: plain_sum(s, ppo("mu")),
-    "opd": lambda s: token_mean(s, plus(score(lambda t: 1.0), distillation, squared(1e-3))),
+    "opd": lambda s: token_mean(
+        s,
+        plus(
+            only(lambda t: math.exp(t.value) - math.exp(t.mu) >= -0.2, taught(lambda t: t.teacher - t.value, linear)),
+            squared(1e-3),
+        ),
+    ),
+    "tinker_opd": lambda s: plain_sum(s, taught(lambda t: t.teacher - t.mu, linear)),
+    "slime_opd": lambda s: segment_mean(s, taught(lambda t: t.advantage + t.teacher - t.mu, ppo("old"))),
+    "mopd": lambda s: token_mean(
+        s,
+        times(
+            lambda t: b(t) if 0.5 <= b(t) <= 5.0 else 0.0,
+            taught(lambda t: t.teacher - t.old, score(lambda t: 1.0)),
+        ),
+    ),
+    "verl_forward_kl": lambda s: token_mean(s, plus(score(lambda t: 1.0), lambda t: teacher_kl(t, renormalised=False))),
+    "tinker_top_k": lambda s: plain_sum(s, plus(score(lambda t: 1.0), lambda t: teacher_kl(t, renormalised=True))),
 }
 """The loss of a step by the name of the preset."""

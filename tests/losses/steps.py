@@ -56,7 +56,14 @@ def random_step(lengths=LENGTHS, seed=0, *, mask="holes", drift=2.0, temperature
         proximal_logprobs_T=torch.clamp(trainer_T + uniform(-0.5, 0.5) * min(drift, 1.0), max=-1e-3),
         group_ids_S=torch.arange(len(lengths)) // 2,
     )
-    return batch, logits_TV
+    teacher_TV = torch.log_softmax(logits_TV + uniform(-1.0, 1.0, total, VOCAB), 1)
+    top_logprobs_TK, top_ids_TK = teacher_TV.topk(3, dim=1)
+    return replace(
+        batch,
+        teacher_logprobs_T=teacher_TV.gather(1, token_ids_T[:, None]).squeeze(1),
+        teacher_top_ids_TK=top_ids_TK,
+        teacher_top_logprobs_TK=top_logprobs_TK,
+    ), logits_TV
 
 
 VERSION = 9
@@ -69,9 +76,15 @@ def logprobs_of(logits_TV, token_ids_T, temperature_T):
     return log_softmax_TV.gather(1, token_ids_T[:, None]).squeeze(1)
 
 
-def sequences_of(batch, trainer_T):
-    """The step as the references take it."""
+def top_logprobs_of(logits_TV, batch):
+    """log softmax(logits / temperature) at the teacher's likeliest tokens, [T, K]."""
+    return torch.log_softmax(logits_TV / batch.temperature_T[:, None], 1).gather(1, batch.teacher_top_ids_TK)
+
+
+def sequences_of(batch, trainer_T, top_TK=None):
+    """The step as the references take it; without ``top_TK``, tokens lack those of the teacher."""
     step = []
+    top_of_teacher = None if top_TK is None else batch.teacher_top_logprobs_TK.tolist()
     for segment in range(len(batch.segment_lengths)):
         rows = ((batch.segment_ids_T == segment) & batch.loss_mask_T).nonzero().squeeze(1).tolist()
         step.append(
@@ -84,6 +97,8 @@ def sequences_of(batch, trainer_T):
                     advantage=batch.advantages_T[t].item(),
                     lag=VERSION - int(batch.versions_T[t]),
                     group=int(batch.group_ids_S[segment]),
+                    teacher=batch.teacher_logprobs_T[t].item(),
+                    top=[] if top_TK is None else [*zip(top_of_teacher[t], top_TK[t], strict=True)],
                 )
                 for t in rows
             ]
@@ -109,17 +124,22 @@ def select_segments(batch, segments):
     fields = {
         name: getattr(batch, name)[tokens]
         for name in MicroBatch.__dataclass_fields__
-        if name.endswith("_T") and name != "segment_ids_T" and getattr(batch, name) is not None
+        if name.endswith(("_T", "_TK")) and name != "segment_ids_T" and getattr(batch, name) is not None
     }
     ids_T = torch.arange(len(segments)).repeat_interleave(torch.tensor(lengths))
     part = MicroBatch(segment_ids_T=ids_T, segment_lengths=tuple(lengths), **fields)
     return replace(part, group_ids_S=batch.group_ids_S[torch.tensor(segments)]), tokens
 
 
+def further(loss, batch):
+    """What a call of the loss needs in addition: the trainer's logprobs of the teacher's likeliest tokens."""
+    return {"student_top_TK": batch.teacher_top_logprobs_TK - 0.3} if "teacher_top" in loss.needs else {}
+
+
 def loss_and_gradient(loss, batch, trainer_T, plan, **kwargs):
     """The loss as a number and its gradient with respect to trainer logprobs."""
     leaf_T = trainer_T.detach().clone().requires_grad_()
-    value = loss(batch, leaf_T, plan, **kwargs).loss
+    value = loss(batch, leaf_T, plan, **further(loss, batch), **kwargs).loss
     if value.requires_grad:
         value.backward()
     return value.item(), torch.zeros_like(leaf_T) if leaf_T.grad is None else leaf_T.grad

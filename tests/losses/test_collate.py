@@ -10,8 +10,9 @@ import torch
 
 from inflight.errors import InvalidRequestError
 from inflight.losses import PRESETS, Counts, LossPlan, collate, empty_micro_batch, prepare
-from inflight.types import Rollout, Sample, Turn
+from inflight.types import Rollout, Sample, TeacherScores, Turn
 from inflight.wire import VersionSpan
+from tests.losses.steps import further
 
 
 def sample(prompt, completion, spans, *, mask=None, temperature=0.7, reference=None):
@@ -111,7 +112,8 @@ def test_no_samples_make_the_empty_micro_batch():
 def test_empty_micro_batch_has_zero_loss_that_depends_on_the_logprobs(preset, counts):
     logprobs_T = torch.zeros(2, requires_grad=True)
     thresholds = tuple(0.1 if c.kind == "second_moment" else None for c in preset.loss.corrections)
-    output = preset.loss(empty_micro_batch(), logprobs_T, LossPlan(preset.loss, counts, counts, thresholds, 3))
+    empty, plan = empty_micro_batch(), LossPlan(preset.loss, counts, counts, thresholds, 3)
+    output = preset.loss(empty, logprobs_T, plan, **further(preset.loss, empty))
     output.loss.backward()
     assert output.loss.item() == 0
     assert logprobs_T.grad.tolist() == [0, 0]
@@ -145,6 +147,30 @@ def test_empty_micro_batch_has_zero_loss_that_depends_on_the_logprobs(preset, co
 def test_sample_whose_fields_disagree_is_refused_by_name(wrong, message):
     with pytest.raises(InvalidRequestError, match=message):
         collate([SECOND, wrong])
+
+
+def taught(it, teacher=0, logprobs=(-1.0, -2.0, -3.0), ids=(), top=()):
+    scores = TeacherScores(teacher=teacher, logprobs=logprobs, top_token_ids=ids, top_logprobs=top)
+    return replace(it, rollout=replace(it.rollout, teacher=scores))
+
+
+def test_scores_of_teachers_speak_of_the_same_token_and_what_is_not_known_is_no_number():
+    top = [[-0.1, -3.0], [-0.2, -4.0], [-0.3, -5.0]]
+    batch = collate([taught(FIRST, 1, ids=[[4, 5], [6, 7], [8, 9]], top=top)])
+    assert batch.teacher_ids_S.tolist() == [1]
+    assert batch.teacher_logprobs_T.tolist() == [0, 0, -1, -2, -3]
+    assert batch.teacher_top_ids_TK.tolist() == [[0, 0], [0, 0], [4, 5], [6, 7], [8, 9]]
+    torch.testing.assert_close(batch.teacher_top_logprobs_TK[2:], torch.tensor(top))
+    later = collate([taught(SECOND, 2, logprobs=None), taught(FIRST, 1)])
+    assert later.teacher_ids_S.tolist() == [2, 1]
+    assert later.teacher_logprobs_T.nan_to_num(7.0).tolist() == [0, 0, 7, 0, 0, -1, -2, -3]
+    assert later.teacher_top_ids_TK is None
+    with pytest.raises(InvalidRequestError, match=r"sample 1 has no rollout\.teacher but others do"):
+        collate([taught(FIRST), SECOND])
+    with pytest.raises(InvalidRequestError, match="different numbers of top_token_ids"):
+        collate([taught(FIRST, ids=[[4]] * 3, top=[[-0.1]] * 3), taught(FIRST)])
+    with pytest.raises(InvalidRequestError, match=r"rollout.teacher.logprobs has 1"):
+        collate([taught(FIRST, logprobs=[0.0])])
 
 
 def test_reference_logprobs_of_the_wrong_length_are_refused():

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from inflight.losses import PRESETS, Distillation, Kl, PolicyLoss, Score, Sum, prepare
+from inflight.losses import PRESETS, Distillation, Kl, PolicyLoss, PpoClip, Score, Sum, TeacherKl, prepare
 from inflight.types import MicroBatch
 
 PREFIXES = [prefix for length in range(3) for prefix in itertools.product(range(3), repeat=length)]
@@ -49,6 +49,7 @@ def expected_gradient(loss, logits, behaviour, reference, *, advantage=reward, t
             temperature_T=ONES,
             versions_T=torch.zeros(4, dtype=torch.int64),
             reference_logprobs_T=sequence_logprobs(reference, sequence),
+            teacher_logprobs_T=sequence_logprobs(reference, sequence),
             group_ids_S=torch.tensor([0]),
         )
         plan = prepare(loss, [batch], trainer_logprobs=[trainer_T.detach()], current_version=0)
@@ -89,6 +90,11 @@ ON_POLICY_EXCEPTIONS = {
     "luspo": "one gradient per sequence, not per token",
     "gmpo": "1 / L",
     "opd": "no reward",
+    "tinker_opd": "no reward",
+    "mopd": "no reward",
+    "verl_forward_kl": "no reward",
+    "tinker_top_k": "no reward",
+    "slime_opd": "a teacher",
     "nemo_default": "KL",
     "skyrl_default": "KL",
     "deepseek_v32": "KL",
@@ -170,9 +176,47 @@ def test_expected_gradient_of_each_kl_estimator_is_what_its_docs_say(estimator, 
     assert difference < 1e-13 if off_policy == "reverse" else difference > 0.05
 
 
-def test_distillation_on_policy_is_the_reverse_kl():
-    logits, reference = table(0), table(2)
-    loss = PolicyLoss(gate=Score(), aggregation=Sum(), penalties=(Distillation(coefficient=1.0),))
-    estimate = expected_gradient(loss, logits, logits, reference, advantage=lambda s: 0.0)
-    truth = true_gradient(logits, kl_at_prefixes(logits, reference))
+@pytest.mark.parametrize("student", ["trainer", "proximal", "behaviour"])
+@pytest.mark.parametrize("gate", [Score(), PpoClip(low=None, high=None), PpoClip()], ids=lambda gate: gate.kind)
+def test_distillation_on_policy_is_the_reverse_kl(student, gate):
+    logits, teacher = table(0), table(2)
+    loss = PolicyLoss(gate=gate, aggregation=Sum(), distillation=Distillation(coefficient=0.7, student=student))
+    estimate = expected_gradient(loss, logits, logits, teacher, advantage=lambda s: 0.0)
+    truth = 0.7 * true_gradient(logits, kl_at_prefixes(logits, teacher))
     torch.testing.assert_close(estimate, truth, rtol=0, atol=1e-13)
+
+
+def test_distillation_adds_to_the_reward():
+    logits, teacher = table(0), table(2)
+    loss = PolicyLoss(gate=Score(), aggregation=Sum(), distillation=Distillation())
+    estimate = expected_gradient(loss, logits, logits, teacher)
+    truth = true_gradient(logits, kl_at_prefixes(logits, teacher)) - true_gradient(logits, expected_reward)
+    torch.testing.assert_close(estimate, truth, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("renormalised", [False, True])
+def test_a_teachers_kl_over_the_whole_vocabulary_is_the_forward_kl(renormalised):
+    logits, teacher = table(0), table(2)
+    loss = PolicyLoss(
+        gate=Score(), aggregation=Sum(), penalties=(TeacherKl(coefficient=1.0, renormalised=renormalised),)
+    )
+    batch = MicroBatch(
+        token_ids_T=torch.zeros(len(PREFIXES) + 1, dtype=torch.int64),
+        position_ids_T=torch.arange(len(PREFIXES) + 1),
+        segment_ids_T=torch.zeros(len(PREFIXES) + 1, dtype=torch.int64),
+        segment_lengths=(len(PREFIXES) + 1,),
+        loss_mask_T=torch.arange(len(PREFIXES) + 1) > 0,
+        behaviour_logprobs_T=torch.zeros(len(PREFIXES) + 1),
+        advantages_T=torch.zeros(len(PREFIXES) + 1),
+        temperature_T=torch.ones(len(PREFIXES) + 1),
+        versions_T=torch.zeros(len(PREFIXES) + 1, dtype=torch.int64),
+        teacher_top_ids_TK=torch.arange(3).expand(len(PREFIXES) + 1, 3),
+        teacher_top_logprobs_TK=torch.cat([torch.zeros(1, 3).double(), teacher.log_softmax(1)]),
+    )
+
+    def objective(x):
+        student_TK = torch.cat([torch.zeros(1, 3).double(), x.log_softmax(1)])
+        return loss(batch, student_TK[:, 0], prepare(loss, [batch]), student_top_TK=student_TK).loss.double()
+
+    truth = true_gradient(logits, lambda x: (teacher.softmax(1) * (teacher.log_softmax(1) - x.log_softmax(1))).sum())
+    torch.testing.assert_close(true_gradient(logits, objective), truth, rtol=0, atol=1e-13)

@@ -12,7 +12,7 @@ from inflight.cli import main
 from inflight.errors import ConfigError
 from inflight.losses import PRESETS, PolicyLoss, preset
 from tests.losses.reference import LOSSES
-from tests.losses.steps import MASKS, logprobs_of, plan_of, random_step, sequences_of
+from tests.losses.steps import MASKS, logprobs_of, plan_of, random_step, sequences_of, top_logprobs_of
 from tests.selection import first_of_each
 
 
@@ -22,11 +22,12 @@ def both_ways(name, batch, logits_TV):
     for library in (True, False):
         leaf_TV = logits_TV.clone().requires_grad_()
         trainer_T = logprobs_of(leaf_TV, batch.token_ids_T, batch.temperature_T)
-        loss = PRESETS[name].loss
+        loss, top_TK = PRESETS[name].loss, top_logprobs_of(leaf_TV, batch)
+        given = {"student_top_TK": top_TK} if "teacher_top" in loss.needs else {}
         value = (
-            loss(batch, trainer_T, plan_of(loss, [batch], [trainer_T])).loss
+            loss(batch, trainer_T, plan_of(loss, [batch], [trainer_T]), **given).loss
             if library
-            else LOSSES[name](sequences_of(batch, trainer_T))
+            else LOSSES[name](sequences_of(batch, trainer_T, top_TK))
         )
         gradient_TV = torch.autograd.grad(value, leaf_TV, allow_unused=True)[0] if value.requires_grad else None
         results.append((value.item(), torch.zeros_like(leaf_TV) if gradient_TV is None else gradient_TV))

@@ -276,8 +276,8 @@ class TrainingLoad:
 
     num_ranks: int
     tokens_per_micro_batch: int
-    has_reference: bool
-    """Whether each rank also holds the initial model, for its logprobs."""
+    untrained_models: tuple[Path, ...] = ()
+    """Checkpoints that each rank also holds, for their logprobs: the initial model, and teachers."""
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from inflight.losses.aggregation import (
     TokenMean,
 )
 from inflight.losses.corrections import Band, Correction, MaxAge, Opsm, SecondMoment, Truncate, TrustKl, TrustTv
+from inflight.losses.distillation import Distillation
 from inflight.losses.gates import Gate, GeometricMean, PositiveUnclipped, PpoClip, Sapo, Score, Vespo
 from inflight.losses.head import chunked_logprobs, chunked_logprobs_and_entropy, one_pass
 from inflight.losses.head_arguments import KeptTokens
@@ -35,7 +36,7 @@ from inflight.losses.metrics import (
     staleness_metrics,
 )
 from inflight.losses.micro_batch import collate, empty_micro_batch
-from inflight.losses.penalties import CrossEntropy, Distillation, Entropy, Kl, Penalty, SquaredLogRatio
+from inflight.losses.penalties import CrossEntropy, Entropy, Kl, Penalty, SquaredLogRatio, TeacherKl
 from inflight.losses.plain import grpo_loss, reinforce_loss
 from inflight.losses.policy import LossPlan, PolicyLoss, prepare
 from inflight.losses.presets import PRESETS, Preset, preset
@@ -75,6 +76,7 @@ __all__ = [
     "SegmentSum",
     "SquaredLogRatio",
     "Sum",
+    "TeacherKl",
     "TokenMean",
     "Truncate",
     "TrustKl",

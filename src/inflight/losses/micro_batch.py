@@ -15,12 +15,14 @@ import torch
 
 from inflight.errors import InvalidRequestError, NonFiniteError
 from inflight.model.prefixes import prefix_ids
-from inflight.types import FREE_EXPERT, OBSERVED, MicroBatch, Sample
+from inflight.types import FREE_EXPERT, OBSERVED, MicroBatch, Sample, TeacherScores
 
 Int64s = npt.NDArray[np.int64]
 
 NO_GROUP = -1
 """Group of a segment that is not a completion."""
+NO_TEACHER = -1
+"""Teacher of a segment that no teacher scores."""
 
 
 ImageTensors = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
@@ -45,11 +47,8 @@ def collate(
         return empty_micro_batch(device)
     for index, sample in enumerate(samples):
         _check(sample, index)
-    with_reference = [sample.reference_logprobs is not None for sample in samples]
-    if any(with_reference) != all(with_reference):
-        raise InvalidRequestError(
-            f"sample {with_reference.index(False)} has no reference_logprobs but others do: give them to all or none"
-        )
+    has_reference = _have_all("reference_logprobs", [sample.reference_logprobs for sample in samples])
+    has_teacher = _have_all("rollout.teacher", [sample.rollout.teacher for sample in samples])
     lengths = tuple(sample.rollout.num_tokens for sample in samples)
     places = _places(samples)
 
@@ -76,8 +75,11 @@ def collate(
         "versions_T": _versions(samples, lengths, places),
         "group_ids_S": np.array([sample.group_index for sample in samples]),
     }
-    if all(with_reference):
+    if has_reference:
         values["reference_logprobs_T"] = at_targets(lambda s: s.reference_logprobs or ())
+    if has_teacher:
+        teachers = [sample.rollout.teacher for sample in samples if sample.rollout.teacher is not None]
+        values |= _of_teachers(teachers, places, loss_mask_T)
     first_tokens_T = None
     if share_prefixes:
         values["prefix_ids_T"] = first_tokens_T = prefix_ids([sample.rollout for sample in samples])
@@ -87,6 +89,40 @@ def collate(
     tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
     images = _images_of(samples, lengths, first_tokens_T, device, image_tensors)
     return MicroBatch(segment_lengths=lengths, **tensors, **images)
+
+
+def _have_all(name: str, values: Sequence[object]) -> bool:
+    """Return whether all samples have a value. Raises `InvalidRequestError` if only some do."""
+    known = [value is not None for value in values]
+    if any(known) != all(known):
+        raise InvalidRequestError(f"sample {known.index(False)} has no {name} but others do: give it to all or none")
+    return all(known)
+
+
+def _of_teachers(
+    teachers: Sequence[TeacherScores], places: Sequence[tuple[int, int]], loss_mask_T: npt.NDArray[np.bool_]
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the fields of what the teacher of each sample says of its targets."""
+    widths = {len(row) for it in teachers for row in it.top_token_ids}
+    if len(widths) > 1 or (widths and not all(it.top_token_ids for it in teachers)):
+        raise InvalidRequestError("rollout.teacher of the samples have different numbers of top_token_ids")
+    num_top = max(widths, default=0)
+    logprobs_T = np.zeros(len(loss_mask_T), np.float32)
+    top_ids_TK = np.zeros((len(loss_mask_T), num_top), np.int64)
+    top_logprobs_TK = np.zeros((len(loss_mask_T), num_top), np.float32)
+    for it, (start, end) in zip(teachers, places, strict=True):
+        logprobs_T[start:end] = np.nan if it.logprobs is None else it.logprobs
+        if num_top:
+            top_ids_TK[start:end], top_logprobs_TK[start:end] = it.top_token_ids, it.top_logprobs
+    logprobs_T[~loss_mask_T] = 0.0
+    top_ids_TK[~loss_mask_T], top_logprobs_TK[~loss_mask_T] = 0, 0.0
+    fields: dict[str, npt.NDArray[Any]] = {
+        "teacher_ids_S": np.array([it.teacher for it in teachers]),
+        "teacher_logprobs_T": logprobs_T,
+    }
+    if num_top:
+        fields |= {"teacher_top_ids_TK": top_ids_TK, "teacher_top_logprobs_TK": top_logprobs_TK}
+    return fields
 
 
 def _images_of(
@@ -181,6 +217,10 @@ def empty_micro_batch(device: torch.device | str | None = None) -> MicroBatch:
         temperature_T=torch.ones(2, device=device),
         versions_T=torch.full((2,), -1, device=device),
         reference_logprobs_T=zeros(torch.float32),
+        teacher_logprobs_T=zeros(torch.float32),
+        teacher_top_ids_TK=zeros(torch.int64)[:, None],
+        teacher_top_logprobs_TK=zeros(torch.float32)[:, None],
+        teacher_ids_S=torch.full((1,), NO_TEACHER, device=device),
         group_ids_S=torch.full((1,), NO_GROUP, device=device),
     )
 
@@ -193,6 +233,10 @@ _KINDS: Mapping[str, torch.dtype | None] = {
     "behaviour_logprobs_T": None,
     "advantages_T": None,
     "reference_logprobs_T": None,
+    "teacher_logprobs_T": None,
+    "teacher_top_ids_TK": torch.int64,
+    "teacher_top_logprobs_TK": None,
+    "teacher_ids_S": torch.int64,
     "proximal_logprobs_T": None,
 }
 """Dtype of each field that losses read; None: a floating-point one."""
@@ -209,8 +253,8 @@ def check_micro_batch(batch: MicroBatch, **of_trainer_T: torch.Tensor | None) ->
     for name, tensor in (fields | of_trainer_T).items():
         if tensor is None:
             continue
-        shape = (num_segments,) if name.endswith("_S") else (batch.num_tokens,)
-        if tensor.shape != shape:
+        length = num_segments if name.endswith("_S") else batch.num_tokens
+        if tensor.shape[:1] != (length,) or tensor.dim() != (2 if name.endswith("_TK") else 1):
             raise InvalidRequestError(
                 f"{name} is {list(tensor.shape)}, but the micro-batch has {batch.num_tokens} tokens in "
                 f"{num_segments} segments"
@@ -249,13 +293,19 @@ def _check(sample: Sample, index: int) -> None:
     if not sample.rollout.prompt_token_ids:
         raise InvalidRequestError(f"sample {index} has no prompt: its first token has nothing to be predicted from")
     num_tokens = len(sample.rollout.completion_token_ids)
-    fields = {
+    fields: dict[str, Sequence[object]] = {
         "behaviour_logprobs": sample.rollout.behaviour_logprobs,
         "advantages": sample.advantages,
         "loss_mask": sample.loss_mask,
     }
     if sample.reference_logprobs is not None:
         fields["reference_logprobs"] = sample.reference_logprobs
+    if (teacher := sample.rollout.teacher) is not None:
+        if teacher.logprobs is not None:
+            fields["rollout.teacher.logprobs"] = teacher.logprobs
+        if teacher.top_token_ids or teacher.top_logprobs:
+            fields["rollout.teacher.top_token_ids"] = teacher.top_token_ids
+            fields["rollout.teacher.top_logprobs"] = teacher.top_logprobs
     for name, values in fields.items():
         if len(values) != num_tokens:
             raise InvalidRequestError(f"sample {index} has {num_tokens} completion tokens but {name} has {len(values)}")

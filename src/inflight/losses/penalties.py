@@ -3,7 +3,7 @@
 d is the log ratio of trainer to reference, g = -d loss / d trainer logprob before the coefficient. Corrections do not
 apply to them.
 
-Shape suffixes: N targets.
+Shape suffixes: N targets, K tokens in the place of a target.
 """
 
 from __future__ import annotations
@@ -132,31 +132,36 @@ class CrossEntropy(Piece):
         return PenaltyTerms(torch.where(targets.advantages_N > 0, -targets.trainer_N, 0.0))
 
 
-class Distillation(Piece):
-    """``coefficient`` times on-policy distillation: loss -sg(log ref - log pi) rho, g = (log ref - log pi) rho.
+class TeacherKl(Piece):
+    """``coefficient`` times the KL(teacher || trainer) over the teacher's likeliest tokens.
 
-    rho is the ratio of trainer to behaviour policy, with its gradient; targets whose probability fell by more than
-    ``max_fall`` are left out (prime-rl's reference-KL loss). On-policy this is the reverse KL towards the reference.
+    It is the sum over k of t_k (log t_k - log pi_k), with the gradient of the trainer's log pi_k.
+
+    Forward KL over the top k, as in verl's ``forward_kl_topk`` (1dda039) and, with ``renormalised``, the targets of
+    tinker-cookbook's ``train_off_policy``. The tail of the distribution is left out.
     """
 
-    kind: Literal["distillation"] = "distillation"
+    kind: Literal["teacher_kl"] = "teacher_kl"
     coefficient: float = Field(ge=0)
-    max_fall: float | None = Field(default=None, ge=0)
+    renormalised: bool = False
+    """Divide the teacher's probabilities by their sum. Otherwise a sum below 0, which the missing tail makes possible,
+    counts as 0, without gradient."""
     aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> PenaltyTerms:
-        """Raises `InvalidRequestError` without reference logprobs."""
-        if targets.reference_N is None:
-            raise InvalidRequestError(
-                "distillation needs the teacher's logprobs as reference_logprobs_T in the micro-batch"
-            )
-        detached_N = targets.trainer_N.detach()
-        live_N = torch.ones_like(detached_N, dtype=torch.bool)
-        if self.max_fall is not None:
-            live_N = detached_N.exp() - targets.behaviour_N.exp() >= -self.max_fall
-        ratio_N = torch.where(live_N, targets.log_ratio("trainer/behaviour"), 0.0).exp()
-        d_N = detached_N - targets.reference_N
-        return PenaltyTerms(torch.where(live_N, d_N * ratio_N, 0.0), {"reference_kl_k1": d_N})
+        """The targets must have the teacher's likeliest tokens, which the loss checks."""
+        assert targets.teacher_top_NK is not None and targets.student_top_NK is not None
+        teacher_NK, student_NK = targets.teacher_top_NK, targets.student_top_NK
+        mass_N = teacher_NK.exp().sum(1)
+        if self.renormalised:
+            teacher_NK = teacher_NK - mass_N.log()[:, None]
+        loss_N = (teacher_NK.exp() * (teacher_NK - student_NK)).sum(1)
+        means = {
+            "teacher_kl_top_k": loss_N.detach(),
+            "teacher_top_k_mass": mass_N,
+            "student_top_k_mass": student_NK.detach().exp().sum(1),
+        }
+        return PenaltyTerms(loss_N if self.renormalised else loss_N.clamp(min=0), means)
 
 
-Penalty = Annotated[Kl | Entropy | SquaredLogRatio | CrossEntropy | Distillation, Field(discriminator="kind")]
+Penalty = Annotated[Kl | Entropy | SquaredLogRatio | CrossEntropy | TeacherKl, Field(discriminator="kind")]

@@ -25,6 +25,7 @@ from inflight.losses.corrections import (
     couples_segments,
     second_moment_threshold,
 )
+from inflight.losses.distillation import Distillation
 from inflight.losses.gates import Gate, GeometricMean
 from inflight.losses.metrics import (
     LossOutput,
@@ -33,12 +34,14 @@ from inflight.losses.metrics import (
     staleness_metrics,
 )
 from inflight.losses.micro_batch import NO_GROUP, check_finite, check_micro_batch
-from inflight.losses.penalties import Distillation, Entropy, Kl, Penalty, SquaredLogRatio
+from inflight.losses.penalties import Entropy, Kl, Penalty, SquaredLogRatio, TeacherKl
 from inflight.losses.pieces import Piece
 from inflight.losses.targets import Level, Targets
 from inflight.types import MicroBatch
 
-Need = Literal["reference_logprobs", "versions", "entropy", "group_ids", "first_forward"]
+Need = Literal[
+    "reference_logprobs", "teacher_logprobs", "teacher_top", "versions", "entropy", "group_ids", "first_forward"
+]
 """Requirements of a loss beyond trainer and behaviour logprobs, advantages and mask. ``first_forward``: `prepare` needs
 trainer logprobs of the whole step before its first micro-batch is trained on."""
 
@@ -74,6 +77,8 @@ class PolicyLoss(Piece):
     corrections: tuple[Correction, ...] = ()
     aggregation: Aggregation = TokenMean()
     penalties: tuple[Penalty, ...] = ()
+    distillation: Distillation | None = None
+    """None: advantages are those of the micro-batch."""
     non_finite: Literal["raise", "drop", "on_policy"] = "raise"
     """The treatment of targets whose behaviour logprob is not finite: raise an error, drop them from the loss and all
     counts, or use the trainer's logprob, for a ratio of 1."""
@@ -91,8 +96,12 @@ class PolicyLoss(Piece):
         """The requirements of the loss beyond the fields that every micro-batch has."""
         needs: set[Need] = set()
         aggregations = self._aggregations
-        if any(isinstance(penalty, (Kl, Distillation)) for penalty in self.penalties):
+        if any(isinstance(penalty, Kl) for penalty in self.penalties):
             needs.add("reference_logprobs")
+        if self.distillation is not None:
+            needs.add("teacher_logprobs")
+        if any(isinstance(penalty, TeacherKl) for penalty in self.penalties):
+            needs.add("teacher_top")
         if any(isinstance(penalty, Entropy) for penalty in self.penalties):
             needs.add("entropy")
         if self.proximal == "interpolated" or any(isinstance(c, MaxAge) for c in self.corrections):
@@ -108,11 +117,12 @@ class PolicyLoss(Piece):
 
     @property
     def has_terms_without_advantage(self) -> bool:
-        """Whether targets without advantage have a gradient: imitation, or a KL to a reference.
+        """Whether targets without advantage have a gradient: imitation, a teacher, or a KL to a reference.
 
         The squared log ratio does not count, since it only limits what the policy term moves.
         """
-        return any(not isinstance(penalty, SquaredLogRatio) for penalty in self.penalties)
+        others = any(not isinstance(penalty, SquaredLogRatio) for penalty in self.penalties)
+        return others or self.distillation is not None
 
     @property
     def locality(self) -> Literal["token", "segment"]:
@@ -131,16 +141,23 @@ class PolicyLoss(Piece):
         plan: LossPlan,
         *,
         entropy_T: torch.Tensor | None = None,
+        student_top_TK: torch.Tensor | None = None,
     ) -> LossOutput:
         """Return the loss of one micro-batch, to be summed over micro-batches and ranks, and its metrics.
 
-        Computed in float64; the loss has the dtype of ``trainer_logprobs_T``. Values at masked positions, even NaN,
-        have no effect on loss or gradient. Raises `NonFiniteError` if a behaviour logprob (see
-        ``non_finite``), reference logprob or advantage of a target is not finite, `InvalidRequestError` if the
-        micro-batch lacks what the loss `needs`, shapes, dtypes or devices do not fit, or the plan is for another loss.
+        ``student_top_TK`` are the trainer logprobs of ``teacher_top_ids_TK``. Computed in float64; the loss has the
+        dtype of ``trainer_logprobs_T``. Values at masked positions, even NaN, have no effect on loss or gradient.
+        Raises `NonFiniteError` if a behaviour logprob (see ``non_finite``), reference or teacher logprob or advantage
+        of a target is not finite, `InvalidRequestError` if the micro-batch lacks what the loss `needs`, shapes, dtypes
+        or devices do not fit, or the plan is for another loss.
         """
-        self._check(batch, plan, trainer_logprobs_T=trainer_logprobs_T, entropy_T=entropy_T)
-        targets = self._targets(batch, trainer_logprobs_T, plan.current_version, entropy_T)
+        given = {"trainer_logprobs_T": trainer_logprobs_T, "entropy_T": entropy_T, "student_top_TK": student_top_TK}
+        self._check(batch, plan, **given)
+        if "teacher_top" in self.needs and student_top_TK is None:
+            raise InvalidRequestError(
+                "a teacher_kl penalty needs the trainer's logprobs of teacher_top_ids_TK: pass student_top_TK"
+            )
+        targets = self._targets(batch, trainer_logprobs_T, plan.current_version, entropy_T, student_top_TK)
         weight_N, keep_N = self._correct(targets, plan.thresholds)
         shares = [self._shares(it, targets, keep_N, batch, plan) for it in self._aggregations]
         loss, pull_N, means = self._sum(targets, weight_N, keep_N, shares)
@@ -161,7 +178,7 @@ class PolicyLoss(Piece):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return d loss / d trainer logprobs [T], and d loss / d entropy [T] if entropies are given.
 
-        Raises as a call does.
+        Raises as a call does, and `InvalidRequestError` for a loss with a ``teacher_kl`` penalty.
         """
         self._check(batch, plan, trainer_logprobs_T=trainer_logprobs_T, entropy_T=entropy_T)
         leaves = [trainer_logprobs_T.detach().requires_grad_()]
@@ -182,10 +199,10 @@ class PolicyLoss(Piece):
         the returned function raise as a call does.
         """
         rejects = bool(self.corrections) and any(map(counts_after_rejection, self._aggregations))
-        if self.locality != "token" or rejects or "entropy" in self.needs:
+        if self.locality != "token" or rejects or self.needs & {"entropy", "teacher_top"}:
             raise InvalidRequestError(
-                "the loss of a target depends on other targets or on entropies, so it cannot be computed in one pass: "
-                "use chunked_logprobs"
+                "the loss of a target depends on other targets, on entropies or on other tokens in its place, so it "
+                "cannot be computed in one pass: use chunked_logprobs"
             )
         self._check(batch, plan)
         rows_N = batch.loss_mask_T.nonzero().squeeze(1)
@@ -212,6 +229,12 @@ class PolicyLoss(Piece):
         check_micro_batch(batch, **of_trainer_T)
         if plan.loss != self:
             raise InvalidRequestError("the plan is for another loss: prepare it with this one")
+        top_TK, student_top_TK = batch.teacher_top_logprobs_TK, of_trainer_T.get("student_top_TK")
+        if student_top_TK is not None and (top_TK is None or top_TK.shape != student_top_TK.shape):
+            raise InvalidRequestError(
+                f"student_top_TK is {list(student_top_TK.shape)}, but teacher_top_logprobs_TK is "
+                f"{None if top_TK is None else list(top_TK.shape)}: score the teacher's tokens"
+            )
         if "group_ids" in self.needs and batch.group_ids_S is not None:
             _check_groups([batch], len(plan.before.tokens_P))
 
@@ -235,6 +258,8 @@ class PolicyLoss(Piece):
         means = dict(gated.fractions)
         if self.corrections:
             means["kept_fraction"] = keep_N
+        if targets.teacher_N is not None:
+            means["teacher_kl_k1"] = targets.trainer_N.detach() - targets.teacher_N
         for penalty, shares_N in zip(self.penalties, shares[1:], strict=True):
             charged = penalty(targets)
             means.update(charged.means)
@@ -254,6 +279,7 @@ class PolicyLoss(Piece):
         trainer_logprobs_T: torch.Tensor,
         current_version: int | None,
         entropy_T: torch.Tensor | None = None,
+        student_top_TK: torch.Tensor | None = None,
     ) -> Targets:
         """Return the targets of a micro-batch."""
         rows_N = self._mask(batch).nonzero().squeeze(1)  # once, because it synchronises with a GPU
@@ -270,11 +296,20 @@ class PolicyLoss(Piece):
         given_N = None if given_T is None else take(given_T).double()
         reference_T = batch.reference_logprobs_T if "reference_logprobs" in self.needs else None
         reference_N = None if reference_T is None else take(reference_T).double()
+        teacher_N = None
+        if self.distillation is not None:
+            if batch.teacher_logprobs_T is None:
+                raise InvalidRequestError(
+                    "distillation needs teacher_logprobs_T in the micro-batch: give every rollout the scores of a "
+                    "teacher"
+                )
+            teacher_N = take(batch.teacher_logprobs_T).double()
         check_finite(
             rows_N,
             behaviour_logprobs=behaviour_N,
             proximal_logprobs=given_N,
             reference_logprobs=reference_N,
+            teacher_logprobs=teacher_N,
             advantages=advantages_N,
         )
         lag_N = None if current_version is None else current_version - take(batch.versions_T)
@@ -287,7 +322,8 @@ class PolicyLoss(Piece):
             proximal_N = behaviour_N + share_N * (detached_N - behaviour_N)
         else:
             proximal_N = detached_N if given_N is None else given_N
-        return Targets(
+        top_TK = batch.teacher_top_logprobs_TK
+        targets = Targets(
             trainer_N=trainer_N,
             behaviour_N=behaviour_N,
             proximal_N=proximal_N,
@@ -296,8 +332,14 @@ class PolicyLoss(Piece):
             num_segments=len(batch.segment_lengths),
             lag_N=lag_N,
             reference_N=reference_N,
+            teacher_N=teacher_N,
+            teacher_top_NK=None if top_TK is None or student_top_TK is None else take(top_TK).double(),
+            student_top_NK=None if student_top_TK is None else take(student_top_TK).double(),
             entropy_N=None if entropy_T is None else take(entropy_T).double(),
         )
+        if self.distillation is None:
+            return targets
+        return replace(targets, advantages_N=self.distillation.advantages(targets))
 
     def _correct(self, targets: Targets, thresholds: Sequence[float | None]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weight of each target and whether it is kept."""
@@ -411,7 +453,7 @@ def _rows_of(batch: MicroBatch, rows_N: torch.Tensor) -> MicroBatch:
     """Return a micro-batch of some targets, as if their segments had no others."""
     names = (
         *("segment_ids_T", "behaviour_logprobs_T", "advantages_T", "versions_T"),
-        *("reference_logprobs_T", "proximal_logprobs_T"),
+        *("reference_logprobs_T", "teacher_logprobs_T", "proximal_logprobs_T"),
     )
     rows = {name: values_T[rows_N] for name in names if (values_T := getattr(batch, name)) is not None}
     return replace(batch, loss_mask_T=torch.ones_like(rows_N, dtype=torch.bool), **rows)

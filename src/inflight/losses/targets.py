@@ -3,7 +3,7 @@
 Masked tokens are removed before anything is computed, so that their NaN cannot meet a zero gradient. Values are
 float64: N values are few compared with N rows of logits, and ratios of whole segments need the range.
 
-Shape suffixes: N targets (tokens with a true loss mask), S segments.
+Shape suffixes: N targets (tokens with a true loss mask), S segments, K tokens in the place of a target.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ class Targets:
     lag_N: torch.Tensor | None = None
     """int64, versions between the weights that sampled the token and the trained ones."""
     reference_N: torch.Tensor | None = None
+    teacher_N: torch.Tensor | None = None
+    teacher_top_NK: torch.Tensor | None = None
+    """Teacher logprobs of the teacher's K likeliest tokens in the place of each target."""
+    student_top_NK: torch.Tensor | None = None
+    """Trainer logprobs of the same tokens, with a gradient."""
     entropy_N: torch.Tensor | None = None
     """Of the trainer's distribution at the target, in nats."""
 

@@ -17,6 +17,7 @@ from inflight.model.optimizer_settings import OptimizerSettings
 from inflight.rollouts import AdvantageEstimator, Credit
 from inflight.rollouts.critic import Target
 from inflight.rollouts.tasks import TaskSettings
+from inflight.run.distillation_config import DistillationSection
 from inflight.run.fleet_config import ServersSection
 from inflight.run.updates_config import UpdatesSection
 
@@ -254,6 +255,7 @@ class RunConfig(Section):
     updates: UpdatesSection = UpdatesSection()
     train: TrainSection = TrainSection()
     loss: LossSection = LossSection()
+    distillation: DistillationSection = DistillationSection()
     rollouts: RolloutsSection = RolloutsSection()
 
     @model_validator(mode="after")

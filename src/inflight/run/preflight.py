@@ -19,6 +19,7 @@ from inflight.model.images import ImageProcessor, load_image_processor
 from inflight.model.shapes import model_shape
 from inflight.observe.trackers import Tracker, load_trackers
 from inflight.rollouts import EssGuard, HistoryStore, load_composer, load_scheduler, load_staleness
+from inflight.rollouts.mixture import task_names
 from inflight.run.config import RunConfig
 from inflight.run.machines.devices import Device, devices_here, num_cores_here
 from inflight.run.machines.memory import DeviceUse, Memory, check_fits, device_uses, host_memory_of, memory_of
@@ -168,6 +169,7 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
     config, defaults = with_model_defaults(config, shape.num_elements, num_cores)
     host_memory = host_memory_of(config, shape, placement) if is_local else {}
     check_system_prompt(config, model.tokenizer)
+    _check_teachers(config, task, model, machine)
     attached = _attached(config)
     _check_reach(config, machine, attached)
     for host, port, remedy in _addresses(config, machine.hosts):
@@ -190,6 +192,45 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
         attached,
         defaults,
     )
+
+
+def _check_teachers(config: RunConfig, task: Task | Environment, model: ModelFiles, machine: Machine) -> None:
+    """Raise `ConfigError` unless the loss uses the teachers, and each task has one with the vocabulary of the model."""
+    distillation, tasks = config.distillation, task_names(task)
+    taught = config.loss.policy_loss().needs & {"teacher_logprobs", "teacher_top"}
+    if not distillation.teachers:
+        if taught:
+            raise ConfigError(
+                "the loss compares the model with a teacher, but there is none: set distillation.teachers"
+            )
+        return
+    if not taught:
+        raise ConfigError(
+            "distillation.teachers are set, but the loss does not use them: choose another loss.preset, such as 'opd'"
+        )
+    if "teacher_top" in taught and not distillation.top_k:
+        raise ConfigError("the loss compares the likeliest tokens of the teachers: set distillation.top_k")
+    if config.sampling.temperature != 1.0 and any(teacher.url is not None for teacher in distillation.teachers):
+        raise ConfigError(
+            f"servers score at temperature 1, but sampling.temperature is {config.sampling.temperature}: set it to 1, "
+            "or give the teachers a path instead of a url"
+        )
+    if unknown := distillation.unknown_tasks(tasks):
+        raise ConfigError(
+            f"distillation.teachers name task {unknown[0]!r}, but the run has {', '.join(map(repr, tasks))}: use one "
+            "of them, or leave out tasks"
+        )
+    if without := distillation.tasks_without_teacher(tasks):
+        raise ConfigError(f"no teacher scores task {without[0]!r}: name it in the tasks of a teacher")
+    for teacher in distillation.teachers:
+        if teacher.path is None:
+            continue
+        theirs = machine.read_model(teacher.path)
+        if theirs.vocab_size != model.vocab_size or theirs.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+            raise ConfigError(
+                f"teacher {str(teacher.path)!r} has another vocabulary ({theirs.vocab_size} tokens) than "
+                f"{str(config.model.path)!r} ({model.vocab_size}): its logprobs would be of other tokens"
+            )
 
 
 def _policies_of(config: RunConfig) -> Policies:

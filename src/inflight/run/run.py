@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from inflight.base.tasks import add_failures_to, finish_all, run_in_background, run_together, text_of
@@ -37,6 +37,7 @@ from inflight.run.sampling.batches import StepBatch, frames_of
 from inflight.run.sampling.evaluation import Evaluation
 from inflight.run.sampling.groups import work_of
 from inflight.run.sampling.sampling import Sampling
+from inflight.run.sampling.teachers import Teachers
 from inflight.run.servers.leases import token_of
 from inflight.run.servers.memory_turns import MemoryTurns
 from inflight.run.servers.servers import Servers, no_server_left
@@ -169,6 +170,7 @@ class _Run:
         self.interrupt = Interrupt(note, self._kill)
         self.proxy = ProxyServer(config.model.path.resolve().name, note)
         work = work_of(config, prepared.task, prepared.model.tokenizer, prepared.model.images, self.proxy.serve)
+        self.teachers = Teachers(config.distillation, token, note) if config.distillation.teachers else None
         self.sampling = Sampling(
             config,
             work,
@@ -177,6 +179,7 @@ class _Run:
             curriculum=prepared.task if isinstance(prepared.task, Curriculum) else None,
             journal=self.journal,
             note=note,
+            teachers=self.teachers,
         )
         if state is not None:
             self.sampling.restore(state)
@@ -251,7 +254,7 @@ class _Run:
             if may_restart and isinstance(error, WorkerDiedError) and not self.interrupt.is_set():
                 self.progress.note(f"{text_of(error)}\nall trainer ranks restart from the last checkpoint")
                 self.progress.close()
-                await finish_all(self.trainers.stop(), self.servers.disconnect())
+                await finish_all(self.trainers.stop(), self.servers.disconnect(), *self._closing())
                 self.journal.close()
                 if self.recording is not None:
                     await self.recording.written()
@@ -271,6 +274,8 @@ class _Run:
         self.progress.note(self.notes.doing)
         await self.trainers.spawn()
         beginning = [] if self.recording is None else [self.recording.begin(self.journal.version)]
+        if self.teachers is not None:
+            beginning.append(self.teachers.connect(self.prepared.model.vocab_size))
         await run_together(self.servers.start(self.directory), *beginning)
         if self.memory is not None:
             await self.memory.to_servers()  # an earlier run may have been killed when it was the trainers' turn
@@ -316,10 +321,13 @@ class _Run:
         if self.memory is not None:
             await self.trainers.stop()
             await self.memory.end()
-        await finish_all(self.trainers.stop(), self.servers.stop())
+        await finish_all(self.trainers.stop(), self.servers.stop(), *self._closing())
         if self.recording is not None:
             with contextlib.suppress(CheckpointError):  # report the first failure
                 await self.recording.written()
+
+    def _closing(self) -> list[Coroutine[Any, Any, None]]:
+        return [] if self.teachers is None else [self.teachers.aclose()]
 
     def _kill(self) -> None:
         for rank in self.trainers.ranks:

@@ -65,7 +65,7 @@ from inflight.run.ranks.messages import (
     micro_batches_of,
 )
 from inflight.run.ranks.publishing import Publishing
-from inflight.run.ranks.workers import worker_settings
+from inflight.run.ranks.workers import teacher_settings, worker_settings
 from inflight.run.updates import updates_of
 from inflight.types import MicroBatch
 from inflight.weights.transports.groups import host_store
@@ -137,6 +137,15 @@ class TrainerRank:
         self._save_timeout_s = limits.save_s
         self._loss = config.loss.policy_loss()
         self._reference = kind.create(settings) if "reference_logprobs" in self._loss.needs else None
+        self._teachers = [None if it is None else kind.create(it) for it in teacher_settings(config)]
+        worker = self._worker
+        if "teacher_top" in self._loss.needs and not (
+            isinstance(worker, TargetScoringWorker) and worker.scores_target_ids
+        ):
+            raise ConfigError(
+                f"the loss compares the likeliest tokens of the teachers, but worker {name!r} does not score other "
+                "tokens than those of the batch: choose a loss such as 'opd'"
+            )
         if start.checkpoint is not None:
             self._begin(f"loading {start.checkpoint}")
             self._worker.load(start.checkpoint)
@@ -204,6 +213,7 @@ class TrainerRank:
         self._begin(f"counting the targets of {number}")
         if any(batch.image_rows_M is not None for batch in batches):
             self._refuse_unless_images()
+        batches = [self._with_untrained(batch) for batch in batches]
         batches, plan = prepare_step(self._worker, self._loss, batches, request)
         metrics: Metrics = {}
         logprobs: list[torch.Tensor] = []
@@ -238,16 +248,34 @@ class TrainerRank:
     def _forward_backward(self, batch: MicroBatch, plan: LossPlan, number: str) -> tuple[LossOutput, torch.Tensor]:
         """Return the loss and the trainer logprobs of a micro-batch, once its gradient is accumulated."""
         self._begin(f"running the forward of {number}")
-        if self._reference is not None:
-            with torch.no_grad():
-                batch = replace(batch, reference_logprobs_T=self._reference.forward(batch))
-        logprobs_T = self._worker.forward(batch)
-        output = self._loss(batch, logprobs_T, plan)
+        logprobs_T, student_top_TK = self._logprobs(batch)
+        output = self._loss(batch, logprobs_T, plan, student_top_TK=student_top_TK)
         if not torch.isfinite(output.loss):
             raise NonFiniteError(f"the loss of {number} is {output.loss.item()}; the last checkpoint is intact")
         self._begin(f"running the backward of {number}")
         self._worker.backward(output.loss)
         return output, logprobs_T
+
+    @torch.no_grad()
+    def _with_untrained(self, batch: MicroBatch) -> MicroBatch:
+        """Return the micro-batch with the logprobs of the reference and of the teachers that this rank holds."""
+        if self._reference is not None:
+            batch = replace(batch, reference_logprobs_T=self._reference.forward(batch))
+        for index, teacher in enumerate(self._teachers):
+            if teacher is not None and batch.teacher_ids_S is not None and batch.teacher_logprobs_T is not None:
+                logprobs_T = teacher.forward(replace(batch, routed_experts_TLK=None))  # on every rank, in any case
+                is_mine_T = batch.teacher_ids_S[batch.segment_ids_T] == index
+                logprobs_T = torch.where(is_mine_T, logprobs_T, batch.teacher_logprobs_T)
+                batch = replace(batch, teacher_logprobs_T=logprobs_T)
+        return batch
+
+    def _logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the trainer logprobs of the tokens, and of the teachers' likeliest tokens if the loss needs them."""
+        if "teacher_top" not in self._loss.needs or batch.teacher_top_ids_TK is None:
+            return self._worker.forward(batch), None
+        scored_TK = torch.cat([batch.token_ids_T[:, None], batch.teacher_top_ids_TK], dim=1)
+        logprobs_TK = self._worker.forward(replace(batch, target_ids_TK=scored_TK))
+        return logprobs_TK[:, 0], logprobs_TK[:, 1:]
 
     # ------------------------------------------------------------------------------------------------------- saving
 

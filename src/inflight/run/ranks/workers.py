@@ -27,12 +27,22 @@ def worker_settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def teacher_settings(config: RunConfig) -> list[dict[str, Any] | None]:
+    """Return the settings of a worker for each teacher, None for those behind a URL."""
+    settings = {name: value for name, value in worker_settings(config).items() if name != "lora"}
+    paths = [teacher.path for teacher in config.distillation.teachers]
+    return [None if path is None else {**settings, "model_path": str(path)} for path in paths]
+
+
 def training_load(config: RunConfig) -> TrainingLoad:
     """Return the objective that each rank computes. Raises `ConfigError` if its loss is unknown."""
     return TrainingLoad(
         num_ranks=config.train.num_ranks,
         tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,
-        has_reference="reference_logprobs" in config.loss.policy_loss().needs,
+        untrained_models=(
+            *((config.model.path,) if "reference_logprobs" in config.loss.policy_loss().needs else ()),
+            *(teacher.path for teacher in config.distillation.teachers if teacher.path is not None),
+        ),
     )
 
 

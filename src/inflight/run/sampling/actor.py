@@ -31,6 +31,7 @@ from inflight.rollouts.driver_commands import (
     StopRequests,
 )
 from inflight.run.sampling.sampling_endpoint import SamplingEndpoint, SlowRequest, UnusableItem
+from inflight.run.sampling.teachers import Teachers
 from inflight.run.sampling.work import Order, Sampled, Work
 from inflight.types import TaskItem
 from inflight.wire import Capabilities, Completion, DraftCounts
@@ -106,6 +107,8 @@ class Actor:
     _: KW_ONLY
     seed: int
     on_outcome: Callable[[Outcome], None]
+    teachers: Teachers | None = None
+    """They score the rollouts of each finished group."""
     clock: Callable[[], float] = time.monotonic
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while no endpoint receives work, after the first call of `serve`."""
@@ -323,6 +326,8 @@ class Actor:
         try:
             content, sampled = command.content, command.sampled
             scored = await self.work.score(content.item, content.prompt_token_ids, sampled)
+            if self.teachers is not None:
+                scored = await self.teachers.scored(content.item, self.work.name, scored)
         except BaseException:
             self.dispatcher.return_item(command.item, self.clock())
             raise

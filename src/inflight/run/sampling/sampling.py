@@ -28,6 +28,7 @@ from inflight.run.sampling.actor import Actor, EndedRequest, FailedEpisode, Outc
 from inflight.run.sampling.batches import StepBatch, make_batch
 from inflight.run.sampling.drafts import FinishedGroups
 from inflight.run.sampling.policies import Policies
+from inflight.run.sampling.teachers import Teachers
 from inflight.run.sampling.warnings import SamplingWarnings
 from inflight.run.sampling.work import Sampled, Work
 from inflight.run.updates import updates_of
@@ -64,6 +65,7 @@ class Sampling:
         curriculum: Curriculum | None,
         journal: Journal,
         note: Callable[[str], None],
+        teachers: Teachers | None = None,
     ) -> None:
         self._config = config
         self.curriculum = curriculum
@@ -83,7 +85,9 @@ class Sampling:
             knows_versions=updates_of(config).knows_versions,
             is_enough=work.is_enough,
         )
-        self.actor = Actor(work, self.dispatcher, seed=config.run.seed, on_outcome=self._record_outcome)
+        self.actor = Actor(
+            work, self.dispatcher, seed=config.run.seed, on_outcome=self._record_outcome, teachers=teachers
+        )
         self.warnings = SamplingWarnings(note, ledger.num_dropped)
         self.draft_source = FinishedGroups()
         """Finished groups to send to the servers that draft from them."""

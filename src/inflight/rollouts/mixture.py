@@ -1,0 +1,83 @@
+"""A mixture of tasks: each item belongs to one of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field
+
+from inflight.base.toml import check_settings
+from inflight.contracts import Environment, Task
+from inflight.errors import ConfigError, TaskError
+from inflight.rollouts.tasks import TaskSettings
+from inflight.types import TaskItem
+
+TASK = "task"
+"""The key of an item's metadata that holds the name of its task."""
+
+
+class MixedTask(TaskSettings):
+    """One task of a mixture."""
+
+    label: str | None = None
+    """Its name in the mixture. None: the name of the task itself."""
+    share: float = Field(default=1.0, gt=0)
+    """Its share of the items, relative to those of the other tasks."""
+
+
+class Mixture(Task):
+    """Tasks by name, each with its share of the items. An item's metadata contain the name of its task.
+
+    Item i of the mixture is item i of its task, chosen at random under ``seed``, and independent of other items.
+    """
+
+    def __init__(self, tasks: Mapping[str, Task], shares: Sequence[float], seed: int) -> None:
+        self.tasks = dict(tasks)
+        self._shares = tuple(shares)
+        self._seed = seed
+
+    @property
+    def name(self) -> str:
+        return "mixture"
+
+    def item(self, index: int) -> TaskItem:
+        (name,) = random.Random(f"{self._seed}:{index}").choices([*self.tasks], self._shares)
+        item = self.tasks[name].item(index)
+        return replace(item, metadata={**item.metadata, TASK: name})
+
+    def score(self, item: TaskItem, completion: str) -> float:
+        return self.tasks[str(item.metadata[TASK])].score(item, completion)
+
+
+def create_mixture(seed: int, tasks: Sequence[Mapping[str, Any]]) -> Mixture:
+    """Return the mixture of at least two tasks, each described by the fields of `MixedTask`. Raises `TaskError`."""
+    try:
+        settings = [check_settings(MixedTask, it, f"task.params.tasks[{i}]") for i, it in enumerate(tasks)]
+    except ConfigError as error:
+        raise TaskError(str(error)) from error
+    if len(settings) < 2:
+        raise TaskError(f"a mixture has at least two tasks, but task.params.tasks has {len(settings)}")
+    found: dict[str, Task] = {}
+    for it in settings:
+        task, label = it.load(seed), it.label or it.name
+        if isinstance(task, Environment):
+            raise TaskError(f"a mixture is of tasks, but {it.name!r} is an environment")
+        if it.levels is not None:
+            raise TaskError(f"task {label!r} of a mixture has levels, which only a task of its own can have")
+        if label in found:
+            raise TaskError(f"two tasks of the mixture are named {label!r}: set label")
+        found[label] = task
+    return Mixture(found, [it.share for it in settings], seed)
+
+
+def task_names(task: Task | Environment) -> list[str]:
+    """Return the names of the tasks that a run has: those of a mixture, or the only one."""
+    return [*task.tasks] if isinstance(task, Mixture) else [task.name]
+
+
+def task_of(item: TaskItem, name: str) -> str:
+    """Return the name of an item's task; ``name`` is that of the run's task or environment."""
+    return str(item.metadata.get(TASK, name))

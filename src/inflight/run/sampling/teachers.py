@@ -1,0 +1,130 @@
+"""Teachers: the logprobs of models that the run neither trains nor samples from, for each finished rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from inflight.base.backoff import Backoff
+from inflight.base.tasks import finish_all, run_together
+from inflight.contracts import InferenceEndpoint, ScoringEndpoint
+from inflight.errors import ConfigError, EndpointError, InvalidRequestError, UnsupportedError
+from inflight.http.kinds import connect_endpoint
+from inflight.rollouts.driver_commands import ScoredGroup
+from inflight.rollouts.mixture import task_of
+from inflight.run.distillation_config import DistillationSection
+from inflight.types import Rollout, TaskItem, TeacherScores
+from inflight.wire import Needs, ScoreRequest, ScoreResponse
+
+_MAX_PAUSE_S = 5.0
+"""Between two attempts to have a completion scored."""
+
+
+@dataclass(slots=True, eq=False)
+class _Teacher:
+    """A teacher behind a URL, and how many completions it may score at a time."""
+
+    endpoint: InferenceEndpoint
+    slots: asyncio.Semaphore
+    is_failing: bool = False
+    """Whether the user has been told that it does not score."""
+
+
+class Teachers:
+    """The teachers of a run. Belongs to one event loop. ``note`` shows messages to the user."""
+
+    def __init__(self, settings: DistillationSection, token: str, note: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._token = token
+        self._note = note
+        self._teachers: list[_Teacher | None] = []
+        """None: the trainer ranks compute it."""
+        self._num_requests = 0
+
+    async def connect(self, vocab_size: int) -> None:
+        """Connect to the teachers. Raises `ConfigError` if one cannot score for a model of this vocabulary."""
+        for it in self._settings.teachers:
+            endpoint = None
+            if it.url is not None:
+                endpoint = connect_endpoint(it.url, token=self._token, generate_timeout_s=self._settings.timeout_s)
+            slots = asyncio.Semaphore(self._settings.max_concurrent)
+            self._teachers.append(None if endpoint is None else _Teacher(endpoint, slots))
+        await run_together(*(self._check(it.endpoint, vocab_size) for it in self._teachers if it is not None))
+
+    async def _check(self, endpoint: InferenceEndpoint, vocab_size: int) -> None:
+        can = await endpoint.capabilities()
+        missing = can.missing(Needs(scoring=True, top_k=self._settings.top_k, vocab_size=vocab_size))
+        if not missing and not isinstance(endpoint, ScoringEndpoint):
+            missing = {"scoring": "scoring"}
+        if missing:
+            raise ConfigError(f"teacher {endpoint.name} does not support {'; '.join(missing.values())}")
+
+    async def scored(self, item: TaskItem, name: str, group: ScoredGroup) -> ScoredGroup:
+        """Return the group with the scores of its teacher; ``name`` is that of the run's task or environment.
+
+        Raises `EndpointError` if the teacher does not score one of its rollouts in time.
+        """
+        index = self._settings.teacher_of(task_of(item, name))
+        if index is None:
+            return group
+        teacher = self._teachers[index]
+        if teacher is None:
+            scores: Sequence[TeacherScores] = [TeacherScores(teacher=index)] * len(group.rollouts)
+        else:
+            scores = await run_together(*(self._scores(index, teacher, it) for it in group.rollouts))
+        taught = [replace(it, teacher=score) for it, score in zip(group.rollouts, scores, strict=True)]
+        return replace(group, rollouts=taught)
+
+    async def aclose(self) -> None:
+        await finish_all(*(it.endpoint.aclose() for it in self._teachers if it is not None))
+
+    async def _scores(self, index: int, teacher: _Teacher, rollout: Rollout) -> TeacherScores:
+        if not rollout.completion_token_ids:
+            return TeacherScores(teacher=index, logprobs=())
+        if rollout.images:
+            raise EndpointError("teachers behind a URL do not score images: give the teacher a path", "")
+        self._num_requests += 1
+        request = ScoreRequest(
+            request_id=f"teacher-{index}-{self._num_requests}",
+            token_ids=(*rollout.prompt_token_ids, *rollout.completion_token_ids),
+            start=len(rollout.prompt_token_ids),
+            top_k=self._settings.top_k,
+        )
+        async with teacher.slots:
+            response = await self._score(teacher, request)
+        return TeacherScores(
+            teacher=index,
+            logprobs=response.logprobs,
+            top_token_ids=response.top_token_ids,
+            top_logprobs=response.top_logprobs,
+        )
+
+    async def _score(self, teacher: _Teacher, request: ScoreRequest) -> ScoreResponse:
+        """Return the answer to a request, which is repeated until ``timeout_s`` has passed."""
+        endpoint, timeout_s = teacher.endpoint, self._settings.timeout_s
+        assert isinstance(endpoint, ScoringEndpoint)
+        backoff, failure = Backoff(0.1, _MAX_PAUSE_S), ""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        response = await endpoint.score(request)
+                    except (InvalidRequestError, UnsupportedError):
+                        raise
+                    except EndpointError as error:
+                        failure = str(error)
+                    else:
+                        teacher.is_failing = False
+                        return response
+                    if not teacher.is_failing:
+                        teacher.is_failing = True
+                        self._note(f"a teacher does not score, and is asked again for up to {timeout_s:g} s: {failure}")
+                    await asyncio.sleep(backoff.next(time.monotonic()))
+        except TimeoutError as error:
+            why = failure or "it has not answered"
+            raise EndpointError(
+                f"as a teacher it has not scored a completion within distillation.timeout_s = {timeout_s:g} s: {why}",
+                endpoint.name,
+            ) from error
