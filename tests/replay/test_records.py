@@ -32,7 +32,7 @@ from inflight.observe.trace.records import (
 )
 from inflight.observe.trace.steps import RecordedStep, StepOutcome, join_step, split_step
 from inflight.observe.trace.text import pieces_of
-from inflight.types import Group, Rollout, Sample, Turn
+from inflight.types import Group, Rollout, Sample, TeacherScores, Turn
 from inflight.wire import PromptImage, RoutedExperts, VersionSpan
 
 FLOATS = st.floats(width=32, allow_nan=False)
@@ -72,7 +72,19 @@ def rollouts(draw: st.DrawFn) -> Rollout:
             dtype=experts,  # type: ignore[arg-type]
             data=base64.b64encode(rows.tobytes()).decode(),
         ),
+        teacher=draw(st.none() | teachers(length)),
     )
+
+
+@st.composite
+def teachers(draw: st.DrawFn, length: int) -> TeacherScores:
+    """What the trainer ranks compute, or what a server answers, with or without its likeliest tokens."""
+    if draw(st.booleans()):
+        return TeacherScores(teacher=draw(st.integers(0, 3)))
+    num_top = draw(st.integers(0, 2)) if length else 0
+    ids, top = [[5, 6][:num_top]] * length, [[-0.5, -2.0][:num_top]] * length
+    more = {"top_token_ids": ids, "top_logprobs": top} if num_top else {}
+    return TeacherScores(teacher=1, logprobs=[-0.25] * length, **more)
 
 
 @st.composite

@@ -163,13 +163,13 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
     policies = _policies_of(config)
     trackers = load_trackers(config.run.trackers, config.run.tracker_options)
     model = machine.read_model(config.model.path)
+    _check_teachers(config, task, model, machine)
     shape = model_shape(config.model.path)
     computes_here = is_local and not any(rank.has_gpu for rank in placement.trainers)
     num_cores = max(1, machine.num_cores() // config.train.num_ranks) if computes_here else 1
     config, defaults = with_model_defaults(config, shape.num_elements, num_cores)
     host_memory = host_memory_of(config, shape, placement) if is_local else {}
     check_system_prompt(config, model.tokenizer)
-    _check_teachers(config, task, model, machine)
     attached = _attached(config)
     _check_reach(config, machine, attached)
     for host, port, remedy in _addresses(config, machine.hosts):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from inflight.types import Group, Rollout, Sample, Turn
+from inflight.types import Group, Rollout, Sample, TeacherScores, Turn
 from inflight.wire import PromptImage, RoutedExperts, VersionSpan
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -66,6 +66,8 @@ class StoredRollout(StoredModel):
     role: str = ""
     images: tuple[PromptImage, ...] = ()
     has_routed_experts: bool = False
+    teacher: int | None = None
+    """Which teacher scores it."""
 
 
 class StoredGroup(StoredModel):
@@ -134,6 +136,11 @@ def split_step(step: RecordedStep) -> tuple[StoredStep, Arrays]:
             shape = (experts.num_tokens, experts.num_layers, experts.num_chosen)
             dtype = np.dtype(experts.dtype).newbyteorder("<")
             arrays[f"routed_experts.{index}"] = np.frombuffer(experts.to_bytes(), dtype).reshape(shape)
+        if (scores := rollout.teacher) is not None and scores.logprobs is not None:
+            arrays[f"teacher_logprobs.{index}"] = np.array(scores.logprobs, np.float32)
+            if scores.top_token_ids:
+                arrays[f"teacher_top_token_ids.{index}"] = np.array(scores.top_token_ids, np.int32)
+                arrays[f"teacher_top_logprobs.{index}"] = np.array(scores.top_logprobs, np.float32)
     samples = tuple(StoredSample(rollout=indices[id(it.rollout)], group=it.group_index) for it in step.samples)
     more = tuple(facts[num_of_groups:])
     return StoredStep(
@@ -159,6 +166,7 @@ def _facts_of(rollout: Rollout, prompt: int) -> StoredRollout:
         role=rollout.role,
         images=tuple(rollout.images),
         has_routed_experts=rollout.routed_experts is not None,
+        teacher=None if rollout.teacher is None else rollout.teacher.teacher,
     )
 
 
@@ -173,7 +181,9 @@ def join_step(facts: StoredStep, arrays: Arrays) -> RecordedStep:
         _split_rows(arrays["behaviour_logprobs"], lengths),
     )
     rollouts = [
-        _rollout_of(it, prompts[it.prompt], ids[i], logprobs[i], arrays.get(f"routed_experts.{i}"))
+        _rollout_of(
+            it, prompts[it.prompt], ids[i], logprobs[i], arrays.get(f"routed_experts.{i}"), _scores_of(it, i, arrays)
+        )
         for i, it in enumerate(every)
     ]
     rest = iter(rollouts)
@@ -201,6 +211,7 @@ def _rollout_of(
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     experts: npt.NDArray[Any] | None,
+    teacher: TeacherScores | None,
 ) -> Rollout:
     if facts.has_routed_experts and experts is None:
         raise ValueError("the routed experts of a rollout are missing")
@@ -217,6 +228,21 @@ def _rollout_of(
         role=facts.role,
         images=facts.images,
         routed_experts=None if experts is None else _experts_of(experts),
+        teacher=teacher,
+    )
+
+
+def _scores_of(facts: StoredRollout, index: int, arrays: Arrays) -> TeacherScores | None:
+    if facts.teacher is None:
+        return None
+    if (logprobs := arrays.get(f"teacher_logprobs.{index}")) is None:
+        return TeacherScores(teacher=facts.teacher)
+    top_ids, top = arrays.get(f"teacher_top_token_ids.{index}"), arrays.get(f"teacher_top_logprobs.{index}")
+    return TeacherScores(
+        teacher=facts.teacher,
+        logprobs=logprobs.tolist(),
+        top_token_ids=() if top_ids is None else top_ids.tolist(),
+        top_logprobs=() if top is None else top.tolist(),
     )
 
 
