@@ -71,7 +71,7 @@ def main() -> None:
     arguments = parser.parse_args()
     record = record_of(arguments.run)
     steps, config = list(read_steps(record)), read_manifest(record).config or {}
-    sampled = json.loads(arguments.sampled.read_text())
+    sampled = json.loads(arguments.sampled.read_text())["sampled"]
     write_results(
         "replay",
         {

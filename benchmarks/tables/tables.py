@@ -397,6 +397,22 @@ def preset_learning_table() -> str:
     return "\n".join(lines)
 
 
+def distillation_table() -> str:
+    """Return what students learned from a teacher, beside learning from rewards."""
+    lines = ["| preset | teacher | steps | seconds | reward at first | at last | KL at first | at last |"]
+    lines.append("|" + "---|" * 8)
+    rows = kept("distillation")["rows"]
+    for preset, teacher in dict.fromkeys((row["preset"], row["teacher"]) for row in rows):
+        of_kind = [row for row in rows if (row["preset"], row["teacher"]) == (preset, teacher)]
+        cells = [f"`{preset}`", teacher, f"{of_kind[0]['steps']}"]
+        for name, digits in (("seconds", 0), ("reward_first", 2), ("reward_last", 2), ("kl_first", 3), ("kl_last", 3)):
+            values = [row[name] for row in of_kind if row[name] is not None]
+            spread = f"{min(values):.{digits}f} to {max(values):.{digits}f}" if values else ""
+            cells.append(f"{statistics.fmean(values):.{digits}f} ({spread})" if values else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def structure_table() -> str:
     """Return the size of the source and what passes through it, before and after its packages were redrawn."""
     rows = kept("structure")["rows"]
@@ -492,6 +508,7 @@ TABLES = {
     "head": head_table,
     "head_tiles": head_tile_table,
     "preset_learning": preset_learning_table,
+    "distillation": distillation_table,
     "trainers": trainers_table,
     "layouts": layouts_table,
     "shared_prefixes": shared_prefixes_table,

@@ -42,20 +42,20 @@ OBSERVED = -1
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """A teacher's logprobs of the completion tokens of a rollout: natural log, of the tokens before each of them.
+    """A teacher's logprobs of the completion tokens of a rollout: natural log, given the tokens before each of them.
 
-    ``logprobs`` and the rows of ``top_token_ids`` and ``top_logprobs`` have one entry per completion token; all rows
-    have the same length.
+    ``logprobs`` has one entry, and ``top_token_ids`` and ``top_logprobs`` one row, per completion token; all rows have
+    the same length.
     """
 
     teacher: int
-    """Which of the run's teachers: 0, 1, 2, ..."""
+    """Index of the teacher in ``distillation.teachers``."""
     logprobs: Sequence[float] | None = None
     """None: the trainer ranks compute them."""
     top_token_ids: Sequence[Sequence[int]] = ()
-    """The teacher's likeliest tokens in the place of each token; empty unless the loss needs them."""
+    """The teacher's most likely tokens at each position; empty unless the loss needs them."""
     top_logprobs: Sequence[Sequence[float]] = ()
-    """Of those tokens."""
+    """Their logprobs."""
 
 
 @dataclass(frozen=True, slots=True)

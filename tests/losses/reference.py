@@ -24,8 +24,8 @@ class Token:
     advantage: float
     lag: int
     group: int
-    teacher: float
-    top: Sequence[tuple[float, torch.Tensor]]
+    teacher: float = math.nan
+    top: Sequence[tuple[float, torch.Tensor]] = ()
     """Logprobs of the teacher's likeliest tokens: the teacher's and the trainer's."""
 
     @property
@@ -349,17 +349,20 @@ LOSSES: dict[str, Callable[[Sequences], torch.Tensor]] = {
     "opd": lambda s: token_mean(
         s,
         plus(
-            only(lambda t: math.exp(t.value) - math.exp(t.mu) >= -0.2, taught(lambda t: t.teacher - t.value, linear)),
+            only(
+                lambda t: math.exp(t.value) - math.exp(t.mu) >= -0.2,
+                taught(lambda t: t.advantage + t.teacher - t.value, linear),
+            ),
             squared(1e-3),
         ),
     ),
-    "tinker_opd": lambda s: plain_sum(s, taught(lambda t: t.teacher - t.mu, linear)),
+    "tinker_opd": lambda s: plain_sum(s, taught(lambda t: t.advantage + t.teacher - t.mu, linear)),
     "slime_opd": lambda s: segment_mean(s, taught(lambda t: t.advantage + t.teacher - t.mu, ppo("old"))),
     "mopd": lambda s: token_mean(
         s,
         times(
             lambda t: b(t) if 0.5 <= b(t) <= 5.0 else 0.0,
-            taught(lambda t: t.teacher - t.old, score(lambda t: 1.0)),
+            taught(lambda t: t.advantage + t.teacher - t.old, score(lambda t: 1.0)),
         ),
     ),
     "verl_forward_kl": lambda s: token_mean(s, plus(score(lambda t: 1.0), lambda t: teacher_kl(t, renormalised=False))),

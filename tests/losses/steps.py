@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -97,7 +98,7 @@ def sequences_of(batch, trainer_T, top_TK=None):
                     advantage=batch.advantages_T[t].item(),
                     lag=VERSION - int(batch.versions_T[t]),
                     group=int(batch.group_ids_S[segment]),
-                    teacher=batch.teacher_logprobs_T[t].item(),
+                    teacher=math.nan if batch.teacher_logprobs_T is None else batch.teacher_logprobs_T[t].item(),
                     top=[] if top_TK is None else [*zip(top_of_teacher[t], top_TK[t], strict=True)],
                 )
                 for t in rows

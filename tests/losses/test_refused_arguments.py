@@ -16,6 +16,7 @@ import torch
 from inflight.errors import ConfigError, InvalidRequestError, NonFiniteError
 from inflight.losses import (
     Band,
+    Distillation,
     Entropy,
     KeptTokens,
     Kl,
@@ -24,6 +25,7 @@ from inflight.losses import (
     PpoClip,
     PromptMean,
     SecondMoment,
+    TeacherKl,
     chunked_logprobs,
     chunked_logprobs_and_entropy,
     collate,
@@ -75,7 +77,14 @@ LOCAL = PolicyLoss(gate=PpoClip(), corrections=(MaxAge(versions=9),), penalties=
 BATCH, LOGITS_TV = random_step()
 TRAINER_T = logprobs_of(LOGITS_TV, BATCH.token_ids_T, BATCH.temperature_T)
 PLAN = plan_of(LOSS, [BATCH], [TRAINER_T])
-CALL = {"batch": BATCH, "trainer_logprobs_T": TRAINER_T, "plan": PLAN, "entropy_T": torch.ones_like(TRAINER_T)}
+GRADIENT = {"batch": BATCH, "trainer_logprobs_T": TRAINER_T, "plan": PLAN, "entropy_T": torch.ones_like(TRAINER_T)}
+TAUGHT = LOSS.model_copy(
+    update={"penalties": (*LOSS.penalties, TeacherKl(coefficient=0.1)), "distillation": Distillation()}
+)
+CALL = GRADIENT | {
+    "plan": plan_of(TAUGHT, [BATCH], [TRAINER_T]),
+    "student_top_TK": BATCH.teacher_top_logprobs_TK - 0.1,
+}
 PREPARE = {
     "loss": LOSS,
     "batches": [BATCH],
@@ -105,8 +114,8 @@ FUNCTIONS = {
     "one_pass": (one_pass, ONE_PASS),
     "grpo_loss": (grpo_loss, GRPO),
     "reinforce_loss": (reinforce_loss, REINFORCE),
-    "PolicyLoss.__call__": (LOSS.__call__, CALL),
-    "PolicyLoss.gradient": (LOSS.gradient, CALL),
+    "PolicyLoss.__call__": (TAUGHT.__call__, CALL),
+    "PolicyLoss.gradient": (LOSS.gradient, GRADIENT),
     "PolicyLoss.on_targets": (in_one_pass, {"batch": BATCH, "plan": plan_of(LOCAL, [BATCH], [TRAINER_T])}),
     "prepare": (prepare, PREPARE),
     "collate": (collate, {"samples": [FIRST]}),
@@ -173,6 +182,15 @@ def batches(*, of_step):
             yield from (replace(BATCH, **{name: it}) for it in wrong)
 
 
+def batches_of_teachers():
+    """Micro-batches whose scores of teachers are missing, do not fit, or have not been computed yet."""
+    yield replace(BATCH, teacher_logprobs_T=None)
+    yield replace(BATCH, teacher_logprobs_T=torch.full_like(BATCH.teacher_logprobs_T, math.nan))
+    yield replace(BATCH, teacher_top_logprobs_TK=None)
+    for name in ("teacher_top_ids_TK", "teacher_top_logprobs_TK"):
+        yield from (replace(BATCH, **{name: it}) for it in wrong_of(getattr(BATCH, name)))
+
+
 OTHER_PLANS = [
     plan_of(other, [BATCH], [TRAINER_T])
     for other in (
@@ -223,10 +241,11 @@ WRONG = {
     "grpo_loss": WRONG_PLAIN | {"clip_low": [-0.1, math.nan], "clip_high": [-0.1, math.nan]},
     "reinforce_loss": WRONG_PLAIN | {"cap": [-1.0, math.nan]},
     "PolicyLoss.__call__": {
-        "batch": list(batches(of_step=False)),
+        "batch": [*batches(of_step=False), *batches_of_teachers()],
         "trainer_logprobs_T": WRONG_LOGPROBS,
-        "plan": OTHER_PLANS,
+        "plan": [PLAN, *OTHER_PLANS],
         "entropy_T": [None, *WRONG_LOGPROBS],
+        "student_top_TK": [None, *wrong_of(CALL["student_top_TK"])],
     },
     "PolicyLoss.gradient": {
         "batch": list(batches(of_step=False)),

@@ -151,7 +151,7 @@ def recorded_run(kind: Kind, directory: Path) -> RunProcess:
         (Kind("router_replay", ("--train.router_replay", "true"), model=make_mixture), " 0 diverge from them"),
         (Kind("resumed_at_another_temperature", (), resumed_with=("--sampling.temperature", "0.5")), " 0 diverge from"),
         (Kind("images", PICTURES, model=_image_model), "which excludes turns of environments"),
-        (Kind("turns", TURNS), "which excludes turns of environments"),
+        (Kind("turns", TURNS), "completions scored: logprobs of their"),
     ],
     ids=lambda it: it.name if isinstance(it, Kind) else "",
 )

@@ -112,12 +112,15 @@ def test_an_endpoint_with_the_start_weights_samples_the_same_tokens(
         assert status == 0, told
         assert "diverge from them" in told
         assert " 0 diverge from them" in told
+        assert "completions scored: logprobs of their" in told
         manifest = json.loads((run.directory / "record" / "manifest.json").read_text())
         manifest["config"]["run"]["seed"] = 1
         (run.directory / "record" / "manifest.json").write_text(json.dumps(manifest))
         status, told, rows = replay(capsys, run.directory, "--engine", server.url, "--groups", "4")
         assert status == 1
-        assert all(row["parts_at"] is not None for row in rows), told
+        assert all(row["parts_at"] is not None for row in rows["sampled"]), told
+        # Other seeds, but the recorded tokens have the recorded logprobs.
+        assert rows["scored"] and all(row["differs_at"] is None for row in rows["scored"]), told
     finally:
         server.kill()
 

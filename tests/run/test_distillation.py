@@ -75,7 +75,7 @@ def test_a_model_is_at_no_distance_from_itself_as_a_teacher(model_dir: Path, tmp
 def test_a_student_comes_closer_to_a_teacher_behind_a_url(
     teacher: ServerProcess, model_dir: Path, tmp_path: Path, preset: str
 ) -> None:
-    more = ["--run.num_steps", "12", "--train.learning_rate", "5e-3", "--train.max_gradient_norm", "1.0"]
+    more = ["--run.num_steps", "16", "--train.learning_rate", "1e-2", "--train.max_gradient_norm", "1.0"]
     more += ["--distillation.top_k", "128"] if preset == "verl_forward_kl" else []
     run = RunProcess(tmp_path, model_dir, *words(preset, {"url": teacher.url}), *more, environment=ASKED)
     assert run.wait() == 0, run.output()
@@ -128,8 +128,8 @@ def test_a_teacher_that_stands_still_is_asked_again_and_one_that_is_gone_ends_th
     run.wait_for_steps(2)
     server.kill()
     assert run.wait(60) == 1
-    assert "a teacher does not score, and is asked again for up to 3 s" in run.output()
-    assert "as a teacher it has not scored a completion within distillation.timeout_s = 3 s" in run.output()
+    assert "a teacher failed to score; retrying for up to 3 s" in run.output()
+    assert "the teacher did not score a completion within distillation.timeout_s = 3 s" in run.output()
     assert server.url in run.output()
 
 
@@ -188,7 +188,7 @@ def test_a_teacher_scores_no_more_completions_at_a_time_than_its_bound(
     assert counting.most == 3
     assert len(counting.failed) == 6
     assert [it.teacher is not None and len(it.teacher.logprobs or ()) for it in scored.rollouts] == [3] * 12
-    assert notes and all("a teacher does not score" in note for note in notes)
+    assert notes and all("a teacher failed to score" in note for note in notes)
 
 
 # ---- what is refused
@@ -197,20 +197,20 @@ def test_a_teacher_scores_no_more_completions_at_a_time_than_its_bound(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (words("opd"), "the loss compares the model with a teacher, but there is none: set distillation.teachers"),
-        (words("grpo", {"url": "http://127.0.0.1:1"}), "are set, but the loss does not use them"),
+        (words("opd"), "the loss needs a teacher, but none is configured: set distillation.teachers"),
+        (words("grpo", {"url": "http://127.0.0.1:1"}), "is set, but the loss does not use teachers"),
         (words("verl_forward_kl", {"url": "http://127.0.0.1:1"}), r"set distillation\.top_k"),
         (
             words("opd", {"url": "http://127.0.0.1:1", "tasks": ["sums"]}),
-            "name task 'sums', but the run has",
+            "names task 'sums', but the tasks of the run are",
         ),
-        (words("opd", {"url": "http://127.0.0.1:1", "path": "there"}), "a teacher has either a url or a path"),
+        (words("opd", {"url": "http://127.0.0.1:1", "path": "there"}), "a teacher needs either a url or a path"),
         (words("opd", {"path": "there"}), "model directory 'there' does not exist"),
-        (words("opd", {"path": "{narrow}"}), r"has another vocabulary \(300 tokens\)"),
+        (words("opd", {"path": "{narrow}"}), r"has a different vocabulary \(300 tokens\)"),
         ([*words("opd", {"url": "http://127.0.0.1:1"}), "--sampling.temperature", "0.7"], "score at temperature 1"),
         ([*words("opd", {"path": "{model}"}), "--distillation.top_k", "4"], "top_k needs teachers with a url"),
         (words("opd", {"path": "{model}"}, {"path": "{model}"}), "more than one teacher has no tasks"),
-        (["--task.name", "mixture", "--task.params", "{tasks = []}"], "a mixture has at least two tasks"),
+        (["--task.name", "mixture", "--task.params", "{tasks = []}"], "a mixture needs at least two tasks"),
         (
             [
                 "--task.name",

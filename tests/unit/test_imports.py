@@ -120,6 +120,7 @@ PUBLIC_NAMES = {
         "SegmentSum",
         "SquaredLogRatio",
         "Sum",
+        "TeacherKl",
         "TokenMean",
         "Truncate",
         "TrustKl",

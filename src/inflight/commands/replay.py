@@ -123,5 +123,6 @@ def _sample_again(arguments: argparse.Namespace, record: Path, incarnations: Seq
     tokenizer = load_tokenizer(config.model.path) if config.model.path.is_dir() else None
     decode = (lambda token_ids: "") if tokenizer is None else tokenizer.decode
     print(described_sampling(found, arguments.tolerance, decode))
-    write_json(arguments.json, [asdict(it) for it in found])
-    return int(any(it.parts_at is not None or it.parts_by_logprob_at is not None for it in found))
+    write_json(arguments.json, asdict(found))
+    parts = any(it.parts_at is not None or it.parts_by_logprob_at is not None for it in found.sampled)
+    return int(parts or any(it.differs_at is not None for it in found.scored))

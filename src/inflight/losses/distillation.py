@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher's logprobs as a part of the advantages.
+"""On-policy distillation: a teacher's logprobs as a term of the advantages.
 
 Shape suffixes: N targets.
 """
@@ -17,17 +17,17 @@ from inflight.losses.targets import Targets
 class Distillation(Piece):
     """On-policy distillation: adds ``coefficient`` (log teacher - log student) to the advantage of each target.
 
-    This is the gradient of the per-token reverse KL(student || teacher), weighed, gated and corrected as any advantage
-    is. The teacher's logprobs are of temperature 1.
+    This gives the gradient of the per-token reverse KL(student || teacher), weighted, gated and corrected like any
+    advantage. The teacher's logprobs are at temperature 1.
     """
 
     coefficient: float = Field(default=1.0, gt=0)
     student: Literal["trainer", "proximal", "behaviour"] = "trainer"
-    """Whose logprobs stand for the student: the current ones, those at the start of the optimizer step, or those that
-    sampled the token. They have no gradient here."""
+    """The logprobs that represent the student: the current ones, those at the start of the optimizer step, or those of
+    the policy that sampled the token. They are detached."""
 
     def advantages(self, targets: Targets) -> torch.Tensor:
-        """Return the advantages with the teacher's part, [N]."""
+        """Return the advantages with the teacher's term added, [N]."""
         assert targets.teacher_N is not None
         students = {"trainer": targets.trainer_N, "proximal": targets.proximal_N, "behaviour": targets.behaviour_N}
         student_N = students[self.student].detach()

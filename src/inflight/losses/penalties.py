@@ -133,23 +133,23 @@ class CrossEntropy(Piece):
 
 
 class TeacherKl(Piece):
-    """``coefficient`` times the KL(teacher || trainer) over the teacher's likeliest tokens.
+    """``coefficient`` times KL(teacher || trainer) over the teacher's top-k tokens.
 
-    It is the sum over k of t_k (log t_k - log pi_k), with the gradient of the trainer's log pi_k.
+    It is the sum over k of t_k (log t_k - log pi_k). Gradients flow only through the trainer's log pi_k.
 
-    Forward KL over the top k, as in verl's ``forward_kl_topk`` (1dda039) and, with ``renormalised``, the targets of
-    tinker-cookbook's ``train_off_policy``. The tail of the distribution is left out.
+    This is the forward KL over the top k, as in verl's ``forward_kl_topk`` (1dda039) and, with ``renormalised``, the
+    targets of tinker-cookbook's ``train_off_policy``. The tail of the distribution is omitted.
     """
 
     kind: Literal["teacher_kl"] = "teacher_kl"
     coefficient: float = Field(ge=0)
     renormalised: bool = False
-    """Divide the teacher's probabilities by their sum. Otherwise a sum below 0, which the missing tail makes possible,
-    counts as 0, without gradient."""
+    """Divide the teacher's probabilities by their sum. If false, a KL below 0, which the missing tail makes possible,
+    counts as 0 and has no gradient."""
     aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> PenaltyTerms:
-        """The targets must have the teacher's likeliest tokens, which the loss checks."""
+        """Return the penalty. The targets must have the teacher's top-k tokens, which the loss checks."""
         assert targets.teacher_top_NK is not None and targets.student_top_NK is not None
         teacher_NK, student_NK = targets.teacher_top_NK, targets.student_top_NK
         mass_N = teacher_NK.exp().sum(1)

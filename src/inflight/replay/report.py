@@ -8,7 +8,7 @@ from typing import Any
 
 from inflight.base.text_tables import align_columns
 from inflight.replay.differences import ROUNDING, StepDifference
-from inflight.replay.sampling import Resampled
+from inflight.replay.sampling import Resampled, SamplingReplay, Scored
 from inflight.replay.training import Replayed
 
 _NUM_SHOWN = 8
@@ -143,8 +143,27 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'s' * (number != 1)}"
 
 
-def described_sampling(found: Sequence[Resampled], tolerance: float, decode: Callable[[Sequence[int]], str]) -> str:
+def described_sampling(found: SamplingReplay, tolerance: float, decode: Callable[[Sequence[int]], str]) -> str:
     """Return the report of a repeated sampling; ``decode`` returns the text of tokens."""
+    parts = [_described_scores(found.scored, tolerance)] if found.scored else []
+    parts += [_described_samples(found.sampled, tolerance, decode)] if found.sampled else []
+    return "\n".join(parts)
+
+
+def _described_scores(found: Sequence[Scored], tolerance: float) -> str:
+    differing = [it for it in found if it.differs_at is not None]
+    largest, num_tokens = max(it.largest_difference for it in found), sum(it.num_tokens for it in found)
+    text = f"{len(found)} completions scored: logprobs of their {num_tokens} tokens differ by at most {largest:.2g}"
+    if differing:
+        first = min(differing, key=lambda it: it.differs_at or 0)
+        text += (
+            f"\n{len(differing)} completions have a logprob that differs by more than {tolerance:g}; the first is "
+            f"token {first.differs_at} of completion {first.number} of item {first.item}"
+        )
+    return text
+
+
+def _described_samples(found: Sequence[Resampled], tolerance: float, decode: Callable[[Sequence[int]], str]) -> str:
     parted = [it for it in found if it.parts_at is not None]
     largest = max(it.largest_difference for it in found)
     num_tokens = sum(it.num_tokens if it.parts_at is None else it.parts_at for it in found)

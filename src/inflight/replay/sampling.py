@@ -1,4 +1,4 @@
-"""Repeats recorded sampling on an endpoint with the same weights, and finds where tokens or logprobs differ."""
+"""Repeats recorded sampling on an endpoint with the same weights, or scores the recorded tokens there, and compares."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import InferenceEndpoint, ScoringEndpoint
 from inflight.environments.moving import without_unsupported_seed
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, UnsupportedError
 from inflight.observe.trace.files import EVENTS, read_events
 from inflight.observe.trace.records import read_steps
 from inflight.run.config import RunConfig
 from inflight.run.sampling.actor import seed_of
 from inflight.types import Group, Rollout
-from inflight.wire import Completion, GenerateRequest, SamplingParams
+from inflight.wire import Completion, GenerateRequest, SamplingParams, ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,38 @@ class Resampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """The logprobs of one recorded completion beside those that an endpoint gives the same tokens."""
+
+    item: int
+    number: int
+    num_tokens: int
+    """Compared tokens: those that the version sampled before any other version did."""
+    largest_difference: float
+    """Largest logprob difference, in nats."""
+    differs_at: int | None
+    """Index of the first token whose logprobs differ by more than the tolerance."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingReplay:
+    """What an endpoint samples again, and how it scores the recorded tokens."""
+
+    sampled: Sequence[Resampled]
+    """Empty if nothing can be sampled again, but something can be scored."""
+    scored: Sequence[Scored]
+    """Empty unless the endpoint supports scoring, and the record has logprobs of temperature 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Asked:
     group: Group
     numbers: tuple[int, ...]
     seed: int
+
+
+class NothingToSampleError(ConfigError):
+    """The record has no completion that can be sampled again."""
 
 
 async def sample_again(
@@ -57,12 +85,12 @@ async def sample_again(
 
     Seeds, prompts and settings are those of the run. For a record in a run directory, the events show which completions
     formed a request; otherwise each group counts as one request. Completions that were continued after an abort are
-    left out. Raises `ConfigError` if nothing can be sampled again, if the endpoint does not support seeds, or if it
-    serves another version that a run published to it.
+    left out. Raises `NothingToSampleError` if none is left, `UnsupportedError` if the endpoint does not support seeds,
+    and `ConfigError` if it serves another version that a run published to it.
     """
     capabilities = await endpoint.capabilities()
     if not capabilities.seeds:
-        raise ConfigError(f"{endpoint.name} does not support seeds, so its samples differ from call to call")
+        raise UnsupportedError(f"{endpoint.name} does not support seeds, so its samples differ from call to call")
     found: list[Resampled] = []
     asked = _asked(record, config, version)
     for number, one in enumerate(itertools.islice(asked, num_groups)):
@@ -80,20 +108,64 @@ async def sample_again(
             sampling=settings,
         )
         response = await endpoint.generate(without_unsupported_seed(request, capabilities))
-        served = {span.version for completion in response.completions for span in completion.version_spans}
-        if not served <= {0, version}:
-            raise ConfigError(
-                f"{endpoint.name} serves version {max(served)}, which a run published to it, but the replay needs "
-                f"version {version}: start a server with the weights of that version"
-            )
+        spans = [span for completion in response.completions for span in completion.version_spans]
+        _check_served(endpoint, [span.version for span in spans], version)
         for i, completion in zip(one.numbers, response.completions, strict=True):
             found.append(compared(one.group.item_index, i, one.group.rollouts[i], completion, tolerance))
     if not found:
-        raise ConfigError(
+        raise NothingToSampleError(
             f"no completion of the record can be sampled again: it must come entirely from version {version} and from "
             "a single request, which excludes turns of environments"
         )
     return found
+
+
+def _check_served(endpoint: InferenceEndpoint, served: Sequence[int], version: int) -> None:
+    if not {*served} <= {0, version}:
+        raise ConfigError(
+            f"{endpoint.name} serves version {max(served)}, which a run published to it, but the replay needs "
+            f"version {version}: start a server with the weights of that version"
+        )
+
+
+async def score_again(
+    record: Path, endpoint: ScoringEndpoint, *, version: int, num_groups: int, tolerance: float
+) -> list[Scored]:
+    """Score the recorded tokens of ``version``, which the endpoint must serve, and compare the logprobs.
+
+    Seeds play no part, so any engine can be compared, and turns of environments too. Tokens after an update are left
+    out, because they may depend on cached states of older weights, and so are rollouts with images and rollouts that
+    were not sampled at temperature 1. Raises `ConfigError` if the endpoint serves another version that a run published
+    to it.
+    """
+    found: list[Scored] = []
+    groups = (group for step in read_steps(record) if step.version >= version for group in step.groups)
+    with_tokens = (group for group in groups if any(_compared_tokens(it, version) for it in group.rollouts))
+    for group in itertools.islice(with_tokens, num_groups):
+        for number, rollout in enumerate(group.rollouts):
+            tokens = _compared_tokens(rollout, version)
+            if not tokens:
+                continue
+            end = tokens[-1] + 1
+            request = ScoreRequest(
+                request_id=f"replay-score-{group.item_index}-{number}",
+                token_ids=(*rollout.prompt_token_ids, *rollout.completion_token_ids[:end]),
+                start=len(rollout.prompt_token_ids),
+            )
+            response = await endpoint.score(request)
+            _check_served(endpoint, [span.version for span in response.version_spans], version)
+            differences = {i: abs(rollout.behaviour_logprobs[i] - response.logprobs[i]) for i in tokens}
+            differs_at = next((i for i, it in differences.items() if it > tolerance), None)
+            found.append(Scored(group.item_index, number, len(tokens), max(differences.values()), differs_at))
+    return found
+
+
+def _compared_tokens(rollout: Rollout, version: int) -> list[int]:
+    """Return the indices of the completion tokens that ``version`` sampled before any other version did."""
+    spans = itertools.takewhile(lambda span: span.version == version, rollout.version_spans)
+    tokens = [i for span in spans for i in range(span.start, span.end)]
+    is_known = all(not math.isnan(rollout.behaviour_logprobs[i]) for i in tokens)
+    return tokens if rollout.temperature == 1.0 and not rollout.images and is_known else []
 
 
 def compared(item: int, number: int, recorded: Rollout, again: Completion, tolerance: float) -> Resampled:
@@ -159,15 +231,30 @@ def _is_alone(numbers: tuple[int, ...], asked: Sequence[tuple[int, ...]]) -> boo
 
 def replay_sampling(
     record: Path, config: RunConfig, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
-) -> list[Resampled]:
-    """Run `sample_again`, and close the endpoint."""
+) -> SamplingReplay:
+    """Run `score_again` if the endpoint supports scoring, and `sample_again`; close the endpoint.
 
-    async def run() -> list[Resampled]:
+    Raises what these raise, but nothing because samples cannot be repeated if tokens were scored.
+    """
+
+    async def run() -> SamplingReplay:
+        scored: list[Scored] = []
+        if isinstance(endpoint, ScoringEndpoint) and (await endpoint.capabilities()).scoring:
+            scored = await score_again(record, endpoint, version=version, num_groups=num_groups, tolerance=tolerance)
         try:
-            return await sample_again(
+            sampled = await sample_again(
                 record, config, endpoint, version=version, num_groups=num_groups, tolerance=tolerance
             )
+        except (NothingToSampleError, UnsupportedError):
+            if not scored:
+                raise
+            sampled = []
+        return SamplingReplay(sampled, scored)
+
+    async def run_and_close() -> SamplingReplay:
+        try:
+            return await run()
         finally:
             await endpoint.aclose()
 
-    return asyncio.run(run())
+    return asyncio.run(run_and_close())

@@ -16,22 +16,22 @@ from inflight.rollouts.tasks import TaskSettings
 from inflight.types import TaskItem
 
 TASK = "task"
-"""The key of an item's metadata that holds the name of its task."""
+"""The metadata key for the name of an item's task."""
 
 
 class MixedTask(TaskSettings):
     """One task of a mixture."""
 
     label: str | None = None
-    """Its name in the mixture. None: the name of the task itself."""
+    """Its name in the mixture. None: ``name``."""
     share: float = Field(default=1.0, gt=0)
-    """Its share of the items, relative to those of the other tasks."""
+    """Its share of the items, relative to the shares of the other tasks."""
 
 
 class Mixture(Task):
-    """Tasks by name, each with its share of the items. An item's metadata contain the name of its task.
+    """Tasks by name, each with its share of the items. The metadata of an item contains the name of its task.
 
-    Item i of the mixture is item i of its task, chosen at random under ``seed``, and independent of other items.
+    Item i of the mixture is item i of one task, which is chosen at random from ``seed`` and i alone.
     """
 
     def __init__(self, tasks: Mapping[str, Task], shares: Sequence[float], seed: int) -> None:
@@ -53,31 +53,31 @@ class Mixture(Task):
 
 
 def create_mixture(seed: int, tasks: Sequence[Mapping[str, Any]]) -> Mixture:
-    """Return the mixture of at least two tasks, each described by the fields of `MixedTask`. Raises `TaskError`."""
+    """Return a mixture of at least two tasks, each specified by the fields of `MixedTask`. Raises `TaskError`."""
     try:
         settings = [check_settings(MixedTask, it, f"task.params.tasks[{i}]") for i, it in enumerate(tasks)]
     except ConfigError as error:
         raise TaskError(str(error)) from error
     if len(settings) < 2:
-        raise TaskError(f"a mixture has at least two tasks, but task.params.tasks has {len(settings)}")
+        raise TaskError(f"a mixture needs at least two tasks, but task.params.tasks has {len(settings)}")
     found: dict[str, Task] = {}
     for it in settings:
         task, label = it.load(seed), it.label or it.name
         if isinstance(task, Environment):
-            raise TaskError(f"a mixture is of tasks, but {it.name!r} is an environment")
+            raise TaskError(f"a mixture can contain only tasks, but {it.name!r} is an environment")
         if it.levels is not None:
-            raise TaskError(f"task {label!r} of a mixture has levels, which only a task of its own can have")
+            raise TaskError(f"task {label!r} of the mixture has levels, which mixtures do not support: omit them")
         if label in found:
-            raise TaskError(f"two tasks of the mixture are named {label!r}: set label")
+            raise TaskError(f"two tasks of the mixture are named {label!r}: set label for one of them")
         found[label] = task
     return Mixture(found, [it.share for it in settings], seed)
 
 
 def task_names(task: Task | Environment) -> list[str]:
-    """Return the names of the tasks that a run has: those of a mixture, or the only one."""
+    """Return the names of the tasks of a run: those in the mixture, or that of its only task."""
     return [*task.tasks] if isinstance(task, Mixture) else [task.name]
 
 
 def task_of(item: TaskItem, name: str) -> str:
-    """Return the name of an item's task; ``name`` is that of the run's task or environment."""
+    """Return the name of an item's task; ``name`` is the name of the run's task or environment."""
     return str(item.metadata.get(TASK, name))

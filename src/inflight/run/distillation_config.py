@@ -1,4 +1,4 @@
-"""The section ``distillation`` of a run: the teachers, and which tasks each of them scores."""
+"""The ``distillation`` section of a run: the teachers, and the tasks that each of them scores."""
 
 from __future__ import annotations
 
@@ -12,38 +12,37 @@ from inflight.wire import MAX_ALTERNATIVES
 
 
 class TeacherSection(Section):
-    """A model that scores what the trained model samples: behind a URL, or computed by the trainer ranks.
+    """A model that scores the completions of the trained model, on a server at a URL or on the trainer ranks.
 
-    It must have the vocabulary of the trained model.
+    Its vocabulary must be that of the trained model.
     """
 
     url: str | None = None
-    """URL of a server that supports scoring, such as one of ``inflight serve``. The run neither starts it nor sends it
-    weights. INFLIGHT_TOKEN sets its token."""
+    """URL of a server that supports scoring, such as one started with ``inflight serve``. The run neither starts it nor
+    sends it weights. INFLIGHT_TOKEN sets its token."""
     path: Path | None = None
-    """Directory of a checkpoint. Each trainer rank loads it beside the trained model, and computes its logprobs."""
+    """Directory of a checkpoint. Each trainer rank loads it alongside the trained model and computes its logprobs."""
     tasks: tuple[str, ...] = ()
-    """Names of the tasks of a ``mixture`` whose completions it scores. Empty: all tasks that no other teacher names."""
+    """Names of the tasks in a ``mixture`` that it scores. Empty: all tasks that no other teacher names."""
 
     @model_validator(mode="after")
     def _is_in_one_place(self) -> TeacherSection:
         if (self.url is None) == (self.path is None):
-            raise ValueError("a teacher has either a url or a path")
+            raise ValueError("a teacher needs either a url or a path, not both")
         return self
 
 
 class DistillationSection(Section):
-    """The teachers, whose logprobs the loss uses: choose a loss such as ``opd``."""
+    """The teachers, whose logprobs the loss uses. Choose a loss that needs teachers, such as ``opd``."""
 
     teachers: tuple[TeacherSection, ...] = ()
     top_k: int = Field(default=0, ge=0, le=MAX_ALTERNATIVES)
-    """How many of a teacher's likeliest tokens to request in the place of each token, for losses that use them."""
+    """Number of the teacher's most likely tokens to request at each position, for losses that use them."""
     max_concurrent: int = Field(default=8, ge=1)
-    """How many completions each teacher behind a URL scores at a time. Scoring has this bound of its own, so that a
-    teacher on a server that also samples leaves it time to sample."""
+    """Maximum number of completions that each teacher with a URL scores at a time. This limit is separate from those of
+    sampling, so that a teacher does not starve sampling on a server that they share."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """How long a teacher may fail to score a completion before the run ends. Until then, failed requests are
-    repeated."""
+    """How long a teacher may take to score a completion, retries included, before the run ends."""
 
     @model_validator(mode="after")
     def _each_task_has_one_teacher(self) -> DistillationSection:
@@ -51,22 +50,22 @@ class DistillationSection(Section):
         if twice := sorted({task for task in named if named.count(task) > 1}):
             raise ValueError(f"task {twice[0]!r} has more than one teacher")
         if sum(not teacher.tasks for teacher in self.teachers) > 1:
-            raise ValueError("more than one teacher has no tasks: name the tasks of all of them but one")
+            raise ValueError("more than one teacher has no tasks: set tasks for all teachers but one")
         if self.top_k and any(teacher.url is None for teacher in self.teachers):
-            raise ValueError("top_k needs teachers with a url: trainer ranks only compute the logprobs of given tokens")
+            raise ValueError("top_k needs teachers with a url: trainer ranks compute only the logprobs of given tokens")
         return self
 
     def teacher_of(self, task: str) -> int | None:
-        """Return which teacher scores a task, None if there is none."""
+        """Return the index of the teacher that scores a task, None if no teacher does."""
         for index, teacher in enumerate(self.teachers):
             if task in teacher.tasks:
                 return index
         return next((index for index, teacher in enumerate(self.teachers) if not teacher.tasks), None)
 
     def tasks_without_teacher(self, tasks: Sequence[str]) -> list[str]:
-        """Return those of these tasks that no teacher scores."""
+        """Return the tasks that no teacher scores."""
         return [task for task in tasks if self.teacher_of(task) is None]
 
     def unknown_tasks(self, tasks: Sequence[str]) -> list[str]:
-        """Return the tasks that teachers name, but that do not exist."""
+        """Return the tasks that teachers name but that are not among ``tasks``."""
         return [task for teacher in self.teachers for task in teacher.tasks if task not in tasks]

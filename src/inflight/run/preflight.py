@@ -195,21 +195,19 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
 
 
 def _check_teachers(config: RunConfig, task: Task | Environment, model: ModelFiles, machine: Machine) -> None:
-    """Raise `ConfigError` unless the loss uses the teachers, and each task has one with the vocabulary of the model."""
+    """Raise `ConfigError` unless the loss uses the teachers and each task has one with the vocabulary of the model."""
     distillation, tasks = config.distillation, task_names(task)
     taught = config.loss.policy_loss().needs & {"teacher_logprobs", "teacher_top"}
     if not distillation.teachers:
         if taught:
-            raise ConfigError(
-                "the loss compares the model with a teacher, but there is none: set distillation.teachers"
-            )
+            raise ConfigError("the loss needs a teacher, but none is configured: set distillation.teachers")
         return
     if not taught:
         raise ConfigError(
-            "distillation.teachers are set, but the loss does not use them: choose another loss.preset, such as 'opd'"
+            "distillation.teachers is set, but the loss does not use teachers: choose a loss.preset such as 'opd'"
         )
     if "teacher_top" in taught and not distillation.top_k:
-        raise ConfigError("the loss compares the likeliest tokens of the teachers: set distillation.top_k")
+        raise ConfigError("the loss needs the most likely tokens of the teachers: set distillation.top_k")
     if config.sampling.temperature != 1.0 and any(teacher.url is not None for teacher in distillation.teachers):
         raise ConfigError(
             f"servers score at temperature 1, but sampling.temperature is {config.sampling.temperature}: set it to 1, "
@@ -217,19 +215,19 @@ def _check_teachers(config: RunConfig, task: Task | Environment, model: ModelFil
         )
     if unknown := distillation.unknown_tasks(tasks):
         raise ConfigError(
-            f"distillation.teachers name task {unknown[0]!r}, but the run has {', '.join(map(repr, tasks))}: use one "
-            "of them, or leave out tasks"
+            f"distillation.teachers names task {unknown[0]!r}, but the tasks of the run are "
+            f"{', '.join(map(repr, tasks))}: use one of them, or omit tasks"
         )
     if without := distillation.tasks_without_teacher(tasks):
-        raise ConfigError(f"no teacher scores task {without[0]!r}: name it in the tasks of a teacher")
+        raise ConfigError(f"no teacher scores task {without[0]!r}: add it to the tasks of a teacher")
     for teacher in distillation.teachers:
         if teacher.path is None:
             continue
         theirs = machine.read_model(teacher.path)
         if theirs.vocab_size != model.vocab_size or theirs.tokenizer.get_vocab() != model.tokenizer.get_vocab():
             raise ConfigError(
-                f"teacher {str(teacher.path)!r} has another vocabulary ({theirs.vocab_size} tokens) than "
-                f"{str(config.model.path)!r} ({model.vocab_size}): its logprobs would be of other tokens"
+                f"teacher {str(teacher.path)!r} has a different vocabulary ({theirs.vocab_size} tokens) from "
+                f"{str(config.model.path)!r} ({model.vocab_size}): its token ids would stand for other tokens"
             )
 
 

@@ -1,4 +1,4 @@
-"""Teachers: the logprobs of models that the run neither trains nor samples from, for each finished rollout."""
+"""Teachers: models that score each finished rollout, and that the run neither trains nor samples from."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from inflight.types import Rollout, TaskItem, TeacherScores
 from inflight.wire import Needs, ScoreRequest, ScoreResponse
 
 _MAX_PAUSE_S = 5.0
-"""Between two attempts to have a completion scored."""
+"""Longest pause between two attempts to score a completion."""
 
 
 @dataclass(slots=True, eq=False)
 class _Teacher:
-    """A teacher behind a URL, and how many completions it may score at a time."""
+    """A teacher with a URL, and a semaphore that limits how many completions it scores at a time."""
 
     endpoint: InferenceEndpoint
     slots: asyncio.Semaphore
     is_failing: bool = False
-    """Whether the user has been told that it does not score."""
+    """Whether the user has been notified that its scoring fails."""
 
 
 class Teachers:
-    """The teachers of a run. Belongs to one event loop. ``note`` shows messages to the user."""
+    """The teachers of a run, bound to one event loop. ``note`` shows messages to the user."""
 
     def __init__(self, settings: DistillationSection, token: str, note: Callable[[str], None]) -> None:
         self._settings = settings
         self._token = token
         self._note = note
         self._teachers: list[_Teacher | None] = []
-        """None: the trainer ranks compute it."""
+        """None for a teacher whose logprobs the trainer ranks compute."""
         self._num_requests = 0
 
     async def connect(self, vocab_size: int) -> None:
-        """Connect to the teachers. Raises `ConfigError` if one cannot score for a model of this vocabulary."""
+        """Connect to the teachers. Raises `ConfigError` if one cannot score for a model with this vocabulary size."""
         for it in self._settings.teachers:
             endpoint = None
             if it.url is not None:
@@ -62,9 +62,9 @@ class Teachers:
             raise ConfigError(f"teacher {endpoint.name} does not support {'; '.join(missing.values())}")
 
     async def scored(self, item: TaskItem, name: str, group: ScoredGroup) -> ScoredGroup:
-        """Return the group with the scores of its teacher; ``name`` is that of the run's task or environment.
+        """Return the group with its teacher's scores; ``name`` is the name of the run's task or environment.
 
-        Raises `EndpointError` if the teacher does not score one of its rollouts in time.
+        Raises `EndpointError` if the teacher does not score one of the rollouts in time.
         """
         index = self._settings.teacher_of(task_of(item, name))
         if index is None:
@@ -84,7 +84,7 @@ class Teachers:
         if not rollout.completion_token_ids:
             return TeacherScores(teacher=index, logprobs=())
         if rollout.images:
-            raise EndpointError("teachers behind a URL do not score images: give the teacher a path", "")
+            raise EndpointError("a teacher with a url cannot score images: use a teacher with a path", "")
         self._num_requests += 1
         request = ScoreRequest(
             request_id=f"teacher-{index}-{self._num_requests}",
@@ -102,7 +102,7 @@ class Teachers:
         )
 
     async def _score(self, teacher: _Teacher, request: ScoreRequest) -> ScoreResponse:
-        """Return the answer to a request, which is repeated until ``timeout_s`` has passed."""
+        """Return the response to a request, which is retried until ``timeout_s`` has elapsed."""
         endpoint, timeout_s = teacher.endpoint, self._settings.timeout_s
         assert isinstance(endpoint, ScoringEndpoint)
         backoff, failure = Backoff(0.1, _MAX_PAUSE_S), ""
@@ -120,11 +120,11 @@ class Teachers:
                         return response
                     if not teacher.is_failing:
                         teacher.is_failing = True
-                        self._note(f"a teacher does not score, and is asked again for up to {timeout_s:g} s: {failure}")
+                        self._note(f"a teacher failed to score; retrying for up to {timeout_s:g} s: {failure}")
                     await asyncio.sleep(backoff.next(time.monotonic()))
         except TimeoutError as error:
-            why = failure or "it has not answered"
+            why = failure or "no response"
             raise EndpointError(
-                f"as a teacher it has not scored a completion within distillation.timeout_s = {timeout_s:g} s: {why}",
+                f"the teacher did not score a completion within distillation.timeout_s = {timeout_s:g} s: {why}",
                 endpoint.name,
             ) from error
