@@ -18,7 +18,7 @@ class Distillation(Piece):
     """On-policy distillation: adds ``coefficient`` (log teacher - log student) to the advantage of each target.
 
     This gives the gradient of the per-token reverse KL(student || teacher), weighted, gated and corrected like any
-    advantage. The teacher's logprobs are at temperature 1.
+    advantage.
     """
 
     coefficient: float = Field(default=1.0, gt=0)
