@@ -47,7 +47,7 @@ SMOLLM2 := models/smollm2
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-tinker coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
+.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-tinker coverage test-engines engines certificates certificate-tinker certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
 
 # A real pretrained model where the package index has it, the tiny one where not.
 demo: $(STAMP)
@@ -90,6 +90,12 @@ test-openenv: $(STAMP_OPENENV)
 test-tinker: $(STAMP) $(STAMP_TINKER)
 	INFLIGHT_TESTS_SERVER_PYTHON=$(CURDIR)/$(BIN)/python $(TINKER)/bin/python -m pytest \
 	  -W ignore::ResourceWarning tests/dialects/tinker/test_sdk_*.py --durations 10 $(PYTEST)
+
+# Keeps which methods of the SDK's release passed their tests, for the table of docs/tinker.md.
+certificate-tinker:
+	mkdir -p build
+	$(MAKE) test-tinker PYTEST="--junit-xml build/tinker.xml"
+	$(BIN)/python -m tests.dialects.tinker.certificate build/tinker.xml docs/certificates/tinker
 
 # Lines and branches of src that `make test` comes to, in its processes too; PYTEST='-m ""' measures all tests.
 coverage: $(STAMP) $(CHROMIUM) $(SMOLLM2)/SOURCE

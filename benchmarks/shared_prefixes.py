@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from benchmarks.results import write_results
 
-from inflight.losses import collate, preset
-from inflight.losses.policy import prepare
+from inflight.losses import collate, prepare, preset
 from inflight.rollouts.packing import Packing
 from inflight.types import MicroBatch, Rollout, Sample
 from inflight.wire import VersionSpan

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
-from benchmarks.tables.kept import kept
-from tests.dialects.tinker.sdk_methods import CLIENTS, REFUSED, SDK_VERSION, SUPPORTED
+from benchmarks.tables.kept import ROOT, kept
+from tests.dialects.tinker.sdk_methods import CLIENTS, REFUSED, SUPPORTED
+
+CERTIFICATES = ROOT / "docs" / "certificates" / "tinker"
 
 
 def methods_table() -> str:
-    """Return one row for each client and test, with the methods that it covers; asynchronous twins are left out."""
-    lines = [f"| SDK {SDK_VERSION} | methods | test |", "|---|---|---|"]
+    """Return one row for each client and test, with the methods that it covers; asynchronous twins are left out.
+
+    There is a column for each certified release of the SDK.
+    """
+    releases = {path.stem: json.loads(path.read_text()) for path in sorted(CERTIFICATES.glob("*.json"))}
+    lines = [f"| client | methods | test | {' | '.join(f'SDK {it}' for it in releases)} |"]
+    lines.append("|" + "---|" * (3 + len(releases)))
     for client in CLIENTS:
-        lines += _rows(client, SUPPORTED, "")
-        lines += _rows(client, REFUSED, "refused: ")
+        lines += _rows(client, SUPPORTED, "", releases)
+        lines += _rows(client, REFUSED, "refused: ", releases)
     return "\n".join(lines)
 
 
-def _rows(client: str, methods: Mapping[str, str], note: str) -> list[str]:
+def _rows(client: str, methods: Mapping[str, str], note: str, releases: Mapping[str, Any]) -> list[str]:
+    def outcome(release: Any, test: str) -> str:
+        found = {it["passed"] for it in release["methods"].values() if it["test"] == test}
+        return "passed" if found == {True} else "failed" if found else "not tested"
+
     by_test: dict[str, list[str]] = {}
     for method, test in methods.items():
         of, _, name = method.partition(".")
         if of == client and not name.endswith("_async"):
             by_test.setdefault(test, []).append(f"`{name}`")
-    return [f"| `{client}` | {note}{', '.join(names)} | `{test}` |" for test, names in by_test.items()]
+    rows = []
+    for test, names in by_test.items():
+        outcomes = [outcome(it, test) for it in releases.values()]
+        rows.append(f"| `{client}` | {note}{', '.join(names)} | `{test}` | {' | '.join(outcomes)} |")
+    return rows
 
 
 def programs_table() -> str:

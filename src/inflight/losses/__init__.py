@@ -38,7 +38,8 @@ from inflight.losses.metrics import (
 from inflight.losses.micro_batch import collate, empty_micro_batch
 from inflight.losses.penalties import CrossEntropy, Entropy, Kl, Penalty, SquaredLogRatio, TeacherKl
 from inflight.losses.plain import grpo_loss, reinforce_loss
-from inflight.losses.policy import LossPlan, PolicyLoss, prepare
+from inflight.losses.policy import LossPlan, PolicyLoss
+from inflight.losses.preparing import prepare
 from inflight.losses.presets import PRESETS, Preset, preset
 
 __all__ = [

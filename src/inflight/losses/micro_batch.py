@@ -272,6 +272,19 @@ def check_micro_batch(batch: MicroBatch, **of_trainer_T: torch.Tensor | None) ->
         )
 
 
+def check_groups(batches: Sequence[MicroBatch], num_groups: int) -> None:
+    """Raise `InvalidRequestError` unless the prompts of all targets are below ``num_groups``."""
+    for batch in batches:
+        if batch.group_ids_S is None:
+            continue
+        ids_N = batch.group_ids_S[batch.segment_ids_T[batch.loss_mask_T]]
+        if ids_N.numel() and not 0 <= ids_N.min() <= ids_N.max() < num_groups:
+            raise InvalidRequestError(
+                f"group_ids_S of targets go from {int(ids_N.min())} to {int(ids_N.max())}, but num_groups is "
+                f"{num_groups}"
+            )
+
+
 def check_finite(rows_N: torch.Tensor, **values: torch.Tensor | None) -> None:
     """Raise `NonFiniteError` if a value [N] at a target is not finite; ``rows_N`` are their packed tokens."""
     named = {name: values_N for name, values_N in values.items() if values_N is not None}

@@ -1,9 +1,9 @@
-"""`PolicyLoss`: combines a ratio, a gate, corrections, penalties and denominators; and `prepare`, which counts.
+"""`PolicyLoss`: combines a ratio, a gate, corrections, penalties and denominators.
 
-`prepare` counts once over the whole optimizer step. After that the loss is a plain sum over targets, so losses and
-gradients add up to the same however the segments are split into micro-batches and ranks.
+`inflight.losses.prepare` counts once over the whole optimizer step. After that the loss is a plain sum over targets, so
+losses and gradients add up to the same however the segments are split into micro-batches and ranks.
 
-Shape suffixes: T packed tokens, N targets, S segments, P prompts.
+Shape suffixes: T packed tokens, N targets, S segments, P prompts, K tokens in the place of a target.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from inflight.losses.aggregation import Aggregation, Counts, TokenMean, counts_a
 from inflight.losses.corrections import (
     Correction,
     MaxAge,
-    Reduce,
     SecondMoment,
     couples_segments,
-    second_moment_threshold,
 )
 from inflight.losses.distillation import Distillation
 from inflight.losses.gates import Gate, GeometricMean
@@ -33,7 +31,7 @@ from inflight.losses.metrics import (
     pull_metrics,
     staleness_metrics,
 )
-from inflight.losses.micro_batch import NO_GROUP, check_finite, check_micro_batch
+from inflight.losses.micro_batch import check_finite, check_groups, check_micro_batch
 from inflight.losses.penalties import Entropy, Kl, Penalty, SquaredLogRatio, TeacherKl
 from inflight.losses.pieces import Piece
 from inflight.losses.targets import Level, Targets
@@ -236,7 +234,7 @@ class PolicyLoss(Piece):
                 f"{None if top_TK is None else list(top_TK.shape)}: score the teacher's tokens"
             )
         if "group_ids" in self.needs and batch.group_ids_S is not None:
-            _check_groups([batch], len(plan.before.tokens_P))
+            check_groups([batch], len(plan.before.tokens_P))
 
     @property
     def _aggregations(self) -> list[Aggregation]:
@@ -363,92 +361,6 @@ class PolicyLoss(Piece):
         return token_shares(aggregation, targets, counted_N, batch.group_ids_S, counts)
 
 
-def prepare(
-    loss: PolicyLoss,
-    batches: Sequence[MicroBatch],
-    *,
-    trainer_logprobs: Sequence[torch.Tensor] | None = None,
-    current_version: int | None = None,
-    num_groups: int | None = None,
-    num_sequences: int | None = None,
-    reduce: Reduce | None = None,
-) -> LossPlan:
-    """Return the counts and statistics of a whole optimizer step that the loss needs; without gradients.
-
-    ``batches`` are all micro-batches of this rank, none of which splits a segment. ``reduce`` sums over ranks; every
-    rank must call `prepare`, even without a target. A loss that needs a ``first_forward`` needs ``trainer_logprobs``
-    [T] of each micro-batch; one that needs ``group_ids`` on several ranks needs ``num_groups`` of the whole step.
-    ``current_version`` is the version of the trained weights. ``num_sequences`` counts the completions of the whole
-    step, if some are in no micro-batch because all their tokens are masked; by default it counts the segments of all
-    micro-batches but `empty_micro_batch`.
-
-    Raises `InvalidRequestError` if something is missing, and the errors that `PolicyLoss` raises for its targets.
-    """
-    if trainer_logprobs is not None and len(trainer_logprobs) != len(batches):
-        raise InvalidRequestError(
-            f"trainer_logprobs has {len(trainer_logprobs)} entries for {len(batches)} micro-batches: give one for each"
-        )
-    for i, batch in enumerate(batches):
-        check_micro_batch(batch, trainer_logprobs_T=None if trainer_logprobs is None else trainer_logprobs[i])
-    if "first_forward" in loss.needs and trainer_logprobs is None:
-        raise InvalidRequestError(
-            "this loss counts the targets that its corrections keep: pass the trainer_logprobs of every "
-            "micro-batch to prepare"
-        )
-    if "versions" in loss.needs and current_version is None:
-        raise InvalidRequestError("this loss needs the age of tokens: pass current_version to prepare")
-    if "group_ids" in loss.needs:
-        if any(batch.group_ids_S is None for batch in batches):
-            raise InvalidRequestError(
-                "this loss needs group_ids_S, which indicate which segments share a prompt, in every micro-batch"
-            )
-        if num_groups is None and reduce is not None:
-            raise InvalidRequestError("one rank cannot count the prompts of the whole step: pass num_groups to prepare")
-        largest = max(
-            (int(b.group_ids_S.max()) for b in batches if b.group_ids_S is not None and len(b.group_ids_S)), default=-1
-        )
-        num_groups = largest + 1 if num_groups is None else num_groups
-        _check_groups(batches, num_groups)
-    else:
-        num_groups = 0
-    add = reduce or (lambda numbers: numbers)
-    with torch.no_grad():
-        logprobs = trainer_logprobs or [torch.zeros_like(batch.behaviour_logprobs_T) for batch in batches]
-        step = [
-            (loss._targets(batch, logprobs_T, current_version), batch)
-            for batch, logprobs_T in zip(batches, logprobs, strict=True)
-        ]
-        thresholds = tuple(
-            second_moment_threshold(correction, [targets for targets, _ in step], add)
-            if isinstance(correction, SecondMoment)
-            else None
-            for correction in loss.corrections
-        )
-        everything = [(targets, torch.ones_like(targets.advantages_N, dtype=torch.bool), b) for targets, b in step]
-        left, completions = _counts(everything, num_groups, add)
-        if num_sequences is not None and num_sequences < completions:
-            raise InvalidRequestError(
-                f"the micro-batches hold {completions:.0f} completions, but num_sequences is {num_sequences}"
-            )
-        before = after = replace(left, num_sequences=completions if num_sequences is None else num_sequences)
-        if any(map(counts_after_rejection, loss._aggregations)):
-            kept = [(targets, loss._correct(targets, thresholds)[1], batch) for targets, batch in step]
-            after = _counts(kept, num_groups, add)[0]
-    return LossPlan(loss, before, after, thresholds, current_version)
-
-
-def _check_groups(batches: Sequence[MicroBatch], num_groups: int) -> None:
-    for batch in batches:
-        if batch.group_ids_S is None:
-            continue
-        ids_N = batch.group_ids_S[batch.segment_ids_T[batch.loss_mask_T]]
-        if ids_N.numel() and not 0 <= ids_N.min() <= ids_N.max() < num_groups:
-            raise InvalidRequestError(
-                f"group_ids_S of targets go from {int(ids_N.min())} to {int(ids_N.max())}, but num_groups is "
-                f"{num_groups}"
-            )
-
-
 def _rows_of(batch: MicroBatch, rows_N: torch.Tensor) -> MicroBatch:
     """Return a micro-batch of some targets, as if their segments had no others."""
     names = (
@@ -457,21 +369,3 @@ def _rows_of(batch: MicroBatch, rows_N: torch.Tensor) -> MicroBatch:
     )
     rows = {name: values_T[rows_N] for name in names if (values_T := getattr(batch, name)) is not None}
     return replace(batch, loss_mask_T=torch.ones_like(rows_N, dtype=torch.bool), **rows)
-
-
-def _counts(
-    step: Sequence[tuple[Targets, torch.Tensor, MicroBatch]], num_groups: int, add: Reduce
-) -> tuple[Counts, float]:
-    """Return the numbers of counted targets and of segments with one, over all ranks, and the number of completions."""
-    numbers = torch.zeros(3 + num_groups, dtype=torch.float64)
-    for targets, counted_N, batch in step:
-        tokens_S = targets.segment_sum(counted_N.double()).cpu()
-        has_some_S = tokens_S > 0
-        numbers[0] += tokens_S.sum()
-        numbers[1] += has_some_S.sum()
-        ids_S = None if batch.group_ids_S is None else batch.group_ids_S.cpu()
-        numbers[2] += len(tokens_S) if ids_S is None else (ids_S != NO_GROUP).sum()
-        if num_groups and ids_S is not None:
-            numbers[3:].index_add_(0, ids_S[has_some_S], tokens_S[has_some_S])
-    num_tokens, num_sequences, completions, *tokens_P = add(numbers).tolist()
-    return Counts(num_tokens, num_sequences, tuple(tokens_P)), completions

@@ -17,7 +17,8 @@ from starlette.routing import Route
 from inflight.dialects.tinker import requests as wire
 from inflight.dialects.tinker.futures import FailedCall, GoneError
 from inflight.dialects.tinker.protobuf import CONTENT_TYPE
-from inflight.dialects.tinker.service import NotFoundError, TinkerService
+from inflight.dialects.tinker.samplers import NotFoundError
+from inflight.dialects.tinker.service import TinkerService
 from inflight.dialects.tinker.unsupported import CHECKPOINT, REFUSED_ROUTES
 from inflight.errors import InflightError
 from inflight.http.bodies import message_of
@@ -123,16 +124,16 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
 
     async def join_sampler(request: Request) -> Response:
         asked, _ = await body_of(request, wire.JoinSamplingSession)
-        number = service.join_sampler(asked.sampling_session_id)
+        number = service.sampling.join(asked.sampling_session_id)
         return JSONResponse({"client_counter": number, "type": "join_sampling_session"})
 
     async def sampler_info(request: Request) -> Response:
-        return JSONResponse(service.sampler_info(request.path_params["sampler_id"]))
+        return JSONResponse(service.sampling.info(request.path_params["sampler_id"]))
 
     async def sample(request: Request) -> Response:
         max_bytes = MAX_BODY_BYTES + _TOKEN_BYTES * (1 + _MAX_TARGETS) * service.backend.max_model_len
         asked, _ = await body_of(request, wire.Sample, max_bytes)
-        request_id, sequence_ids = service.sample(asked)
+        request_id, sequence_ids = service.sampling.sample(asked)
         return JSONResponse({"request_id": request_id, "sample_sequence_ids": sequence_ids})
 
     async def retrieve_future(request: Request) -> Response:
@@ -150,7 +151,7 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         return JSONResponse(outcome)
 
     async def sequence(request: Request) -> Response:
-        return JSONResponse({"version_spans": service.spans(request.path_params["sequence_id"])})
+        return JSONResponse({"version_spans": service.sampling.spans(request.path_params["sequence_id"])})
 
     async def capabilities(request: Request) -> Response:
         backend = service.backend

@@ -1,14 +1,12 @@
-"""The state of a server of Tinker's API: sessions, models in training, sampling sessions and their calls."""
+"""The state of a server of Tinker's API: sessions, models in training and their calls, and saved models."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pydantic
 
 from inflight.base.tasks import finish_all
 from inflight.base.validation import describe_problems
-from inflight.dialects.tinker.backend import Backend, BaseWeights, StoredWeights, Training, TrainingWeights, Weights
+from inflight.dialects.tinker.backend import Backend, Training
 from inflight.dialects.tinker.checkpoints import CheckpointFacts, CheckpointStore, Kind, iso_time
 from inflight.dialects.tinker.data import datums_of, output_message
 from inflight.dialects.tinker.futures import Futures, Result
@@ -34,31 +32,18 @@ from inflight.dialects.tinker.requests import (
     LoadWeights,
     NumberedCall,
     OptimStep,
-    Sample,
     SaveWeights,
     SaveWeightsForSampler,
 )
-from inflight.dialects.tinker.sampling import sample_from
-from inflight.errors import InvalidRequestError, UnreachableError, UnsupportedError, WorkerDiedError
-from inflight.wire import Completion, VersionSpan
+from inflight.dialects.tinker.samplers import NotFoundError, SamplingSessions, check_base
+from inflight.errors import InvalidRequestError, UnsupportedError, WorkerDiedError
 
 IDLE_S = 1800.0
 """A session without a heartbeat for that long has ended. Clients send one every 10 s, unless they are suspended."""
+_NUM_FINISHED = 1000
+"""Finished sessions that are described on request."""
 SILENT_S = 60.0
 """A model whose client has been silent for that long makes room for a new one. Its state is saved first."""
-_SNAPSHOT_S = 3600.0
-"""A snapshot that was not sampled from for that long is deleted."""
-_NUM_SNAPSHOTS = 16
-"""With more of them, the one that was used least recently is deleted: each is as large as the model, and the SDK does
-not report that a program has dropped one."""
-_NUM_TRIES = 3
-"""Of a sample whose server ends."""
-_NUM_SEQUENCES = 65536
-"""Sampled sequences whose version spans are kept."""
-
-
-class NotFoundError(Exception):
-    """Something that a request names does not exist."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,18 +62,6 @@ class _Model:
     created: str = ""
     """The request id of the future that creates it."""
     last_request_at: float = field(default_factory=time.time)
-
-
-@dataclass(eq=False, slots=True)
-class _Sampler:
-    session_id: str
-    weights: Weights
-    model_path: str | None = None
-    snapshot: Path | None = None
-    """A checkpoint that nothing else refers to."""
-    used_at: float = field(default_factory=time.monotonic)
-    num_joined: int = 0
-    """Clients after the first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,18 +84,12 @@ class TinkerService:
         directory = directory.absolute()  # ranks may have another working directory
         self.store = CheckpointStore(directory / "checkpoints")
         self.futures = Futures()
-        self._snapshots = directory / "snapshots"
-        shutil.rmtree(self._snapshots, ignore_errors=True)  # sampling sessions end with their server
         self.is_stopping = False
         """Whether every further request is refused."""
         self._creating = asyncio.Lock()
         self._sessions: dict[str, _Session] = {}
         self._models: dict[str, _Model] = {}
-        self._samplers: dict[str, _Sampler] = {}
-        self._sampled: dict[tuple[str, int], tuple[str, list[str]]] = {}
-        """Request id and sequence ids of each numbered sample, so that a repeated request is recognised."""
-        self._spans: OrderedDict[str, tuple[VersionSpan, ...]] = OrderedDict()
-        """By sequence id, once it has been sampled."""
+        self.sampling = SamplingSessions(backend, self.store, self.futures, directory / "snapshots")
 
     # --------------------------------------------------------------------------------------------------- sessions
 
@@ -140,7 +107,7 @@ class TinkerService:
         session = self._session(session_id)
         return {
             "training_run_ids": [it.model_id for it in self._models.values() if it.session_id == session_id],
-            "sampler_ids": [key for key, it in self._samplers.items() if it.session_id == session_id],
+            "sampler_ids": self.sampling.ids_of(session_id),
             "user_metadata": session.user_metadata,
             "display_name": session.display_name,
         }
@@ -170,18 +137,22 @@ class TinkerService:
                 if not session.is_finished and time.monotonic() - session.last_heartbeat > IDLE_S:
                     await self.finish_session(session_id)
             await self._delete_snapshots()
+            self._forget_sessions()
+
+    def _forget_sessions(self) -> None:
+        """Forget all but the newest finished sessions, with their models and sampling sessions."""
+        finished = [key for key, it in self._sessions.items() if it.is_finished]
+        for session_id in finished[: max(0, len(finished) - _NUM_FINISHED)]:
+            del self._sessions[session_id]
+            self.sampling.forget(session_id)
+            for model in [it for it in self._models.values() if it.session_id == session_id]:
+                del self._models[model.model_id]
 
     async def _delete_snapshots(self) -> None:
-        """Delete those of finished sessions, those that have long been unused, and the oldest of too many."""
-        of_use = sorted(
-            ((key, it) for key, it in self._samplers.items() if it.snapshot is not None), key=lambda it: it[1].used_at
-        )
-        for i, (sampler_id, sampler) in enumerate(of_use):
-            is_over = self._sessions[sampler.session_id].is_finished
-            is_unused = time.monotonic() - sampler.used_at > _SNAPSHOT_S
-            if sampler.snapshot is not None and (is_over or is_unused or i < len(of_use) - _NUM_SNAPSHOTS):
-                self._samplers.pop(sampler_id, None)
-                await asyncio.to_thread(shutil.rmtree, sampler.snapshot, ignore_errors=True)
+        def is_over(session_id: str) -> bool:
+            return session_id not in self._sessions or self._sessions[session_id].is_finished
+
+        await self.sampling.delete_snapshots(is_over)
 
     async def _end_models(self, session_id: str) -> None:
         for model in [it for it in self._models.values() if it.session_id == session_id]:
@@ -219,7 +190,7 @@ class TinkerService:
 
     def create_model(self, asked: CreateModel) -> str:
         """Return the request id of a future that creates a model. Raises `InvalidRequestError` for another base."""
-        self._check_base(asked.base_model)
+        check_base(self.backend, asked.base_model)
         _check_optimizer(asked.optimizer_config)
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
         return self._begin_model(asked.session_id, model_id, asked.rank, asked.lora_config, asked.user_metadata, None)
@@ -229,7 +200,7 @@ class TinkerService:
         if asked.session_id is None or asked.model_seq_id is None:
             raise InvalidRequestError("load_weights needs a session_id and a model_seq_id, or a model_id and a seq_id")
         if asked.base_model is not None:
-            self._check_base(asked.base_model)
+            check_base(self.backend, asked.base_model)
         _check_optimizer(asked.optimizer_config)
         checkpoint = self.store.find(asked.path)
         if checkpoint.kind != "weights" and asked.optimizer:
@@ -323,13 +294,6 @@ class TinkerService:
             return f"{what}{why}; its state was never saved"
         return f"{what}{why}; create a model from its last saved state, {model.last_saved}"
 
-    def _check_base(self, name: str) -> None:
-        known = {self.backend.model_name, str(self.backend.model_dir)}
-        if name not in known:
-            raise InvalidRequestError(
-                f"this server does not serve the base model {name!r}: request {self.backend.model_name!r}"
-            )
-
     # --------------------------------------------------------------------------------------------------- training
 
     def forward_backward(self, content: bytes) -> tuple[str, str]:
@@ -389,15 +353,9 @@ class TinkerService:
             with self._training(model) as training:
                 if asked.kind == "inflight":
                     await training.publish()
-                    self._samplers[sampler_id] = _Sampler(model.session_id, TrainingWeights(model.model_id))
+                    self.sampling.follow(sampler_id, model.session_id, model.model_id)
                 else:
-                    snapshot = self._snapshots / uuid.uuid4().hex
-                    snapshot.parent.mkdir(parents=True, exist_ok=True)
-                    await training.save(snapshot)
-                    weights = StoredWeights(snapshot)
-                    self._samplers[sampler_id] = _Sampler(model.session_id, weights, snapshot=snapshot)
-                    for unused in ("trainer", "adapter"):
-                        await asyncio.to_thread(shutil.rmtree, snapshot / unused, ignore_errors=True)
+                    await self.sampling.keep_snapshot(sampler_id, model.session_id, training)
                     await self._delete_snapshots()
             return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
 
@@ -449,89 +407,7 @@ class TinkerService:
     def create_sampler(self, asked: CreateSamplingSession) -> str:
         """Return the id of a sampling session."""
         self._session(asked.session_id)
-        sampler_id = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-        self._samplers.setdefault(
-            sampler_id, _Sampler(asked.session_id, *self._weights(asked.base_model, asked.model_path))
-        )
-        return sampler_id
-
-    def join_sampler(self, sampler_id: str) -> int:
-        """Return the number of a further client of a sampling session; the first client has 0."""
-        sampler = self._sampler(sampler_id)
-        sampler.num_joined += 1
-        return sampler.num_joined
-
-    def sampler_info(self, sampler_id: str) -> dict[str, Any]:
-        sampler = self._sampler(sampler_id)
-        found = {"sampler_id": sampler_id, "base_model": self.backend.model_name}
-        return found if sampler.model_path is None else {**found, "model_path": sampler.model_path}
-
-    def sample(self, asked: Sample) -> tuple[str, list[str]]:
-        """Return the request id of a future, and an id for each sequence."""
-        weights: Weights
-        key = None
-        if asked.sampling_session_id is not None:
-            sampler = self._sampler(asked.sampling_session_id)
-            weights, sampler.used_at = sampler.weights, time.monotonic()
-            key = None if asked.seq_id is None else (asked.sampling_session_id, asked.seq_id)
-            if key in self._sampled:
-                return self._sampled[key]
-        else:
-            weights, _ = self._weights(asked.base_model, asked.model_path)
-        sequence_ids = [f"sequence-{uuid.uuid4().hex}" for _ in range(asked.num_samples)]
-
-        async def execute() -> Result:
-            try:
-                asked.token_ids()
-            except ValueError as error:
-                raise InvalidRequestError(f"the prompt has {error}") from error
-            content, completions = await self._sampled_from(weights, asked)
-            for sequence_id, completion in zip(sequence_ids, completions, strict=True):
-                self._spans[sequence_id] = tuple(completion.version_spans)
-            while len(self._spans) > _NUM_SEQUENCES:
-                self._spans.popitem(last=False)
-            return content
-
-        found = self.futures.start(execute), sequence_ids
-        if key is not None:
-            self._sampled[key] = found
-            while len(self._sampled) > _NUM_SEQUENCES:
-                del self._sampled[next(iter(self._sampled))]
-        return found
-
-    async def _sampled_from(self, weights: Weights, asked: Sample) -> tuple[bytes, Sequence[Completion]]:
-        """Sample again if the server ends meanwhile."""
-        for is_last in (*[False] * (_NUM_TRIES - 1), True):
-            try:
-                async with self.backend.sampling_from(weights) as endpoint:
-                    return await sample_from(endpoint, asked, self.backend.max_model_len)
-            except UnreachableError:
-                if is_last:
-                    raise
-                await asyncio.sleep(1.0)
-        raise AssertionError
-
-    def spans(self, sequence_id: str) -> list[dict[str, int]]:
-        """Return the version spans of a sampled sequence. Raises `NotFoundError`."""
-        if sequence_id not in self._spans:
-            raise NotFoundError(f"no sampled sequence {sequence_id!r} is known")
-        return [span.model_dump() for span in self._spans[sequence_id]]
-
-    def _sampler(self, sampler_id: str) -> _Sampler:
-        if sampler_id not in self._samplers:
-            raise NotFoundError(
-                f"there is no sampling session {sampler_id!r}: the server has been restarted, or the snapshot was "
-                f"deleted (the {_NUM_SNAPSHOTS} used last are kept, for {_SNAPSHOT_S:g} s after their last use)"
-            )
-        return self._samplers[sampler_id]
-
-    def _weights(self, base_model: str | None, model_path: str | None) -> tuple[Weights, str | None]:
-        if model_path is not None:
-            return StoredWeights(self.store.find(model_path).path), model_path
-        if base_model is None:
-            raise InvalidRequestError("name a base_model or a model_path")
-        self._check_base(base_model)
-        return BaseWeights(), None
+        return self.sampling.create(asked)
 
     # ------------------------------------------------------------------------------------------------------- lists
 
