@@ -47,7 +47,7 @@ SMOLLM2 := models/smollm2
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-tinker coverage test-engines engines certificates certificate-tinker certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
+.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-tinker test-tinker-engines coverage test-engines engines certificates certificate-tinker certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
 
 # A real pretrained model where the package index has it, the tiny one where not.
 demo: $(STAMP)
@@ -90,6 +90,11 @@ test-openenv: $(STAMP_OPENENV)
 test-tinker: $(STAMP) $(STAMP_TINKER)
 	INFLIGHT_TESTS_SERVER_PYTHON=$(CURDIR)/$(BIN)/python $(TINKER)/bin/python -m pytest \
 	  -W ignore::ResourceWarning tests/dialects/tinker/test_sdk_*.py --durations 10 $(PYTEST)
+
+# The same program with the SDK on a real vLLM and on TorchTitan.
+test-tinker-engines: $(STAMP) $(STAMP_TINKER) $(STAMP_VLLM)
+	INFLIGHT_TESTS_SERVER_PYTHON=$(CURDIR)/$(BIN)/python INFLIGHT_TESTS_VLLM_PYTHON=$(CURDIR)/.engines/vllm-$(VLLM)/bin/python \
+	  $(TINKER)/bin/python -m pytest -W ignore::ResourceWarning tests/dialects/tinker/test_engines_sdk.py --durations 5 $(PYTEST)
 
 # Keeps which methods of the SDK's release passed their tests, for the table of docs/tinker.md.
 certificate-tinker:

@@ -115,6 +115,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
             smoothed = [statistics.fmean(rewards[max(0, i - 2) : i + 1]) for i in range(len(rewards))]
             axis.plot(times, smoothed, color=colour, label=label, alpha=0.8, linewidth=1.2)
             label = ""
+    axis.set_xlim(0, 2 * max(row["seconds"] for row in rows if row["preset"] != RL))
     axis.set_xlabel("seconds")
     axis.set_ylabel("mean reward (three steps)")
     axis.grid(alpha=0.3)

@@ -27,7 +27,7 @@ START_S = 120.0
 class TinkerServer:
     """A server that ends with the test process at the latest."""
 
-    def __init__(self, model: Path, directory: Path, *arguments: str) -> None:
+    def __init__(self, model: Path, directory: Path, *arguments: str, start_s: float = START_S) -> None:
         self.model = model
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class TinkerServer:
                 env={**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + start_s
         while not ready.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
@@ -122,12 +122,14 @@ class Client:
     def create_model(self, rank: int = 8, number: int = 0) -> Model:
         body = {"session_id": self.session_id, "model_seq_id": number, "base_model": "tiny"}
         made = self.retrieve(self.post("/create_model", body | {"lora_config": {"rank": rank, "seed": 1}}))
+        assert "model_id" in made, made
         return Model(self, made["model_id"])
 
     def load_model(self, path: str, number: int, *, optimizer: bool = True) -> Model:
         body = {"session_id": self.session_id, "model_seq_id": number, "path": path, "optimizer": optimizer}
         made = self.retrieve(self.post("/load_weights", body))
         assert made["path"] == path
+        assert "model_id" in made, made
         return Model(self, made["model_id"])
 
     def sampler(self, number: int, **weights: str) -> str:
