@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ import matplotlib as mpl
 mpl.use("agg")
 import matplotlib.pyplot as plt
 from benchmarks.results import DIRECTORY, read_results, write_results
+
+from inflight.dialects.tinker.checkpoints import CheckpointStore
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "benchmark"
@@ -56,6 +59,8 @@ class Program:
     row_of: Callable[[dict[str, Any]], dict[str, Any] | None]
     kind: str
     colour: str
+    is_warmed_up: bool = False
+    """Whether the model first learns the format of the answers: see ``tinker_warmup.py``."""
 
 
 PROGRAMS = {
@@ -70,11 +75,12 @@ PROGRAMS = {
     ),
     "guess_number": Program(
         "-m tinker_cookbook.recipes.multiplayer_rl.guess_number.train model_name={model} log_path={log} "
-        "group_size=4 batch_size=2 learning_rate=4e-4 max_steps=15 max_tokens=10 " + COOKBOOK,
+        "group_size=8 batch_size=4 learning_rate=2e-4 max_steps=20 max_tokens=12 " + COOKBOOK,
         "metrics.jsonl",
         _recipe_row,
         "snapshot",
         "#8250df",
+        is_warmed_up=True,
     ),
     "sums": Program(
         "examples/tinker_program.py {model} sums --rank 32 --learning-rate 4e-4 --steps 30 --log {log}/log.jsonl",
@@ -86,28 +92,53 @@ PROGRAMS = {
 }
 
 
+@contextmanager
+def serving(model: Path, directory: Path, arguments: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Serve a model; yield the environment of a client."""
+    directory.mkdir()
+    ready = directory / "ready.json"
+    command = [sys.executable, "-m", "inflight", "tinker", str(model), "--port", "0", "--dtype", "bfloat16"]
+    command += ["--directory", str(directory), "--ready-file", str(ready), "--exit-with-stdin", *arguments]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**environment, "INFLIGHT_TOKEN": TOKEN}) as server:
+        deadline = time.monotonic() + START_S
+        while not ready.exists():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the server did not start")
+            time.sleep(0.1)
+        url = json.loads(ready.read_text())["url"]
+        yield environment | {"TINKER_BASE_URL": url, "TINKER_API_KEY": f"tml-{TOKEN}"}
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+def call(client: Path, words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Run a program of the client and return what it printed."""
+    ended = subprocess.run(
+        [client, *words], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if ended.returncode:
+        raise SystemExit(ended.stdout[-4000:])
+    return ended.stdout
+
+
+def warmed_up(client: Path, model: Path, directory: Path) -> Path:
+    """Teach the model the format of guess_number; return the directory of the trained model."""
+    with serving(model, directory, ()) as environment:
+        words = [str(ROOT / "benchmarks" / "tinker_warmup.py"), str(model), str(model)]
+        path = call(client, words, environment).splitlines()[-1]
+    return CheckpointStore(directory / "checkpoints").find(path).path
+
+
 def run_program(program: Program, client: Path, model: Path, arguments: Sequence[str]) -> list[dict[str, Any]]:
     """Run a program against a server of its own; return its steps."""
     with tempfile.TemporaryDirectory() as directory:
-        ready, log = Path(directory) / "ready.json", Path(directory) / "log"
-        command = [sys.executable, "-m", "inflight", "tinker", str(model), "--port", "0", "--dtype", "bfloat16"]
-        command += ["--directory", f"{directory}/server", "--ready-file", str(ready), "--exit-with-stdin", *arguments]
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
-        with subprocess.Popen(command, stdin=subprocess.PIPE, env={**environment, "INFLIGHT_TOKEN": TOKEN}) as server:
-            deadline = time.monotonic() + START_S
-            while not ready.exists():
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("the server did not start")
-                time.sleep(0.1)
-            environment |= {"TINKER_BASE_URL": json.loads(ready.read_text())["url"], "TINKER_API_KEY": f"tml-{TOKEN}"}
-            log.mkdir()
-            words = shlex.split(program.command.format(model=model, log=log))
-            with Path(directory, "output.txt").open("w") as output:
-                ended = subprocess.run([client, *words], env=environment, cwd=ROOT, stdout=output, stderr=output)
-            if ended.returncode:
-                raise SystemExit(Path(directory, "output.txt").read_text()[-4000:])
-            assert server.stdin is not None
-            server.stdin.close()
+        log = Path(directory) / "log"
+        log.mkdir()
+        if program.is_warmed_up:
+            model = warmed_up(client, model, Path(directory) / "warmup")
+        with serving(model, Path(directory) / "server", arguments) as environment:
+            call(client, shlex.split(program.command.format(model=model, log=log)), environment)
         rows = [program.row_of(json.loads(line)) for line in (log / program.metrics).read_text().splitlines()]
         return [row for row in rows if row is not None]
 

@@ -51,16 +51,16 @@ async def main() -> None:
     tokenizer = get_tokenizer(options.tokenizer)
     renderer = get_renderer("qwen3_instruct", tokenizer)
     service = tinker.ServiceClient()
-    training = await service.create_lora_training_client_async(options.model, rank=32, seed=0)
+    training = await service.create_lora_training_client(options.model, rank=32, seed=0)
     for step in range(options.steps):
         data = [await make_datum(renderer, tokenizer) for _ in range(options.data)]
         settings = types.AdamParams(learning_rate=options.learning_rate, beta1=0.9, beta2=0.95)
-        computing = await training.forward_backward_async(data, "cross_entropy")
-        stepping = await training.optim_step_async(settings)
-        loss = (await computing.result_async()).metrics["loss:sum"] / options.data
-        await stepping.result_async()
+        computing = training.forward_backward(data, "cross_entropy")
+        stepping = training.optim_step(settings)
+        loss = (await computing).metrics["loss:sum"] / options.data
+        await stepping
         print(f"step {step}: {loss:.3f} nats for each guess", flush=True)
-    print((await (await training.save_state_async("format")).result_async()).path)
+    print((await training.save_state("format")).path)
 
 
 asyncio.run(main())

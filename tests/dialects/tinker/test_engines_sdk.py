@@ -29,7 +29,7 @@ SERVERS = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SERVERS)
 def test_the_same_program_learns_on_every_engine_and_trainer(name: str, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama", tied=True, max_model_len=1024)
+    model = make_model(tmp_path / "model", "llama", hidden_size=128, max_model_len=1024)  # vLLM has no smaller heads
     rank = "0" if "torchtitan" in SERVERS[name] else "8"  # TorchTitan trains no LoRA
     server = TinkerServer(model, tmp_path / "served", *SERVERS[name], start_s=600.0)
     try:
