@@ -75,7 +75,7 @@ PROGRAMS = {
     ),
     "guess_number": Program(
         "-m tinker_cookbook.recipes.multiplayer_rl.guess_number.train model_name={model} log_path={log} "
-        "group_size=8 batch_size=4 learning_rate=2e-4 max_steps=20 max_tokens=12 " + COOKBOOK,
+        "group_size=8 batch_size=2 learning_rate=4e-4 max_steps=15 max_tokens=12 " + COOKBOOK,
         "metrics.jsonl",
         _recipe_row,
         "snapshot",

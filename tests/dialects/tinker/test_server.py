@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def score(client: Client, sampler: str, tokens: tuple[int, ...]) -> list[float]:
 
 
 NUMBERS = iter(range(10**6))
+IDLE_S = 5.0
 
 
 @pytest.mark.parametrize("rank", [8, 0], ids=["lora", "full"])
@@ -444,3 +446,20 @@ def test_checkpoints_survive_a_killed_server_and_futures_are_gone(own_server: Ti
 def test_a_directory_has_one_server(own_server: TinkerServer) -> None:
     with pytest.raises(AssertionError, match="another server uses the directory"):
         TinkerServer(own_server.model, own_server.directory)
+
+
+def cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_client_that_waits_costs_no_processor_time(client: Client, server: TinkerServer) -> None:
+    made = client.create_model()
+    waiting = made.begin_forward_backward([((1, 2), {"target_tokens": (2, 3), "weights": (1.0, 1.0)})], seq_id=2)
+    before, started = cpu_seconds(server.pid), time.monotonic()
+    with pytest.raises(httpx.ReadTimeout):  # the call before it never comes
+        client.http.post("/retrieve_future", json={"request_id": waiting["request_id"]}, timeout=IDLE_S)
+    spent, waited = cpu_seconds(server.pid) - before, time.monotonic() - started
+    assert waited > 0.9 * IDLE_S
+    assert spent < 0.02 * waited
