@@ -87,7 +87,7 @@ test-openenv: $(STAMP_OPENENV)
 
 # The SDK of Tinker has an environment of its own, as its users have; the servers run in the project's. The SDK leaves
 # connections open.
-test-tinker: $(STAMP) $(STAMP_TINKER)
+test-tinker: $(STAMP) $(STAMP_TINKER) $(SMOLLM2)/SOURCE
 	INFLIGHT_TESTS_SERVER_PYTHON=$(CURDIR)/$(BIN)/python $(TINKER)/bin/python -m pytest \
 	  -W ignore::ResourceWarning tests/dialects/tinker/test_sdk_*.py --durations 10 $(PYTEST)
 
@@ -266,13 +266,16 @@ $(STAMP_OPENENV): pyproject.toml constraints.txt
 	  --editable '.[local]' hypothesis pytest pytest-timeout pytest-xdist trl
 	touch $@
 
-# torch is for losses that the client computes.
+# torch is for losses that the client computes. tinker-cookbook requires a newer tml-renderers than every index has, and works
+# with 0.2.1, so it is installed without its requirements, which are listed here.
+COOKBOOK := aiohttp blobfile chz cloudpickle datasets math-verify pillow pylatexenc pyrage sympy termcolor tiktoken tml-renderers scipy
 $(STAMP_TINKER): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TINKER)
 	$(TINKER)/bin/pip install --quiet --upgrade pip
 	$(TINKER)/bin/pip install --quiet --constraint constraints.txt torch
 	$(TINKER)/bin/pip install --quiet --constraint constraints.txt tinker==0.38.0 \
-	  --editable . hypothesis pytest pytest-timeout pytest-xdist
+	  --editable . hypothesis pytest pytest-timeout pytest-xdist $(COOKBOOK)
+	$(TINKER)/bin/pip install --quiet --no-deps tinker-cookbook==0.6.1
 	touch $@
 
 $(SMOLLM2)/SOURCE: | $(STAMP)

@@ -93,17 +93,22 @@ async def train(service: tinker.ServiceClient, options: argparse.Namespace) -> N
     adam = types.AdamParams(learning_rate=options.learning_rate, beta1=0.9, beta2=0.95, grad_clip_norm=1.0)
     running: set[asyncio.Task[dict[str, Any]]] = set()
     began, groups = time.monotonic(), []
+
+    def keep_sampling() -> None:
+        while len(running) < options.in_flight:
+            running.add(asyncio.create_task(sample_group(sampler, tokenizer, options.task)))
+
     for step in range(options.steps):
         # A group with equal rewards teaches nothing; others are sampled in its place, up to four times as many.
         while sum(bool(group["data"]) for group in groups) < options.groups and len(groups) < 4 * options.groups:
-            while len(running) < options.in_flight:
-                running.add(asyncio.create_task(sample_group(sampler, tokenizer, options.task)))
+            keep_sampling()
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             groups.extend(task.result() for task in done)
         data = [datum for group in groups for datum in group["data"]]
         if not data:
             print(f"every completion of {len(groups)} groups has the same reward: nothing is left to learn")
             break
+        keep_sampling()  # while the model trains
         calls = training.forward_backward(data, "cispo"), training.optim_step(adam)
         await asyncio.gather(*calls)
         # Running generations continue with these weights.

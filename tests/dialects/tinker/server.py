@@ -27,14 +27,16 @@ START_S = 120.0
 class TinkerServer:
     """A server that ends with the test process at the latest."""
 
-    def __init__(self, model: Path, directory: Path, *arguments: str, start_s: float = START_S) -> None:
+    def __init__(
+        self, model: Path, directory: Path, *arguments: str, name: str = "tiny", start_s: float = START_S
+    ) -> None:
         self.model = model
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         ready, self._log = directory / "ready.json", directory / "server.log"
         ready.unlink(missing_ok=True)
         command = [python(), "-m", "inflight", "tinker", str(model), "--port", "0", "--exit-with-stdin"]
-        command += ["--directory", str(directory), "--ready-file", str(ready), "--name", "tiny", *arguments]
+        command += ["--directory", str(directory), "--ready-file", str(ready), "--name", name, *arguments]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
