@@ -160,6 +160,8 @@ def _described_scores(found: Sequence[Scored], tolerance: float) -> str:
             f"\n{len(differing)} completions have a logprob that differs by more than {tolerance:g}; the first is "
             f"token {first.differs_at} of completion {first.number} of item {first.item}"
         )
+    if len(differing) > len(found) / 2:
+        text += "\nmost of them differ: does the server hold the weights of --version?"
     return text
 
 

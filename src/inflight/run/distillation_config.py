@@ -28,7 +28,8 @@ class TeacherSection(Section):
     @model_validator(mode="after")
     def _is_in_one_place(self) -> TeacherSection:
         if (self.url is None) == (self.path is None):
-            raise ValueError("a teacher needs either a url or a path, not both")
+            has = "neither" if self.url is None else "both"
+            raise ValueError(f"a teacher needs a url or a path, but this one has {has}")
         return self
 
 

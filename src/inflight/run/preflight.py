@@ -11,10 +11,11 @@ from urllib.parse import urlsplit
 
 from inflight.contracts import Environment, Task
 from inflight.errors import ConfigError
+from inflight.http.kinds import connect_endpoint
 from inflight.http.listening import bind
 from inflight.launchers import Launcher
 from inflight.model.checkpoint_specs import tensor_specs_of
-from inflight.model.checkpoints import check_weights, load_config, load_tokenizer
+from inflight.model.checkpoints import check_weights, load_config, load_tokenizer, max_model_len_of
 from inflight.model.images import ImageProcessor, load_image_processor
 from inflight.model.shapes import model_shape
 from inflight.observe.trackers import Tracker, load_trackers
@@ -30,6 +31,7 @@ from inflight.run.ranks.workers import check_lora
 from inflight.run.record.run_directory import RunDirectory, StartingPoint, starting_point
 from inflight.run.sampling.groups import check_system_prompt, check_task
 from inflight.run.sampling.policies import Policies
+from inflight.run.sampling.teachers import short_context
 from inflight.run.servers.checks import check_servers, read_server_list
 from inflight.run.servers.joining import host_and_port
 from inflight.wire import TensorSpec
@@ -60,6 +62,8 @@ class ModelFiles:
     """None if the model accepts no images."""
     specs: tuple[TensorSpec, ...]
     """Names and shapes of the stored tensors."""
+    context: int
+    """The largest number of tokens of a sequence."""
 
 
 def hosts_of(launcher: Launcher) -> Hosts:
@@ -78,6 +82,7 @@ def read_model(path: Path) -> ModelFiles:
         tokenizer=tokenizer,
         images=load_image_processor(path),
         specs=tensor_specs_of(path, "float32"),
+        context=max_model_len_of(load_config(path)),
     )
 
 
@@ -139,6 +144,11 @@ class Prepared:
     defaults: tuple[str, ...]
     """Which settings have a value that depends on the size of the model."""
 
+    @property
+    def longest_sequence(self) -> int:
+        """The largest number of tokens of a prompt and what follows it."""
+        return _longest_sequence(self.config, self.model)
+
 
 def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> Prepared:
     """Return the checked parts of a run.
@@ -194,6 +204,10 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
     )
 
 
+def _longest_sequence(config: RunConfig, model: ModelFiles) -> int:
+    return min(model.context, config.train.max_tokens_per_micro_batch)
+
+
 def _check_teachers(config: RunConfig, task: Task | Environment, model: ModelFiles, machine: Machine) -> None:
     """Raise `ConfigError` unless the loss uses the teachers and each task has one with the vocabulary of the model."""
     distillation, tasks = config.distillation, task_names(task)
@@ -205,6 +219,11 @@ def _check_teachers(config: RunConfig, task: Task | Environment, model: ModelFil
     if not taught:
         raise ConfigError(
             "distillation.teachers is set, but the loss does not use teachers: choose a loss.preset such as 'opd'"
+        )
+    if "teacher_top" in taught and any(teacher.url is None for teacher in distillation.teachers):
+        raise ConfigError(
+            "the loss needs the most likely tokens of the teachers, which only a server returns: give each teacher a "
+            "url instead of a path"
         )
     if "teacher_top" in taught and not distillation.top_k:
         raise ConfigError("the loss needs the most likely tokens of the teachers: set distillation.top_k")
@@ -218,9 +237,14 @@ def _check_teachers(config: RunConfig, task: Task | Environment, model: ModelFil
             f"distillation.teachers names task {unknown[0]!r}, but the tasks of the run are "
             f"{', '.join(map(repr, tasks))}: use one of them, or omit tasks"
         )
+    scoring = {distillation.teacher_of(task) for task in tasks}
+    if idle := [index for index in range(len(distillation.teachers)) if index not in scoring]:
+        raise ConfigError(f"distillation.teachers[{idle[0]}] scores no task: other teachers name all of them")
     if without := distillation.tasks_without_teacher(tasks):
         raise ConfigError(f"no teacher scores task {without[0]!r}: add it to the tasks of a teacher")
     for teacher in distillation.teachers:
+        if teacher.url is not None:
+            connect_endpoint(teacher.url)  # which checks the URL, and contacts nobody
         if teacher.path is None:
             continue
         theirs = machine.read_model(teacher.path)
@@ -229,6 +253,8 @@ def _check_teachers(config: RunConfig, task: Task | Environment, model: ModelFil
                 f"teacher {str(teacher.path)!r} has a different vocabulary ({theirs.vocab_size} tokens) from "
                 f"{str(config.model.path)!r} ({model.vocab_size}): its token ids would stand for other tokens"
             )
+        if theirs.context < _longest_sequence(config, model):
+            raise ConfigError(short_context(repr(str(teacher.path)), theirs.context, _longest_sequence(config, model)))
 
 
 def _policies_of(config: RunConfig) -> Policies:

@@ -275,7 +275,7 @@ class _Run:
         await self.trainers.spawn()
         beginning = [] if self.recording is None else [self.recording.begin(self.journal.version)]
         if self.teachers is not None:
-            beginning.append(self.teachers.connect(self.prepared.model.vocab_size))
+            beginning.append(self.teachers.connect(self.prepared.model.vocab_size, self.prepared.longest_sequence))
         await run_together(self.servers.start(self.directory), *beginning)
         if self.memory is not None:
             await self.memory.to_servers()  # an earlier run may have been killed when it was the trainers' turn

@@ -179,7 +179,7 @@ class Actor:
                         await self._offer_and_decide()
                     await self._has_news.wait()
         except ExceptionGroup as raised:
-            failures = raised.exceptions
+            failures = [*{str(error): error for error in reversed(raised.exceptions)}.values()][::-1]  # each once
         finally:
             try:
                 for request in [*self._requests.values()]:

@@ -143,9 +143,13 @@ class Sampling:
 
     def progress(self) -> str:
         """Return the progress of the next batch as text."""
+        teachers = self.actor.teachers
+        scoring = (
+            f", {teachers.num_waiting} completions wait for a teacher" if teachers and teachers.num_waiting else ""
+        )
         return (
             f"{self.dispatcher.steps.waiting.num_tokens:,} of {self._config.tokens_per_step:,} tokens are ready, "
-            f"{self.num_running} groups are running{self.warnings.drops()}"
+            f"{self.num_running} groups are running{scoring}{self.warnings.drops()}"
         )
 
     async def batch(self, version: int) -> StepBatch:

@@ -18,6 +18,8 @@ from inflight.run.distillation_config import DistillationSection
 from inflight.types import Rollout, TaskItem, TeacherScores
 from inflight.wire import Needs, ScoreRequest, ScoreResponse
 
+_QUIET_S = 30.0
+"""After a report that a teacher fails."""
 _MAX_PAUSE_S = 5.0
 """Longest pause between two attempts to score a completion."""
 
@@ -30,6 +32,18 @@ class _Teacher:
     slots: asyncio.Semaphore
     is_failing: bool = False
     """Whether the user has been notified that its scoring fails."""
+    quiet_until: float = 0.0
+    """Until then, further failures are not reported."""
+    num_waiting: int = 0
+    """Completions that it has not scored yet."""
+
+
+def short_context(name: str, has: int, needed: int) -> str:
+    """Return the message for a teacher whose context is shorter than the sequences that it may have to score."""
+    return (
+        f"teacher {name} has a context of {has} tokens, but sequences of the run may have {needed}: lower "
+        "train.max_tokens_per_micro_batch, or use another teacher"
+    )
 
 
 class Teachers:
@@ -43,23 +57,33 @@ class Teachers:
         """None for a teacher whose logprobs the trainer ranks compute."""
         self._num_requests = 0
 
-    async def connect(self, vocab_size: int) -> None:
-        """Connect to the teachers. Raises `ConfigError` if one cannot score for a model with this vocabulary size."""
+    @property
+    def num_waiting(self) -> int:
+        """Number of completions that wait for a teacher with a URL."""
+        return sum(it.num_waiting for it in self._teachers if it is not None)
+
+    async def connect(self, vocab_size: int, context: int) -> None:
+        """Connect to the teachers.
+
+        Raises `ConfigError` if one cannot score sequences of up to ``context`` tokens of this vocabulary size.
+        """
         for it in self._settings.teachers:
             endpoint = None
             if it.url is not None:
                 endpoint = connect_endpoint(it.url, token=self._token, generate_timeout_s=self._settings.timeout_s)
             slots = asyncio.Semaphore(self._settings.max_concurrent)
             self._teachers.append(None if endpoint is None else _Teacher(endpoint, slots))
-        await run_together(*(self._check(it.endpoint, vocab_size) for it in self._teachers if it is not None))
+        await run_together(*(self._check(it.endpoint, vocab_size, context) for it in self._teachers if it is not None))
 
-    async def _check(self, endpoint: InferenceEndpoint, vocab_size: int) -> None:
+    async def _check(self, endpoint: InferenceEndpoint, vocab_size: int, context: int) -> None:
         can = await endpoint.capabilities()
         missing = can.missing(Needs(scoring=True, top_k=self._settings.top_k, vocab_size=vocab_size))
         if not missing and not isinstance(endpoint, ScoringEndpoint):
             missing = {"scoring": "scoring"}
         if missing:
             raise ConfigError(f"teacher {endpoint.name} does not support {'; '.join(missing.values())}")
+        if can.max_model_len < context:
+            raise ConfigError(short_context(endpoint.name, can.max_model_len, context))
 
     async def scored(self, item: TaskItem, name: str, group: ScoredGroup) -> ScoredGroup:
         """Return the group with its teacher's scores; ``name`` is the name of the run's task or environment.
@@ -73,7 +97,11 @@ class Teachers:
         if teacher is None:
             scores: Sequence[TeacherScores] = [TeacherScores(teacher=index)] * len(group.rollouts)
         else:
-            scores = await run_together(*(self._scores(index, teacher, it) for it in group.rollouts))
+            teacher.num_waiting += len(group.rollouts)
+            try:
+                scores = await run_together(*(self._scores(index, teacher, it) for it in group.rollouts))
+            finally:
+                teacher.num_waiting -= len(group.rollouts)
         taught = [replace(it, teacher=score) for it, score in zip(group.rollouts, scores, strict=True)]
         return replace(group, rollouts=taught)
 
@@ -111,15 +139,17 @@ class Teachers:
                 while True:
                     try:
                         response = await endpoint.score(request)
-                    except (InvalidRequestError, UnsupportedError):
-                        raise
+                    except (InvalidRequestError, UnsupportedError) as error:
+                        raise EndpointError(f"the teacher refused to score a completion: {error}", "") from error
                     except EndpointError as error:
                         failure = str(error)
                     else:
-                        teacher.is_failing = False
+                        if teacher.is_failing:
+                            teacher.is_failing = False
+                            self._note(f"teacher {endpoint.name} scores again")
                         return response
-                    if not teacher.is_failing:
-                        teacher.is_failing = True
+                    if not teacher.is_failing and time.monotonic() >= teacher.quiet_until:
+                        teacher.is_failing, teacher.quiet_until = True, time.monotonic() + _QUIET_S
                         self._note(f"a teacher failed to score; retrying for up to {timeout_s:g} s: {failure}")
                     await asyncio.sleep(backoff.next(time.monotonic()))
         except TimeoutError as error:
