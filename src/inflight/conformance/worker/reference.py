@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from inflight.conformance.checks import require
 from inflight.conformance.worker.batches import loss_of, segment_rows
-from inflight.model.checkpoints import load_causal_lm, stored_names
+from inflight.model.checkpoints import load_causal_lm
 from inflight.types import FREE_EXPERT, AdamSettings, MicroBatch
 from inflight.weights.encode.lora_tensors import lora_names
 from inflight.wire import LoraSpec
@@ -137,9 +137,10 @@ class ReferenceModel:
                     p.sub_(it.learning_rate * mean / (deviation + it.eps))
 
     def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the weights with these checkpoint names."""
-        own = stored_names(self._model)
-        stored = {own[name]: p.detach() for name, p in self._model.named_parameters()}
+        """Return the weights with these checkpoint names, as transformers stores them: it merges experts in memory."""
+        with tempfile.TemporaryDirectory() as made:
+            self._model.save_pretrained(made)
+            stored = load_file(Path(made) / "model.safetensors")
         return {name: stored[name] for name in names}
 
     def _gradients(self, batches: Sequence[MicroBatch], scale: float) -> list[torch.Tensor]:
