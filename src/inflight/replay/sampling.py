@@ -74,10 +74,6 @@ class _Asked:
     seed: int
 
 
-class NothingToSampleError(ConfigError):
-    """The record has no completion that can be sampled again."""
-
-
 async def sample_again(
     record: Path, config: RunConfig, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
 ) -> list[Resampled]:
@@ -85,8 +81,8 @@ async def sample_again(
 
     Seeds, prompts and settings are those of the run. For a record in a run directory, the events show which completions
     formed a request; otherwise each group counts as one request. Completions that were continued after an abort are
-    left out. Raises `NothingToSampleError` if none is left, `UnsupportedError` if the endpoint does not support seeds,
-    and `ConfigError` if it serves another version that a run published to it.
+    left out. The result is empty if none is left. Raises `UnsupportedError` if the endpoint does
+    not support seeds, and `ConfigError` if it serves another version that a run published to it.
     """
     capabilities = await endpoint.capabilities()
     if not capabilities.seeds:
@@ -112,11 +108,6 @@ async def sample_again(
         _check_served(endpoint, [span.version for span in spans], version)
         for i, completion in zip(one.numbers, response.completions, strict=True):
             found.append(compared(one.group.item_index, i, one.group.rollouts[i], completion, tolerance))
-    if not found:
-        raise NothingToSampleError(
-            f"no completion of the record can be sampled again: it must come entirely from version {version} and from "
-            "a single request, which excludes turns of environments"
-        )
     return found
 
 
@@ -234,7 +225,8 @@ def replay_sampling(
 ) -> SamplingReplay:
     """Run `score_again` if the endpoint supports scoring, and `sample_again`; close the endpoint.
 
-    Raises what these raise, but nothing because samples cannot be repeated if tokens were scored.
+    Raises what these raise, but no `UnsupportedError` if tokens were scored, and `ConfigError` if nothing can be
+    compared.
     """
 
     async def run() -> SamplingReplay:
@@ -245,10 +237,15 @@ def replay_sampling(
             sampled = await sample_again(
                 record, config, endpoint, version=version, num_groups=num_groups, tolerance=tolerance
             )
-        except (NothingToSampleError, UnsupportedError):
+        except UnsupportedError:
             if not scored:
                 raise
             sampled = []
+        if not sampled and not scored:
+            raise ConfigError(
+                f"no completion of the record can be sampled again: it must come entirely from version {version} and "
+                "from a single request, which excludes turns of environments"
+            )
         return SamplingReplay(sampled, scored)
 
     async def run_and_close() -> SamplingReplay:
