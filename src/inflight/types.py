@@ -176,9 +176,9 @@ class MicroBatch:
     teacher_logprobs_T: torch.Tensor | None = None
     """float32 [T] under the teacher of each segment, NaN where the trainer ranks still have to compute them; or None"""
     teacher_top_ids_TK: torch.Tensor | None = None
-    """int64 [T, K], the teacher's K likeliest tokens in the place of token t, 0 where there is no target; or None"""
+    """int64 [T, K], the teacher's K most likely tokens at position t, 0 at tokens that are not targets; or None"""
     teacher_top_logprobs_TK: torch.Tensor | None = None
-    """float32 [T, K] of those tokens under the teacher, 0.0 where there is no target; or None"""
+    """float32 [T, K] of those tokens under the teacher, 0.0 at tokens that are not targets; or None"""
     teacher_ids_S: torch.Tensor | None = None
     """int64 [S], which teacher scores each segment, -1 for none; or None"""
     proximal_logprobs_T: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Runs that learn from teachers: behind a URL or computed by the ranks, one or several, and what becomes of them."""
+"""Runs that learn from one or several teachers, on servers and in the ranks, and teachers that fail."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from tests.servers import TOKEN, ServerProcess
 MACHINE = Machine(Hosts("127.0.0.1", 0, None, can_outlive=True), devices=lambda: ())
 LETTERS = "tests.run.tasks:count_letters"
 ASKED = {"INFLIGHT_TOKEN": TOKEN}
+BONUS = {"bonus": 2.0}
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +134,19 @@ def test_a_teacher_that_stands_still_is_asked_again_and_one_that_is_gone_ends_th
     assert server.url in run.output()
 
 
+def test_a_mixture_gives_each_task_its_share_of_the_items_and_scores_with_its_own_task() -> None:
+    tasks = [{"name": LETTERS, "label": "own"}, {"name": LETTERS, "label": "other", "share": 3.0, "params": BONUS}]
+    mixture = create_mixture(0, tasks)
+    items = [mixture.item(i) for i in range(2000)]
+    names = [item.metadata["task"] for item in items]
+    assert abs(names.count("other") / 2000 - 0.75) < 0.04  # four standard deviations, of a fixed seed
+    assert {(name, mixture.score(item, "e")) for name, item in zip(names, items, strict=True)} == {
+        ("own", 1.0),
+        ("other", 3.0),
+    }
+    assert [it.metadata["task"] for it in map(create_mixture(0, tasks).item, range(50))] == names[:50]
+
+
 # ---- the bound of scoring
 
 
@@ -192,7 +206,7 @@ def test_a_teacher_scores_no_more_completions_at_a_time_than_its_bound(
     assert notes[1] == f"teacher {model_dir.name} scores again"
 
 
-# ---- what is refused
+# ---- refused configurations
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,12 @@ def test_checkpoints_are_listed_loaded_and_deleted(client: Client) -> None:
     [
         ("/create_model", {"session_id": "none", "model_seq_id": 0, "base_model": "tiny"}, 404, "there is no session"),
         ("/create_model", {"model_seq_id": 0}, 422, "session_id"),
-        ("/asample", {"prompt": {"chunks": []}, "sampling_session_id": "none"}, 404, "there is no sampling session"),
+        (
+            "/asample",
+            {"prompt": {"chunks": []}, "sampling_session_id": "none"},
+            404,
+            "sampling session 'none' does not exist",
+        ),
         ("/weights_info", {"tinker_path": "tinker://a/b/c"}, 400, "is not the path of a checkpoint"),
         ("/retrieve_future", {"request_id": "none"}, 410, "there is no future"),
         ("/forward", {}, 404, "POST /api/v1/forward"),

@@ -110,7 +110,7 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         return _future(*service.forward_backward(content))
 
     def numbered(kind: type[Numbered], call: Callable[[Numbered, bytes], str]) -> Handler:
-        """Return the handler of a call of a model; its content tells a repeated call from another one."""
+        """Return the handler of a numbered call of a model, which is recognised by its content if it is repeated."""
 
         async def handle(request: Request) -> Response:
             asked, content = await body_of(request, kind)

@@ -172,7 +172,7 @@ class SamplingSessions:
     def _sampler(self, sampler_id: str) -> _Sampler:
         if sampler_id not in self._samplers:
             raise NotFoundError(
-                f"there is no sampling session {sampler_id!r}: the server has been restarted, or the snapshot was "
+                f"sampling session {sampler_id!r} does not exist: the server has been restarted, or the snapshot was "
                 f"deleted (the {_NUM_SNAPSHOTS} used last are kept, for {_SNAPSHOT_S:g} s after their last use)"
             )
         return self._samplers[sampler_id]

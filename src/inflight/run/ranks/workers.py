@@ -28,7 +28,7 @@ def worker_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def teacher_settings(config: RunConfig) -> list[dict[str, Any] | None]:
-    """Return the settings of a worker for each teacher, None for those behind a URL."""
+    """Return the settings of a worker for each teacher with a path, and None for each teacher with a URL."""
     settings = {name: value for name, value in worker_settings(config).items() if name != "lora"}
     paths = [teacher.path for teacher in config.distillation.teachers]
     return [None if path is None else {**settings, "model_path": str(path)} for path in paths]
