@@ -277,5 +277,7 @@ def test_a_server_that_cannot_be_the_teacher_is_refused_when_the_run_starts(tmp_
         run = RunProcess(tmp_path, model_dir, *words("opd", {"url": server.url}), environment=ASKED)
         assert run.wait() == 1
         assert "does not support" in run.output() and "258" in run.output()
+        assert "no checkpoint was saved: the same command starts the run over" in run.output()
+        assert "mean reward" not in run.output()  # there was no step
     finally:
         server.end()

@@ -229,6 +229,25 @@ def test_a_running_server_is_asked_whether_it_can_take_part(
     assert f"{shared_server.url} is ready and runs up to" in printed
 
 
+def test_teachers_are_listed_and_those_on_servers_are_asked_whether_they_can_score(
+    dry_run: Callable[..., tuple[int, str, str]], shared_server: ServerProcess, model_dir: Path
+) -> None:
+    def with_teacher(teacher: str, *more: str) -> str:
+        taught = ("--loss.preset", "opd", "--distillation.teachers", f"[{{{teacher}}}]", "--devices", "0x80GiB")
+        status, printed, said = dry_run("quickstart", *taught, "--model.path", str(model_dir), *more)
+        assert status == 0, said
+        return printed
+
+    short = ("--sampling.max_tokens", "32", "--train.max_tokens_per_micro_batch", "96")
+    assert f"{shared_server.url} is ready and scores up to 8 completions at a time" in with_teacher(
+        f'url = "{shared_server.url}"', *short
+    )
+    assert "http://127.0.0.1:1: teacher; no GPU; http://127.0.0.1:1 cannot take part now" in with_teacher(
+        'url = "http://127.0.0.1:1"'
+    )
+    assert f"rank 0 of 1, which also loads teacher '{model_dir}'" in with_teacher(f'path = "{model_dir}"', *short)
+
+
 @pytest.mark.parametrize("arguments", [("--json", "FILE"), ("--devices", "8x80GiB")])
 def test_options_of_the_dry_run_do_not_start_a_run(capsys: pytest.CaptureFixture[str], arguments: Any) -> None:
     assert main(["train", str(ROOT / "examples" / "quickstart.toml"), *arguments]) == 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from inflight.base.tasks import run_together
-from inflight.contracts import MemoryTerm
+from inflight.contracts import InferenceEndpoint, MemoryTerm
 from inflight.errors import InflightError
 from inflight.http.kinds import connect_endpoint
 from inflight.http.tokens import TOKEN_VARIABLE
@@ -20,6 +21,7 @@ from inflight.run.machines.devices import Device
 from inflight.run.machines.memory import ON_THE_GPU, DeviceUse, Memory, gib, terms_as_text, total, total_as_text
 from inflight.run.machines.placement import GpuPlacement
 from inflight.run.preflight import Hosts, Prepared, hosts_of
+from inflight.run.sampling.teachers import check_teacher
 from inflight.run.servers.checks import check_endpoint
 from inflight.weights.encode.bucket_bytes import encoded_size
 from inflight.weights.encode.buckets import plan_buckets
@@ -82,7 +84,7 @@ async def dry_run(prepared: Prepared) -> DryRun:
     if not prepared.placement.placed:
         notes.append("no GPU: every process computes on the CPU")
     return DryRun(
-        (*_planned_processes(prepared), *await run_together(*(_ask(prepared, url) for url in prepared.attached))),
+        (*_planned_processes(prepared), *await run_together(*_asking(prepared))),
         planned_update(prepared),
         prepared.uses,
         prepared.host_memory,
@@ -110,9 +112,11 @@ def _planned_processes(prepared: Prepared) -> list[PlannedProcess]:
     config, memory = prepared.config, prepared.memory
     train, num = config.train, config.train.num_ranks
     meets = "meets the other ranks at a free port of rank 0's host" if num > 1 else "the only rank"
+    teachers = [f"teacher {str(it.path)!r}" for it in config.distillation.teachers if it.path is not None]
+    teaches = f", which also loads {' and '.join(teachers)}" if teachers else ""
     found = [PlannedProcess("controller", "samples, scores and composes", (), "connects to the others")]
     for rank, it in enumerate(prepared.placement.trainers):
-        what = f"{train.trainer} worker, rank {rank} of {num}"
+        what = f"{train.trainer} worker, rank {rank} of {num}{teaches}"
         found.append(PlannedProcess(it.name, what, _indices(it), meets, memory.get(it.name, ())))
     for it, member in zip(prepared.placement.servers, config.servers.started, strict=True):
         where = "a free port of 127.0.0.1" if member.kind.runs_in_process else "two free ports of 127.0.0.1"
@@ -125,20 +129,36 @@ def _indices(it: GpuPlacement) -> tuple[int, ...]:
     return tuple(device.index for device in it.devices)
 
 
-async def _ask(prepared: Prepared, url: str) -> PlannedProcess:
-    """Return a running server, and whether it can take part."""
+def _asking(prepared: Prepared) -> list[Coroutine[Any, Any, PlannedProcess]]:
+    """Return calls that ask each running server, of the run and of the teachers, whether it can take part."""
     config = prepared.config
+
+    async def server(endpoint: InferenceEndpoint) -> str:
+        can = await check_endpoint(config, prepared.model.vocab_size, endpoint)
+        limit = min(can.max_concurrent_sequences, config.servers.slots_of_attached)
+        return f"runs up to {limit} sequences"
+
+    async def teacher(endpoint: InferenceEndpoint) -> str:
+        await check_teacher(endpoint, config.distillation, prepared.model.vocab_size, prepared.longest_sequence)
+        return f"scores up to {config.distillation.max_concurrent} completions at a time"
+
+    return [
+        *(_ask(url, "runs already", server) for url in prepared.attached),
+        *(_ask(it.url, "teacher", teacher) for it in config.distillation.teachers if it.url is not None),
+    ]
+
+
+async def _ask(url: str, what: str, check: Callable[[InferenceEndpoint], Awaitable[str]]) -> PlannedProcess:
+    """Return a running server, and what it can do according to ``check`` or why it cannot take part."""
     endpoint = connect_endpoint(url, token=os.environ.get(TOKEN_VARIABLE), control_timeout_s=_ASK_S)
     try:
         async with asyncio.timeout(_ASK_S):
-            can = await check_endpoint(config, prepared.model.vocab_size, endpoint)
-            limit = min(can.max_concurrent_sequences, config.servers.slots_of_attached)
-        address = f"{url} is ready and runs up to {limit} sequences"
+            address = f"{url} is ready and {await check(endpoint)}"
     except (TimeoutError, InflightError) as error:
         address = f"{url} cannot take part now: {str(error) or f'no answer within {_ASK_S:g} s'}"
     finally:
         await endpoint.aclose()
-    return PlannedProcess(endpoint.name, "runs already", (), address)
+    return PlannedProcess(endpoint.name, what, (), address)
 
 
 def planned_update(prepared: Prepared) -> PlannedUpdate:

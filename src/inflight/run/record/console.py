@@ -66,6 +66,12 @@ class Progress:
             self._live = None
 
     def summary(self, summary: Mapping[str, Any], directory: Path) -> None:
+        """Show the results of the steps, if there are any, and where the files are."""
+        if summary["version"]:
+            self._show_results(summary)
+        self.note(f"written to {directory}: summary.json, metrics.jsonl, checkpoints/, plots/")
+
+    def _show_results(self, summary: Mapping[str, Any]) -> None:
         first, last = _number(summary["first_reward"], ".3f"), _number(summary["last_reward"], ".3f")
         num_steps = summary["num_steps_per_reward"]
         window = "step" if num_steps == 1 else f"{num_steps} steps"
@@ -81,7 +87,6 @@ class Progress:
         if dropped := summary["ledger"]["dropped"]:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
             self.note(f"dropped groups: {counts}")
-        self.note(f"written to {directory}: summary.json, metrics.jsonl, checkpoints/, plots/")
 
     def _table(self, row: Mapping[str, Any]) -> Table:
         table = Table(show_header=True, header_style="bold")

@@ -14,6 +14,7 @@ from inflight.losses import Metrics, add_metrics, decode_metrics, metric_values
 from inflight.observe.trace import events
 from inflight.run.config import RunConfig
 from inflight.run.ranks.messages import Trained
+from inflight.run.record.checkpoints import latest_checkpoint
 from inflight.run.record.console import Progress
 from inflight.run.record.journal import Journal
 from inflight.run.record.plots import plot_run
@@ -116,7 +117,12 @@ class Notes:
         self.progress.summary(summary, self.directory)
         self.evaluation.show()
         if failure is not None or interrupted:
-            self.progress.note("to continue, run the same command with --resume")
+            checkpoint, _ = latest_checkpoint(self.directory)
+            self.progress.note(
+                "no checkpoint was saved: the same command starts the run over"
+                if checkpoint is None
+                else "to continue, run the same command with --resume"
+            )
 
     def _ledger_counts(self) -> dict[str, Any]:
         ledger = self.sampling.dispatcher.ledger

@@ -46,6 +46,20 @@ def short_context(name: str, has: int, needed: int) -> str:
     )
 
 
+async def check_teacher(
+    endpoint: InferenceEndpoint, settings: DistillationSection, vocab_size: int, context: int
+) -> None:
+    """Raise `ConfigError` unless a teacher can score sequences of up to ``context`` tokens of this vocabulary size."""
+    can = await endpoint.capabilities()
+    missing = can.missing(Needs(scoring=True, top_k=settings.top_k, vocab_size=vocab_size))
+    if not missing and not isinstance(endpoint, ScoringEndpoint):
+        missing = {"scoring": "scoring"}
+    if missing:
+        raise ConfigError(f"teacher {endpoint.name} does not support {'; '.join(missing.values())}")
+    if can.max_model_len < context:
+        raise ConfigError(short_context(endpoint.name, can.max_model_len, context))
+
+
 class Teachers:
     """The teachers of a run, bound to one event loop. ``note`` shows messages to the user."""
 
@@ -73,17 +87,8 @@ class Teachers:
                 endpoint = connect_endpoint(it.url, token=self._token, generate_timeout_s=self._settings.timeout_s)
             slots = asyncio.Semaphore(self._settings.max_concurrent)
             self._teachers.append(None if endpoint is None else _Teacher(endpoint, slots))
-        await run_together(*(self._check(it.endpoint, vocab_size, context) for it in self._teachers if it is not None))
-
-    async def _check(self, endpoint: InferenceEndpoint, vocab_size: int, context: int) -> None:
-        can = await endpoint.capabilities()
-        missing = can.missing(Needs(scoring=True, top_k=self._settings.top_k, vocab_size=vocab_size))
-        if not missing and not isinstance(endpoint, ScoringEndpoint):
-            missing = {"scoring": "scoring"}
-        if missing:
-            raise ConfigError(f"teacher {endpoint.name} does not support {'; '.join(missing.values())}")
-        if can.max_model_len < context:
-            raise ConfigError(short_context(endpoint.name, can.max_model_len, context))
+        endpoints = [it.endpoint for it in self._teachers if it is not None]
+        await run_together(*(check_teacher(it, self._settings, vocab_size, context) for it in endpoints))
 
     async def scored(self, item: TaskItem, name: str, group: ScoredGroup) -> ScoredGroup:
         """Return the group with its teacher's scores; ``name`` is the name of the run's task or environment.
