@@ -241,7 +241,7 @@ def test_two_models_are_trained_independently_and_a_third_is_refused(client: Cli
     assert_close(score(client, samplers[1], TOKENS), after.tolist(), 1e-4)
     body = {"session_id": client.session_id, "model_seq_id": 2, "base_model": "tiny"}
     error, category = client.failure(client.post("/create_model", body))
-    assert "2 models are in training" in error and "--models" in error and category == "user"
+    assert "this server trains at most 2 at a time" in error and "--models" in error and category == "user"
 
 
 def test_checkpoints_are_listed_loaded_and_deleted(client: Client) -> None:

@@ -1,8 +1,9 @@
-"""Sessions that have finished are forgotten in the end, and what belongs to them."""
+"""What a server forgets: old finished sessions, and models of silent clients, whose state it saves first."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from inflight.dialects.tinker import service as service_module
-from inflight.dialects.tinker.requests import CreateSamplingSession, CreateSession
+from inflight.dialects.tinker.futures import FailedCall
+from inflight.dialects.tinker.requests import CreateModel, CreateSamplingSession, CreateSession, OptimStep
 from inflight.dialects.tinker.samplers import NotFoundError
 from inflight.dialects.tinker.service import TinkerService
 from tests.gates import until
@@ -39,5 +41,58 @@ def test_only_the_newest_finished_sessions_are_described(tmp_path: Path, monkeyp
             with pytest.raises(NotFoundError, match=r"sampling session .* does not exist"):
                 service.sampling.info(sampler)
         assert service.heartbeat(sessions[4])
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+class _Model:
+    """Ranks that write nothing but a directory."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    async def save(self, path: Path) -> None:
+        await asyncio.to_thread(path.mkdir, parents=True)
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+def test_the_model_of_a_silent_client_makes_room_and_its_state_is_kept_for_a_week(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks: list[_Model] = []
+
+    async def create(*_: Any) -> _Model:
+        ranks.append(_Model())
+        return ranks[-1]
+
+    backend = SimpleNamespace(model_name="tiny", model_dir=tmp_path, max_models=1, create=create)
+
+    async def main() -> None:
+        service = TinkerService(cast(Any, backend), tmp_path)
+        asked = CreateSession.model_validate({"tags": [], "sdk_version": "0.38.0"})
+
+        async def created() -> tuple[str, Any]:
+            session = service.create_session(asked)
+            model = CreateModel(session_id=session, model_seq_id=0, base_model="tiny")
+            return session, await service.futures.retrieve(service.create_model(model))
+
+        _, first = await created()
+        assert first["type"] == "create_model"
+        _, refused = await created()
+        assert isinstance(refused, FailedCall) and "this server trains at most 1 at a time" in refused.error
+        monkeypatch.setattr(service_module, "SILENT_S", 0.0)
+        _, second = await created()
+        assert second["type"] == "create_model"
+        assert [it.is_closed for it in ranks] == [True, False]
+        (kept,) = service.store.of_model(first["model_id"])
+        assert kept.facts.expires_at is not None
+        assert kept.facts.expires_at - time.time() == pytest.approx(7 * 86_400, abs=60)
+        step = OptimStep(model_id=first["model_id"], seq_id=1, adam_params={})
+        ended = await service.futures.retrieve(service.optim_step(step, b""))
+        assert isinstance(ended, FailedCall)
+        assert f"create a model from its last saved state, {kept.tinker_path}" in ended.error
+        await service.aclose()
 
     asyncio.run(asyncio.wait_for(main(), 30))

@@ -43,7 +43,7 @@ IDLE_S = 1800.0
 _NUM_FINISHED = 1000
 """Finished sessions that are described on request."""
 SILENT_S = 60.0
-"""A model whose client has been silent for that long makes room for a new one. Its state is saved first."""
+"""A model whose client has been silent for that long makes room for a new one. Its state is saved for a week."""
 
 
 @dataclass(eq=False, slots=True)
@@ -172,14 +172,14 @@ class TinkerService:
         silent_s = time.monotonic() - self._sessions[model.session_id].last_heartbeat
         if silent_s < SILENT_S:
             raise UnsupportedError(
-                f"{len(alive)} models are in training ({', '.join(it.model_id for it in alive)}), as many as this "
-                f"server trains at a time (--models): close their clients; {SILENT_S:g} s after a client has ended "
-                "without closing, its model makes room"
+                f"in training: {', '.join(it.model_id for it in alive)}; this server trains at most {len(alive)} at a "
+                f"time (--models): close their clients; {SILENT_S:g} s after a client has ended without closing, its "
+                "model makes room"
             )
         name = f"retired-{uuid.uuid4().hex[:8]}"
-        path = await self._save(model, "weights", name, SaveWeights(model_id=model.model_id, seq_id=0))
+        asked = SaveWeights(model_id=model.model_id, seq_id=0, ttl_seconds=7 * 86_400)
+        await self._save(model, "weights", name, asked)
         await self._end(model, f"its client was silent for {silent_s:.0f} s, and another model needed its place")
-        model.last_saved = path
 
     def _session(self, session_id: str) -> _Session:
         if session_id not in self._sessions:
