@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,13 +42,18 @@ def test_a_slow_endpoint_samples_a_part_of_its_context() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_pace_is_what_tokens_and_prompts_take() -> None:
-    async def generate(ids: Sequence[int], num_tokens: int) -> None:
-        await asyncio.sleep(0.0002 * len(ids) + 0.01 * num_tokens)
+async def test_the_pace_is_what_tokens_and_prompts_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
 
+    async def generate(ids: Sequence[int], num_tokens: int) -> None:
+        nonlocal now
+        now += 0.0002 * len(ids) + 0.01 * num_tokens
+
+    monkeypatch.setattr(pace_module, "time", SimpleNamespace(monotonic=lambda: now))
     pace = await measure_pace(generate, prompt, 7)
-    # At least, because a busy machine sleeps longer.
-    assert pace.token_s >= 0.009 and pace.prompt_token_s >= 0.0002 and pace.update_bytes == 7
+    assert pace.token_s == pytest.approx(0.01)
+    assert pace.prompt_token_s == pytest.approx(0.0002 + 0.01 / pace_module._NUM_PROMPT_TOKENS)
+    assert pace.update_bytes == 7
 
 
 @pytest.mark.anyio
