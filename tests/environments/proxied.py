@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,9 +18,13 @@ from inflight.contracts import InferenceEndpoint
 from inflight.environments.playing import Generate, PlayingEpisode, Stream
 from inflight.environments.proxy.run_server import ProxyServer
 from inflight.environments.transcripts import ChatTemplate
+from inflight.http.client import HttpEndpoint
+from inflight.model.checkpoints import load_tokenizer
 from inflight.run.sampling.sampling_endpoint import SamplingEndpoint
 from inflight.types import OBSERVED
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams, VersionSpan
+from tests.environments.tokenizers import tokenizer
+from tests.servers import ServerProcess
 
 SETTINGS = SamplingParams(max_tokens=12)
 
@@ -170,3 +177,49 @@ def check_every_token_is_trained_once(episode: PlayingEpisode) -> None:
 
 def versions_of(completion: Completion) -> tuple[int, ...]:
     return tuple(span.version for span in completion.version_spans for _ in range(span.start, span.end))
+
+
+@functools.cache
+def qwen() -> tuple[Any, ChatTemplate]:
+    built = tokenizer("qwen3_instruct_2507")
+    return built, ChatTemplate(built)
+
+
+def on_engine(
+    server: ServerProcess, model: Path, play: Callable[[Open], Coroutine[Any, Any, None]], **settings: Any
+) -> None:
+    """Play one episode on the server."""
+
+    async def run() -> None:
+        endpoint = HttpEndpoint(server.url)
+        async with contextlib.aclosing(endpoint), ProxyServer("tiny") as proxy:
+            async with opened(episode_on(endpoint, ChatTemplate(load_tokenizer(model)), proxy, **settings)) as it:
+                await play(it)
+            check_every_token_is_trained_once(it.episode)
+
+    asyncio.run(asyncio.wait_for(run(), 90))
+
+
+def on_script(
+    turns: list[str],
+    play: Callable[[Open], Coroutine[Any, Any, None]],
+    *,
+    streams: bool = False,
+    ends: bool = True,
+    trains_on_all: bool = True,
+) -> None:
+    """Play one episode whose turns are these texts, and check that each sampled token is trained on once."""
+    built, template = qwen()
+
+    def says(number: int, prompt: Any) -> tuple[int, ...]:
+        said = tuple(built(turns[number], add_special_tokens=False)["input_ids"])
+        return (*said, built.eos_token_id) if ends else said
+
+    async def run() -> None:
+        async with ProxyServer("scripted") as proxy:
+            async with opened(scripted(template, proxy, says, end=built.eos_token_id, streams=streams)) as it:
+                await play(it)
+            if trains_on_all:
+                check_every_token_is_trained_once(it.episode)
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,14 @@ from tests.environments.proxied import (
     Open,
     check_every_token_is_trained_once,
     episode_on,
+    on_engine,
+    on_script,
     opened,
     post,
+    qwen,
     scripted,
     versions_of,
 )
-from tests.environments.tokenizers import tokenizer
 from tests.gates import SOON_S, BrakedServer
 from tests.servers import ServerProcess
 
@@ -55,50 +56,6 @@ TOOLS: list[Any] = [
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
-
-
-@functools.cache
-def qwen() -> tuple[Any, ChatTemplate]:
-    built = tokenizer("qwen3_instruct_2507")
-    return built, ChatTemplate(built)
-
-
-def on_engine(
-    server: ServerProcess, model: Path, play: Callable[[Open], Coroutine[Any, Any, None]], **settings: Any
-) -> None:
-    """Play one episode on the server."""
-
-    async def run() -> None:
-        endpoint = HttpEndpoint(server.url)
-        async with contextlib.aclosing(endpoint), ProxyServer("tiny") as proxy:
-            async with opened(episode_on(endpoint, ChatTemplate(load_tokenizer(model)), proxy, **settings)) as it:
-                await play(it)
-            check_every_token_is_trained_once(it.episode)
-
-    asyncio.run(asyncio.wait_for(run(), 90))
-
-
-def on_script(
-    turns: list[str],
-    play: Callable[[Open], Coroutine[Any, Any, None]],
-    *,
-    streams: bool = False,
-    ends: bool = True,
-) -> None:
-    """Play one episode whose turns are these texts."""
-    built, template = qwen()
-
-    def says(number: int, prompt: Any) -> tuple[int, ...]:
-        said = tuple(built(turns[number], add_special_tokens=False)["input_ids"])
-        return (*said, built.eos_token_id) if ends else said
-
-    async def run() -> None:
-        async with ProxyServer("scripted") as proxy:
-            async with opened(scripted(template, proxy, says, end=built.eos_token_id, streams=streams)) as it:
-                await play(it)
-            check_every_token_is_trained_once(it.episode)
-
-    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_conversation_of_several_turns_is_one_rollout_of_what_the_engine_sampled(

@@ -55,6 +55,7 @@ from tests.unit.two_drivers import STALENESS, World, live_decisions, simulated_d
         groups_per_step=st.integers(1, 5),
         num_steps=st.just(4),
         conventional_steps=st.integers(0, 2),
+        burst=st.integers(1, 4),
         is_one_request=st.booleans(),
         keeps_partials=st.booleans(),
         mean_time_to_failure=st.sampled_from([math.inf, 600.0]),

@@ -36,6 +36,7 @@ def prompts_of(seed: int, num_prompts: int, sigma: float = 0.9) -> Callable[[int
     groups_per_step=st.integers(1, 12),
     max_lag=st.integers(0, 3),
     conventional=st.booleans(),
+    burst=st.integers(1, 5),
     whole_requests=st.booleans(),
     seed=st.integers(0, 1000),
 )
@@ -46,6 +47,7 @@ def test_every_step_is_made_and_no_item_is_trained_twice(
     groups_per_step: int,
     max_lag: int,
     conventional: bool,
+    burst: int,
     whole_requests: bool,
     seed: int,
 ) -> None:
@@ -62,6 +64,7 @@ def test_every_step_is_made_and_no_item_is_trained_twice(
             unit="groups",
             staleness=MaxLag(max_lag),
             conventional_steps=int(conventional),
+            burst=burst,
             trainer=TrainerCost(50.0),
             whole_requests=whole_requests,
         )

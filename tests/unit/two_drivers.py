@@ -72,6 +72,7 @@ class World:
     groups_per_step: int = 3
     num_steps: int = 5
     conventional_steps: int = 0
+    burst: int = 1
     is_one_request: bool = True
     keeps_partials: bool = True
     mean_time_to_failure: float = math.inf
@@ -124,6 +125,7 @@ class World:
             unit="groups",
             staleness=STALENESS[self.staleness](self.max_lag),
             conventional_steps=self.conventional_steps,
+            burst=self.burst,
             trainer=TrainerCost(self.train_time),
             publish=PublishCost(total=2.3),
             whole_requests=self.is_one_request,

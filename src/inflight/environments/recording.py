@@ -33,6 +33,10 @@ class RecordedCall(WireModel):
     images: tuple[PromptImage, ...] = Field(default=(), exclude_if=is_empty)
     completion: Completion
     role: str = ""
+    model: str = Field(default="", exclude_if=is_empty)
+    """The model that a client of the proxy named."""
+    has_tools: bool = Field(default=False, exclude_if=is_empty)
+    """Whether a client of the proxy offered tools."""
     reward: float | None = None
     """Of this turn alone."""
     span: tuple[float, float] | None = None
@@ -67,10 +71,16 @@ class PlayedEpisode(WireModel):
         return True
 
     def rollouts(self, episode: int, temperature: float) -> list[Rollout]:
-        """Return the token streams to train on; ``episode`` is the number of this one in its group."""
+        """Return the token streams to train on; ``episode`` is the number of this one in its group.
+
+        Background calls of an agent are left out, such as those for a title: calls without tools that name another
+        model than the first call with tools.
+        """
+        main = next((call.model for call in self.calls if call.has_tools), "")
         return [
-            _rollout(self.calls, path, is_new, self._reward_of(self.calls[path[-1]].role), episode, temperature)
+            _rollout(self.calls, path, is_new, self._reward_of(last.role), episode, temperature)
             for path, is_new in _streams(self.calls)
+            if (last := self.calls[path[-1]]).has_tools or not main or last.model in ("", main)
         ]
 
     def _reward_of(self, role: str) -> float:
@@ -105,6 +115,11 @@ class EpisodeRecording:
             )
         )
         return len(self._calls) - 1
+
+    def describe(self, number: int, *, model: str, has_tools: bool) -> None:
+        """Record what a client of the proxy asked for in a turn."""
+        update = {"model": model, "has_tools": has_tools}
+        self._calls[number] = self._calls[number].model_copy(update=update)
 
     def reward(self, number: int, reward: float) -> None:
         """Give a turn a reward of its own. Raises ``ValueError`` if it is not finite."""

@@ -32,6 +32,7 @@ class Candidate:
     num_training_gpus: int = 1
     """Ranks among which the tokens of a step are divided."""
     max_lag: int = 8
+    burst: int = 1
     scheduler: str = "least_loaded"
     scheduler_params: Mapping[str, Any] = field(default_factory=dict)
     staleness: str = "max_lag"
@@ -56,8 +57,8 @@ def candidate_of(directory: Path) -> Candidate:
         seed=run["seed"],
         **{
             key: rollouts[key]
-            for key in ("max_lag", "scheduler", "scheduler_params", "staleness", "staleness_params", "composer",
-                        "composer_params")
+            for key in ("max_lag", "burst", "scheduler", "scheduler_params", "staleness", "staleness_params",
+                        "composer", "composer_params")
         },
     )  # fmt: skip
 
@@ -107,6 +108,7 @@ def simulate_candidate(costs: Costs, candidate: Candidate, num_steps: int) -> Si
             staleness=load_staleness(candidate.staleness, candidate.staleness_params, candidate.max_lag),
             composer=load_composer(candidate.composer, candidate.composer_params, candidate.tokens_per_step),
             conventional_steps=candidate.conventional_steps,
+            burst=candidate.burst,
             trainer=TrainerCost(costs.trainer.per_step, per_token),
             publish=costs.publish,
             contention=costs.contention,

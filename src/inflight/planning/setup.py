@@ -33,6 +33,8 @@ class Setup:
     """None: a step has the oldest groups that reach ``step_size``."""
     conventional_steps: int = 0
     """Steps per phase in conventional mode, in which sampling and training alternate. 0: pipeline mode."""
+    burst: int = 1
+    """As in `Admission`."""
     trainer: TrainerCost = field(default_factory=TrainerCost)
     publish: PublishCost = field(default_factory=PublishCost)
     contention: Contention = field(default_factory=Contention)
@@ -60,6 +62,7 @@ class Setup:
             StepRules(
                 self.step_size,
                 self._expected_size() if counts_tokens else 1.0,
+                burst=self.burst,
                 steps_per_phase=self.conventional_steps,
                 trains_on_equal_rewards=self.trains_on_equal_rewards,
                 size_of=(lambda group: group.num_tokens) if counts_tokens else lambda group: 1,

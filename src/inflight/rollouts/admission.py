@@ -25,6 +25,9 @@ class Admission:
     tokens_per_step: int
     expected_tokens: float
     """The assumed tokens of a group until four groups have finished."""
+    burst: int = 1
+    """Once the pipeline has enough groups, further ones are offered only when there is room for that many."""
+    _has_enough: bool = False
     _recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     _open_seconds: float = 0.0
     """The total time for which scored groups were open, from offer to rewards."""
@@ -93,12 +96,19 @@ class Admission:
         The number of groups that are offered and not yet trained on stays within the lag bound. If generation is faster
         than training, that bound alone would let every token reach the largest lag. Therefore, if the trainer did not
         have to wait for its last step, the waiting groups and the open groups in excess of their mean number are
-        limited to `_NUM_AHEAD` steps, times ``surplus``. Otherwise nothing is offered while a whole step is ready.
+        limited to `_NUM_AHEAD` steps, times ``surplus``, or one group more than ``burst`` if that is more. Otherwise
+        nothing is offered while a whole step is ready.
         """
         if not (is_idle or num_outstanding < staleness.max_outstanding_groups(self.groups_per_step)):
             return False
         if has_waited or (mean := self.mean_open_groups) is None:
+            self._has_enough = False
             return not is_step_ready
-        return (
-            num_waiting_tokens + (num_open - mean) * self.tokens_per_group < _NUM_AHEAD * surplus * self.tokens_per_step
-        )
+        num_ahead = num_waiting_tokens / self.tokens_per_group + num_open - mean
+        enough = _NUM_AHEAD * surplus * self.groups_per_step
+        if self.burst > 1:
+            enough = max(enough, self.burst + 1)
+            if self._has_enough:
+                enough -= self.burst - 1
+        self._has_enough = num_ahead >= enough
+        return not self._has_enough

@@ -25,6 +25,8 @@ class StepRules:
     """Tokens of a step, or whatever else ``size_of`` and ``kept_size_of`` count."""
     expected_size: float
     """Of a group, before four have finished."""
+    burst: int = 1
+    """As in `Admission`."""
     steps_per_phase: int = 0
     """Steps of a phase of the conventional mode, in which sampling and training alternate. 0: the pipeline."""
     trains_on_equal_rewards: bool = False
@@ -59,7 +61,7 @@ class StepQueue:
 
     def __post_init__(self) -> None:
         self.waiting = WaitingGroups(self.staleness, self.composer, self.rules.kept_size_of)
-        self.admission = Admission(self.rules.step_size, self.rules.expected_size)
+        self.admission = Admission(self.rules.step_size, self.rules.expected_size, self.rules.burst)
 
     def may_offer(self, num_open: int, num_outstanding: int, oldest: int, surplus: float) -> bool:
         """Return whether another group may be offered.

@@ -14,6 +14,7 @@ from typing import Literal
 
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.histories import Histories, history_of, identity
+from inflight.environments.proxy.reasoning import OPENS, Reasoning, split_reasoning
 from inflight.environments.proxy.requests import (
     ChatRequest,
     CompletionRequest,
@@ -42,6 +43,10 @@ class Answer:
     text: str
     """Without special tokens and stop strings, and without the calls of tools if there are any."""
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    """What came before the text in ``<think>`` tags, if the client receives it apart."""
+    stop: str | None = None
+    """The stop string that ended it."""
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
@@ -66,6 +71,9 @@ class AnswerPiece:
     """Text that can no longer change and was not in an earlier piece."""
     chunk: CompletionChunk | None
     """The tokens of this part; None: only the text was still missing."""
+    reasoning: str = ""
+    """Reasoning that was not in an earlier piece."""
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,9 @@ class _PreparedRequest:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     may_call: bool
+    reasoning: Reasoning
+    model: str
+    has_tools: bool
     note: Callable[[Answer, ReplyText], None]
     """Stores the conversation that includes an answer."""
     images: tuple[PromptImage, ...] = ()
@@ -109,18 +120,20 @@ class Answers:
         """Yield an answer in pieces as it is sampled; the complete, recorded answer comes last."""
         asked = self._asked(request)
         text = StreamedText(self.episode.template.plain, asked.sampling.stop)
-        sent = ""
+        sent = thought = ""
+        num_prompt_tokens = len(asked.token_ids)
         sampling = self.episode.sample_stream(asked.token_ids, self.role, asked.sampling, asked.images)
         async with aclosing(sampling) as stream:
             async for one in stream:
                 if isinstance(one, CompletionChunk):
-                    certain = text.add(one.token_ids)
+                    reasoning, certain = split_reasoning(text.add(one.token_ids), asked.reasoning, is_whole=False)
                     certain = before_calls(certain) if asked.may_call else certain
-                    yield AnswerPiece(asked.id, certain[len(sent) :], one)
-                    sent = max(sent, certain, key=len)
+                    yield AnswerPiece(asked.id, certain[len(sent) :], one, reasoning[len(thought) :], num_prompt_tokens)
+                    sent, thought = max(sent, certain, key=len), reasoning
                 else:
                     answer = self._answered(asked, *one, sent)
-                    yield AnswerPiece(asked.id, answer.text[len(sent) :], None)
+                    rest, unseen = answer.text[len(sent) :], answer.reasoning[len(thought) :]
+                    yield AnswerPiece(asked.id, rest, None, unseen, num_prompt_tokens)
                     yield answer
 
     def overridden(self, request: Request) -> str:
@@ -147,11 +160,15 @@ class Answers:
         match request:
             case ChatRequest():
                 history, prompt = self._prompt(request)
+                is_open = prompt.text.rstrip().endswith(OPENS)
                 return _PreparedRequest(
-                    f"chatcmpl-{number}",
+                    f"{request.id_prefix}{number}",
                     prompt.token_ids,
                     request.sampling(self.episode.sampling),
                     request.may_call,
+                    ("opened" if is_open else "split") if request.is_converted else "kept",
+                    (request.model or "") if request.is_converted else "",
+                    bool(request.tools),
                     lambda answer, reply_text: self._note_chat(history, prompt, answer, reply_text),
                     prompt.images,
                 )
@@ -162,6 +179,9 @@ class Answers:
                     token_ids,
                     request.sampling(self.episode.sampling),
                     False,
+                    "kept",
+                    "",
+                    False,
                     lambda answer, reply_text: self._note_text(before, answer, reply_text),
                 )
             case ProxyGenerateRequest():
@@ -169,21 +189,36 @@ class Answers:
                 self.episode.template.check_known((*request.token_ids, *(asked.stop_token_ids or ())))
                 sampling = asked.sampling(self.episode.sampling)
                 return _PreparedRequest(
-                    f"gen-{number}", request.token_ids, sampling, False, lambda answer, reply_text: None
+                    f"gen-{number}",
+                    request.token_ids,
+                    sampling,
+                    False,
+                    "kept",
+                    "",
+                    False,
+                    lambda answer, reply_text: None,
                 )
 
     def _answered(self, asked: _PreparedRequest, number: int, completion: Completion, sent: str = "") -> Answer:
         """Return the answer for a recorded turn; it begins with the text that was already sent."""
         reply_text = self.episode.template.decode_reply(completion.token_ids, completion.finish_reason)
         said = before_stop(reply_text.spoken, asked.sampling.stop)
+        stop = next((it for it in asked.sampling.stop if reply_text.spoken.startswith(it, len(said))), None)
+        reasoning, said = split_reasoning(said, asked.reasoning, is_whole=True)
         text, calls = split_tool_calls(said) if asked.may_call else (said, ())
         calls = tuple(ToolCall(f"call_{next(self._num_calls)}", call.name, call.arguments) for call in calls)
-        answer = Answer(asked.id, asked.token_ids, completion, text if text.startswith(sent) else sent, calls)
+        text = text if text.startswith(sent) else sent
+        answer = Answer(asked.id, asked.token_ids, completion, text, calls, reasoning, stop)
+        self.episode.recording.describe(number, model=asked.model, has_tools=asked.has_tools)
         self._turns[asked.id] = number
         asked.note(answer, reply_text)
         return answer
 
     # ----------------------------------------------------------------------------------------------------------- chat
+
+    def num_prompt_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a request's prompt, of which nothing is sampled or recorded."""
+        return len(self._prompt(request)[1].token_ids)
 
     def _prompt(self, request: ChatRequest) -> tuple[list[bytes], Prompt]:
         """Return the history of a request, and its prompt."""

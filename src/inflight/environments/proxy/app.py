@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,7 +27,8 @@ from starlette.routing import Route
 from inflight.base.tasks import EndedByOwnerError, TaskOwner, cancel_and_wait, start
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.answers import Answer, AnswerPiece, Answers
-from inflight.environments.proxy.formats import answer_json, writer_of
+from inflight.environments.proxy.formats import AnswerFormat, error_json, format_of
+from inflight.environments.proxy.messages import MessagesFormat, MessagesRequest, as_messages_error
 from inflight.environments.proxy.requests import (
     ChatRequest,
     CompletionRequest,
@@ -35,6 +36,7 @@ from inflight.environments.proxy.requests import (
     Request,
     RewardRequest,
 )
+from inflight.environments.proxy.responses import ResponsesFormat, ResponsesRequest
 from inflight.errors import (
     EpisodeOverError,
     InflightError,
@@ -44,18 +46,19 @@ from inflight.errors import (
 )
 from inflight.http.bodies import message_of
 from inflight.http.receiving import content_of, run_while_connected
-from inflight.http.routes import MB, STATUS_OF_CODE, Size
+from inflight.http.routes import MB, Size
 from inflight.wire import MAX_IMAGES_LENGTH
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[HttpRequest, "ServedEpisode"], Awaitable[Response]]
+Respond = Callable[[InflightError, int | None], Response]
 
 _BODY = Size(MB, 64, MAX_IMAGES_LENGTH)
 """64 bytes of JSON make at least one token, except in runs of blanks."""
 _REWARD = Size(64 * 1024)
-_MAX_ERROR_CHARACTERS = 4000
 _OVERRIDDEN = "x-inflight-overridden"
+_NOT_RETRIED = {"x-should-retry": "false"}
 
 
 @dataclass(eq=False)
@@ -65,6 +68,8 @@ class ServedEpisode:
     answers: Answers
     model: str
     """Name of the served model."""
+    responses: dict[str, Sequence[dict[str, Any]]] = field(default_factory=dict)
+    """The conversation up to each answer of ``/v1/responses``, by the answer's id."""
     running: TaskOwner = field(default_factory=TaskOwner)
     is_over: bool = False
     last_used: float = field(default_factory=time.monotonic)
@@ -142,8 +147,24 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
     async def generate(request: HttpRequest, served: ServedEpisode) -> Response:
         return await answered(request, served, await _body(request, served, ProxyGenerateRequest))
 
-    async def answered(request: HttpRequest, served: ServedEpisode, body: Request) -> Response:
+    async def messages(request: HttpRequest, served: ServedEpisode) -> Response:
+        body = await _body(request, served, MessagesRequest)
+        return await answered(request, served, body.as_chat(), MessagesFormat(body.model or served.model))
+
+    async def count_tokens(request: HttpRequest, served: ServedEpisode) -> Response:
+        body = await _body(request, served, MessagesRequest)
+        return _json({"input_tokens": served.answers.num_prompt_tokens(body.as_chat())})
+
+    async def responses(request: HttpRequest, served: ServedEpisode) -> Response:
+        body = await _body(request, served, ResponsesRequest)
+        chat = body.as_chat(served.responses)
+        return await answered(request, served, chat, ResponsesFormat(body, chat, served.model, served.responses))
+
+    async def answered(
+        request: HttpRequest, served: ServedEpisode, body: Request, form: AnswerFormat | None = None
+    ) -> Response:
         nonlocal has_noted
+        form = form or format_of(body, body.model or served.model, served.answers.episode.template.pieces)
         _refuse_if_over(served)
         overridden = served.answers.overridden(body)
         if overridden and note is not None and not has_noted:
@@ -152,48 +173,57 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
         headers = {_OVERRIDDEN: overridden} if overridden else {}
         try:
             if body.stream:
-                return await _streamed(request, served, body, headers)
+                return await _streamed(request, served, body, form, headers)
             answer = await run_while_connected(request, served.run(served.answers.answer(body)))
         except (InflightError, ClientDisconnect):
             _refuse_if_over(served)
             raise
-        pieces = served.answers.episode.template.pieces
-        return _json(answer_json(body, answer, body.model or served.model, pieces), headers=headers)
+        return _json(form.whole(answer), headers=headers)
 
-    async def models(_: HttpRequest, served: ServedEpisode) -> Response:
-        card = {"id": served.model, "object": "model", "created": 0, "owned_by": "inflight"}
+    async def models(request: HttpRequest, served: ServedEpisode) -> Response:
+        name = served.model
+        card: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "inflight"}
         card["max_model_len"] = served.answers.episode.max_tokens
+        if "anthropic-version" in request.headers:
+            card = {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+            return _json({"data": [card], "has_more": False, "first_id": name, "last_id": name})
         return _json({"object": "list", "data": [card]})
 
     async def reward(request: HttpRequest, served: ServedEpisode) -> Response:
         served.answers.reward(await body_message(RewardRequest, await content_of(request, _REWARD.fixed_bytes)))
         return _json({"ok": True})
 
-    def mounted(path: str, method: str, handler: Handler) -> list[Route]:
+    def mounted(path: str, method: str, handler: Handler, respond: Respond = error_response) -> list[Route]:
         async def handle(request: HttpRequest) -> Response:
             return await handler(request, _served(request, episodes))
 
-        return [proxy_route(prefix + path, method, handle) for prefix in ("/e/{key}", "")]
+        return [proxy_route(prefix + path, method, handle, respond) for prefix in ("/e/{key}", "")]
 
     return [
         *mounted("/v1/chat/completions", "POST", chat),
         *mounted("/v1/completions", "POST", complete),
         *mounted("/inference/v1/generate", "POST", generate),
+        *mounted("/v1/messages", "POST", messages, _messages_error),
+        *mounted("/v1/messages/count_tokens", "POST", count_tokens, _messages_error),
+        *mounted("/v1/responses", "POST", responses),
         *mounted("/v1/models", "GET", models),
         *mounted("/reward", "POST", reward),
     ]
 
 
-def proxy_route(path: str, method: str, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
-    """Return a route whose errors have OpenAI's shape."""
+def proxy_route(
+    path: str, method: str, handler: Callable[[HttpRequest], Awaitable[Response]], respond: Respond | None = None
+) -> Route:
+    """Return a route whose errors have OpenAI's shape, or that of ``respond``."""
+    respond = respond or error_response
 
     async def handle(request: HttpRequest) -> Response:
         try:
             return await handler(request)
         except InflightError as error:
-            return error_response(error)
+            return respond(error, None)
         except HTTPException as error:
-            return error_response(InvalidRequestError(_without_key(request, error.detail)), error.status_code)
+            return respond(InvalidRequestError(_without_key(request, error.detail)), error.status_code)
         except ClientDisconnect:
             return Response(status_code=499)  # the client has disconnected
 
@@ -210,14 +240,13 @@ def proxy_app(routes: list[Route]) -> Starlette:
 
 def error_response(error: InflightError, status: int | None = None) -> Response:
     """Return an error in OpenAI's shape. A header keeps its clients from retrying."""
-    code, message = error.code, str(error)[:_MAX_ERROR_CHARACTERS]
-    status = (
-        status or {"context_full": 400, "episode_over": 409, "busy": 429}.get(code) or STATUS_OF_CODE.get(code, 500)
-    )
-    code = {"context_full": "context_length_exceeded", "unauthorized": "invalid_api_key"}.get(code, code)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return _json(body, status, {"x-should-retry": "false"})
+    status, body = error_json(error, status)
+    return _json(body, status, _NOT_RETRIED)
+
+
+def _messages_error(error: InflightError, status: int | None = None) -> Response:
+    status, body = error_json(error, status)
+    return _json(as_messages_error(status, body), status, _NOT_RETRIED)
 
 
 def _digest(key: str) -> bytes:
@@ -226,7 +255,7 @@ def _digest(key: str) -> bytes:
 
 def _served(request: HttpRequest, episodes: ServedEpisodes) -> ServedEpisode:
     """Return the episode of a request. Raises `UnauthorizedError`."""
-    given = request.headers.get("authorization", "")
+    given = request.headers.get("x-api-key") or request.headers.get("authorization", "")
     key = request.path_params.get("key") or given.removeprefix("Bearer ")
     served = episodes.find(key)
     if served is None:
@@ -259,7 +288,9 @@ async def body_message(kind: type[Body], content: bytes) -> Body:
         raise InvalidRequestError(f"this request cannot be used: {error}") from error
 
 
-async def _streamed(request: HttpRequest, served: ServedEpisode, body: Request, headers: dict[str, str]) -> Response:
+async def _streamed(
+    request: HttpRequest, served: ServedEpisode, body: Request, form: AnswerFormat, headers: dict[str, str]
+) -> Response:
     """Answer with server-sent events. What fails before the first one is raised here; a later error becomes one."""
     parts: asyncio.Queue[AnswerPiece | Answer | BaseException] = asyncio.Queue()
 
@@ -287,21 +318,22 @@ async def _streamed(request: HttpRequest, served: ServedEpisode, body: Request, 
         raise
 
     async def lines() -> AsyncIterator[str]:
-        writer = writer_of(body, body.model or served.model, served.answers.episode.template.pieces)
         has_streamed = False
         part: AnswerPiece | Answer | BaseException = first
         while isinstance(part, AnswerPiece):
             has_streamed |= part.chunk is not None
-            if (chunk := writer.piece(part)) is not None:
-                yield _event(chunk)
+            for event in form.piece(part):
+                yield _event(event, is_named=form.is_named)
             part = await parts.get()
         if isinstance(part, Answer):
-            for chunk in writer.end(part, has_streamed=has_streamed):
-                yield _event(chunk)
-            yield "data: [DONE]\n\n"
+            for event in form.end(part, has_streamed=has_streamed):
+                yield _event(event, is_named=form.is_named)
+            if not form.is_named:
+                yield "data: [DONE]\n\n"
         else:
             error = part if isinstance(part, InflightError) else InflightError(f"{type(part).__name__}: {part}")
-            yield f"data: {bytes(error_response(error).body).decode()}\n\n"
+            for event in form.failed(error):
+                yield _event(event, is_named=form.is_named)
 
     return _StreamedAnswer(running, lines(), media_type="text/event-stream", headers=headers)
 
@@ -320,8 +352,9 @@ class _StreamedAnswer(StreamingResponse):
             await cancel_and_wait(self._sampling)
 
 
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _event(event: dict[str, Any], *, is_named: bool) -> str:
+    name = f"event: {event['type']}\n" if is_named else ""
+    return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

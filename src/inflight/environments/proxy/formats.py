@@ -1,34 +1,52 @@
-"""Answers in the formats of OpenAI's chat and completions, and of vLLM's generate, as JSON values."""
+"""Answers in the formats of OpenAI's chat and completions, and of vLLM's generate, as JSON values.
+
+`AnswerFormat` is what each dialect of the proxy implements.
+"""
 
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from inflight.environments.proxy.answers import Answer, AnswerPiece
 from inflight.environments.proxy.requests import ChatRequest, CompletionRequest, ProxyGenerateRequest, Request
 from inflight.environments.tools.tool_calls import openai_tool_calls
+from inflight.errors import InflightError
+from inflight.http.routes import STATUS_OF_CODE
+
+_MAX_ERROR_CHARACTERS = 4000
 
 Pieces = Callable[[Sequence[int]], list[str]]
 """Returns the text of each token, decoded on its own."""
 
 
-def answer_json(request: Request, answer: Answer, model: str, pieces: Pieces) -> dict[str, Any]:
-    """Return a whole answer in the format of its request."""
-    match request:
-        case ChatRequest():
-            choice = _choice(request, answer, {"message": answer.message}, pieces)
-            return _opening(answer.id, "chat.completion", model, choice) | _facts(request, answer)
-        case CompletionRequest():
-            choice = _choice(request, answer, {"text": answer.text}, pieces)
-            return _opening(answer.id, "text_completion", model, choice) | _facts(request, answer)
-        case ProxyGenerateRequest():
-            return _generated(request, answer, model)
+class AnswerFormat(Protocol):
+    """Writes one answer for its client: whole, or as the events of a stream."""
+
+    is_named: bool = False
+    """Whether events are sent under the name in their ``type``, and the stream ends without ``[DONE]``."""
+
+    @abstractmethod
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return a whole answer."""
+
+    @abstractmethod
+    def piece(self, piece: AnswerPiece) -> list[dict[str, Any]]:
+        """Return the events of a piece; none if it has nothing that the client requested."""
+
+    @abstractmethod
+    def end(self, answer: Answer, *, has_streamed: bool) -> list[dict[str, Any]]:
+        """Return the events that end an answer. They contain its tokens if none were streamed."""
+
+    @abstractmethod
+    def failed(self, error: InflightError) -> list[dict[str, Any]]:
+        """Return the events after which a stream that failed ends."""
 
 
-class ChunkWriter:
-    """Writes one streamed answer as chunks, in the format of its request."""
+class OpenAIFormat(AnswerFormat):
+    """OpenAI's chat completions and completions."""
 
     def __init__(self, request: ChatRequest | CompletionRequest, model: str, pieces: Pieces) -> None:
         self._request = request
@@ -38,12 +56,20 @@ class ChunkWriter:
         self._kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         self._has_begun = False
 
-    def piece(self, piece: AnswerPiece) -> dict[str, Any] | None:
-        """Return the chunk of a piece; None if it has nothing that the client requested."""
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        said = {"message": answer.message} if self._is_chat else {"text": answer.text}
+        choice = _choice(self._request, answer, said, self._pieces)
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return _opening(answer.id, kind, self._model, choice) | _facts(self._request, answer)
+
+    def failed(self, error: InflightError) -> list[dict[str, Any]]:
+        return [error_json(error)[1]]
+
+    def piece(self, piece: AnswerPiece) -> list[dict[str, Any]]:
         is_first, self._has_begun = not self._has_begun, True
         wants_tokens = piece.chunk is not None and bool(self._request.return_token_ids or self._request.wants_logprobs)
         if not (piece.text or wants_tokens or (is_first and self._is_chat)):
-            return None
+            return []
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         said = {"delta": delta | {"content": piece.text}} if self._is_chat else {"text": piece.text}
         choice: dict[str, Any] = {"index": 0, **said, "logprobs": None, "finish_reason": None}
@@ -54,10 +80,9 @@ class ChunkWriter:
                 choice["token_ids"] = piece.chunk.token_ids
                 choice["token_logprobs"] = piece.chunk.logprobs
                 choice["version"] = piece.chunk.version
-        return self._chunk(piece.id, [choice])
+        return [self._chunk(piece.id, [choice])]
 
     def end(self, answer: Answer, *, has_streamed: bool) -> list[dict[str, Any]]:
-        """Return the chunks that end an answer. They contain its tokens if none were streamed."""
         delta: dict[str, Any] = {}
         if answer.tool_calls:
             calls = openai_tool_calls(answer.tool_calls)
@@ -70,7 +95,7 @@ class ChunkWriter:
         facts: dict[str, Any] = {}
         if self._request.return_token_ids:
             facts["prompt_token_ids"] = answer.prompt_token_ids
-            choice["version_spans"] = _spans(answer)
+            choice["version_spans"] = spans_json(answer)
             if not has_streamed:
                 choice |= {"token_ids": completion.token_ids, "token_logprobs": completion.logprobs}
         chunks = [self._chunk(answer.id, [choice]) | facts]
@@ -104,7 +129,7 @@ def _choice(
     if request.return_token_ids:
         choice["token_ids"] = completion.token_ids
         choice["token_logprobs"] = completion.logprobs
-        choice["version_spans"] = _spans(answer)
+        choice["version_spans"] = spans_json(answer)
     return choice
 
 
@@ -118,7 +143,31 @@ def _usage(answer: Answer) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
 
 
-def _spans(answer: Answer) -> list[dict[str, int]]:
+def error_json(error: InflightError, status: int | None = None) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status of an error, and the error in OpenAI's shape."""
+    code = error.code
+    status = (
+        status or {"context_full": 400, "episode_over": 409, "busy": 429}.get(code) or STATUS_OF_CODE.get(code, 500)
+    )
+    code = {"context_full": "context_length_exceeded", "unauthorized": "invalid_api_key"}.get(code, code)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    message = str(error)[:_MAX_ERROR_CHARACTERS]
+    return status, {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def tokens_json(answer: Answer) -> dict[str, Any]:
+    """Return what training needs of an answer."""
+    completion = answer.completion
+    return {
+        "prompt_token_ids": answer.prompt_token_ids,
+        "token_ids": completion.token_ids,
+        "token_logprobs": completion.logprobs,
+        "version_spans": spans_json(answer),
+    }
+
+
+def spans_json(answer: Answer) -> list[dict[str, int]]:
+    """Return the version spans of an answer."""
     return [{"version": it.version, "start": it.start, "end": it.end} for it in answer.completion.version_spans]
 
 
@@ -135,27 +184,32 @@ def _logprobs(is_chat: bool, token_ids: Sequence[int], logprobs: Sequence[float]
     }
 
 
-class GenerateWriter:
-    """Writes one streamed answer as the chunks of vLLM's generate."""
+class GenerateFormat(AnswerFormat):
+    """vLLM's generate."""
 
-    def __init__(self, request: ProxyGenerateRequest) -> None:
+    def __init__(self, request: ProxyGenerateRequest, model: str) -> None:
         self._request = request
+        self._model = model
         self._has_begun = False
 
-    def piece(self, piece: AnswerPiece) -> dict[str, Any] | None:
-        """Return the chunk of a piece; None if it has no token."""
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        return _generated(self._request, answer, self._model)
+
+    def failed(self, error: InflightError) -> list[dict[str, Any]]:
+        return [error_json(error)[1]]
+
+    def piece(self, piece: AnswerPiece) -> list[dict[str, Any]]:
         chunk = piece.chunk
         if chunk is None or not chunk.token_ids:
-            return None
+            return []
         is_first, self._has_begun = not self._has_begun, True
         facts: dict[str, Any] = {}
         if is_first and self._request.return_token_ids:
             facts["prompt_token_ids"] = self._request.token_ids
         logprobs = _token_logprobs(self._request, chunk.token_ids, chunk.logprobs)
-        return _generate_chunk(piece.id, chunk.token_ids, logprobs) | facts
+        return [_generate_chunk(piece.id, chunk.token_ids, logprobs) | facts]
 
     def end(self, answer: Answer, *, has_streamed: bool) -> list[dict[str, Any]]:
-        """Return the chunks that end an answer. They contain its tokens if none were streamed."""
         completion = answer.completion
         token_ids, logprobs = ((), ()) if has_streamed else (completion.token_ids, completion.logprobs)
         said = _token_logprobs(self._request, token_ids, logprobs)
@@ -169,9 +223,11 @@ class GenerateWriter:
         return [last, usage]
 
 
-def writer_of(request: Request, model: str, pieces: Pieces) -> ChunkWriter | GenerateWriter:
-    """Return a writer of streamed answers in the format of the request."""
-    return GenerateWriter(request) if isinstance(request, ProxyGenerateRequest) else ChunkWriter(request, model, pieces)
+def format_of(request: Request, model: str, pieces: Pieces) -> AnswerFormat:
+    """Return the format of a request to a route of OpenAI's or vLLM's."""
+    if isinstance(request, ProxyGenerateRequest):
+        return GenerateFormat(request, model)
+    return OpenAIFormat(request, model, pieces)
 
 
 def _generate_chunk(

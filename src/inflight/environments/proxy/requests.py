@@ -8,7 +8,7 @@ answer is rejected by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -61,7 +61,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields that are accepted only with these values, which mean the same as omitting them."""
 
 
-class _Body(BaseModel):
+class ProxyBody(BaseModel):
     """Base of every request. A field that is not listed here or above is rejected, not ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -83,7 +83,7 @@ class _Body(BaseModel):
         }
 
 
-class _Sampled(_Body):
+class Sampled(ProxyBody):
     """The fields of every request for tokens."""
 
     max_tokens: TokenCount | None = None
@@ -125,7 +125,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class _OpenAI(_Sampled):
+class _OpenAI(Sampled):
     model: str | None = Field(default=None, max_length=1024)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -135,6 +135,12 @@ class _OpenAI(_Sampled):
 
 class ChatRequest(_OpenAI):
     """Body of ``/v1/chat/completions``."""
+
+    id_prefix: ClassVar[str] = "chatcmpl-"
+    """Of the answers' ids."""
+    is_converted: ClassVar[bool] = False
+    """Whether it comes from a dialect whose clients receive reasoning apart from the text, and may make background
+    calls with another model."""
 
     messages: Items[dict[str, Any]] = Field(min_length=1)
     tools: Items[dict[str, Any]] | None = None
@@ -178,7 +184,7 @@ class CompletionRequest(_OpenAI):
         return prompt[0] if isinstance(prompt, tuple) and prompt and not isinstance(prompt[0], int) else prompt
 
 
-class GenerateSampling(_Sampled):
+class GenerateSampling(Sampled):
     """``sampling_params`` of vLLM's generate."""
 
     _ignored: ClassVar[frozenset[str]] = _IGNORED | {
@@ -193,7 +199,7 @@ class GenerateSampling(_Sampled):
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
 
 
-class ProxyGenerateRequest(_Body):
+class ProxyGenerateRequest(ProxyBody):
     """Body of vLLM's ``/inference/v1/generate``: token ids in, token ids out."""
 
     token_ids: Items[TokenId] = Field(min_length=1)
@@ -207,11 +213,22 @@ class ProxyGenerateRequest(_Body):
 
 Request = ChatRequest | CompletionRequest | ProxyGenerateRequest
 
+Chat = TypeVar("Chat", bound=ChatRequest)
+
+
+def chat_request(kind: type[Chat], **fields: Any) -> Chat:
+    """Return a request for a chat that another dialect asks for. Raises `InvalidRequestError`."""
+    try:
+        return kind.model_validate({name: value for name, value in fields.items() if value is not None})
+    except pydantic.ValidationError as error:
+        raise InvalidRequestError(f"this request cannot be used: {describe_problems(error)}") from error
+
+
 Reward = Annotated[float, Field(strict=True)]
 """A finite number, as a number: neither true nor "1"."""
 
 
-class RewardRequest(_Body):
+class RewardRequest(ProxyBody):
     """Body of ``/reward``. ``turn`` is the ``id`` of an answer; without it, the reward is the episode's."""
 
     reward: Reward

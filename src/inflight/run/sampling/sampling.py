@@ -40,6 +40,7 @@ def _step_rules(config: RunConfig, work: Work) -> StepRules:
     return StepRules(
         config.tokens_per_step,
         work.size * (64 + config.sampling.max_tokens / 2),
+        burst=config.rollouts.burst,
         steps_per_phase=config.run.conventional_steps if config.run.mode == "conventional" else 0,
         trains_on_equal_rewards=(
             config.train.train_on_equal_rewards or config.loss.policy_loss().has_terms_without_advantage

@@ -1,0 +1,294 @@
+"""``/v1/messages`` and ``/v1/responses`` through the official clients of Anthropic and OpenAI."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2
+import pytest
+
+from tests.environments.proxied import Open, on_engine, on_script, post, qwen, versions_of
+from tests.servers import ServerProcess
+
+pytestmark = pytest.mark.timeout(120)
+
+CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "6*7"}}\n</tool_call>'
+ANSWERS = [f"I will compute it.{CALL}", "It is 42."]
+SCHEMA = {"type": "object", "properties": {"code": {"type": "string"}}}
+MESSAGES_TOOL: Any = {"name": "python", "description": "Runs code.", "input_schema": SCHEMA}
+RESPONSES_TOOL: Any = {"type": "function", "name": "python", "description": "Runs code.", "parameters": SCHEMA}
+
+
+@contextlib.asynccontextmanager
+async def anthropic_client(it: Open) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(
+        base_url=it.url.removesuffix("/v1"),
+        api_key="unused",
+        timeout=60,
+        max_retries=0,
+        http_client=httpx2.AsyncClient(trust_env=False),
+    ) as client:
+        yield client
+
+
+def check_tokens(it: Open, number: int, said: Any) -> None:
+    """Check the additional fields of an answer against the record of its turn."""
+    call = it.episode.recording.calls[number]
+    assert tuple(said.prompt_token_ids) == call.prompt_token_ids
+    assert tuple(said.token_ids) == call.completion.token_ids
+    assert tuple(said.token_logprobs) == call.completion.logprobs
+    assert [(it["version"], it["start"], it["end"]) for it in said.version_spans] == [
+        (it.version, it.start, it.end) for it in call.completion.version_spans
+    ]
+
+
+def is_one_rollout(it: Open, num_turns: int) -> bool:
+    (rollout,) = it.episode.played(1.0).rollouts(0, 1.0)
+    return len(rollout.turns) == num_turns and it.episode.num_rewritten == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Messages
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_agent_of_anthropics_sdk_calls_a_tool_and_stays_in_one_rollout(streams: bool) -> None:
+    async def play(it: Open) -> None:
+        async with anthropic_client(it) as client:
+            settings: Any = {"model": "m", "max_tokens": 32_000, "tools": [MESSAGES_TOOL]}
+            system: Any = [
+                {"type": "text", "text": "x-anthropic-billing-header: cch=1;\nBe brief."},
+                {"type": "text", "text": " And exact.", "cache_control": {"type": "ephemeral"}},
+            ]
+            history: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What is 6 * 7?"}]}]
+
+            async def ask() -> Any:
+                if not streams:
+                    return await client.messages.create(system=system, messages=history, **settings)
+                async with client.messages.stream(system=system, messages=history, **settings) as stream:
+                    async for _ in stream:
+                        pass
+                    return await stream.get_final_message()
+
+            first = await ask()
+            assert first.stop_reason == "tool_use" and [it.type for it in first.content] == ["text", "tool_use"]
+            text, call = first.content
+            assert text.text == "I will compute it." and (call.name, call.input) == ("python", {"code": "6*7"})
+            assert first.usage.input_tokens == len(it.episode.recording.calls[0].prompt_token_ids)
+            if not streams:  # the SDK's accumulator drops what its types do not name
+                check_tokens(it, 0, first)
+            history.append({"role": "assistant", "content": [it.model_dump() for it in first.content]})
+            history.append(
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "42"}]}
+            )
+            system[0]["text"] = "x-anthropic-billing-header: cch=2;\nBe brief."
+            last = await ask()
+            assert last.stop_reason == "end_turn" and last.content[0].text == "It is 42."
+            assert is_one_rollout(it, 2)
+
+    on_script(ANSWERS, play, streams=streams)
+
+
+def test_streamed_messages_carry_the_tokens_in_their_last_delta(shared_server: ServerProcess, model_dir: Path) -> None:
+    async def play(it: Open) -> None:
+        body = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        answer = await post(it.url.removesuffix("/v1"), "/v1/messages", body)
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+        names = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
+        assert names == [event["type"] for event in events]
+        assert (names[0], names[-2:]) == ("message_start", ["message_delta", "message_stop"])
+        call = it.episode.recording.calls[0]
+        assert tuple(events[-2]["token_ids"]) == call.completion.token_ids
+        assert tuple(events[-2]["token_logprobs"]) == call.completion.logprobs
+        assert events[-2]["usage"]["output_tokens"] == call.completion.num_tokens
+        assert [span["version"] for span in events[-2]["version_spans"]] == [versions_of(call.completion)[0]]
+
+    on_engine(shared_server, model_dir, play)
+
+
+def test_tokens_are_counted_and_nothing_is_recorded() -> None:
+    async def play(it: Open) -> None:
+        async with anthropic_client(it) as client:
+            asked: Any = {"model": "m", "system": "Be brief.", "messages": [{"role": "user", "content": "What is it?"}]}
+            counted = await client.messages.count_tokens(**asked)
+            assert not it.episode.recording.calls
+            said = await client.messages.create(max_tokens=50, **asked)
+            assert counted.input_tokens == said.usage.input_tokens
+            models = await client.models.list()
+            assert [it.id for it in models.data] == ["scripted"]
+
+    on_script(ANSWERS[1:], play)
+
+
+def test_background_calls_are_recorded_and_not_trained_on() -> None:
+    async def play(it: Open) -> None:
+        async with anthropic_client(it) as client:
+            title = await client.messages.create(
+                model="small", max_tokens=50, messages=[{"role": "user", "content": "A title for: what is 6 * 7?"}]
+            )
+            assert title.content[0].type == "text"
+            asked: Any = {"model": "large", "max_tokens": 50, "tools": [MESSAGES_TOOL]}
+            await client.messages.create(messages=[{"role": "user", "content": "What is 6 * 7?"}], **asked)
+            assert len(it.episode.recording.calls) == 2
+            (rollout,) = it.episode.played(1.0).rollouts(0, 1.0)
+            assert tuple(rollout.completion_token_ids) == it.episode.recording.calls[1].completion.token_ids
+
+    on_script(["Sums", "It is 42."], play, trains_on_all=False)
+
+
+def test_reasoning_comes_apart_and_is_not_needed_to_continue() -> None:
+    async def play(it: Open) -> None:
+        async with anthropic_client(it) as client:
+            history: list[Any] = [{"role": "user", "content": "What is 6 * 7?"}]
+            async with client.messages.stream(model="m", max_tokens=50, messages=history) as stream:
+                first = await stream.get_final_message()
+            assert [it.type for it in first.content] == ["thinking", "text"]
+            assert first.content[0].thinking == "Six sevens." and first.content[1].text == "It is 42."
+            history += [
+                {"role": "assistant", "content": [first.content[1].model_dump()]},
+                {"role": "user", "content": "Sure?"},
+            ]
+            last = await client.messages.create(model="m", max_tokens=50, messages=history)
+            assert last.content[0].text == "Yes."
+            transcripts = [call.prompt_token_ids for call in it.episode.recording.calls]
+            assert qwen()[0].decode(transcripts[1]).count("Six sevens.") in (0, 1)
+
+    on_script(["<think>\nSix sevens.\n</think>\n\nIt is 42.", "Yes."], play, streams=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role is 'robot'"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages.0.content.0 has the type"),
+        ({"system": [{"type": "image"}]}, "only text blocks"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"tools": [{"input_schema": {}}]}, "tools.0.name is None"),
+    ],
+)
+def test_what_messages_cannot_be_is_refused_in_anthropics_shape(change: dict[str, Any], says: str) -> None:
+    async def play(it: Open) -> None:
+        body = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}], **change}
+        answer = await post(it.url.removesuffix("/v1"), "/v1/messages", body)
+        assert answer.status_code == 400
+        error = answer.json()
+        assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+        assert says in error["error"]["message"]
+
+    on_script([], play)
+
+
+def test_a_key_that_names_no_episode_is_an_authentication_error() -> None:
+    async def play(it: Open) -> None:
+        base = it.url.removesuffix(f"/e/{it.key}/v1")
+        async with anthropic.AsyncAnthropic(base_url=base, api_key="wrong", max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError, match="does not name an episode"):
+                await client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": "hi"}])
+        async with anthropic.AsyncAnthropic(base_url=base, api_key=it.key, max_retries=0) as client:
+            said = await client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": "hi"}])
+            assert said.content[0].type == "text"
+
+    on_script(ANSWERS[1:], play)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Responses
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_an_agent_of_openais_sdk_calls_a_tool_by_responses_and_stays_in_one_rollout(streams: bool, by_id: bool) -> None:
+    async def play(it: Open) -> None:
+        settings: Any = {"model": "m", "tools": [RESPONSES_TOOL], "instructions": "Be brief.", "store": False}
+
+        async def ask(given: Any, **more: Any) -> Any:
+            if not streams:
+                return await it.client.responses.create(input=given, **settings, **more)
+            async with it.client.responses.stream(input=given, **settings, **more) as stream:
+                seen = [event async for event in stream]
+                assert [event.sequence_number for event in seen] == list(range(len(seen)))
+                return await stream.get_final_response()
+
+        first = await ask("What is 6 * 7?")
+        assert first.status == "completed" and [it.type for it in first.output] == ["message", "function_call"]
+        assert first.output_text == "I will compute it."
+        call = first.output[1]
+        assert (call.name, json.loads(call.arguments)) == ("python", {"code": "6*7"})
+        check_tokens(it, 0, first)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+        if by_id:
+            last = await ask([result], previous_response_id=first.id)
+        else:
+            echoed = [it.model_dump(exclude_none=True) for it in first.output]
+            last = await ask([{"role": "user", "content": "What is 6 * 7?"}, *echoed, result])
+        assert last.output_text == "It is 42."
+        check_tokens(it, 1, last)
+        assert is_one_rollout(it, 2)
+
+    on_script(ANSWERS, play, streams=streams)
+
+
+def test_custom_tools_and_the_local_shell_get_calls_of_their_own_kinds() -> None:
+    async def play(it: Open) -> None:
+        inner = {"type": "function", "name": "spawn", "parameters": SCHEMA}
+        tools: Any = [
+            {"type": "custom", "name": "apply_patch"},
+            {"type": "local_shell"},
+            {"type": "web_search"},
+            {"type": "namespace", "name": "agents", "tools": [inner]},
+        ]
+        asked = await it.client.responses.create(model="m", input="Patch it.", tools=tools)
+        patch, shell, spawn = asked.output
+        assert spawn.type == "function_call" and (spawn.name, spawn.namespace) == ("spawn", "agents")
+        assert patch.type == "custom_tool_call" and patch.input == "*** Begin"
+        assert shell.type == "local_shell_call" and shell.action.command == ["ls"]
+        given: Any = [
+            {"role": "user", "content": "Patch it."},
+            *(it.model_dump(exclude_none=True) for it in asked.output),
+            {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "done"},
+            {"type": "local_shell_call_output", "call_id": shell.call_id, "output": "a b"},
+            {"type": "function_call_output", "call_id": spawn.call_id, "output": "spawned"},
+        ]
+        last = await it.client.responses.create(model="m", input=given, tools=tools)
+        assert last.output_text == "Done." and is_one_rollout(it, 2)
+
+    calls = [{"name": "apply_patch", "arguments": {"input": "*** Begin"}}]
+    calls.append({"name": "local_shell", "arguments": {"command": ["ls"]}})
+    calls.append({"name": "spawn", "arguments": {"code": "1"}})
+    on_script(["\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls), "Done."], play)
+
+
+def test_an_answer_that_is_cut_is_incomplete_and_reasoning_is_an_item() -> None:
+    async def play(it: Open) -> None:
+        asked = await it.client.responses.create(model="m", input="What is 6 * 7?")
+        assert [it.type for it in asked.output] == ["reasoning", "message"]
+        assert asked.status == "incomplete" and asked.incomplete_details is not None
+        assert asked.incomplete_details.reason == "max_output_tokens"
+        async with it.client.responses.stream(model="m", input="And 6 * 8?") as stream:
+            kinds = [event.type async for event in stream]
+            assert "response.reasoning_summary_text.delta" in kinds and kinds[-1] == "response.incomplete"
+
+    on_script(["<think>Six sevens.</think>It is", "<think>Six eights.</think>It is"], play, streams=True, ends=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"previous_response_id": "resp_9"}, "'resp_9' is not the id of an answer"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0 has the type 'item_reference'"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"background": True}, "background"),
+        ({"conversation": "x"}, "conversation"),
+    ],
+)
+def test_what_responses_cannot_be_is_refused(change: dict[str, Any], says: str) -> None:
+    async def play(it: Open) -> None:
+        answer = await post(it.url.removesuffix("/v1"), "/v1/responses", {"model": "m", "input": "hi", **change})
+        assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+
+    on_script([], play)
