@@ -20,6 +20,8 @@ VERIFIERS    := .verifiers
 STAMP_VERIFIERS := $(VERIFIERS)/.installed
 OPENENV      := .openenv
 STAMP_OPENENV := $(OPENENV)/.installed
+AGENTS       := .agents
+STAMP_AGENTS := $(AGENTS)/.installed
 TINKER       := .tinker
 STAMP_TINKER := $(TINKER)/.installed
 FLOOR = $(1)==$(shell sed -n 's/^ *"$(1)>=\([0-9.]*\)",$$/\1/p' pyproject.toml | head -n 1)
@@ -47,7 +49,7 @@ SMOLLM2 := models/smollm2
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-tinker test-tinker-engines coverage test-engines engines certificates certificate-tinker certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
+.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-agents test-tinker test-tinker-engines coverage test-engines engines certificates certificate-tinker certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
 
 # A real pretrained model where the package index has it, the tiny one where not.
 demo: $(STAMP)
@@ -95,6 +97,10 @@ test-tinker: $(STAMP) $(STAMP_TINKER) $(SMOLLM2)/SOURCE
 test-tinker-engines: $(STAMP) $(STAMP_TINKER) $(STAMP_VLLM)
 	INFLIGHT_TESTS_SERVER_PYTHON=$(CURDIR)/$(BIN)/python INFLIGHT_TESTS_VLLM_PYTHON=$(CURDIR)/.engines/vllm-$(VLLM)/bin/python \
 	  $(TINKER)/bin/python -m pytest -W ignore::ResourceWarning tests/dialects/tinker/test_engines_sdk.py --durations 5 $(PYTEST)
+
+# Claude Code and Codex, from npm, and the OpenAI Agents SDK against the recording proxy; a script plays the model.
+test-agents: $(STAMP) $(STAMP_AGENTS)
+	INFLIGHT_TESTS_AGENTS=$(CURDIR)/$(AGENTS) $(BIN)/python -m pytest tests/real_agents --durations 5 $(PYTEST)
 
 # Keeps which methods of the SDK's release passed their tests, for the table of docs/tinker.md.
 certificate-tinker:
@@ -278,6 +284,16 @@ $(STAMP_TINKER): pyproject.toml constraints.txt
 	$(TINKER)/bin/pip install --quiet --no-deps tinker-cookbook==0.6.1
 	touch $@
 
+# npm may be told to run no scripts of packages; Claude Code's own puts its program into place.
+$(STAMP_AGENTS): tests/real_agents/package.json tests/real_agents/requirements.txt
+	mkdir -p $(AGENTS)
+	cp tests/real_agents/package.json $(AGENTS)
+	cd $(AGENTS) && npm install --no-audit --no-fund --loglevel error
+	cd $(AGENTS)/node_modules/@anthropic-ai/claude-code && node install.cjs
+	$(PYTHON) -m venv $(AGENTS)/venv
+	$(AGENTS)/venv/bin/pip install --quiet --requirement tests/real_agents/requirements.txt
+	touch $@
+
 $(SMOLLM2)/SOURCE: | $(STAMP)
 	$(BIN)/inflight pretrained-model $(SMOLLM2)
 
@@ -301,4 +317,4 @@ $(STAMP_SGLANG): engines/install engines/sglang-cpu.txt engines/torchvision_on_c
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VERIFIERS) $(OPENENV) $(TINKER) .engines runs models .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) $(VERIFIERS) $(OPENENV) $(TINKER) $(AGENTS) .engines runs models .mypy_cache .ruff_cache .pytest_cache

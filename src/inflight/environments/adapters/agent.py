@@ -22,7 +22,7 @@ from inflight.contracts import Environment, Episode
 from inflight.errors import TaskError
 from inflight.types import TaskItem
 
-_SECRETS = ("INFLIGHT_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
+_SECRETS = ("INFLIGHT_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "ANTHROPIC_AUTH_TOKEN")
 """Variables that an agent does not inherit."""
 _PARTING_S = 5.0
 """How long to read the rest of an agent's output after the agent has ended."""
@@ -101,6 +101,8 @@ class AgentCommand(Environment):
             "OPENAI_BASE_URL": url,
             "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": key,
             "INFLIGHT_REWARD_URL": f"{url.removesuffix('/v1')}/reward",
             "NO_PROXY": ",".join(filter(None, (inherited.get("NO_PROXY"), "127.0.0.1"))),
         }

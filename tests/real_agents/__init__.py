@@ -1,0 +1,1 @@
+"""Programs that people use as agents, against the recording proxy: make test-agents installs and runs them."""
