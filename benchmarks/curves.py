@@ -1,4 +1,4 @@
-"""Reward curves of a run on a real model: full weights, LoRA and vLLM, three seeds each.
+"""Reward curves of a run on a real model: full weights, LoRA and vLLM, three seeds each, and one without bursts.
 
     inflight pretrained-model models/smollm2
     make engines                                                  # for vllm
@@ -32,8 +32,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "full weights": (),
     "LoRA": ("--train.lora", "{ rank = 16, alpha = 32, targets = 'all-linear' }", "--train.learning_rate", "3e-4"),
     "vLLM": ("--servers.engine", "vllm"),
+    "one group at a time": ("--rollouts.burst", "1"),
 }
-COLOURS = {"full weights": "#0969da", "LoRA": "#8250df", "vLLM": "#bc4c00"}
+COLOURS = {"full weights": "#0969da", "LoRA": "#8250df", "vLLM": "#bc4c00", "one group at a time": "#57606a"}
 
 
 def run_variant(overrides: Sequence[str], seed: int) -> dict[str, Any]:

@@ -63,6 +63,9 @@ def random_guess(item: TaskItem, text: str, rng: random.Random) -> str:
     return f'<tool_call>{{"name": "guess", "arguments": {{"number": {rng.randrange(10)}}}}}</tool_call>'
 
 
+_VAULT = ("--task", "tool_task:vault_turns", "--style", "answer")
+
+
 @dataclass(frozen=True)
 class Case:
     """One example, and how its model is made."""
@@ -72,14 +75,24 @@ class Case:
     """What demonstrations say, or the arguments of ``inflight tiny-model``."""
     num_steps: int = 600
     shape: TinyShape = field(default_factory=TinyShape)
+    overrides: tuple[str, ...] = ()
+
+
+def tool_agent(api: str) -> Case:
+    """Return the tool task, played by a program that calls an API."""
+    params = f'{{ command = ["python", "examples/tool_agent.py", "{api}"], tasks = "tool_task:vault_item" }}'
+    directory = f"runs/tool_agent_{api}"
+    return Case("tool_agent", _VAULT, overrides=("--task.params", params, "--run.directory", directory))
 
 
 CASES = {
     "tictactoe": Case("textarena", random_cell),
     "guess_number": Case("guess_number", random_number),
     "retry": Case("retry", ()),
-    "tool_task": Case("tool_task", ("--task", "tool_task:vault_turns", "--style", "answer")),
-    "tool_agent": Case("tool_agent", ("--task", "tool_task:vault_turns", "--style", "answer")),
+    "tool_task": Case("tool_task", _VAULT),
+    "tool_agent": tool_agent("chat"),
+    "tool_agent_messages": tool_agent("messages"),
+    "tool_agent_responses": tool_agent("responses"),
     "trl": Case("trl_environment", random_guess, num_steps=400),
     "pictures": Case(
         "pictures", ("--images", "--task", "pictures:Pictures", "--wrong-fraction", "0.5", "--steps", "150")
@@ -172,6 +185,7 @@ def main() -> None:
     case = CASES[arguments.name]
     sys.path.append(str(ROOT / "examples"))
     example = ROOT / "examples" / f"{case.example}.toml"
+    overrides = [*case.overrides, *overrides]
     config = load_config(example, overrides)
     if arguments.only_model or not config.model.path.exists():
         make_model(case, config.model.path)

@@ -3,7 +3,7 @@
     inflight pretrained-model models/smollm2
     python -m benchmarks.race models/smollm2
 
-The entrants run in turns, each in processes of its own, with the settings of examples/sums.toml and the same seed in
+The entrants run in turns, each in processes of its own, with the settings of race.toml and the same seed in
 each round. No entrant evaluates or saves before it ends. The goal is reached with the first step at which the mean
 reward of the last three steps is at least the goal. The reward of a step is the mean over the completions that finished
 since the step before; a step without any does not count. An entrant is stopped two steps later.
@@ -38,7 +38,7 @@ from benchmarks.tables.race_table import race_ratios, race_table
 from inflight.observe.trace.files import read_events
 
 ROOT = Path(__file__).parents[1]
-CONFIG = str(ROOT / "examples" / "sums.toml")
+CONFIG = str(ROOT / "benchmarks" / "race.toml")
 ENTRANTS = {
     "pipeline": ["-m", "inflight", "train", CONFIG],
     "conventional": ["-m", "inflight", "train", CONFIG, "--run.mode", "conventional", "--run.conventional_steps", "1"],

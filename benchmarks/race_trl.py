@@ -1,6 +1,6 @@
 """The entrant ``trl`` of benchmarks/race.py: TRL's GRPOTrainer on the model, task and optimizer of a run of inflight.
 
-    python -m benchmarks.race_trl examples/sums.toml --run.directory runs/trl --run.seed 1
+    python -m benchmarks.race_trl benchmarks/race.toml --run.directory runs/trl --run.seed 1
 
 It reads the configuration of a run, with overrides, and writes to the run's directory what a run of inflight writes and
 the race reads: a row of ``metrics.jsonl`` for each optimizer step, and in ``events.jsonl`` when sampling began.

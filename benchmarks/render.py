@@ -88,15 +88,17 @@ def plot_policies(rows: dict[str, dict[str, Any]]) -> None:
 
 def plot_environments(names: Sequence[str]) -> None:
     """Mean reward of each step of the runs on environments."""
-    figure, axes = plt.subplots(1, len(names), figsize=(3.2 * len(names), 3), layout="constrained")
-    for axis, name in zip(axes, names, strict=True):
+    num_rows, num_columns = 2, -(-len(names) // 2)
+    figure, axes = plt.subplots(num_rows, num_columns, figsize=(3.2 * num_columns, 6), layout="constrained")
+    for axis, name in zip(axes.flat, names, strict=True):
         rewards = [reward for reward in read_results(f"environments-{name}")["rows"]["rewards"] if reward is not None]
         axis.plot(range(1, len(rewards) + 1), rewards, color="#8250df", alpha=0.3)
         axis.plot(range(1, len(rewards) + 1), smoothed(rewards), color="#8250df")
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("mean reward")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("mean reward")
     figure.savefig(IMAGES / "environments.png", dpi=110)
     plt.close(figure)
 
@@ -215,7 +217,18 @@ def main() -> None:
     plot_quickstart(read_results("losses")["rows"]["learning"], "preset", "presets.png")
     loras = read_results("lora")["rows"]
     plot_quickstart([{"trained": name, **row} for name, row in loras.items()], "trained", "lora.png")
-    plot_environments(["tool_task", "tool_agent", "tictactoe", "guess_number", "retry", "pictures"])
+    plot_environments(
+        [
+            "tool_task",
+            "tool_agent",
+            "tool_agent_messages",
+            "tool_agent_responses",
+            "tictactoe",
+            "guess_number",
+            "retry",
+            "pictures",
+        ]
+    )
     plot_policies(read_results("policies")["rows"])
     compile_s = dict.fromkeys(row["compile_cpu_s"] for row in compiled["rows"])
     template = (Path(__file__).parent / "performance.template.md").read_text()

@@ -1,6 +1,9 @@
 """The tool task of tool_task.py, played by a program that does not use inflight, only Python's standard library.
 
-Its item comes as a line of JSON, its model from OPENAI_BASE_URL, and its reward is the last line that it prints.
+    python examples/tool_agent.py [chat | messages | responses]
+
+Its item comes as a line of JSON, and its reward is the last line that it prints. Its model comes from OPENAI_BASE_URL,
+by OpenAI's chat or Responses, or from ANTHROPIC_BASE_URL, by Anthropic's Messages.
 """
 
 import json
@@ -8,36 +11,80 @@ import os
 import sys
 import urllib.request
 
+NAME, DESCRIPTION = "look", "Says what is at a place."
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 
-def chat(messages):
-    body = {"model": "vault", "messages": messages, "tools": [LOOK]}
-    request = urllib.request.Request(
-        f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
-    )
+
+def post(url, body, **headers):
+    content = json.dumps({"model": "vault", **body}).encode()
+    request = urllib.request.Request(url, content, {"Content-Type": "application/json", **headers})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["choices"][0]["message"]
+        return json.load(answer)
 
 
-LOOK = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Says what is at a place.",
-        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
-    },
-}
-item = json.loads(sys.stdin.readline())
-messages = [{"role": "user", "content": item["prompt"]}]
-num_found = 0
-for place, found in item["places"].items():
-    reply = chat(messages)
+def openai(path, body):
+    return post(f"{os.environ['OPENAI_BASE_URL']}{path}", body, Authorization=f"Bearer {os.environ['OPENAI_API_KEY']}")
+
+
+# Each function asks the model, adds its reply to the history, and returns the text and the calls of the reply, or adds
+# the result of a call.
+
+
+def ask_chat(history):
+    tool = {"type": "function", "function": {"name": NAME, "description": DESCRIPTION, "parameters": SCHEMA}}
+    reply = openai("/chat/completions", {"messages": history, "tools": [tool]})["choices"][0]["message"]
+    history.append(reply)
     calls = reply.get("tool_calls") or []
-    if len(calls) != 1 or json.loads(calls[0]["function"]["arguments"]).get("at") != place:
-        print(json.dumps({"reward": num_found / 4}))
-        sys.exit()
-    num_found += 1
-    messages += [reply, {"role": "tool", "tool_call_id": calls[0]["id"], "content": found}]
-reply = chat(messages)
-print(json.dumps({"reward": num_found / 4 + (reply["content"] == item["answer"]) / 2}))
+    return reply["content"], [(call["id"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+def result_chat(history, call_id, found):
+    history.append({"role": "tool", "tool_call_id": call_id, "content": found})
+
+
+def ask_messages(history):
+    tool = {"name": NAME, "description": DESCRIPTION, "input_schema": SCHEMA}
+    body = {"max_tokens": 1000, "messages": history, "tools": [tool]}
+    headers = {"x-api-key": os.environ["ANTHROPIC_API_KEY"], "anthropic-version": "2023-06-01"}
+    reply = post(f"{os.environ['ANTHROPIC_BASE_URL']}/v1/messages", body, **headers)["content"]
+    history.append({"role": "assistant", "content": reply})
+    text = "".join(block["text"] for block in reply if block["type"] == "text")
+    return text, [(block["id"], block["input"]) for block in reply if block["type"] == "tool_use"]
+
+
+def result_messages(history, call_id, found):
+    result = {"type": "tool_result", "tool_use_id": call_id, "content": found}
+    history.append({"role": "user", "content": [result]})
+
+
+def ask_responses(history):
+    tool = {"type": "function", "name": NAME, "description": DESCRIPTION, "parameters": SCHEMA}
+    reply = openai("/responses", {"input": history, "tools": [tool]})["output"]
+    history += reply
+    text = "".join(part["text"] for item in reply if item["type"] == "message" for part in item["content"])
+    calls = [item for item in reply if item["type"] == "function_call"]
+    return text, [(call["call_id"], json.loads(call["arguments"])) for call in calls]
+
+
+def result_responses(history, call_id, found):
+    history.append({"type": "function_call_output", "call_id": call_id, "output": found})
+
+
+def play(item, ask, result):
+    """Return the reward of an episode."""
+    history = [{"role": "user", "content": item["prompt"]}]
+    num_found = 0
+    for place, found in item["places"].items():
+        _, calls = ask(history)
+        if len(calls) != 1 or calls[0][1].get("at") != place:
+            return num_found / 4
+        num_found += 1
+        result(history, calls[0][0], found)
+    text, _ = ask(history)
+    return num_found / 4 + (text == item["answer"]) / 2
+
+
+if __name__ == "__main__":
+    api = sys.argv[1] if len(sys.argv) > 1 else "chat"
+    item = json.loads(sys.stdin.readline())
+    print(json.dumps({"reward": play(item, globals()[f"ask_{api}"], globals()[f"result_{api}"])}))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -292,3 +294,36 @@ def test_what_responses_cannot_be_is_refused(change: dict[str, Any], says: str) 
         assert answer.status_code == 400 and says in answer.json()["error"]["message"]
 
     on_script([], play)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The example that calls all three
+
+
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+def test_the_program_of_the_tool_task_plays_by_each_api(api: str) -> None:
+    item = {"prompt": "Look in the hall.", "places": {"hall": "go to the well", "well": "blue"}, "answer": "blue"}
+    calls = [
+        f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': {'at': place}})}\n</tool_call>"
+        for place in item["places"]
+    ]
+
+    async def play(it: Open) -> None:
+        program = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).parents[2] / "examples" / "tool_agent.py"),
+            api,
+            env={
+                "OPENAI_BASE_URL": it.url,
+                "OPENAI_API_KEY": it.key,
+                "ANTHROPIC_BASE_URL": it.url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": it.key,
+            },
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        said, _ = await asyncio.wait_for(program.communicate(json.dumps(item).encode() + b"\n"), 60)
+        assert json.loads(said) == {"reward": 1.0}
+        assert is_one_rollout(it, 3)
+
+    on_script([*calls, "blue"], play)
