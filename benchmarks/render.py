@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 from benchmarks.gpu.tables import page as gpu_page
 from benchmarks.results import DIRECTORY, read_results
 from benchmarks.tables.race_table import race_facts
+from benchmarks.tables.tables import ENVIRONMENTS
 
 from inflight.run.record.plots import smoothed
 
@@ -217,18 +218,7 @@ def main() -> None:
     plot_quickstart(read_results("losses")["rows"]["learning"], "preset", "presets.png")
     loras = read_results("lora")["rows"]
     plot_quickstart([{"trained": name, **row} for name, row in loras.items()], "trained", "lora.png")
-    plot_environments(
-        [
-            "tool_task",
-            "tool_agent",
-            "tool_agent_messages",
-            "tool_agent_responses",
-            "tictactoe",
-            "guess_number",
-            "retry",
-            "pictures",
-        ]
-    )
+    plot_environments(list(ENVIRONMENTS))
     plot_policies(read_results("policies")["rows"])
     compile_s = dict.fromkeys(row["compile_cpu_s"] for row in compiled["rows"])
     template = (Path(__file__).parent / "performance.template.md").read_text()
