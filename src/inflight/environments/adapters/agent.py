@@ -1,4 +1,4 @@
-"""Agents as commands: each episode is one run of a program that only knows an OpenAI URL.
+"""Agents as commands: each episode is one run of a program that knows only a URL.
 
 The program receives the URL and its key in the variables that OpenAI clients read, in ``OPENAI_BASE_URL`` and
 ``OPENAI_API_KEY``, and the item as JSON on standard input. It gives its reward by posting ``{"reward": 1.0}`` to

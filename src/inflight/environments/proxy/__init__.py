@@ -1,1 +1,1 @@
-"""The recording proxy, which agents reach by an OpenAI URL."""
+"""The recording proxy, which agents reach by the URL of an OpenAI or Anthropic client."""

@@ -1,4 +1,4 @@
-"""The recording proxy as a Starlette application, through which an agent that uses an OpenAI URL plays an episode.
+"""The recording proxy as a Starlette application, through which an agent plays an episode by the API it knows.
 
 Each episode has a secret key, in the path (``/e/KEY/v1/...``) or as the API key. Every error has OpenAI's shape. A
 client that disconnects ends its request, and nothing of it is recorded.
