@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import tomllib
 from collections.abc import Callable
@@ -110,11 +111,18 @@ def exceptions_table() -> str:
     for certificate in certificates():
         name = f"{certificate['implementation']} {certificate['implementation_version']}"
         lines += [
-            f"| {name} | {verdict['id']} | {verdict['requirement']} | {_one_line(verdict['message'])} |"
+            f"| {name} | {verdict['id']} | {verdict['requirement']} | {_reason(verdict['message'])} |"
             for verdict in certificate["verdicts"]
             if verdict["outcome"] != "passed"
         ]
     return "\n".join(lines)
+
+
+def _reason(message: str) -> str:
+    """Return why a check was not made: of a server that did not start, the last error that it printed."""
+    what, is_started, output = message.partition(": '")
+    errors = re.findall(r"\b(\w*Error: [^\[\n]+)", output)
+    return _one_line(f"{what}: {errors[-1]}" if is_started and errors else message)
 
 
 def parity_table() -> str:
