@@ -56,12 +56,14 @@ BACKENDS = (
     Backend(
         "Fast-LLM",
         "training",
-        why_not="not on PyPI, and needs flash-attn and Triton; its streams and its broadcast could be tested with a stand-in",
+        why_not="not on PyPI, and needs flash-attn and Triton; its streams and its broadcast could be tested with a "
+        "stand-in",
     ),
     Backend(
         "Megatron-Core",
         "training",
-        why_not="megatron-core 0.16.1 runs on a CPU, except sequence parallelism, once some functions of torch.cuda are replaced",
+        why_not="megatron-core 0.16.1 runs on a CPU, except sequence parallelism, once some functions of torch.cuda "
+        "are replaced",
     ),
 )
 
