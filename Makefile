@@ -41,8 +41,8 @@ DEEPSPEED := tests/worker/deepspeed.txt
 TRACKERS := tests/trackers/requirements.txt
 # Perfetto, with which tests read traces.
 PERFETTO := tests/exports/perfetto.txt
-# The browser in which tests look at the page of a run.
-CHROMIUM := $(VENV)/.chromium
+# Programs of the system: a browser, in which tests look at the page of a run, and a sandbox, with which they compare ours.
+SYSTEM := $(VENV)/.system
 # The pretrained model of the demo and of tests/pretrained.
 SMOLLM2 := models/smollm2
 
@@ -69,11 +69,11 @@ demo-tiny: $(STAMP)
 TESTS := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40
 
 # Every module and every check, in minutes.
-test: $(STAMP) $(CHROMIUM) $(SMOLLM2)/SOURCE lint types
+test: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE lint types
 	$(TESTS) $(PYTEST)
 
 # The exhaustive grids, campaigns and soaks too, with a new interpreter for each process that a test starts.
-test-all: $(STAMP) $(CHROMIUM) $(SMOLLM2)/SOURCE lint types
+test-all: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE lint types
 	INFLIGHT_TESTS_FORK=0 $(TESTS) -m "" $(PYTEST)
 
 test-oldest: $(STAMP_OLDEST)
@@ -109,7 +109,7 @@ certificate-tinker:
 	$(BIN)/python -m tests.dialects.tinker.certificate build/tinker.xml docs/certificates/tinker
 
 # Lines and branches of src that `make test` comes to, in its processes too; PYTEST='-m ""' measures all tests.
-coverage: $(STAMP) $(CHROMIUM) $(SMOLLM2)/SOURCE
+coverage: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
 	$(BIN)/coverage combine --quiet
@@ -297,15 +297,15 @@ $(STAMP_AGENTS): tests/real_agents/package.json tests/real_agents/requirements.t
 $(SMOLLM2)/SOURCE: | $(STAMP)
 	$(BIN)/inflight pretrained-model $(SMOLLM2)
 
-$(CHROMIUM): $(STAMP)
-	@command -v chromium || command -v chromium-browser || command -v google-chrome \
-	  || { apt-get update -qq && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; } \
-	  || { echo "tests/watch needs a browser, and apt-get could not install chromium: install chromium or Google Chrome"; \
-	       exit 1; }
+$(SYSTEM): $(STAMP)
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null && command -v bwrap \
+	  || { apt-get update -qq && apt-get install -y --no-install-recommends bubblewrap chromium fonts-dejavu-core; } \
+	  || { echo "tests need a browser and bubblewrap, and apt-get could not install them: install chromium or Google Chrome," \
+	       "and bubblewrap"; exit 1; }
 	touch $@
 
 # The images of docs/watch.md, from a run and from one whose server is killed; takes minutes.
-screenshots: $(STAMP) $(CHROMIUM)
+screenshots: $(STAMP) $(SYSTEM)
 	$(BIN)/python -m tests.watch.screenshots
 
 $(STAMP_VLLM): engines/install engines/torchvision_on_cpu.py

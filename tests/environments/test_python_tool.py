@@ -135,9 +135,8 @@ print('made')
 
 
 def under_bubblewrap(code: str, *options: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """Run code under ``bwrap`` with the same view of files, or skip where bwrap does not run."""
-    if shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed")
+    """Run code under ``bwrap``, which make installs, with the same view of files; skip where no user may run it."""
+    assert shutil.which("bwrap") is not None, "bubblewrap is not installed"
     head = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--as-pid-1", "--clearenv"]
     if subprocess.run([*head, "--ro-bind", "/", "/", "true"], capture_output=True, timeout=60).returncode != 0:
         pytest.skip("bubblewrap does not run here")
