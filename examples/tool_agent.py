@@ -2,8 +2,8 @@
 
     python examples/tool_agent.py [chat | messages | responses]
 
-Its item comes as a line of JSON, and its reward is the last line that it prints. Its model comes from OPENAI_BASE_URL,
-by OpenAI's chat or Responses, or from ANTHROPIC_BASE_URL, by Anthropic's Messages.
+It reads its item from standard input, as one line of JSON, and prints its reward as the last line. It calls the model
+at OPENAI_BASE_URL, through chat completions or Responses, or at ANTHROPIC_BASE_URL, through Anthropic's Messages.
 """
 
 import json
@@ -26,8 +26,8 @@ def openai(path, body):
     return post(f"{os.environ['OPENAI_BASE_URL']}{path}", body, Authorization=f"Bearer {os.environ['OPENAI_API_KEY']}")
 
 
-# Each function asks the model, adds its reply to the history, and returns the text and the calls of the reply, or adds
-# the result of a call.
+# Each `ask_` function calls the model, adds the reply to the history, and returns the reply's text and tool calls. Each
+# `result_` function adds the result of a tool call to the history.
 
 
 def ask_chat(history):

@@ -73,8 +73,8 @@ class PlayedEpisode(WireModel):
     def rollouts(self, episode: int, temperature: float) -> list[Rollout]:
         """Return the token streams to train on; ``episode`` is the number of this one in its group.
 
-        Background calls of an agent are left out, such as those for a title: calls without tools that name another
-        model than the first call with tools.
+        An agent's background calls, for example to generate a title, are omitted: these are calls that offer no tools
+        and name a different model from the first call with tools.
         """
         main = next((call.model for call in self.calls if call.has_tools), "")
         return [

@@ -26,7 +26,7 @@ class Admission:
     expected_tokens: float
     """The assumed tokens of a group until four groups have finished."""
     burst: int = 1
-    """Once the pipeline has enough groups, further ones are offered only when there is room for that many."""
+    """Once the pipeline has enough groups, new ones are offered only when there is room for this many."""
     _has_enough: bool = False
     _recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     _open_seconds: float = 0.0
@@ -96,8 +96,9 @@ class Admission:
         The number of groups that are offered and not yet trained on stays within the lag bound. If generation is faster
         than training, that bound alone would let every token reach the largest lag. Therefore, if the trainer did not
         have to wait for its last step, the waiting groups and the open groups in excess of their mean number are
-        limited to `_NUM_AHEAD` steps, times ``surplus``, or one group more than ``burst`` if that is more. Otherwise
-        nothing is offered while a whole step is ready.
+        limited to ``surplus`` times `_NUM_AHEAD` steps, or, with bursts, to ``burst`` + 1 groups if that is more. After
+        the limit has been reached, nothing is offered until there is room for ``burst`` groups. If the trainer had to
+        wait, nothing is offered while a whole step is ready.
         """
         if not (is_idle or num_outstanding < staleness.max_outstanding_groups(self.groups_per_step)):
             return False

@@ -219,9 +219,9 @@ class RolloutsSection(Section):
     max_lag: int = Field(default=8, ge=0)
     """The largest lag, in weight versions, of a token that is trained on."""
     burst: int = Field(default=1, ge=1)
-    """Once enough groups are under way, further ones are offered only when there is room for this many. With steps of
-    one or two groups, set it to several: an engine takes less time per token if it samples several groups at a time,
-    and updates arrive while they are sampled."""
+    """Once enough groups are in flight, new ones are offered only when there is room for this many. If a step has only
+    one or two groups, set it to several: an engine is more efficient when it samples several groups at a time, and
+    updates arrive while they are being sampled."""
     scheduler: str = "least_loaded"
     """Decides which completions run where and when. Constructed with ``sampling.group_size``, ``run.seed`` and
     ``scheduler_params``."""

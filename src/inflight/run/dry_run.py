@@ -130,7 +130,7 @@ def _indices(it: GpuPlacement) -> tuple[int, ...]:
 
 
 def _asking(prepared: Prepared) -> list[Coroutine[Any, Any, PlannedProcess]]:
-    """Return calls that ask each running server, of the run and of the teachers, whether it can take part."""
+    """Return one call for each running server, of the run or of a teacher, which asks whether it can take part."""
     config = prepared.config
 
     async def server(endpoint: InferenceEndpoint) -> str:
@@ -143,13 +143,13 @@ def _asking(prepared: Prepared) -> list[Coroutine[Any, Any, PlannedProcess]]:
         return f"scores up to {config.distillation.max_concurrent} completions at a time"
 
     return [
-        *(_ask(url, "runs already", server) for url in prepared.attached),
+        *(_ask(url, "already running", server) for url in prepared.attached),
         *(_ask(it.url, "teacher", teacher) for it in config.distillation.teachers if it.url is not None),
     ]
 
 
 async def _ask(url: str, what: str, check: Callable[[InferenceEndpoint], Awaitable[str]]) -> PlannedProcess:
-    """Return a running server, and what it can do according to ``check`` or why it cannot take part."""
+    """Return a running server, with the abilities that ``check`` reports or the reason why it cannot take part."""
     endpoint = connect_endpoint(url, token=os.environ.get(TOKEN_VARIABLE), control_timeout_s=_ASK_S)
     try:
         async with asyncio.timeout(_ASK_S):

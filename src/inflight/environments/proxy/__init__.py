@@ -1,1 +1,1 @@
-"""The recording proxy, which agents reach by the URL of an OpenAI or Anthropic client."""
+"""The recording proxy, which agents call through an OpenAI or Anthropic client."""

@@ -1,4 +1,4 @@
-"""Answers for clients of OpenAI's API, each a turn of one episode: histories of messages in, messages out.
+"""Answers for the proxy's clients, each a turn of one episode: histories of messages in, messages out.
 
 A request continues the conversation whose messages it begins with, and otherwise begins a new one: an agent that
 edits or compacts its context continues in a branch. What was sampled is never tokenised again.
@@ -44,9 +44,9 @@ class Answer:
     """Without special tokens and stop strings, and without the calls of tools if there are any."""
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
-    """What came before the text in ``<think>`` tags, if the client receives it apart."""
+    """The contents of the ``<think>`` tags before the text, if the client receives reasoning separately."""
     stop: str | None = None
-    """The stop string that ended it."""
+    """The stop string that ended the answer, if any."""
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
@@ -217,7 +217,7 @@ class Answers:
     # ----------------------------------------------------------------------------------------------------------- chat
 
     def num_prompt_tokens(self, request: ChatRequest) -> int:
-        """Return the number of tokens of a request's prompt, of which nothing is sampled or recorded."""
+        """Return the number of tokens in a request's prompt. Samples and records nothing."""
         return len(self._prompt(request)[1].token_ids)
 
     def _prompt(self, request: ChatRequest) -> tuple[list[bytes], Prompt]:

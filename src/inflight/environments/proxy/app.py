@@ -1,7 +1,7 @@
-"""The recording proxy as a Starlette application, through which an agent plays an episode by the API it knows.
+"""The recording proxy as a Starlette application: agents play an episode through OpenAI's or Anthropic's API.
 
-Each episode has a secret key, in the path (``/e/KEY/v1/...``) or as the API key. Every error has OpenAI's shape. A
-client that disconnects ends its request, and nothing of it is recorded.
+Each episode has a secret key, in the path (``/e/KEY/v1/...``) or as the API key. Errors have Anthropic's shape under
+``/v1/messages``, and OpenAI's elsewhere. A client that disconnects ends its request, and nothing of it is recorded.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ServedEpisode:
     model: str
     """Name of the served model."""
     responses: dict[str, Sequence[dict[str, Any]]] = field(default_factory=dict)
-    """The conversation up to each answer of ``/v1/responses``, by the answer's id."""
+    """The conversation up to and including each answer of ``/v1/responses``, keyed by the answer's id."""
     running: TaskOwner = field(default_factory=TaskOwner)
     is_over: bool = False
     last_used: float = field(default_factory=time.monotonic)

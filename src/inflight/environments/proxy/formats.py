@@ -1,6 +1,6 @@
 """Answers in the formats of OpenAI's chat and completions, and of vLLM's generate, as JSON values.
 
-`AnswerFormat` is what each dialect of the proxy implements.
+Each dialect of the proxy implements `AnswerFormat`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AnswerFormat(Protocol):
     """Writes one answer for its client: whole, or as the events of a stream."""
 
     is_named: bool = False
-    """Whether events are sent under the name in their ``type``, and the stream ends without ``[DONE]``."""
+    """Whether each event's ``type`` is also its SSE event name; such a stream ends without ``[DONE]``."""
 
     @abstractmethod
     def whole(self, answer: Answer) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class AnswerFormat(Protocol):
 
     @abstractmethod
     def failed(self, error: InflightError) -> list[dict[str, Any]]:
-        """Return the events after which a stream that failed ends."""
+        """Return the events that end a failed stream."""
 
 
 class OpenAIFormat(AnswerFormat):
@@ -156,7 +156,7 @@ def error_json(error: InflightError, status: int | None = None) -> tuple[int, di
 
 
 def tokens_json(answer: Answer) -> dict[str, Any]:
-    """Return what training needs of an answer."""
+    """Return the fields of an answer that training needs."""
     completion = answer.completion
     return {
         "prompt_token_ids": answer.prompt_token_ids,
@@ -224,7 +224,7 @@ class GenerateFormat(AnswerFormat):
 
 
 def format_of(request: Request, model: str, pieces: Pieces) -> AnswerFormat:
-    """Return the format of a request to a route of OpenAI's or vLLM's."""
+    """Return the format of the answer to a chat, completions or generate request."""
     if isinstance(request, ProxyGenerateRequest):
         return GenerateFormat(request, model)
     return OpenAIFormat(request, model, pieces)

@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``: its requests as requests for a chat, and answers as its messages and events."""
+"""Anthropic's ``/v1/messages``: converts its requests to chat requests, and answers to its messages and events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.errors import InflightError, InvalidRequestError
 from inflight.wire import Items, StopString, TokenCount
 
 _BILLING = "x-anthropic-billing-header:"
-"""Begins a line that Claude Code puts into its system prompt, and that changes with each request."""
+"""Prefix of a line in Claude Code's system prompt that changes with each request."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
@@ -30,11 +30,11 @@ _SCHEMAS: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }
-"""Parameters of the typed tools that the client runs, by the beginnings of their types."""
+"""Parameters of Anthropic's predefined tools that the client runs, keyed by the prefix of the tool's type."""
 
 
 class MessagesChat(ChatRequest):
-    """A request to ``/v1/messages`` as a request for a chat."""
+    """A request to ``/v1/messages``, converted to a chat request."""
 
     id_prefix: ClassVar[str] = "msg_"
     is_converted: ClassVar[bool] = True
@@ -80,7 +80,7 @@ class MessagesRequest(ProxyBody):
     top_k: int | None = None
 
     def as_chat(self) -> MessagesChat:
-        """Return the same request for a chat. Raises `InvalidRequestError` that names what cannot be converted."""
+        """Return this request as a chat request. Raises `InvalidRequestError`, which names what cannot be converted."""
         system = "".join(_system_texts(self.system))
         messages = [{"role": "system", "content": system}] if system else []
         for number, message in enumerate(self.messages):
@@ -125,15 +125,15 @@ def _system_texts(system: str | Sequence[Mapping[str, Any]] | None) -> Iterator[
 
 
 def _chat_messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a chat that one message stands for: results of tools are messages of their own."""
+    """Yield the chat messages that one message converts to; each tool result becomes a separate message."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise InvalidRequestError(f"{where}.role is {role!r}, but must be 'user' or 'assistant'")
+        raise InvalidRequestError(f"{where}.role is {role!r}, but must be 'user', 'assistant' or 'system'")
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{where}.content is a {type(content).__name__}, but must be a text or a list")
+        raise InvalidRequestError(f"{where}.content is a {type(content).__name__}, but must be a string or a list")
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     for number, block in enumerate(content):
@@ -177,13 +177,13 @@ def _part(block: Any, where: str) -> dict[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """Return a tool as one of a chat; None for a tool that Anthropic's servers would run."""
+    """Return a tool in the format of chat; None if its type is not supported, as for those that Anthropic runs."""
     kind, name = str(tool.get("type") or "custom"), tool.get("name")
     schema = next((schema for begin, schema in _SCHEMAS.items() if kind.startswith(begin)), None)
     if kind != "custom" and schema is None:
         return None
     if not isinstance(name, str):
-        raise InvalidRequestError(f"{where}.name is {name!r}, but must be a text")
+        raise InvalidRequestError(f"{where}.name is {name!r}, but must be a string")
     parameters = tool.get("input_schema") or schema or _EMPTY
     function = {"name": name, "description": tool.get("description") or "", "parameters": parameters}
     return {"type": "function", "function": function}
@@ -194,7 +194,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
 
 
 def as_messages_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an error of OpenAI's shape in Anthropic's."""
+    """Return an error, given in OpenAI's shape, in Anthropic's shape."""
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
 
@@ -256,7 +256,7 @@ class MessagesFormat(AnswerFormat):
         return [*events, {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}]
 
     def _delta(self, kind: str, delta: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return a delta of a block of this type, which is begun if another one or none is open."""
+        """Return the events for a delta, which first open a block of this type unless one is already open."""
         empty = {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}}
         events = [] if self._open == kind else self._begin({"type": kind, **empty[kind]})
         return [*events, {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}]

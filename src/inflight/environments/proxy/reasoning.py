@@ -1,4 +1,4 @@
-"""Reasoning in ``<think>`` tags before an answer, for clients that receive it apart from the text."""
+"""Reasoning in ``<think>`` tags before an answer, for clients that receive it separately from the text."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Literal
 OPENS, _CLOSES = "<think>", "</think>"
 
 Reasoning = Literal["kept", "split", "opened"]
-"""Whether reasoning stays in the text, or is returned apart; ``opened``: the prompt has already opened it."""
+"""``kept``: reasoning stays in the text. ``split``: it is returned separately. ``opened``: the same, and the prompt
+already ends with the opening tag."""
 
 
 def split_reasoning(text: str, reasoning: Reasoning, *, is_whole: bool) -> tuple[str, str]:
     """Return the reasoning at the beginning of a reply, and the text after it.
 
-    Of a reply that is not whole yet, only what can no longer change is returned.
+    If the reply is still incomplete, only the part that can no longer change is returned.
     """
     if reasoning == "kept":
         return "", text

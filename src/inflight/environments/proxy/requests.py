@@ -137,10 +137,10 @@ class ChatRequest(_OpenAI):
     """Body of ``/v1/chat/completions``."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
-    """Of the answers' ids."""
+    """Prefix of the answers' ids."""
     is_converted: ClassVar[bool] = False
-    """Whether it comes from a dialect whose clients receive reasoning apart from the text, and may make background
-    calls with another model."""
+    """Whether it was converted from a dialect whose clients receive reasoning separately from the text and may make
+    background calls with another model."""
 
     messages: Items[dict[str, Any]] = Field(min_length=1)
     tools: Items[dict[str, Any]] | None = None
@@ -217,7 +217,7 @@ Chat = TypeVar("Chat", bound=ChatRequest)
 
 
 def chat_request(kind: type[Chat], **fields: Any) -> Chat:
-    """Return a request for a chat that another dialect asks for. Raises `InvalidRequestError`."""
+    """Return a chat request with the fields converted from another dialect. Raises `InvalidRequestError`."""
     try:
         return kind.model_validate({name: value for name, value in fields.items() if value is not None})
     except pydantic.ValidationError as error:

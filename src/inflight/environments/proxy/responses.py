@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses``: its requests as requests for a chat, and answers as its items and events."""
+"""OpenAI's ``/v1/responses``: converts its requests to chat requests, and answers to its items and events."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from inflight.wire import Items, TokenCount
 
 _SHELL = {"command": {"type": "array", "items": {"type": "string"}}, "timeout_ms": {"type": "integer"}}
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-"""Parameters of a custom tool, whose input is a text."""
+"""Parameters of a custom tool, whose input is a single string."""
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 Conversations = MutableMapping[str, Sequence[dict[str, Any]]]
-"""The messages of a chat up to each answer, by the answer's id."""
+"""The chat messages up to and including each answer, keyed by the answer's id."""
 
 
 class ResponsesChat(ChatRequest):
-    """A request to ``/v1/responses`` as a request for a chat."""
+    """A request to ``/v1/responses``, converted to a chat request."""
 
     id_prefix: ClassVar[str] = "resp_"
     is_converted: ClassVar[bool] = True
@@ -70,7 +70,7 @@ class ResponsesRequest(ProxyBody):
     top_logprobs: Literal[0] | None = None
 
     def as_chat(self, conversations: Conversations) -> ResponsesChat:
-        """Return the same request for a chat. Raises `InvalidRequestError` that names what cannot be converted."""
+        """Return this request as a chat request. Raises `InvalidRequestError`, which names what cannot be converted."""
         form = (self.text or {}).get("format") or {"type": "text"}
         if form.get("type") != "text":
             raise InvalidRequestError(f"text.format is {str(form)[:80]!r}: only the type 'text' is supported")
@@ -131,17 +131,17 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
             "type": "function_call_output" | "custom_tool_call_output" | "local_shell_call_output",
             "call_id": str(call_id),
         }:
-            return {"role": "tool", "tool_call_id": call_id, "content": _content(item.get("output"), where)}
+            return {"role": "tool", "tool_call_id": call_id, "content": _content(item.get("output"), f"{where}.output")}
         case {"role": "assistant"}:
-            parts = _content(item.get("content"), where)
+            parts = _content(item.get("content"), f"{where}.content")
             text = parts if isinstance(parts, str) else "".join(part.get("text", "") for part in parts)
             return {"role": "assistant", "content": text}
         case {"role": "user" | "system" | "developer" as role}:
-            return {"role": role, "content": _content(item.get("content"), where)}
+            return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
     kind = item.get("type")
     raise InvalidRequestError(
-        f"{where} has the type {str(kind)[:80]!r}: only messages, reasoning, calls of functions, custom tools and the "
-        "local shell, and their outputs are supported"
+        f"{where} has the type {str(kind)[:80]!r}: only messages, reasoning, and the calls and outputs of functions, "
+        "custom tools and the local shell are supported"
     )
 
 
@@ -154,8 +154,8 @@ def _content(content: Any, where: str) -> Any:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{where}.content is a {type(content).__name__}, but must be a text or a list")
-    return [_part(part, f"{where}.content.{number}") for number, part in enumerate(content)]
+        raise InvalidRequestError(f"{where} is a {type(content).__name__}, but must be a string or a list")
+    return [_part(part, f"{where}.{number}") for number, part in enumerate(content)]
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
@@ -164,12 +164,15 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
     text = part.get(_PARTS[kind]) if kind in _PARTS else None
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{where} has the type {str(kind)[:80]!r}: only text and image_url are supported")
+        raise InvalidRequestError(
+            f"{where} has the type {str(kind)[:80]!r}: only text, refusals, and input_image with an image_url are "
+            "supported"
+        )
     return {"type": "text", "text": text}
 
 
 def _tools(tool: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Yield a tool as one of a chat; nothing for a tool that OpenAI's servers would run."""
+    """Yield a tool, or those of a namespace, in the format of chat; nothing if the type is not supported."""
     match tool:
         case {"type": "function", "name": str(name)}:
             parameters = tool.get("parameters") or {"type": "object", "properties": {}}
@@ -182,7 +185,7 @@ def _tools(tool: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
                 yield from _tools(one, f"{where}.tools.{number}")
             return
         case {"type": "function" | "custom"}:
-            raise InvalidRequestError(f"{where}.name is {tool.get('name')!r}, but must be a text")
+            raise InvalidRequestError(f"{where}.name is {tool.get('name')!r}, but must be a string")
         case _:
             return
     function = {"name": name, "description": tool.get("description") or "", "parameters": parameters}
@@ -215,7 +218,7 @@ class ResponsesFormat(AnswerFormat):
         self._created = int(time.time())
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
-        """The items that have been streamed as a whole."""
+        """The items that have been streamed completely."""
         self._streamed: dict[str, Any] | None = None
         """The reasoning or the message that is being streamed."""
         self._text = ""
@@ -262,7 +265,7 @@ class ResponsesFormat(AnswerFormat):
         return [{"type": kind, "sequence_number": self._num_events - 1, **fields}]
 
     def _delta(self, answer_id: str, kind: str, text: str) -> list[dict[str, Any]]:
-        """Return the events for more of the reasoning or the message, which begins with it if none is open."""
+        """Return the events that add text to the streamed reasoning or message, which they open if necessary."""
         events: list[dict[str, Any]] = []
         if self._streamed is None or self._streamed["type"] != kind:
             events += self._close()
@@ -282,7 +285,7 @@ class ResponsesFormat(AnswerFormat):
         return [*events, *(self._event(f"response.{name}.delta", delta=text, **place) if text else ())]
 
     def _part(self, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the part of the streamed item with a text, and where it is."""
+        """Return the content part with this text, and the fields that locate it in the streamed item."""
         assert self._streamed is not None
         place = {"item_id": self._streamed["id"], "output_index": len(self._items)}
         if self._streamed["type"] == "reasoning":
@@ -326,7 +329,7 @@ class ResponsesFormat(AnswerFormat):
     # ------------------------------------------------------------------------------------------------------- responses
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
-        """Return the item of a call, of the type that its tool was declared with."""
+        """Return the item for a call; its type follows that of the tool in the request."""
         arguments, kind = call.arguments, self._kinds.get(call.name)
         common = {"id": f"fc_{call.id}", "call_id": call.id, "status": "completed"}
         if kind == "custom" and isinstance(arguments.get("input"), str):
@@ -339,7 +342,7 @@ class ResponsesFormat(AnswerFormat):
         return item | ({"namespace": self._namespaces[call.name]} if call.name in self._namespaces else {})
 
     def _keep(self, answer: Answer) -> None:
-        """Remember the conversation, without the instructions: they are those of one request."""
+        """Store the conversation without the instructions, which apply to a single request."""
         num_instructions = int(bool(self._request.instructions))
         self._conversations[answer.id] = (*self._chat.messages[num_instructions:], dict(answer.message))
 
