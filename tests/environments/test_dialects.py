@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import httpx2
 import pytest
 
@@ -292,6 +293,172 @@ def test_what_responses_cannot_be_is_refused(change: dict[str, Any], says: str) 
     async def play(it: Open) -> None:
         answer = await post(it.url.removesuffix("/v1"), "/v1/responses", {"model": "m", "input": "hi", **change})
         assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+
+    on_script([], play)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What clients and models do that is unusual
+
+
+def tool_call(arguments: str, name: str = "python") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+async def messages(it: Open, **body: Any) -> httpx.Response:
+    asked = {"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": "hi"}], **body}
+    return await post(it.url.removesuffix("/v1"), "/v1/messages", asked)
+
+
+@pytest.mark.parametrize("arguments", ['{"code": "\\ud83d"}', '{"code": NaN}', '{"code": 1e999}'])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_that_json_cannot_carry_stays_text(arguments: str, streams: bool) -> None:
+    async def play(it: Open) -> None:
+        answer = await messages(it, tools=[MESSAGES_TOOL], stream=streams)
+        assert answer.status_code == 200 and "<tool_call>" in answer.text and "tool_use" not in answer.text
+        said = await it.client.responses.create(model="m", input="hi", tools=[RESPONSES_TOOL])
+        assert [it.type for it in said.output] == ["message"]
+
+    on_script([tool_call(arguments)] * 2, play, streams=streams)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_of_reasoning_alone_has_a_message_and_continues(streams: bool) -> None:
+    async def play(it: Open) -> None:
+        user = {"role": "user", "content": "hi"}
+        if streams:
+            async with it.client.responses.stream(model="m", input=[user]) as stream:
+                first = await stream.get_final_response()
+        else:
+            first = await it.client.responses.create(model="m", input=[user])
+        assert [it.type for it in first.output] == ["reasoning", "message"]
+        echoed = [it.model_dump(exclude_none=True) for it in first.output]
+        await it.client.responses.create(model="m", input=[user, *echoed, user])
+        (rollout,) = it.episode.played(1.0).rollouts(0, 1.0)
+        assert len(rollout.turns) == 2
+
+    on_script(["<think>hm</think>", "Done"], play, streams=streams)
+
+
+def test_a_response_id_names_one_of_two_equal_answers() -> None:
+    async def play(it: Open) -> None:
+        first = await it.client.responses.create(model="m", input="q")
+        await it.client.responses.create(model="m", input="q")
+        await it.client.responses.create(model="m", input="sure?", previous_response_id=first.id)
+        calls = it.episode.recording.calls
+        start = len(calls[0].prompt_token_ids)
+        assert calls[2].prompt_token_ids[start:][: calls[0].completion.num_tokens] == calls[0].completion.token_ids
+
+    on_script(["<think>one</think>Yes", "<think>two</think>Yes", "ok"], play)
+
+
+def test_a_call_is_recognised_by_its_id_however_the_client_writes_its_arguments() -> None:
+    async def play(it: Open) -> None:
+        first = (await messages(it, tools=[MESSAGES_TOOL])).json()
+        (call,) = first["content"]
+        assert call["input"] == {"x": 1.0, "y": 100.0, "z": 2**60}
+        history = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": [call | {"input": {"x": 1, "y": 100, "z": float(2**60)}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "1"}]},
+        ]
+        await messages(it, tools=[MESSAGES_TOOL], messages=history)
+        assert is_one_rollout(it, 2)
+
+    on_script([tool_call(f'{{"x": 1.0, "y": 1e2, "z": {2**60}}}'), "ok"], play)
+
+
+def test_parallel_calls_are_one_answer_in_whatever_order_their_outputs_come() -> None:
+    async def play(it: Open) -> None:
+        user: Any = {"role": "user", "content": "hi"}
+        tools: Any = [RESPONSES_TOOL, {"type": "local_shell"}]
+        first = await it.client.responses.create(model="m", input=[user], tools=tools)
+        python, shell = first.output
+        assert shell.type == "local_shell_call" and shell.action.timeout_ms == 1000
+        given = [
+            user,
+            python.model_dump(exclude_none=True),
+            {"type": "function_call_output", "call_id": python.call_id, "output": "1"},
+            shell.model_dump(exclude_none=True),
+            {"type": "local_shell_call_output", "call_id": shell.call_id, "output": "a"},
+        ]
+        await it.client.responses.create(model="m", input=given, tools=tools)
+        assert is_one_rollout(it, 2)
+
+    calls = [tool_call('{"code": "1"}'), tool_call('{"command": ["ls"], "timeout_ms": 1000}', "local_shell")]
+    on_script(["\n".join(calls), "ok"], play)
+
+
+def test_answers_that_were_cut_are_continued_one_by_one() -> None:
+    async def play(it: Open) -> None:
+        given: list[Any] = [{"role": "user", "content": "hi"}]
+        for _ in range(3):
+            said = await it.client.responses.create(model="m", input=given, tools=[RESPONSES_TOOL])
+            assert said.status == "incomplete"
+            given += [it.model_dump(exclude_none=True) for it in said.output]
+        (rollout,) = it.episode.played(1.0).rollouts(0, 1.0)
+        assert len(rollout.turns) == 3
+
+    on_script(["one", "two", tool_call('{"code": "1"}') + "\n<tool_call>"], play, ends=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"text": {"format": "text"}}, "text.format"),
+        ({"input": [{"role": "user", "content": [{"type": []}]}]}, "input.0.content.0 has the type '[]'"),
+        ({"input": [{"role": "user", "content": 5}]}, "input.0.content is a int"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "a", "arguments": 5}]}, "'function_call'"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": ["x"]}]}, "tools.0.tools.0 is 'x'"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": 5}]}, "tools.0.tools is a int"),
+        ({"tools": [{"type": "function", "name": ["x"]}]}, "tools.0 is"),
+        ({"tools": [{"type": "apply_patch"}]}, "tools.0 is"),
+        ({"tools": [RESPONSES_TOOL, {"type": "namespace", "name": "a", "tools": [RESPONSES_TOOL]}]}, "'python'"),
+        ({"tools": [{"type": "function", "name": "a", "parameters": {"x": float("nan")}}]}, "not finite"),
+        ({"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]}, "did not write it"),
+    ],
+)
+def test_responses_of_wrong_types_are_refused(change: dict[str, Any], says: str) -> None:
+    async def play(it: Open) -> None:
+        answer = await post(it.url.removesuffix("/v1"), "/v1/responses", {"model": "m", "input": "hi", **change})
+        assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
+
+    on_script([], play)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tools": [{"type": "memory_20250818", "name": "memory"}]}, "'memory_20250818', which is not supported"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]}, "did not write it"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is None"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "image", "source": {"type": "url", "url": "data:image/png;base64,"}}],
+                    }
+                ]
+            },
+            "holds an image",
+        ),
+    ],
+)
+def test_messages_that_would_mean_something_else_are_refused(change: dict[str, Any], says: str) -> None:
+    async def play(it: Open) -> None:
+        answer = await messages(it, **change)
+        assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
+
+    on_script([], play)
+
+
+def test_errors_have_the_shape_of_their_api_whatever_fails() -> None:
+    async def play(it: Open) -> None:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(f"{it.url}/messages")).json()["type"] == "error"
+            assert "type" not in (await client.get(f"{it.url}/nothing")).json()
 
     on_script([], play)
 

@@ -7,10 +7,10 @@ edits or compacts its context continues in a branch. What was sampled is never t
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.histories import Histories, history_of, identity
@@ -24,7 +24,7 @@ from inflight.environments.proxy.requests import (
     rendered_message,
 )
 from inflight.environments.tools.tool_calls import before_calls, openai_tool_calls, split_tool_calls
-from inflight.environments.transcripts import Prompt, ReplyText
+from inflight.environments.transcripts import Prompt, ReplyText, Transcript
 from inflight.errors import InvalidRequestError
 from inflight.http.chat import before_stop
 from inflight.http.streamed_text import StreamedText
@@ -105,6 +105,10 @@ class Answers:
         self._histories = Histories()
         self._texts: list[tuple[str, tuple[int, ...]]] = []
         """Text and tokens after each answer to a plain text."""
+        self._calls: dict[str, dict[str, Any]] = {}
+        """The calls of tools that were sampled, by their ids."""
+        self._answered_with: dict[str, tuple[list[bytes], Transcript]] = {}
+        """The history up to and including each answer, and its transcript, by the answer's id."""
         self._turns: dict[str, int] = {}
         """Number of each answer's turn, by its id."""
         self._num_requests = itertools.count()
@@ -222,14 +226,32 @@ class Answers:
 
     def _prompt(self, request: ChatRequest) -> tuple[list[bytes], Prompt]:
         """Return the history of a request, and its prompt."""
-        messages = [rendered_message(message, number) for number, message in enumerate(request.messages)]
+        given = (
+            [self._as_sampled(message) for message in request.messages] if request.is_converted else request.messages
+        )
+        messages = [rendered_message(message, number) for number, message in enumerate(given)]
         tools, template = request.tools or (), self.episode.template
         history = history_of(messages, tools)
         found = self._histories.find(history)
+        if request.continues in self._answered_with:
+            known, transcript = self._answered_with[request.continues]
+            if history[: len(known)] == known:
+                found = transcript, len(known) - 1
+        if request.is_converted and messages[-1]["role"] == "assistant" and (not found or found[1] < len(messages)):
+            raise InvalidRequestError(
+                "the last message is the assistant's, and the model did not write it: the beginning of an answer "
+                "cannot be given"
+            )
         if found is None:
             return history, template.opening(messages, tools)
         transcript, num_known = found
         return history, template.following(transcript, messages[num_known:])
+
+    def _as_sampled(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with the calls of tools as they were sampled: clients write numbers and fields anew."""
+        if not message.get("tool_calls"):
+            return message
+        return {**message, "tool_calls": [self._calls.get(call["id"], call) for call in message["tool_calls"]]}
 
     def _note_chat(self, history: Sequence[bytes], prompt: Prompt, answer: Answer, reply_text: ReplyText) -> None:
         self.episode.num_rewritten += prompt.rewritten is not None
@@ -237,7 +259,10 @@ class Answers:
         transcript = self.episode.template.transcript(
             prompt, completion.token_ids, completion.finish_reason, reply_text
         )
-        self._histories.add([*history, identity(answer.message)], transcript)
+        known = [*history, identity(answer.message)]
+        self._histories.add(known, transcript)
+        self._answered_with[answer.id] = known, transcript
+        self._calls |= {call["id"]: call for call in openai_tool_calls(answer.tool_calls)}
 
     # ------------------------------------------------------------------------------------------------------ plain text
 

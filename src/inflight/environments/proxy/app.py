@@ -36,7 +36,8 @@ from inflight.environments.proxy.requests import (
     Request,
     RewardRequest,
 )
-from inflight.environments.proxy.responses import ResponsesFormat, ResponsesRequest
+from inflight.environments.proxy.response_items import ResponsesFormat
+from inflight.environments.proxy.responses import ResponsesRequest
 from inflight.errors import (
     EpisodeOverError,
     InflightError,
@@ -368,8 +369,12 @@ def _without_key(request: HttpRequest, message: str) -> str:
 
 async def _unknown(request: HttpRequest, error: HTTPException) -> Response:
     message = f"{request.method} is not served under this path: clients call /e/KEY/v1/chat/completions and the like"
-    return error_response(UnsupportedError(message), error.status_code)
+    return _respond_to(request)(UnsupportedError(message), error.status_code)
 
 
-async def _unexpected(_: HttpRequest, error: Exception) -> Response:
-    return error_response(InflightError(f"the request failed: {type(error).__name__}: {error}"), 500)
+async def _unexpected(request: HttpRequest, error: Exception) -> Response:
+    return _respond_to(request)(InflightError(f"the request failed: {type(error).__name__}: {error}"), 500)
+
+
+def _respond_to(request: HttpRequest) -> Respond:
+    return _messages_error if "/v1/messages" in request.url.path else error_response

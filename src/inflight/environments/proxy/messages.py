@@ -18,6 +18,8 @@ _BILLING = "x-anthropic-billing-header:"
 """Prefix of a line in Claude Code's system prompt that changes with each request."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_ON_SERVERS = ("advisor_", "code_execution_", "mcp_", "tool_search_", "web_fetch_", "web_search_")
+"""Prefixes of the types of tools that Anthropic's servers run."""
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
 _SCHEMAS: Mapping[str, Mapping[str, Any]] = {
     "bash_": {"type": "object", "properties": {"command": {"type": "string"}, "restart": {"type": "boolean"}}},
@@ -58,7 +60,6 @@ class MessagesRequest(ProxyBody):
             "diagnostics",
             "inference_geo",
             "metadata",
-            "output_config",
             "service_tier",
             "speed",
             "thinking",
@@ -73,6 +74,8 @@ class MessagesRequest(ProxyBody):
     system: str | Items[dict[str, Any]] | None = None
     tools: Items[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
+    output_config: dict[str, Any] | None = None
+    """Only its format would change the answer, and is refused."""
     stop_sequences: Annotated[Items[StopString], Field(max_length=64)] | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -81,6 +84,8 @@ class MessagesRequest(ProxyBody):
 
     def as_chat(self) -> MessagesChat:
         """Return this request as a chat request. Raises `InvalidRequestError`, which names what cannot be converted."""
+        if (self.output_config or {}).get("format") is not None:
+            raise InvalidRequestError("output_config.format is not supported: send none")
         system = "".join(_system_texts(self.system))
         messages = [{"role": "system", "content": system}] if system else []
         for number, message in enumerate(self.messages):
@@ -141,6 +146,8 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str,
         match block:
             case {"type": "tool_result", "tool_use_id": str(call_id)}:
                 yield {"role": "tool", "tool_call_id": call_id, "content": _parts(block.get("content"), at)}
+            case {"type": "tool_result"}:
+                raise InvalidRequestError(f"{at}.tool_use_id is {block.get('tool_use_id')!r}, but must be a string")
             case {"type": "tool_use", "id": str(call_id), "name": str(called)}:
                 function = {"name": called, "arguments": json.dumps(block.get("input") or {})}
                 calls.append({"id": call_id, "type": "function", "function": function})
@@ -149,7 +156,9 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str,
             case _:
                 parts.append(_part(block, at))
     if role == "assistant":
-        text = "".join(part.get("text", "") for part in parts)
+        if any(part["type"] != "text" for part in parts):
+            raise InvalidRequestError(f"{where}.content holds an image: the assistant's messages are texts and calls")
+        text = "".join(part["text"] for part in parts)
         yield {"role": role, "content": text or None, **({"tool_calls": calls} if calls else {})}
     elif parts:
         yield {"role": role, "content": parts}
@@ -177,11 +186,13 @@ def _part(block: Any, where: str) -> dict[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """Return a tool in the format of chat; None if its type is not supported, as for those that Anthropic runs."""
+    """Return a tool in the format of chat; None for one that Anthropic's servers run."""
     kind, name = str(tool.get("type") or "custom"), tool.get("name")
     schema = next((schema for begin, schema in _SCHEMAS.items() if kind.startswith(begin)), None)
-    if kind != "custom" and schema is None:
+    if kind.startswith(_ON_SERVERS):
         return None
+    if kind != "custom" and schema is None:
+        raise InvalidRequestError(f"{where} has the type {kind[:80]!r}, which is not supported")
     if not isinstance(name, str):
         raise InvalidRequestError(f"{where}.name is {name!r}, but must be a string")
     parameters = tool.get("input_schema") or schema or _EMPTY

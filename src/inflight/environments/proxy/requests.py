@@ -153,6 +153,11 @@ class ChatRequest(_OpenAI):
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
 
+    @property
+    def continues(self) -> str | None:
+        """Id of the answer that the request continues from, if the client has named it."""
+        return None
+
     def _longest(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 

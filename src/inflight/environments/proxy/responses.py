@@ -1,24 +1,26 @@
-"""OpenAI's ``/v1/responses``: converts its requests to chat requests, and answers to its items and events."""
+"""OpenAI's ``/v1/responses``: converts its requests to chat requests."""
 
 from __future__ import annotations
 
 import json
-import time
+import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from inflight.environments.proxy.answers import Answer, AnswerPiece
-from inflight.environments.proxy.formats import AnswerFormat, error_json, tokens_json
 from inflight.environments.proxy.requests import ChatRequest, ProxyBody, chat_request
-from inflight.errors import InflightError, InvalidRequestError
-from inflight.types import ToolCall
+from inflight.errors import InvalidRequestError
 from inflight.wire import Items, TokenCount
 
 _SHELL = {"command": {"type": "array", "items": {"type": "string"}}, "timeout_ms": {"type": "integer"}}
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """Parameters of a custom tool, whose input is a single string."""
+_ON_SERVERS = ("code_interpreter", "file_search", "image_generation", "mcp", "tool_search", "web_search")
+"""Prefixes of the types of tools that OpenAI's servers run."""
+_ANSWER = re.compile(r"^(?:msg|fc)_(resp_\d+)")
+"""The id of an item of an answer, which begins with the id of the answer."""
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 Conversations = MutableMapping[str, Sequence[dict[str, Any]]]
 """The chat messages up to and including each answer, keyed by the answer's id."""
@@ -29,6 +31,11 @@ class ResponsesChat(ChatRequest):
 
     id_prefix: ClassVar[str] = "resp_"
     is_converted: ClassVar[bool] = True
+    previous: str | None = None
+
+    @property
+    def continues(self) -> str | None:
+        return self.previous
 
 
 class ResponsesRequest(ProxyBody):
@@ -72,7 +79,7 @@ class ResponsesRequest(ProxyBody):
     def as_chat(self, conversations: Conversations) -> ResponsesChat:
         """Return this request as a chat request. Raises `InvalidRequestError`, which names what cannot be converted."""
         form = (self.text or {}).get("format") or {"type": "text"}
-        if form.get("type") != "text":
+        if not isinstance(form, Mapping) or form.get("type") != "text":
             raise InvalidRequestError(f"text.format is {str(form)[:80]!r}: only the type 'text' is supported")
         earlier: Sequence[dict[str, Any]] = ()
         if self.previous_response_id is not None:
@@ -81,11 +88,20 @@ class ResponsesRequest(ProxyBody):
                     f"previous_response_id {self.previous_response_id!r} is not the id of an answer of this episode"
                 )
             earlier = conversations[self.previous_response_id]
+        try:  # the answer repeats them
+            json.dumps([self.tools, self.tool_choice], allow_nan=False)
+        except ValueError as error:
+            raise InvalidRequestError("tools or tool_choice holds a number that is not finite") from error
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        tools = [tool for number, it in enumerate(self.tools or ()) for tool in _tools(it, f"tools.{number}")]
+        declared = [*declared_tools(self.tools or (), "tools")]
+        names = [one.name for one in declared]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InvalidRequestError(f"tools has two tools named {twice!r}, whose calls could not be told apart")
+        tools = [one.as_chat() for one in declared]
         return chat_request(
             ResponsesChat,
             model=self.model,
+            previous=self.previous_response_id,
             messages=[*system, *earlier, *self._messages()],
             tools=tools or None,
             tool_choice=self.tool_choice if tools else None,
@@ -99,21 +115,23 @@ class ResponsesRequest(ProxyBody):
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[dict[str, Any]] = []
+        answers: dict[str, dict[str, Any]] = {}
+        """The message of each answer, by its id."""
         for number, item in enumerate(self.input):
             message = _message(item, f"input.{number}")
             if message is None:
                 continue
             last = messages[-1] if messages else {}
-            if message["role"] == "assistant" == last.get("role"):  # the text and the calls of one answer
-                last["content"] = (last["content"] or "") + (message["content"] or "") or None
-                last["tool_calls"] = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
+            answer_id = _answer_of(item) if message["role"] == "assistant" else None
+            if answer_id in answers:
+                _add(answers[answer_id], message)
+            elif message["role"] == "assistant" == last.get("role") and answer_id is None:
+                _add(last, message)  # the text and the calls of one answer, if its items have lost their ids
             else:
                 messages.append(message)
+                if answer_id is not None:
+                    answers[answer_id] = message
         return messages
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Requests
 
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
@@ -121,8 +139,8 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     match item:
         case {"type": "reasoning"}:
             return None
-        case {"type": "function_call", "call_id": str(call_id), "name": str(name)}:
-            return _calling(call_id, name, item.get("arguments") or "{}")
+        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+            return _calling(call_id, name, arguments or "{}")
         case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(name)}:
             return _calling(call_id, name, json.dumps({"input": item.get("input") or ""}))
         case {"type": "local_shell_call", "call_id": str(call_id), "action": {"command": command}}:
@@ -162,7 +180,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "input_image" and isinstance(part.get("image_url"), str):
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
-    text = part.get(_PARTS[kind]) if kind in _PARTS else None
+    text = part.get(_PARTS[kind]) if isinstance(kind, str) and kind in _PARTS else None
     if not isinstance(text, str):
         raise InvalidRequestError(
             f"{where} has the type {str(kind)[:80]!r}: only text, refusals, and input_image with an image_url are "
@@ -171,230 +189,57 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _tools(tool: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Yield a tool, or those of a namespace, in the format of chat; nothing if the type is not supported."""
-    match tool:
-        case {"type": "function", "name": str(name)}:
-            parameters = tool.get("parameters") or {"type": "object", "properties": {}}
-        case {"type": "custom", "name": str(name)}:
-            parameters = _INPUT
-        case {"type": "local_shell"}:
-            name, parameters = "local_shell", {"type": "object", "properties": _SHELL, "required": ["command"]}
-        case {"type": "namespace", "tools": list(inner)}:
-            for number, one in enumerate(inner):
-                yield from _tools(one, f"{where}.tools.{number}")
-            return
-        case {"type": "function" | "custom"}:
-            raise InvalidRequestError(f"{where}.name is {tool.get('name')!r}, but must be a string")
-        case _:
-            return
-    function = {"name": name, "description": tool.get("description") or "", "parameters": parameters}
-    yield {"type": "function", "function": function}
+def _answer_of(item: Mapping[str, Any]) -> str | None:
+    """Return the id of the answer that an item is part of, if its own id says so."""
+    found = _ANSWER.match(item["id"]) if isinstance(item.get("id"), str) else None
+    return None if found is None else found[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Answers
+def _add(message: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add another item of the same answer to its message."""
+    message["content"] = (message["content"] or "") + (more["content"] or "") or None
+    message["tool_calls"] = [*message.get("tool_calls", []), *more.get("tool_calls", [])]
 
 
-class ResponsesFormat(AnswerFormat):
-    """OpenAI's responses. Token ids, logprobs and version spans are additional fields."""
+@dataclass(frozen=True, slots=True)
+class DeclaredTool:
+    """A tool that the model is offered."""
 
-    is_named = True
+    name: str
+    kind: str
+    description: str
+    parameters: Mapping[str, Any]
+    namespace: str | None = None
 
-    def __init__(
-        self, request: ResponsesRequest, chat: ResponsesChat, model: str, conversations: Conversations
-    ) -> None:
-        self._request = request
-        self._chat = chat
-        self._model = request.model or model
-        self._conversations = conversations
-        self._kinds = {it.get("name", it.get("type")): it.get("type") for it in request.tools or ()}
-        self._namespaces = {
-            one.get("name"): it.get("name")
-            for it in request.tools or ()
-            if it.get("type") == "namespace"
-            for one in it.get("tools") or ()
-        }
-        self._created = int(time.time())
-        self._num_events = 0
-        self._items: list[dict[str, Any]] = []
-        """The items that have been streamed completely."""
-        self._streamed: dict[str, Any] | None = None
-        """The reasoning or the message that is being streamed."""
-        self._text = ""
-
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        self._keep(answer)
-        items = []
-        if answer.reasoning:
-            items.append(_reasoning(answer.id, answer.reasoning))
-        if answer.text or not answer.tool_calls:
-            items.append(_said(answer.id, answer.text))
-        return self._finished(answer, [*items, *map(self._call, answer.tool_calls)])
-
-    def piece(self, piece: AnswerPiece) -> list[dict[str, Any]]:
-        events = []
-        if not self._num_events:
-            response = self._response(piece.id, "in_progress", [])
-            events += self._event("response.created", response=response)
-            events += self._event("response.in_progress", response=response)
-        for kind, text in (("reasoning", piece.reasoning), ("message", piece.text)):
-            if text:
-                events += self._delta(piece.id, kind, text)
-        return events
-
-    def end(self, answer: Answer, *, has_streamed: bool) -> list[dict[str, Any]]:
-        events = self._close()
-        if not self._items and not answer.tool_calls:
-            events += [*self._delta(answer.id, "message", ""), *self._close()]
-        for call in answer.tool_calls:
-            events += self._called(self._call(call))
-        self._keep(answer)
-        response = self._finished(answer, self._items)
-        return [*events, *self._event(f"response.{response['status']}", response=response)]
-
-    def failed(self, error: InflightError) -> list[dict[str, Any]]:
-        said = error_json(error)[1]["error"]
-        response = self._response("", "failed", self._items)
-        return self._event("response.failed", response=response | {"error": said})
-
-    # ------------------------------------------------------------------------------------------------------ streaming
-
-    def _event(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
-        self._num_events += 1
-        return [{"type": kind, "sequence_number": self._num_events - 1, **fields}]
-
-    def _delta(self, answer_id: str, kind: str, text: str) -> list[dict[str, Any]]:
-        """Return the events that add text to the streamed reasoning or message, which they open if necessary."""
-        events: list[dict[str, Any]] = []
-        if self._streamed is None or self._streamed["type"] != kind:
-            events += self._close()
-            item = _reasoning(answer_id, "") if kind == "reasoning" else _said(answer_id, "")
-            self._streamed, self._text = item, ""
-            begun = item | ({"summary": []} if kind == "reasoning" else {"content": [], "status": "in_progress"})
-            at = {"output_index": len(self._items)}
-            events += self._event("response.output_item.added", item=begun, **at)
-            part, place = self._part("")
-            added = "reasoning_summary_part" if kind == "reasoning" else "content_part"
-            events += self._event(f"response.{added}.added", part=part, **place)
-        self._text += text
-        _, place = self._part("")
-        name = "reasoning_summary_text" if kind == "reasoning" else "output_text"
-        if kind == "message":
-            place["logprobs"] = []
-        return [*events, *(self._event(f"response.{name}.delta", delta=text, **place) if text else ())]
-
-    def _part(self, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the content part with this text, and the fields that locate it in the streamed item."""
-        assert self._streamed is not None
-        place = {"item_id": self._streamed["id"], "output_index": len(self._items)}
-        if self._streamed["type"] == "reasoning":
-            return {"type": "summary_text", "text": text}, place | {"summary_index": 0}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}, place | {"content_index": 0}
-
-    def _close(self) -> list[dict[str, Any]]:
-        item = self._streamed
-        if item is None:
-            return []
-        part, place = self._part(self._text)
-        if item["type"] == "reasoning":
-            item["summary"] = [part]
-            events = self._event("response.reasoning_summary_text.done", text=self._text, **place)
-            events += self._event("response.reasoning_summary_part.done", part=part, **place)
-        else:
-            item["content"] = [part]
-            events = self._event("response.output_text.done", text=self._text, logprobs=[], **place)
-            events += self._event("response.content_part.done", part=part, **place)
-        events += self._event("response.output_item.done", item=item, output_index=len(self._items))
-        self._items.append(item)
-        self._streamed = None
-        return events
-
-    def _called(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events of a call."""
-        at = {"output_index": len(self._items)}
-        text = {"function_call": "arguments", "custom_tool_call": "input"}.get(item["type"])
-        begun = item | {"status": "in_progress"} | ({text: ""} if text else {})
-        events = self._event("response.output_item.added", item=begun, **at)
-        if text:
-            kind = f"response.{item['type']}_{text}"
-            at_item = at | {"item_id": item["id"]}
-            events += self._event(f"{kind}.delta", delta=item[text], **at_item)
-            named = {"name": item["name"]} if text == "arguments" else {}
-            events += self._event(f"{kind}.done", **{text: item[text]}, **named, **at_item)
-        events += self._event("response.output_item.done", item=item, **at)
-        self._items.append(item)
-        return events
-
-    # ------------------------------------------------------------------------------------------------------- responses
-
-    def _call(self, call: ToolCall) -> dict[str, Any]:
-        """Return the item for a call; its type follows that of the tool in the request."""
-        arguments, kind = call.arguments, self._kinds.get(call.name)
-        common = {"id": f"fc_{call.id}", "call_id": call.id, "status": "completed"}
-        if kind == "custom" and isinstance(arguments.get("input"), str):
-            return {"type": "custom_tool_call", **common, "name": call.name, "input": arguments["input"]}
-        if kind == "local_shell" and isinstance(arguments.get("command"), list):
-            action = {"type": "exec", "command": arguments["command"], "env": {}}
-            return {"type": "local_shell_call", **common, "action": action}
-        text = json.dumps(arguments, ensure_ascii=False)
-        item = {"type": "function_call", **common, "name": call.name, "arguments": text}
-        return item | ({"namespace": self._namespaces[call.name]} if call.name in self._namespaces else {})
-
-    def _keep(self, answer: Answer) -> None:
-        """Store the conversation without the instructions, which apply to a single request."""
-        num_instructions = int(bool(self._request.instructions))
-        self._conversations[answer.id] = (*self._chat.messages[num_instructions:], dict(answer.message))
-
-    def _finished(self, answer: Answer, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        is_cut = answer.finish_reason == "length"
-        response = self._response(answer.id, "incomplete" if is_cut else "completed", items)
-        if is_cut:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
-        num_prompt, num_sampled = len(answer.prompt_token_ids), answer.completion.num_tokens
-        response["usage"] = {
-            "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": num_sampled,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": num_prompt + num_sampled,
-        }
-        return response | tokens_json(answer)
-
-    def _response(self, response_id: str, status: str, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        request = self._request
-        return {
-            "id": response_id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "metadata": {},
-            "model": self._model,
-            "output": list(items),
-            "parallel_tool_calls": True,
-            "previous_response_id": request.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
-            "temperature": request.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": request.tool_choice or "auto",
-            "tools": list(request.tools or ()),
-            "top_p": request.top_p,
-            "truncation": "disabled",
-            "usage": None,
-        }
+    def as_chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
 
 
-def _reasoning(answer_id: str, text: str) -> dict[str, Any]:
-    return {"type": "reasoning", "id": f"rs_{answer_id}", "summary": [{"type": "summary_text", "text": text}]}
+def declared_tools(tools: Any, where: str, namespace: str | None = None) -> Iterator[DeclaredTool]:
+    """Yield the tools that the model is offered, those in namespaces too; OpenAI's servers run the others.
 
-
-def _said(answer_id: str, text: str) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    found = {"type": "message", "id": f"msg_{answer_id}", "role": "assistant", "status": "completed"}
-    return found | {"content": [part]}
+    Raises `InvalidRequestError` for a tool that is neither.
+    """
+    if not isinstance(tools, list | tuple):
+        raise InvalidRequestError(f"{where} is a {type(tools).__name__}, but must be a list")
+    for number, tool in enumerate(tools):
+        at = f"{where}.{number}"
+        match tool:
+            case {"type": "namespace", "name": str(name), "tools": inner}:
+                yield from declared_tools(inner, f"{at}.tools", name)
+                continue
+            case {"type": "function" as kind, "name": str(name)}:
+                parameters = tool.get("parameters") or {"type": "object", "properties": {}}
+            case {"type": "custom" as kind, "name": str(name)}:
+                parameters = _INPUT
+            case {"type": "local_shell" as kind}:
+                name, parameters = "local_shell", {"type": "object", "properties": _SHELL, "required": ["command"]}
+            case {"type": str(kind)} if kind.startswith(_ON_SERVERS):
+                continue
+            case _:
+                raise InvalidRequestError(
+                    f"{at} is {str(tool)[:80]!r}: only functions and custom tools with a name, local_shell, "
+                    "namespaces, and tools of OpenAI's servers are supported"
+                )
+        yield DeclaredTool(name, kind, tool.get("description") or "", parameters, namespace)

@@ -60,9 +60,16 @@ def openai_tool_calls(calls: tuple[ToolCall, ...] | list[ToolCall]) -> list[dict
     ]
 
 
+def _loaded(text: str) -> Any:
+    """Return a JSON value. Raises ``ValueError`` also for numbers and texts that JSON in UTF-8 cannot carry."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
 def _call(text: str, number: int) -> ToolCall | None:
     try:
-        value = json.loads(text)
+        value = _loaded(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -70,7 +77,7 @@ def _call(text: str, number: int) -> ToolCall | None:
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):  # some models write JSON within JSON
         try:
-            arguments = json.loads(arguments)
+            arguments = _loaded(arguments)
         except (ValueError, RecursionError):
             return None
     return ToolCall(f"call_{number}", value["name"], arguments) if isinstance(arguments, dict) else None
