@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ def play(
     chat_template: str | None = None,
     others: Sequence[InferenceEndpoint] = (),
     serving: Callable[[], Sequence[str]] | None = None,
+    play_loop: type[PlayLoop] = PlayLoop,
     **environment: Any,
 ) -> Played:
     """Play groups of three episodes, eight episodes at a time on each endpoint of those that are ``serving``."""
@@ -102,7 +103,7 @@ def play(
             num_extra=num_extra,
             max_sequence_tokens=max_tokens,
             timeout_s=timeout_s,
-            loop=PlayLoop(blocked_s=1.0, grace_s=0.5),
+            loop=play_loop(blocked_s=1.0, grace_s=0.5),
         )
         actor = actor_of(
             episodes,
@@ -182,6 +183,31 @@ def test_what_an_environment_does_wrong_costs_its_episode(
     assert all("three_turns" in what for _, what in outcome.failures)
     assert {len({rollout.episode for rollout in group.rollouts}) for group in outcome.groups} <= {2, 3}
     assert set(outcome.ledger.num_dropped) <= {"failed episodes"}
+
+
+class InterruptedLoop(PlayLoop):
+    """Cancels the first episodes, as where another one blocks their thread."""
+
+    num_left = 5
+
+    async def run(self, call: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float) -> Any:
+        if self.num_left:
+            self.num_left -= 1
+            raise asyncio.CancelledError
+        return await super().run(call, timeout_s)
+
+
+def test_episodes_that_are_cancelled_since_another_one_blocks_their_thread_are_played_again(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    # The five episodes are those of the first two items.
+    outcome = play(
+        Recorded(shared_server.url),
+        model_dir,
+        lambda it: {group.item_index for group in it.groups} >= {0, 1},
+        play_loop=InterruptedLoop,
+    )
+    assert not outcome.failures and not outcome.drops
 
 
 def test_an_episode_whose_past_is_rewritten_is_several_rollouts_with_one_reward(

@@ -16,6 +16,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from inflight.base.extensions import resolve
 from inflight.contracts import Environment, Episode
@@ -59,6 +60,8 @@ class AgentCommand(Environment):
         self._name = name
         self._roles = tuple(roles)
         self._item_of = _items(tasks)
+        self._starting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+        """By event loop: to start a program takes a while, in which the loop stands still, so others run in between."""
 
     @property
     def name(self) -> str:
@@ -107,15 +110,16 @@ class AgentCommand(Environment):
             "NO_PROXY": ",".join(filter(None, (inherited.get("NO_PROXY"), "127.0.0.1"))),
         }
         try:
-            return await asyncio.create_subprocess_exec(
-                *self._command,
-                cwd=self._directory,
-                env=inherited | variables,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
+            async with self._starting.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+                return await asyncio.create_subprocess_exec(
+                    *self._command,
+                    cwd=self._directory,
+                    env=inherited | variables,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    start_new_session=True,
+                )
         except OSError as error:
             raise TaskError(f"the agent {self._command[0]!r} cannot be started: {error.strerror or error}") from error
 

@@ -115,15 +115,23 @@ class Episodes(Work):
     async def sample(self, endpoint: SamplingEndpoint, order: Order) -> list[Sampled]:
         """Play an episode, or continue one that has lost its endpoint. Raises like `SamplingEndpoint.sample`.
 
-        An episode that ended just as its endpoint was lost is kept for the next call.
+        An episode that ended just as its endpoint was lost is kept for the next call. One that is cancelled because
+        another one blocks the thread of all episodes is played again, in a thread of its own.
         """
         key = (order.item.index, order.numbers[0])
-        played = self._played.get(key)
-        if played is None:
-            played = self._played[key] = await self._begin_episode(endpoint, order)
-        sampled = await played.at(endpoint)
-        self._played.pop(key, None)
-        return [sampled]
+        while True:
+            played = self._played.get(key)
+            if played is None:
+                played = self._played[key] = await self._begin_episode(endpoint, order)
+            try:
+                sampled = await played.at(endpoint)
+            except asyncio.CancelledError:
+                if not played.task.cancelled() or (asking := asyncio.current_task()) is None or asking.cancelling():
+                    raise
+                self._played.pop(key, None)
+            else:
+                self._played.pop(key, None)
+                return [sampled]
 
     async def _begin_episode(self, endpoint: SamplingEndpoint, order: Order) -> _RunningEpisode:
         declared = await endpoint.capabilities()
