@@ -55,9 +55,10 @@ def candidate_of(directory: Path) -> Candidate:
         conventional_steps=run["conventional_steps"] if run["mode"] == "conventional" else 0,
         trains_on_equal_rewards=train["train_on_equal_rewards"],
         seed=run["seed"],
+        burst=rollouts.get("burst", 1),  # of runs from before there were bursts
         **{
             key: rollouts[key]
-            for key in ("max_lag", "burst", "scheduler", "scheduler_params", "staleness", "staleness_params",
+            for key in ("max_lag", "scheduler", "scheduler_params", "staleness", "staleness_params",
                         "composer", "composer_params")
         },
     )  # fmt: skip
