@@ -84,7 +84,12 @@ def play(item, ask, result):
     return num_found / 4 + (text == item["answer"]) / 2
 
 
+APIS = {
+    "chat": (ask_chat, result_chat),
+    "messages": (ask_messages, result_messages),
+    "responses": (ask_responses, result_responses),
+}
+
 if __name__ == "__main__":
-    api = sys.argv[1] if len(sys.argv) > 1 else "chat"
-    item = json.loads(sys.stdin.readline())
-    print(json.dumps({"reward": play(item, globals()[f"ask_{api}"], globals()[f"result_{api}"])}))
+    ask, result = APIS[sys.argv[1] if len(sys.argv) > 1 else "chat"]
+    print(json.dumps({"reward": play(json.loads(sys.stdin.readline()), ask, result)}))

@@ -476,8 +476,8 @@ def _share(ratio: float) -> str:
 
 ENVIRONMENTS = {
     "tool_task": "the tool task of `examples/tool_task.py`",
-    "tool_agent": "the same, played by a program of its own behind the proxy, by `/v1/chat/completions`",
-    "tool_agent_responses": "the same by `/v1/responses`",
+    "tool_agent": "the same, played by a separate program behind the proxy, through `/v1/chat/completions`",
+    "tool_agent_responses": "the same, through `/v1/responses`",
     "tictactoe": "TextArena's `TicTacToe-v0` against an opponent that moves at random",
     "guess_number": "TextArena's `GuessTheNumber-v0`, six guesses",
     "retry": "reasoning-gym's `spell_backward`, asked again after a wrong answer",

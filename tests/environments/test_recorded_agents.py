@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.environments.proxied import Open, on_script, post
-from tests.real_agents.recorded_requests import DIRECTORY, read, texts_of
+from tests.real_agents.recorded_requests import CALLS, read, texts_of
 
 PATHS = {"MessagesRequest": "/v1/messages", "ResponsesRequest": "/v1/responses"}
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in DIRECTORY.glob("*.json")))
+@pytest.mark.parametrize("name", CALLS)
 def test_a_recorded_conversation_is_one_rollout(name: str) -> None:
     async def play(it: Open) -> None:
         for request in read(name):

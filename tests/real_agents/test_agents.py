@@ -115,5 +115,5 @@ def test_an_agent_calls_a_tool_and_its_tokens_are_those_that_were_sampled(
     if os.environ.get("INFLIGHT_TESTS_RECORD"):
         write(name, requests)
     fields = [(it["kind"], sorted(it["body"])) for it in requests]
-    # Fails where a release sends other fields: record its requests anew, and look at what they mean.
+    # Fails if a release sends other fields: record its requests again, and find out what the new fields mean.
     assert fields == [(it["kind"], sorted(it["body"])) for it in read(name)]

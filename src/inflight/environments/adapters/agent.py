@@ -1,7 +1,8 @@
 """Agents as commands: each episode is one run of a program that knows only a URL.
 
-The program receives the URL and its key in the variables that OpenAI clients read, in ``OPENAI_BASE_URL`` and
-``OPENAI_API_KEY``, and the item as JSON on standard input. It gives its reward by posting ``{"reward": 1.0}`` to
+The program receives the URL and its key in the variables that the clients of OpenAI and Anthropic read
+(``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``), and the item as JSON on
+standard input. It gives its reward by posting ``{"reward": 1.0}`` to
 ``INFLIGHT_REWARD_URL``, or by printing that object as its last line.
 """
 
@@ -61,7 +62,7 @@ class AgentCommand(Environment):
         self._roles = tuple(roles)
         self._item_of = _items(tasks)
         self._starting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-        """By event loop: to start a program takes a while, in which the loop stands still, so others run in between."""
+        """By event loop. Starting a program blocks the loop for a moment, so other tasks run between two starts."""
 
     @property
     def name(self) -> str:

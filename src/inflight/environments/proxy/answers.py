@@ -84,12 +84,24 @@ class _PreparedRequest:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     may_call: bool
-    reasoning: Reasoning
-    model: str
-    has_tools: bool
     note: Callable[[Answer, ReplyText], None]
     """Stores the conversation that includes an answer."""
     images: tuple[PromptImage, ...] = ()
+    reasoning: Reasoning = "kept"
+    model: str = ""
+    """As the recording wants it."""
+    has_tools: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """An answered request for a chat."""
+
+    request: ChatRequest
+    answer: Answer
+    history: list[bytes]
+    """Up to and including the answer."""
+    transcript: Transcript
 
 
 class Answers:
@@ -107,8 +119,8 @@ class Answers:
         """Text and tokens after each answer to a plain text."""
         self._calls: dict[str, dict[str, Any]] = {}
         """The calls of tools that were sampled, by their ids."""
-        self._answered_with: dict[str, tuple[list[bytes], Transcript]] = {}
-        """The history up to and including each answer, and its transcript, by the answer's id."""
+        self._chat_turns: dict[str, ChatTurn] = {}
+        """By the answer's id."""
         self._turns: dict[str, int] = {}
         """Number of each answer's turn, by its id."""
         self._num_requests = itertools.count()
@@ -170,11 +182,11 @@ class Answers:
                     prompt.token_ids,
                     request.sampling(self.episode.sampling),
                     request.may_call,
+                    lambda answer, reply_text: self._note_chat(request, history, prompt, answer, reply_text),
+                    prompt.images,
                     ("opened" if is_open else "split") if request.is_converted else "kept",
                     (request.model or "") if request.is_converted else "",
                     bool(request.tools),
-                    lambda answer, reply_text: self._note_chat(history, prompt, answer, reply_text),
-                    prompt.images,
                 )
             case CompletionRequest():
                 before, token_ids = self._text_and_tokens(request.one_prompt)
@@ -183,9 +195,6 @@ class Answers:
                     token_ids,
                     request.sampling(self.episode.sampling),
                     False,
-                    "kept",
-                    "",
-                    False,
                     lambda answer, reply_text: self._note_text(before, answer, reply_text),
                 )
             case ProxyGenerateRequest():
@@ -193,14 +202,7 @@ class Answers:
                 self.episode.template.check_known((*request.token_ids, *(asked.stop_token_ids or ())))
                 sampling = asked.sampling(self.episode.sampling)
                 return _PreparedRequest(
-                    f"gen-{number}",
-                    request.token_ids,
-                    sampling,
-                    False,
-                    "kept",
-                    "",
-                    False,
-                    lambda answer, reply_text: None,
+                    f"gen-{number}", request.token_ids, sampling, False, lambda answer, reply_text: None
                 )
 
     def _answered(self, asked: _PreparedRequest, number: int, completion: Completion, sent: str = "") -> Answer:
@@ -220,6 +222,10 @@ class Answers:
 
     # ----------------------------------------------------------------------------------------------------------- chat
 
+    def turn(self, answer_id: str) -> ChatTurn | None:
+        """Return the turn of a chat that ended with an answer, if there is one."""
+        return self._chat_turns.get(answer_id)
+
     def num_prompt_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens in a request's prompt. Samples and records nothing."""
         return len(self._prompt(request)[1].token_ids)
@@ -233,10 +239,9 @@ class Answers:
         tools, template = request.tools or (), self.episode.template
         history = history_of(messages, tools)
         found = self._histories.find(history)
-        if request.continues in self._answered_with:
-            known, transcript = self._answered_with[request.continues]
-            if history[: len(known)] == known:
-                found = transcript, len(known) - 1
+        before = self.turn(request.continues or "")
+        if before is not None and history[: len(before.history)] == before.history:
+            found = before.transcript, len(before.history) - 1
         if request.is_converted and messages[-1]["role"] == "assistant" and (not found or found[1] < len(messages)):
             raise InvalidRequestError(
                 "the last message is the assistant's, and the model did not write it: the beginning of an answer "
@@ -248,12 +253,14 @@ class Answers:
         return history, template.following(transcript, messages[num_known:])
 
     def _as_sampled(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a message with the calls of tools as they were sampled: clients write numbers and fields anew."""
+        """Return a message with its tool calls as they were sampled, because clients rewrite numbers and fields."""
         if not message.get("tool_calls"):
             return message
         return {**message, "tool_calls": [self._calls.get(call["id"], call) for call in message["tool_calls"]]}
 
-    def _note_chat(self, history: Sequence[bytes], prompt: Prompt, answer: Answer, reply_text: ReplyText) -> None:
+    def _note_chat(
+        self, request: ChatRequest, history: Sequence[bytes], prompt: Prompt, answer: Answer, reply_text: ReplyText
+    ) -> None:
         self.episode.num_rewritten += prompt.rewritten is not None
         completion = answer.completion
         transcript = self.episode.template.transcript(
@@ -261,7 +268,7 @@ class Answers:
         )
         known = [*history, identity(answer.message)]
         self._histories.add(known, transcript)
-        self._answered_with[answer.id] = known, transcript
+        self._chat_turns[answer.id] = ChatTurn(request, answer, known, transcript)
         self._calls |= {call["id"]: call for call in openai_tool_calls(answer.tool_calls)}
 
     # ------------------------------------------------------------------------------------------------------ plain text

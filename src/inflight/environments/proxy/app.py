@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -53,13 +53,11 @@ from inflight.wire import MAX_IMAGES_LENGTH
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[HttpRequest, "ServedEpisode"], Awaitable[Response]]
-Respond = Callable[[InflightError, int | None], Response]
 
 _BODY = Size(MB, 64, MAX_IMAGES_LENGTH)
 """64 bytes of JSON make at least one token, except in runs of blanks."""
 _REWARD = Size(64 * 1024)
 _OVERRIDDEN = "x-inflight-overridden"
-_NOT_RETRIED = {"x-should-retry": "false"}
 
 
 @dataclass(eq=False)
@@ -69,8 +67,6 @@ class ServedEpisode:
     answers: Answers
     model: str
     """Name of the served model."""
-    responses: dict[str, Sequence[dict[str, Any]]] = field(default_factory=dict)
-    """The conversation up to and including each answer of ``/v1/responses``, keyed by the answer's id."""
     running: TaskOwner = field(default_factory=TaskOwner)
     is_over: bool = False
     last_used: float = field(default_factory=time.monotonic)
@@ -158,8 +154,7 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
 
     async def responses(request: HttpRequest, served: ServedEpisode) -> Response:
         body = await _body(request, served, ResponsesRequest)
-        chat = body.as_chat(served.responses)
-        return await answered(request, served, chat, ResponsesFormat(body, chat, served.model, served.responses))
+        return await answered(request, served, body.as_chat(served.answers.turn), ResponsesFormat(body, served.model))
 
     async def answered(
         request: HttpRequest, served: ServedEpisode, body: Request, form: AnswerFormat | None = None
@@ -194,37 +189,34 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
         served.answers.reward(await body_message(RewardRequest, await content_of(request, _REWARD.fixed_bytes)))
         return _json({"ok": True})
 
-    def mounted(path: str, method: str, handler: Handler, respond: Respond = error_response) -> list[Route]:
+    def mounted(path: str, method: str, handler: Handler) -> list[Route]:
         async def handle(request: HttpRequest) -> Response:
             return await handler(request, _served(request, episodes))
 
-        return [proxy_route(prefix + path, method, handle, respond) for prefix in ("/e/{key}", "")]
+        return [proxy_route(prefix + path, method, handle) for prefix in ("/e/{key}", "")]
 
     return [
         *mounted("/v1/chat/completions", "POST", chat),
         *mounted("/v1/completions", "POST", complete),
         *mounted("/inference/v1/generate", "POST", generate),
-        *mounted("/v1/messages", "POST", messages, _messages_error),
-        *mounted("/v1/messages/count_tokens", "POST", count_tokens, _messages_error),
+        *mounted("/v1/messages", "POST", messages),
+        *mounted("/v1/messages/count_tokens", "POST", count_tokens),
         *mounted("/v1/responses", "POST", responses),
         *mounted("/v1/models", "GET", models),
         *mounted("/reward", "POST", reward),
     ]
 
 
-def proxy_route(
-    path: str, method: str, handler: Callable[[HttpRequest], Awaitable[Response]], respond: Respond | None = None
-) -> Route:
-    """Return a route whose errors have OpenAI's shape, or that of ``respond``."""
-    respond = respond or error_response
+def proxy_route(path: str, method: str, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
+    """Return a route whose errors have the shape of the API that its path belongs to."""
 
     async def handle(request: HttpRequest) -> Response:
         try:
             return await handler(request)
         except InflightError as error:
-            return respond(error, None)
+            return _error_response(request, error)
         except HTTPException as error:
-            return respond(InvalidRequestError(_without_key(request, error.detail)), error.status_code)
+            return _error_response(request, InvalidRequestError(_without_key(request, error.detail)), error.status_code)
         except ClientDisconnect:
             return Response(status_code=499)  # the client has disconnected
 
@@ -239,15 +231,12 @@ def proxy_app(routes: list[Route]) -> Starlette:
     return app
 
 
-def error_response(error: InflightError, status: int | None = None) -> Response:
-    """Return an error in OpenAI's shape. A header keeps its clients from retrying."""
+def _error_response(request: HttpRequest, error: InflightError, status: int | None = None) -> Response:
+    """Return an error in the shape of the API that the path belongs to. A header keeps clients from retrying."""
     status, body = error_json(error, status)
-    return _json(body, status, _NOT_RETRIED)
-
-
-def _messages_error(error: InflightError, status: int | None = None) -> Response:
-    status, body = error_json(error, status)
-    return _json(as_messages_error(status, body), status, _NOT_RETRIED)
+    if "/v1/messages" in request.url.path:
+        body = as_messages_error(status, body)
+    return _json(body, status, {"x-should-retry": "false"})
 
 
 def _digest(key: str) -> bytes:
@@ -369,12 +358,8 @@ def _without_key(request: HttpRequest, message: str) -> str:
 
 async def _unknown(request: HttpRequest, error: HTTPException) -> Response:
     message = f"{request.method} is not served under this path: clients call /e/KEY/v1/chat/completions and the like"
-    return _respond_to(request)(UnsupportedError(message), error.status_code)
+    return _error_response(request, UnsupportedError(message), error.status_code)
 
 
 async def _unexpected(request: HttpRequest, error: Exception) -> Response:
-    return _respond_to(request)(InflightError(f"the request failed: {type(error).__name__}: {error}"), 500)
-
-
-def _respond_to(request: HttpRequest) -> Respond:
-    return _messages_error if "/v1/messages" in request.url.path else error_response
+    return _error_response(request, InflightError(f"the request failed: {type(error).__name__}: {error}"), 500)

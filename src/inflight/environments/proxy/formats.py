@@ -40,9 +40,9 @@ class AnswerFormat(Protocol):
     def end(self, answer: Answer, *, has_streamed: bool) -> list[dict[str, Any]]:
         """Return the events that end an answer. They contain its tokens if none were streamed."""
 
-    @abstractmethod
     def failed(self, error: InflightError) -> list[dict[str, Any]]:
         """Return the events that end a failed stream."""
+        return [error_json(error)[1]]
 
 
 class OpenAIFormat(AnswerFormat):
@@ -61,9 +61,6 @@ class OpenAIFormat(AnswerFormat):
         choice = _choice(self._request, answer, said, self._pieces)
         kind = "chat.completion" if self._is_chat else "text_completion"
         return _opening(answer.id, kind, self._model, choice) | _facts(self._request, answer)
-
-    def failed(self, error: InflightError) -> list[dict[str, Any]]:
-        return [error_json(error)[1]]
 
     def piece(self, piece: AnswerPiece) -> list[dict[str, Any]]:
         is_first, self._has_begun = not self._has_begun, True
@@ -194,9 +191,6 @@ class GenerateFormat(AnswerFormat):
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         return _generated(self._request, answer, self._model)
-
-    def failed(self, error: InflightError) -> list[dict[str, Any]]:
-        return [error_json(error)[1]]
 
     def piece(self, piece: AnswerPiece) -> list[dict[str, Any]]:
         chunk = piece.chunk

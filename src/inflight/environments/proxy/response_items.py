@@ -9,7 +9,7 @@ from typing import Any
 
 from inflight.environments.proxy.answers import Answer, AnswerPiece
 from inflight.environments.proxy.formats import AnswerFormat, error_json, tokens_json
-from inflight.environments.proxy.responses import Conversations, ResponsesChat, ResponsesRequest, declared_tools
+from inflight.environments.proxy.responses import ResponsesRequest, declared_tools
 from inflight.errors import InflightError
 from inflight.types import ToolCall
 
@@ -19,13 +19,9 @@ class ResponsesFormat(AnswerFormat):
 
     is_named = True
 
-    def __init__(
-        self, request: ResponsesRequest, chat: ResponsesChat, model: str, conversations: Conversations
-    ) -> None:
+    def __init__(self, request: ResponsesRequest, model: str) -> None:
         self._request = request
-        self._chat = chat
         self._model = request.model or model
-        self._conversations = conversations
         self._tools = {one.name: one for one in declared_tools(request.tools or (), "tools")}
         self._created = int(time.time())
         self._num_events = 0
@@ -36,7 +32,6 @@ class ResponsesFormat(AnswerFormat):
         self._text = ""
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        self._keep(answer)
         items = []
         if answer.reasoning:
             items.append(_reasoning(answer.id, answer.reasoning))
@@ -61,7 +56,6 @@ class ResponsesFormat(AnswerFormat):
             events += [*self._delta(answer.id, "message", ""), *self._close()]
         for call in answer.tool_calls:
             events += self._called(self._call(answer.id, call))
-        self._keep(answer)
         response = self._finished(answer, self._items)
         return [*events, *self._event(f"response.{response['status']}", response=response)]
 
@@ -154,11 +148,6 @@ class ResponsesFormat(AnswerFormat):
         text = json.dumps(arguments, ensure_ascii=False)
         item = {"type": "function_call", **common, "name": call.name, "arguments": text}
         return item | ({"namespace": tool.namespace} if tool is not None and tool.namespace is not None else {})
-
-    def _keep(self, answer: Answer) -> None:
-        """Store the conversation without the instructions, which apply to a single request."""
-        num_instructions = int(bool(self._request.instructions))
-        self._conversations[answer.id] = (*self._chat.messages[num_instructions:], dict(answer.message))
 
     def _finished(self, answer: Answer, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
         is_cut = answer.completion.finish_reason != "stop"

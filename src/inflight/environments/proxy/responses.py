@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from inflight.environments.proxy.answers import ChatTurn
 from inflight.environments.proxy.requests import ChatRequest, ProxyBody, chat_request
 from inflight.errors import InvalidRequestError
 from inflight.wire import Items, TokenCount
@@ -22,8 +23,8 @@ _ON_SERVERS = ("code_interpreter", "file_search", "image_generation", "mcp", "to
 _ANSWER = re.compile(r"^(?:msg|fc)_(resp_\d+)")
 """The id of an item of an answer, which begins with the id of the answer."""
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-Conversations = MutableMapping[str, Sequence[dict[str, Any]]]
-"""The chat messages up to and including each answer, keyed by the answer's id."""
+FindTurn = Callable[[str], ChatTurn | None]
+"""Returns the turn that ended with an answer, by the answer's id."""
 
 
 class ResponsesChat(ChatRequest):
@@ -32,6 +33,8 @@ class ResponsesChat(ChatRequest):
     id_prefix: ClassVar[str] = "resp_"
     is_converted: ClassVar[bool] = True
     previous: str | None = None
+    num_instructions: int = 0
+    """Number of messages at the beginning that apply to this request alone."""
 
     @property
     def continues(self) -> str | None:
@@ -76,18 +79,11 @@ class ResponsesRequest(ProxyBody):
     top_p: float | None = None
     top_logprobs: Literal[0] | None = None
 
-    def as_chat(self, conversations: Conversations) -> ResponsesChat:
+    def as_chat(self, find_turn: FindTurn) -> ResponsesChat:
         """Return this request as a chat request. Raises `InvalidRequestError`, which names what cannot be converted."""
         form = (self.text or {}).get("format") or {"type": "text"}
         if not isinstance(form, Mapping) or form.get("type") != "text":
             raise InvalidRequestError(f"text.format is {str(form)[:80]!r}: only the type 'text' is supported")
-        earlier: Sequence[dict[str, Any]] = ()
-        if self.previous_response_id is not None:
-            if self.previous_response_id not in conversations:
-                raise InvalidRequestError(
-                    f"previous_response_id {self.previous_response_id!r} is not the id of an answer of this episode"
-                )
-            earlier = conversations[self.previous_response_id]
         try:  # the answer repeats them
             json.dumps([self.tools, self.tool_choice], allow_nan=False)
         except ValueError as error:
@@ -96,13 +92,14 @@ class ResponsesRequest(ProxyBody):
         declared = [*declared_tools(self.tools or (), "tools")]
         names = [one.name for one in declared]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise InvalidRequestError(f"tools has two tools named {twice!r}, whose calls could not be told apart")
+            raise InvalidRequestError(f"tools has two tools named {twice!r}, so their calls would be ambiguous")
         tools = [one.as_chat() for one in declared]
         return chat_request(
             ResponsesChat,
             model=self.model,
             previous=self.previous_response_id,
-            messages=[*system, *earlier, *self._messages()],
+            num_instructions=len(system),
+            messages=[*system, *self._earlier(find_turn), *self._messages()],
             tools=tools or None,
             tool_choice=self.tool_choice if tools else None,
             max_tokens=self.max_output_tokens,
@@ -110,6 +107,17 @@ class ResponsesRequest(ProxyBody):
             temperature=self.temperature,
             top_p=self.top_p,
         )
+
+    def _earlier(self, find_turn: FindTurn) -> Sequence[Mapping[str, Any]]:
+        """Return the messages up to and including the answer that the request continues from."""
+        if self.previous_response_id is None:
+            return ()
+        turn = find_turn(self.previous_response_id)
+        if turn is None or not isinstance(turn.request, ResponsesChat):
+            raise InvalidRequestError(
+                f"previous_response_id {self.previous_response_id!r} is not the id of an answer of this episode"
+            )
+        return [*turn.request.messages[turn.request.num_instructions :], turn.answer.message]
 
     def _messages(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
@@ -143,8 +151,9 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
             return _calling(call_id, name, arguments or "{}")
         case {"type": "custom_tool_call", "call_id": str(call_id), "name": str(name)}:
             return _calling(call_id, name, json.dumps({"input": item.get("input") or ""}))
-        case {"type": "local_shell_call", "call_id": str(call_id), "action": {"command": command}}:
-            return _calling(call_id, "local_shell", json.dumps({"command": command}))
+        case {"type": "local_shell_call", "call_id": str(call_id), "action": {"command": _}}:
+            shell = {name: item["action"][name] for name in _SHELL if name in item["action"]}
+            return _calling(call_id, "local_shell", json.dumps(shell))
         case {
             "type": "function_call_output" | "custom_tool_call_output" | "local_shell_call_output",
             "call_id": str(call_id),

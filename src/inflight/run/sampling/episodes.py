@@ -126,9 +126,11 @@ class Episodes(Work):
             try:
                 sampled = await played.at(endpoint)
             except asyncio.CancelledError:
-                if not played.task.cancelled() or (asking := asyncio.current_task()) is None or asking.cancelling():
+                is_forgotten = self._played.get(key) is not played
+                asking = asyncio.current_task()
+                if is_forgotten or not played.task.cancelled() or (asking is not None and asking.cancelling()):
                     raise
-                self._played.pop(key, None)
+                del self._played[key]
             else:
                 self._played.pop(key, None)
                 return [sampled]
