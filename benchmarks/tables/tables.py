@@ -477,6 +477,7 @@ def _share(ratio: float) -> str:
 ENVIRONMENTS = {
     "tool_task": "the tool task of `examples/tool_task.py`",
     "tool_agent": "the same, played by a separate program behind the proxy, through `/v1/chat/completions`",
+    "tool_agent_messages": "the same, through `/v1/messages`",
     "tool_agent_responses": "the same, through `/v1/responses`",
     "tictactoe": "TextArena's `TicTacToe-v0` against an opponent that moves at random",
     "guess_number": "TextArena's `GuessTheNumber-v0`, six guesses",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -349,3 +350,41 @@ def _said(text: str, stream: bool) -> dict[str, Any]:
         return message
     chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     return {"role": "assistant", "content": "".join(it["choices"][0]["delta"].get("content") or "" for it in chunks)}
+
+
+def test_the_loop_of_the_episodes_runs_between_the_starts_of_two_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    async def start(*_: Any, **__: Any) -> Any:
+        seen.append("start")  # where the real one blocks the loop
+        await asyncio.sleep(0)
+        raise FileNotFoundError
+
+    class OneUrl:
+        seed = 0
+
+        async def openai_url(self, role: str = "") -> str:
+            return "http://127.0.0.1:1/e/KEY/v1"
+
+    async def heartbeat() -> None:
+        while True:
+            seen.append("beat")
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        agent = AgentCommand(0, command=["agent"], tasks=f"{__name__}:item_of")
+        beating = asyncio.create_task(heartbeat())
+        plays = (agent.play(agent.item(i), cast(Any, OneUrl())) for i in range(8))
+        failures = await asyncio.gather(*plays, return_exceptions=True)
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        assert all(isinstance(failure, TaskError) for failure in failures)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    asyncio.run(main())
+    assert seen.count("start") == 8
+    assert ("start", "start") not in set(itertools.pairwise(seen))
+
+
+def item_of(index: int) -> dict[str, Any]:
+    return {"question": "?"}

@@ -210,6 +210,38 @@ def test_episodes_that_are_cancelled_since_another_one_blocks_their_thread_are_p
     assert not outcome.failures and not outcome.drops
 
 
+class HangingLoop(PlayLoop):
+    """Never plays an episode."""
+
+    num_begun = 0
+
+    async def run(self, call: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float) -> Any:
+        self.num_begun += 1
+        await asyncio.Event().wait()
+
+
+def test_an_episode_of_an_item_that_is_forgotten_is_not_played_again(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    async def main() -> None:
+        tokenizer: Any = load_tokenizer(model_dir)
+        loop = HangingLoop()
+        sampling = SamplingParams(n=1, max_tokens=6)
+        episodes = Episodes(ThreeTurns(0), ChatTemplate(tokenizer), sampling, 1, 0, 400, 30.0, loop=loop)
+        endpoint = Recorded(shared_server.url)
+        order = Order("episode", episodes.item(0), (), (0,), 1)
+        sampling_it = asyncio.ensure_future(episodes.sample(SamplingEndpoint(endpoint), order))
+        await until(lambda: loop.num_begun)
+        episodes.forget(0)
+        with pytest.raises(asyncio.CancelledError):
+            await sampling_it
+        assert loop.num_begun == 1
+        await episodes.aclose()
+        await endpoint.aclose()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 def test_an_episode_whose_past_is_rewritten_is_several_rollouts_with_one_reward(
     shared_server: ServerProcess, model_dir: Path
 ) -> None:
