@@ -143,7 +143,7 @@ def create_app(
         async def handle(request: Request) -> Response:
             try:
                 if route.control:
-                    _check_token(request, token)
+                    check_token(request, token)
                 if route.request is None:
                     refuse_length(request, 0)
                 if route.operation in special:
@@ -164,7 +164,8 @@ def create_app(
     return app
 
 
-def _check_token(request: Request, token: str) -> None:
+def check_token(request: Request, token: str) -> None:
+    """Raise `UnauthorizedError` unless a request carries the token."""
     given = request.headers.get("authorization", "")
     if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
         what = "wrong" if given else "missing"

@@ -8,15 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from inflight.base.tasks import run_together
 from inflight.contracts import InferenceEndpoint
 from inflight.dialects.pipelinerl.messages import (
     CHAT_ROUTE,
@@ -26,14 +22,13 @@ from inflight.dialects.pipelinerl.messages import (
     chat_answer,
     chat_body,
 )
-from inflight.errors import InflightError, InvalidRequestError
+from inflight.dialects.serving import DialectRoutes, EndpointPool
+from inflight.errors import InvalidRequestError
 from inflight.http import routes
 from inflight.http.bodies import message_of
 from inflight.http.receiving import content_of, run_while_connected
-from inflight.http.server import error_response
-from inflight.wire import ChatCompletionRequest, EndpointState, ModelCard, ModelList
+from inflight.wire import ChatCompletionRequest, ModelCard, ModelList
 
-Handler = Callable[[Request], Awaitable[Response]]
 Receive = Callable[[WeightUpdateRequest], Awaitable[None]]
 """Publishes an update to the endpoints. Raises `InflightError`."""
 
@@ -50,7 +45,7 @@ def dialect_app(
     ``on_unreadable`` is called when an update cannot be read. Each chat goes to the endpoint with the fewest running
     chats. ``/health`` reports success once ``is_ready`` returns true and every endpoint serves.
     """
-    num_running = dict.fromkeys(endpoints, 0)
+    pool = EndpointPool(endpoints)
 
     async def update(request: Request) -> Response:
         assert receive is not None
@@ -64,8 +59,7 @@ def dialect_app(
         return JSONResponse({"status": "ok"})
 
     async def chat(request: Request) -> Response:
-        endpoint = min(endpoints, key=lambda it: num_running[it])
-        can = await endpoint.capabilities()
+        can = await pool.capabilities()
         size = routes.CHAT_COMPLETIONS.request_size.bytes_for(can.max_model_len, images=can.images)
         content = await content_of(request, size)
         try:
@@ -75,49 +69,22 @@ def dialect_app(
             raise InvalidRequestError(f"{CHAT_ROUTE} cannot use this body: {error}") from error
         if asked.stream:
             raise InvalidRequestError(f"{CHAT_ROUTE} does not support streaming here")
-        num_running[endpoint] += 1
-        try:
+        with pool.least_loaded() as endpoint:
             return JSONResponse(chat_answer(await run_while_connected(request, endpoint.chat_completion(asked))))
-        finally:
-            num_running[endpoint] -= 1
 
     async def models(_: Request) -> Response:
         names = dict.fromkeys([(await endpoint.capabilities()).model for endpoint in endpoints])
         return JSONResponse(ModelList(data=tuple(ModelCard(id=name) for name in names)).model_dump(mode="json"))
 
     async def health(_: Request) -> Response:
-        served = await run_together(*(endpoint.weight_version() for endpoint in endpoints))
-        down = (EndpointState.POISONED, EndpointState.JOINING, EndpointState.RELEASED)
-        ok = is_ready() and not any(it.state in down for it in served)
-        return JSONResponse({"ok": ok, "versions": [it.version for it in served]}, 200 if ok else 503)
+        serves, versions = await pool.health()
+        is_well = serves and is_ready()
+        return JSONResponse({"ok": is_well, "versions": versions}, 200 if is_well else 503)
 
-    mounted = [
-        Route(CHAT_ROUTE, _answering(chat), methods=["POST"]),
-        Route("/v1/models", _answering(models), methods=["GET"]),
-        Route("/health", _answering(health), methods=["GET"]),
-    ]
+    served = DialectRoutes()
+    served.add("POST", CHAT_ROUTE, chat)
+    served.add("GET", "/v1/models", models)
+    served.add("GET", "/health", health)
     if receive is not None:
-        mounted.append(Route(UPDATE_ROUTE, _answering(update), methods=["POST"]))
-
-    async def refused(request: Request, error: HTTPException) -> Response:
-        text = error.detail
-        if error.status_code in (404, 405):
-            text = f"{request.method} {request.url.path} is not served; known: {', '.join(it.path for it in mounted)}"
-        response = error_response(InvalidRequestError(text))
-        response.status_code = error.status_code
-        return response
-
-    handlers: dict[Any, Any] = {HTTPException: refused}
-    return Starlette(routes=mounted, exception_handlers=handlers)
-
-
-def _answering(handler: Handler) -> Handler:
-    async def handle(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except InflightError as error:
-            return error_response(error)
-        except ClientDisconnect:
-            return Response(status_code=499)  # the client has disconnected
-
-    return handle
+        served.add("POST", UPDATE_ROUTE, update)
+    return served.app()

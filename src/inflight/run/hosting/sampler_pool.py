@@ -12,9 +12,9 @@ from pathlib import Path
 from inflight.contracts import InferenceEndpoint
 from inflight.dialects.tinker.backend import BaseWeights, StoredWeights, TrainingWeights, Weights
 from inflight.errors import BusyError, UnsupportedError
-from inflight.run.hosting.stored_source import CheckpointWeights
 from inflight.run.hosting.training import HostedTraining
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
+from inflight.weights.send.stored import CheckpointWeights
 from inflight.wire import TransportName
 
 _WAIT_S = 600.0

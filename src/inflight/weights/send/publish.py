@@ -68,6 +68,7 @@ class Publish:
         """The stream of buckets to send, with None after the last. Sending to it returns when the previous bucket has
         left."""
         self._to_send: MemoryObjectReceiveStream[WeightBucket | None]
+        self._accepted = asyncio.Event()
         self._sending: asyncio.Timeout | None = None
         self._unfit: dict[str, InflightError] = {}
         """Why endpoints could not join the group."""
@@ -120,6 +121,7 @@ class Publish:
         except ExceptionGroup as group:
             raise combine_failures(group.exceptions) from group
         finally:
+            self._accepted.set()
             self._close()
         reports = tuple(task.result() for task in updates)
         is_everywhere = all(report.outcome is EndpointOutcome.APPLIED for report in reports)
@@ -133,6 +135,10 @@ class Publish:
         if self._fenced is not None:
             raise self._fenced
         return self._report(reports)
+
+    async def wait_until_accepted(self) -> None:
+        """Return once every endpoint has accepted, those that are not staged being paused, or the publish has ended."""
+        await self._accepted.wait()
 
     async def end(self, problem: str) -> None:
         """End the publish for all endpoints; `run` returns when they are resumed."""
@@ -198,6 +204,7 @@ class Publish:
             return
         if not self._problem:
             gate.num_meetings += 1
+            self._accepted.set()
         if gate.num_meetings == 2:
             self._begin_pause()
         gate.opened.set()

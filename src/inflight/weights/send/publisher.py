@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -187,28 +188,26 @@ class WeightPublisher:
         """
         gathering = Stopwatch()
         with gathering:
-            bucket = next(gathered, None)
-        publish = Publish(
-            self.group, endpoints, update, deadline_s=deadline_s, num_needed=num_needed, staged=self.staged
-        )
+            first = next(gathered, None)
+        opened = self.open(endpoints, update, deadline_s=deadline_s, num_needed=num_needed, staged=self.staged)
+        return opened.send(gathered if first is None else itertools.chain([first], gathered), gathering)
+
+    def open(
+        self,
+        endpoints: Mapping[InferenceEndpoint, Capabilities],
+        update: WeightUpdate,
+        *,
+        deadline_s: float,
+        num_needed: int,
+        staged: bool,
+    ) -> OpenPublish:
+        """Ask ``endpoints`` to accept an update, and return at once; its buckets follow by `OpenPublish.send`.
+
+        The deadline begins now. Raises what `Publish.prepare` raises.
+        """
+        publish = Publish(self.group, endpoints, update, deadline_s=deadline_s, num_needed=num_needed, staged=staged)
         self.run(publish.prepare)
-        running = self.start(publish.run)
-        try:
-            with contextlib.suppress(*CLOSED):  # the publish has ended; its report states why
-                while bucket is not None:
-                    with gathering:
-                        encoded = publish.encode(bucket)
-                    self.run(publish.buckets.send, encoded)
-                    with gathering:
-                        bucket = next(gathered, None)
-                self.run(publish.buckets.send, None)
-            report = running.result()
-        except BaseException as error:
-            self.run(publish.end, f"{type(error).__name__} in the trainer")
-            with contextlib.suppress(Exception):
-                running.result()
-            raise
-        return replace(report, spans=replace(report.spans, gather_s=gathering.total_s))
+        return OpenPublish(self, publish, self.start(publish.run))
 
     async def _connect(self) -> None:
         try:
@@ -224,6 +223,59 @@ class WeightPublisher:
         if self._incarnation is None:
             self._incarnation = 1 + max((v.incarnation for _, v in answers if v.owner_run_id == self.run_id), default=0)
         await self.group.form(self._endpoints, self.incarnation, self._connect_timeout_s, len(self._endpoints))
+
+
+class OpenPublish:
+    """A publish that endpoints were asked to accept, and whose buckets are still to be sent.
+
+    Endpoints that are not staged neither sample nor serve other updates until it ends, at its deadline at the latest.
+    """
+
+    def __init__(self, publisher: WeightPublisher, publish: Publish, running: Future[PublishReport]) -> None:
+        self._publisher = publisher
+        self._publish = publish
+        self._running = running
+
+    @property
+    def is_over(self) -> bool:
+        return self._running.done()
+
+    def wait_until_accepted(self) -> None:
+        """Return once every endpoint has accepted the update, and those that are not staged are paused.
+
+        Raises `PublishError` if the publish ended instead: all endpoints are resumed.
+        """
+        self._publisher.run(self._publish.wait_until_accepted)
+        if self.is_over:
+            report = self._running.result()
+            raise PublishError(f"the update was not accepted: {report.summary()}", report)
+
+    def send(self, gathered: Iterator[WeightBucket], gathering: Stopwatch | None = None) -> PublishReport:
+        """Send the buckets, and return the report; ``gathering`` measures how long they take to gather.
+
+        An exception of ``gathered``, or an interrupt, ends the publish on all endpoints before it is raised here.
+        """
+        gathering = gathering or Stopwatch()
+        try:
+            with contextlib.suppress(*CLOSED):  # the publish has ended; its report states why
+                while True:
+                    with gathering:
+                        bucket = next(gathered, None)
+                        encoded = None if bucket is None else self._publish.encode(bucket)
+                    self._publisher.run(self._publish.buckets.send, encoded)
+                    if encoded is None:
+                        break
+            report = self._running.result()
+        except BaseException as error:
+            self.end(f"{type(error).__name__} in the trainer")
+            raise
+        return replace(report, spans=replace(report.spans, gather_s=gathering.total_s))
+
+    def end(self, problem: str) -> None:
+        """End the publish on all endpoints; return once those that can be reached have resumed. Idempotent."""
+        self._publisher.run(self._publish.end, problem)
+        with contextlib.suppress(Exception):
+            self._running.result()
 
 
 def publish_weights(

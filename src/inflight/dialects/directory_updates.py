@@ -1,0 +1,273 @@
+"""Updates from directories, for protocols whose trainers pause a server, name a directory, and resume it.
+
+Each update is one publish: a directory is checked completely before an endpoint is asked, and the endpoints commit
+together. A pause is a publish that the endpoints have accepted, whose weights are not known yet: an update sends them,
+`resume` ends it, and so do its lease and, if this process ends, the leases of the endpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from inflight.base.tasks import TaskOwner
+from inflight.base.threads import run_abandonable
+from inflight.errors import ConfigError, InvalidRequestError, PublishError
+from inflight.model.checkpoint_specs import checkpoint_of
+from inflight.types import PublishReport
+from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
+from inflight.weights.send.gathering import weight_update_of
+from inflight.weights.send.publisher import OpenPublish, WeightPublisher, publish_weights
+from inflight.weights.send.stored import AdapterWeights, CheckpointWeights
+from inflight.wire import EndpointState, InFlightPolicy, WeightUpdate
+
+T = TypeVar("T")
+
+INITIAL_LABEL = "default"
+"""What vLLM and SGLang report for the weights that a server was started with."""
+_NUM_LABELS = 4096
+_LEASE_SLACK_S = 5.0
+_STAMPED = ("*.safetensors", "*.json")
+Stamp = tuple[str, tuple[tuple[str, int, int], ...]]
+
+
+class DirectoryUpdates:
+    """Updates of the endpoints that ``publisher`` is connected to, one at a time. Belongs to one event loop.
+
+    Only directories below ``root`` are read. ``model_dir`` is the checkpoint that the endpoints were started with. A
+    pause that no call follows ends after ``lease_s`` seconds. An update may take ``timeout_s`` seconds. Raises
+    `ConfigError` if the endpoints' models differ, or the checkpoint cannot be read.
+    """
+
+    def __init__(
+        self, publisher: WeightPublisher, model_dir: Path, root: Path, *, lease_s: float, timeout_s: float
+    ) -> None:
+        dtypes = {can.dtype for can in publisher.endpoints.values()}
+        if len(dtypes) > 1:
+            raise ConfigError(f"the servers compute in different dtypes: {', '.join(sorted(dtypes))}")
+        (self.dtype,) = dtypes
+        _, specs = checkpoint_of("the servers", model_dir, self.dtype)
+        if specs is None:
+            raise ConfigError(f"model directory {str(model_dir)!r} does not exist")
+        self._model = CheckpointWeights(model_dir, self.dtype, specs)
+        self._publisher = publisher
+        self._root = root.resolve()
+        self._lease_s = lease_s
+        self._timeout_s = timeout_s
+        self._lock = asyncio.Lock()
+        self._calls = TaskOwner()
+        self._leases = TaskOwner()
+        self._paused: tuple[OpenPublish, WeightUpdate] | None = None
+        self._labels: OrderedDict[int, str] = OrderedDict()
+        self._serves_adapter = False
+        self._applied: tuple[Stamp, int] | None = None
+        """The directory of the last update, and its version."""
+
+    def label_of(self, version: int) -> str:
+        """Return what clients call a version: the label of its update, or its number."""
+        return self._labels.get(version, str(version) if version else INITIAL_LABEL)
+
+    @property
+    def serves_adapter(self) -> bool:
+        """Whether the last update was a LoRA."""
+        return self._serves_adapter
+
+    @property
+    def pause_policy(self) -> InFlightPolicy | None:
+        """The in-flight policy of the pause, None while sampling is not paused."""
+        return None if self._paused is None or self._paused[0].is_over else self._paused[1].in_flight
+
+    async def pause(self, in_flight: InFlightPolicy) -> None:
+        """Pause sampling until an update or `resume`; if it is paused, begin the lease again.
+
+        Raises `PublishError` if an endpoint refuses; all endpoints are then resumed.
+        """
+
+        def begin() -> None:
+            if self.pause_policy is None:
+                self._paused = self._open(in_flight)
+
+        await self._alone(begin)
+        self._start_lease()
+
+    async def resume(self) -> None:
+        """End a pause: the endpoints continue with the weights that they serve."""
+        await self._alone(lambda: self._end_pause("the client resumed sampling"))
+
+    async def load(
+        self, path: str, *, label: str | None = None, in_flight: InFlightPolicy = InFlightPolicy.KEEP
+    ) -> int:
+        """Serve the weights of a checkpoint directory on every endpoint, ending a pause, and return their version.
+
+        A repeated call for a directory that is served and has not changed does nothing. ``in_flight`` applies unless
+        sampling is paused. Raises `InvalidRequestError` for a directory that is not below the root, `ConfigError` for
+        one that cannot be used: nothing has changed then. Raises `PublishError` if an endpoint did not apply it.
+        """
+        directory = self._directory(path)
+        return await self._alone(lambda: self._load(directory, label, in_flight))
+
+    async def load_adapter(self, path: str, *, label: str) -> int:
+        """Serve the LoRA of a directory instead of any earlier LoRA, and return its version. Raises as `load` does.
+
+        A pause ends for it, and begins again.
+        """
+        directory = self._directory(path)
+
+        def send() -> int:
+            weights = AdapterWeights(directory, self.dtype)
+            weights.check_values()
+            policy = self.pause_policy
+            self._end_pause("a LoRA is loaded")
+            version = self._next_version()
+            publish_weights(
+                weights,
+                self._publisher,
+                in_flight=policy or InFlightPolicy.KEEP,
+                deadline_s=self._timeout_s,
+                version=version,
+            )
+            self.name(version, label)
+            self._serves_adapter, self._applied = True, None
+            if policy is not None:
+                self._paused = self._open(policy)
+            return version
+
+        version = await self._alone(send)
+        self._start_lease()
+        return version
+
+    async def aclose(self) -> None:
+        """End a pause."""
+        await self._leases.aclose()
+        await self._alone(lambda: self._end_pause("the server of the dialect was stopped"))
+        await self._calls.aclose()
+
+    # ------------------------------------------------------------------------------------- in a thread, one at a time
+
+    def _load(self, directory: Path, label: str | None, in_flight: InFlightPolicy) -> int:
+        stamp = _stamp_of(directory)
+        if self._applied is not None and self._applied[0] == stamp and self._is_served(self._applied[1]):
+            version = self._applied[1]
+            self.name(version, label)
+            self._end_pause("the weights of the directory are served already")
+            return version
+        weights = CheckpointWeights(directory, self.dtype, self._model.parameter_specs())
+        weights.check_values()
+        if self.pause_policy is None:
+            version = self._next_version()
+            publish_weights(weights, self._publisher, in_flight=in_flight, deadline_s=self._timeout_s, version=version)
+        else:
+            assert self._paused is not None
+            (opened, update), self._paused = self._paused, None
+            version = update.version
+            report = opened.send(weights.gather_weights(update.buckets))
+            _require(report)
+        self._serves_adapter, self._applied = False, (stamp, version)
+        self.name(version, label)
+        return version
+
+    def _open(self, in_flight: InFlightPolicy) -> tuple[OpenPublish, WeightUpdate]:
+        """Begin a publish of the model's tensors, and return once sampling is paused."""
+        deadline_s = self._lease_s + self._timeout_s
+        update = weight_update_of(
+            self._model,
+            run_id=self._publisher.run_id,
+            incarnation=self._publisher.incarnation,
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            deadline_s=deadline_s,
+            in_flight=in_flight,
+            version=self._next_version(),
+        ).model_copy(update={"deadline_s": self._timeout_s, "lease_s": self._lease_s + _LEASE_SLACK_S})
+        endpoints = self._publisher.endpoints
+        opened = self._publisher.open(endpoints, update, deadline_s=deadline_s, num_needed=len(endpoints), staged=False)
+        opened.wait_until_accepted()
+        return opened, update
+
+    def _end_pause(self, why: str) -> None:
+        paused, self._paused = self._paused, None
+        if paused is not None:
+            paused[0].end(why)
+
+    def _next_version(self) -> int:
+        served = [self._publisher.run(endpoint.weight_version) for endpoint in self._publisher.endpoints]
+        return 1 + max(it.version for it in served)
+
+    def _is_served(self, version: int) -> bool:
+        served = [self._publisher.run(endpoint.weight_version) for endpoint in self._publisher.endpoints]
+        return all(
+            it.version == version and it.run_id == self._publisher.run_id and it.state is not EndpointState.POISONED
+            for it in served
+        )
+
+    def name(self, version: int, label: str | None) -> None:
+        """Call a version by this label from now on, unless it is None."""
+        if label is not None:
+            self._labels[version] = label
+            while len(self._labels) > _NUM_LABELS:
+                self._labels.popitem(last=False)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    async def _alone(self, call: Callable[[], T]) -> T:
+        """Run a blocking call after earlier ones. It runs to its end even if the caller is cancelled."""
+
+        async def run() -> T:
+            async with self._lock:
+                return await run_abandonable(call, "inflight-dialect-update")
+
+        return await asyncio.shield(self._calls.start(run()))
+
+    def _start_lease(self) -> None:
+        """Begin the lease of a pause, if there is one, again."""
+        self._leases.cancel()
+        if self._paused is not None:
+            self._leases.start(self._expire(self._paused[0]))
+
+    async def _expire(self, opened: OpenPublish) -> None:
+        await asyncio.sleep(self._lease_s)
+
+        def end() -> None:
+            if self._paused is not None and self._paused[0] is opened:
+                self._end_pause(f"no call followed the pause within its lease of {self._lease_s:g} s")
+
+        await self._alone(end)
+
+    def _directory(self, path: str) -> Path:
+        try:
+            directory = Path(path).resolve(strict=True)
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError(f"{path!r} cannot be read by this process: {error}") from error
+        if not directory.is_relative_to(self._root) or not directory.is_dir():
+            raise InvalidRequestError(
+                f"{path!r} is not a directory below {str(self._root)!r}, from which updates are read here; name "
+                "another one with --directory"
+            )
+        return directory
+
+
+def _stamp_of(directory: Path) -> Stamp:
+    """Return what changes when a directory is written again."""
+    files = sorted({file for pattern in _STAMPED for file in directory.glob(pattern)})
+    stats = [(file.name, os.stat(file)) for file in files]
+    return str(directory), tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _require(report: PublishReport) -> None:
+    if not report.succeeded:
+        raise PublishError(f"the update did not reach every endpoint: {report.summary()}", report)
+
+
+def policy_of(mode: str, *, clears_cache: bool) -> InFlightPolicy:
+    """Return the in-flight policy of a pause: ``keep`` freezes running requests, ``wait`` lets them finish.
+
+    Raises `InvalidRequestError`.
+    """
+    frozen = InFlightPolicy.RECOMPUTE if clears_cache else InFlightPolicy.KEEP
+    policies = {"keep": frozen, "wait": InFlightPolicy.DRAIN, "abort": InFlightPolicy.ABORT}
+    if mode not in policies:
+        raise InvalidRequestError(f"mode is {mode!r}, but must be one of {', '.join(policies)}")
+    return policies[mode]

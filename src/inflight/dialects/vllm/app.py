@@ -1,0 +1,296 @@
+"""The application with vLLM's routes. The routes of updates exist only with a `DirectoryUpdates`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from inflight.contracts import InferenceEndpoint
+from inflight.dialects.directory_updates import DirectoryUpdates, policy_of
+from inflight.dialects.running_requests import RunningRequests
+from inflight.dialects.serving import DialectRoutes, EndpointPool, flag_in, message_in, ok
+from inflight.dialects.vllm.messages import (
+    AbortBody,
+    AdapterBody,
+    AdapterName,
+    CompletionsBody,
+    FinishBody,
+    GenerateBody,
+    UpdateBody,
+    VersionBody,
+    completions_answer,
+    generate_answer,
+    generate_request,
+    prompt_logprobs_of,
+    score_request,
+    server_info,
+)
+from inflight.errors import BusyError, InvalidRequestError, UnsupportedError
+from inflight.http import routes
+from inflight.http.receiving import run_while_connected
+from inflight.wire import ChatCompletionRequest
+
+_NCCL = "its weights travel over NCCL, which needs GPUs on both sides; send a directory to /update_weights"
+_PICKLE = "it names methods of vLLM's own workers, with arguments as pickles, which are never read here"
+REFUSED = {
+    "/init_weight_transfer_engine": _NCCL,
+    "/init_broadcaster": _NCCL,
+    "/collective_rpc": _PICKLE,
+    "/fetch_weights": "its deltas have a format of their own; send a directory to /update_weights",
+    "/weight_checker": "it compares an engine's own layout; every update here is verified by checksums in transit",
+    "/sleep": "release the memory of the servers by their own routes",
+    "/wake_up": "restore the memory of the servers by their own routes",
+}
+"""Routes of vLLM and of its clients that are not supported, with the reasons."""
+_MAX_ADAPTERS = 1024
+_MAX_RANK = 512
+
+
+def vllm_app(
+    endpoints: Sequence[InferenceEndpoint],
+    *,
+    token: str | None,
+    updates: DirectoryUpdates | None = None,
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> Starlette:
+    """Return the application. ``token`` guards the routes that change a server; None leaves them open.
+
+    ``decode`` returns the text of token ids, for ``/v1/completions``; without it, texts are empty.
+    """
+    pool = EndpointPool(endpoints)
+    running = RunningRequests(pool, updates)
+    served = DialectRoutes(token)
+
+    async def generate(request: Request) -> Response:
+        body = await message_in(request, GenerateBody, await _bytes_for(pool))
+        await check_model(body.model)
+        if refusal := running.refusal():
+            return refusal
+        asked = generate_request(body.request_id, body.token_ids, body.sampling_params)
+        answer = await running.generate(request, asked, body.request_id)
+        found = generate_answer(answer, label_of)
+        if (top_k := body.sampling_params.prompt_logprobs) is not None:
+            scores = await running.score(request, score_request(body.token_ids, top_k))
+            found["prompt_logprobs"] = prompt_logprobs_of(body.token_ids, scores)
+        return JSONResponse(found)
+
+    async def completions(request: Request) -> Response:
+        body = await message_in(request, CompletionsBody, await _bytes_for(pool))
+        await check_model(body.model)
+        if body.prompt_logprobs is not None:
+            raise UnsupportedError("prompt_logprobs are returned by /inference/v1/generate only")
+        if refusal := running.refusal():
+            return refusal
+        answer = await running.generate(
+            request, generate_request(body.request_id, body.token_ids, body), body.request_id
+        )
+        texts = ["" if decode is None else decode(completion.token_ids) for completion in answer.completions]
+        model = body.model or (await pool.capabilities()).model
+        return JSONResponse(completions_answer(body, answer, model=model, texts=texts, label_of=label_of))
+
+    async def chat(request: Request) -> Response:
+        can = await pool.capabilities()
+        size = routes.CHAT_COMPLETIONS.request_size.bytes_for(can.max_model_len, images=can.images)
+        body = await message_in(request, ChatCompletionRequest, size)
+        if body.stream:
+            raise UnsupportedError("streaming is not supported here")
+        await check_model(body.model)
+        if refusal := running.refusal():
+            return refusal
+        with pool.least_loaded() as endpoint:
+            answer = await run_while_connected(request, endpoint.chat_completion(body))
+        return JSONResponse(answer.model_dump(mode="json"))
+
+    async def models(_: Request) -> Response:
+        can = await pool.capabilities()
+        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "inflight"} for name in await names()]
+        return ok(object="list", data=[card | {"max_model_len": can.max_model_len} for card in cards])
+
+    async def health(_: Request) -> Response:
+        is_well, versions = await pool.health()
+        return JSONResponse({"ok": is_well, "versions": versions}, 200 if is_well else 503)
+
+    adapters: dict[str, int] = {}
+    """The version with which each adapter that was not unloaded arrived, by its name."""
+
+    async def names() -> list[str]:
+        return [(await pool.capabilities()).model, *adapters]
+
+    async def check_model(name: str | None) -> None:
+        known = await names()
+        if name is None:
+            return
+        if name not in known:
+            raise InvalidRequestError(f"the model {name!r} is not served; known: {', '.join(known)}")
+        if name not in adapters and updates is not None and updates.serves_adapter:
+            raise InvalidRequestError(
+                f"{name!r} without an adapter is no longer served, because a server has one set of weights; request "
+                f"one of {', '.join(adapters) or 'the adapters, after loading one'}"
+            )
+
+    def label_of(version: int) -> str:
+        return str(version) if updates is None else updates.label_of(version)
+
+    served.add("POST", "/inference/v1/generate", generate)
+    served.add("POST", "/v1/completions", completions)
+    served.add("POST", "/v1/chat/completions", chat)
+    served.add("GET", "/v1/models", models)
+    served.add("GET", "/health", health)
+    if updates is not None:
+        _add_updates(served, pool, running, updates, adapters)
+    return served.app()
+
+
+def _add_updates(
+    served: DialectRoutes,
+    pool: EndpointPool,
+    running: RunningRequests,
+    updates: DirectoryUpdates,
+    adapters: dict[str, int],
+) -> None:
+    """Add the routes that change what the endpoints serve, or how, and those that report it."""
+    phase = _Phase()
+    adapter_lock = asyncio.Lock()
+
+    async def pause(request: Request) -> Response:
+        mode = request.query_params.get("mode", "abort")
+        policy = policy_of(mode, clears_cache=flag_in(request, "clear_cache", True))
+        await updates.pause(policy)
+        return ok(status="paused")
+
+    async def resume(_: Request) -> Response:
+        await updates.resume()
+        return ok(status="resumed")
+
+    async def is_paused(_: Request) -> Response:
+        return ok(is_paused=updates.pause_policy is not None)
+
+    async def start_update(_: Request) -> Response:
+        phase.start()
+        return ok(status="started")
+
+    async def update(request: Request) -> Response:
+        body = await message_in(request, UpdateBody)
+        if body.update_info is not None:
+            directory = _directory_of(body.update_info)
+            phase.add(directory)
+            return ok(status="received")
+        if body.weight_dir is None:
+            raise InvalidRequestError(f"/update_weights needs weight_dir, the directory of a checkpoint: {_NCCL}")
+        version = await updates.load(body.weight_dir, label=body.weight_version)
+        return ok(status="updated", weight_version=updates.label_of(version))
+
+    async def finish_update(request: Request) -> Response:
+        body = await message_in(request, FinishBody)
+        version = await updates.load(phase.finish(), label=body.weight_version)
+        return ok(status="finished", weight_version=updates.label_of(version))
+
+    async def name_version(request: Request) -> Response:
+        body = await message_in(request, VersionBody)
+        updates.name(max((await pool.health())[1]), body.new_version)
+        return ok(success=True)
+
+    async def weight_info(_: Request) -> Response:
+        return ok(weight_version=updates.label_of(max((await pool.health())[1])))
+
+    async def world_size(_: Request) -> Response:
+        return ok(world_size=sum([(await endpoint.capabilities()).num_ranks for endpoint in pool.endpoints]))
+
+    async def info(_: Request) -> Response:
+        can = await pool.capabilities()
+        lora = {"max_lora_rank": _MAX_RANK, "max_loras": _MAX_ADAPTERS} if can.lora else None
+        return JSONResponse(server_info(can.dtype, can.max_model_len, model=can.model, lora=lora))
+
+    async def load_adapter(request: Request) -> Response:
+        body = await message_in(request, AdapterBody)
+        async with adapter_lock:
+            if body.lora_name in adapters or body.lora_name == (await pool.capabilities()).model:
+                raise InvalidRequestError(f"{body.lora_name!r} is served already; unload it first, or use another name")
+            if len(adapters) >= _MAX_ADAPTERS:
+                raise InvalidRequestError(f"{_MAX_ADAPTERS} adapters have names; unload some of them")
+            adapters[body.lora_name] = await updates.load_adapter(body.lora_path, label=body.lora_name)
+        return ok(status="loaded", weight_version=body.lora_name)
+
+    async def unload_adapter(request: Request) -> Response:
+        body = await message_in(request, AdapterName)
+        if adapters.pop(body.lora_name, None) is None:
+            raise InvalidRequestError(
+                f"no adapter {body.lora_name!r} is loaded; known: {', '.join(adapters) or 'none'}"
+            )
+        return ok(status="unloaded")
+
+    async def abort(request: Request) -> Response:
+        await running.abort((await message_in(request, AbortBody)).request_ids)
+        return ok(status="aborted")
+
+    async def reset_prefix_cache(_: Request) -> Response:
+        """An update already makes endpoints ignore what they cached under other weights."""
+        return ok(status="ok")
+
+    control: dict[str, Any] = {
+        "/pause": pause,
+        "/resume": resume,
+        "/start_weight_update": start_update,
+        "/update_weights": update,
+        "/finish_weight_update": finish_update,
+        "/update_weight_version": name_version,
+        "/abort_requests": abort,
+        "/reset_prefix_cache": reset_prefix_cache,
+    }
+    for path, handler in control.items():
+        served.add("POST", path, handler, control=True)
+    for prefix in ("", "/v1"):
+        served.add("POST", f"{prefix}/load_lora_adapter", load_adapter, control=True)
+        served.add("POST", f"{prefix}/unload_lora_adapter", unload_adapter, control=True)
+    for path, handler in {
+        "/is_paused": is_paused,
+        "/weight_info": weight_info,
+        "/get_world_size": world_size,
+        "/server_info": info,
+    }.items():
+        served.add("GET", path, handler)
+    served.refuse(REFUSED)
+
+
+class _Phase:
+    """The four phases of an update: start, any number of announcements, finish."""
+
+    def __init__(self) -> None:
+        self._directory: str | None = None
+        self._is_open = False
+
+    def start(self) -> None:
+        if self._is_open:
+            raise BusyError("a weight update has been started already; finish it first")
+        self._is_open, self._directory = True, None
+
+    def add(self, directory: str) -> None:
+        if not self._is_open:
+            raise InvalidRequestError("no weight update has been started; post to /start_weight_update first")
+        if self._directory not in (None, directory):
+            raise InvalidRequestError(f"this update has the directory {self._directory!r} already, not {directory!r}")
+        self._directory = directory
+
+    def finish(self) -> str:
+        if not self._is_open:
+            raise InvalidRequestError("no weight update has been started; post to /start_weight_update first")
+        self._is_open = False
+        if self._directory is None:
+            raise InvalidRequestError("the weight update has no directory; it has ended without a change")
+        return self._directory
+
+
+def _directory_of(update_info: dict[str, Any] | list[Any]) -> str:
+    directory = update_info.get("weight_dir") if isinstance(update_info, dict) else None
+    if not isinstance(directory, str):
+        raise UnsupportedError(f"update_info without weight_dir is not supported: {_NCCL}")
+    return directory
+
+
+async def _bytes_for(pool: EndpointPool) -> int:
+    return routes.GENERATE.request_size.bytes_for((await pool.capabilities()).max_model_len)
