@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from inflight.commands import dialect_pipelinerl
+from inflight.commands import dialect_engine, dialect_pipelinerl
 
 PROTOCOLS = {
     "pipelinerl": (dialect_pipelinerl, "serve the routes of PipelineRL's inference servers"),
+    "vllm": (dialect_engine, "serve vLLM's own routes, with pauses and updates from directories"),
+    "sglang": (dialect_engine, "serve SGLang's own routes, with pauses and updates from disk"),
 }
 """The module of each protocol, which has ``add_arguments`` and ``run`` as a command has, and its line of help."""
 

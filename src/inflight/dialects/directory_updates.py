@@ -40,11 +40,19 @@ class DirectoryUpdates:
 
     Only directories below ``root`` are read. ``model_dir`` is the checkpoint that the endpoints were started with. A
     pause that no call follows ends after ``lease_s`` seconds. An update may take ``timeout_s`` seconds. Raises
-    `ConfigError` if the endpoints' models differ, or the checkpoint cannot be read.
+    `ConfigError` if the endpoints' models differ, or the checkpoint cannot be read. ``note`` receives a line for each
+    update, and for each pause that its lease ended.
     """
 
     def __init__(
-        self, publisher: WeightPublisher, model_dir: Path, root: Path, *, lease_s: float, timeout_s: float
+        self,
+        publisher: WeightPublisher,
+        model_dir: Path,
+        root: Path,
+        *,
+        lease_s: float,
+        timeout_s: float,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         dtypes = {can.dtype for can in publisher.endpoints.values()}
         if len(dtypes) > 1:
@@ -58,6 +66,7 @@ class DirectoryUpdates:
         self._root = root.resolve()
         self._lease_s = lease_s
         self._timeout_s = timeout_s
+        self._note = note
         self._lock = asyncio.Lock()
         self._calls = TaskOwner()
         self._leases = TaskOwner()
@@ -108,7 +117,9 @@ class DirectoryUpdates:
         one that cannot be used: nothing has changed then. Raises `PublishError` if an endpoint did not apply it.
         """
         directory = self._directory(path)
-        return await self._alone(lambda: self._load(directory, label, in_flight))
+        version = await self._alone(lambda: self._load(directory, label, in_flight))
+        self._note(f"version {version} is served, from {directory}")
+        return version
 
     async def load_adapter(self, path: str, *, label: str) -> int:
         """Serve the LoRA of a directory instead of any earlier LoRA, and return its version. Raises as `load` does.
@@ -138,6 +149,7 @@ class DirectoryUpdates:
 
         version = await self._alone(send)
         self._start_lease()
+        self._note(f"version {version} is served, the LoRA {label!r} from {directory}")
         return version
 
     async def aclose(self) -> None:
@@ -232,7 +244,9 @@ class DirectoryUpdates:
 
         def end() -> None:
             if self._paused is not None and self._paused[0] is opened:
-                self._end_pause(f"no call followed the pause within its lease of {self._lease_s:g} s")
+                why = f"no call followed the pause within its lease of {self._lease_s:g} s"
+                self._end_pause(why)
+                self._note(f"sampling was resumed: {why}")
 
         await self._alone(end)
 

@@ -49,7 +49,7 @@ class _StoredWeights(WeightSource):
     def _tensors(self, specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
         """Yield the tensors in their wire dtypes, one at a time."""
         with ExitStack() as stack:
-            files = dict.fromkeys(dict.fromkeys(self._stored[spec.name].file for spec in specs))
+            files: dict[Path, Any] = {}
             for spec in specs:
                 file = self._stored[spec.name].file
                 try:
