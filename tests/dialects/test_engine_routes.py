@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from tests.dialects.programs import Program
 from tests.gates import BrakedServer, wait_until
+from tests.models import make_model
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import PROMPT, assert_serves, checkpoint, logprobs, silenced, weight_version
 
@@ -365,3 +366,23 @@ def test_sglang_updates_from_disk(start: Start, braked: BrakedServer, model_dir:
     assert refused["success"] is False and "not a directory below" in refused["message"]
     pickled = client.post("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, status=400)
     assert "pickles" in pickled["message"]
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_the_async_trainer_of_trl_samples_and_updates(
+    mode: str, start: Start, start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    """Its own trainer and rollout worker; the weights of ``full`` go through a directory instead of NCCL."""
+    model = make_model(tmp_path / "model", tied=True)
+    server = start_server(model, "--name", str(model))  # TRL asks for the model by its path
+    client = start(model, server, options=("--open",))
+    arguments = (mode, str(model), client.url, str(tmp_path / "updates"))
+    trainer = Program(tmp_path / "trainer.log", "tests.dialects.trl_async_trainer", *arguments)
+    *steps, _ = json.loads(trainer.line_with('"kl"'))
+    assert trainer.process.wait(timeout=60) == 0
+    trainer.stop()
+    first, last = steps[0], steps[-1]
+    assert first["sample/staleness_max"] == 0 and abs(first["kl"]) < 1e-6  # its logprobs are those that were sampled
+    assert last["sample/staleness_max"] >= 1
+    assert_serves(server, 4)  # before the first step, and after each of three
+    assert client.get("/weight_info") == {"weight_version": "4" if mode == "full" else "trl-policy-v4"}
