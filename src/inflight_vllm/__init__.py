@@ -5,6 +5,7 @@ Importing this package loads neither vLLM nor torch. Only vLLM loads the modules
 """
 
 from inflight_vllm.endpoint import VllmEndpoint
+from inflight_vllm.four_phases import FOUR_PHASES, FourPhaseEndpoint
 from inflight_vllm.kind import KIND
 
-__all__ = ["KIND", "VllmEndpoint"]
+__all__ = ["FOUR_PHASES", "KIND", "FourPhaseEndpoint", "VllmEndpoint"]

@@ -45,7 +45,7 @@ PLUGIN_PROTOCOL = 5
 """Increased when a client of the previous protocol would misread the engine's half. Compared when a client attaches."""
 COMMIT = "inflight_commit"
 """The method of ``/collective_rpc`` that loads, labels and resumes: see `inflight_vllm.engine_core`."""
-_PAUSES = {
+PAUSES = {
     InFlightPolicy.KEEP: "mode=keep&clear_cache=false",  # with a cleared cache, vLLM would compute it all again
     InFlightPolicy.RECOMPUTE: "mode=keep&clear_cache=true",
     InFlightPolicy.DRAIN: "mode=wait&clear_cache=true",
@@ -154,7 +154,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         try:
             async with self._lock:
                 await self._routes.post(
-                    f"/pause?{_PAUSES[update.in_flight]}", timeout_s=update.deadline_s + update.lease_s
+                    f"/pause?{PAUSES[update.in_flight]}", timeout_s=update.deadline_s + update.lease_s
                 )
                 self._paused_since = time.monotonic()
                 if not update.staged:

@@ -71,6 +71,9 @@ class DirectoryUpdates:
         self._calls = TaskOwner()
         self._leases = TaskOwner()
         self._paused: tuple[OpenPublish, WeightUpdate] | None = None
+        self._relabelled: tuple[int, str] | None = None
+        self._opening: OpenPublish | None = None
+        """A pause that not every endpoint has accepted yet."""
         self._labels: OrderedDict[int, str] = OrderedDict()
         self._serves_adapter = False
         self._applied: tuple[Stamp, int] | None = None
@@ -79,6 +82,20 @@ class DirectoryUpdates:
     def label_of(self, version: int) -> str:
         """Return what clients call a version: the label of its update, or its number."""
         return self._labels.get(version, str(version) if version else INITIAL_LABEL)
+
+    def served_label(self, version: int) -> str:
+        """Return what clients call the version that is served now, which `relabel` may have changed."""
+        relabelled = self._relabelled
+        return relabelled[1] if relabelled is not None and relabelled[0] == version else self.label_of(version)
+
+    def relabel(self, version: int, label: str) -> None:
+        """Call the version that is served now by another label.
+
+        While sampling is paused, the tokens that it has sampled keep their label.
+        """
+        self._relabelled = (version, label)
+        if self.pause_policy is None:
+            self._label(version, label)
 
     @property
     def serves_adapter(self) -> bool:
@@ -91,12 +108,14 @@ class DirectoryUpdates:
         return None if self._paused is None or self._paused[0].is_over else self._paused[1].in_flight
 
     async def pause(self, in_flight: InFlightPolicy) -> None:
-        """Pause sampling until an update or `resume`; if it is paused, begin the lease again.
+        """Pause sampling until an update or `resume`; if it is paused like that, only begin the lease again.
 
         Raises `PublishError` if an endpoint refuses; all endpoints are then resumed.
         """
 
         def begin() -> None:
+            if self.pause_policy not in (None, in_flight):
+                self._end_pause("the client chose another policy")
             if self.pause_policy is None:
                 self._paused = self._open(in_flight)
 
@@ -104,7 +123,9 @@ class DirectoryUpdates:
         self._start_lease()
 
     async def resume(self) -> None:
-        """End a pause: the endpoints continue with the weights that they serve."""
+        """End a pause, even one that still waits for requests; the endpoints continue with the weights they serve."""
+        if (opening := self._opening) is not None:
+            await run_abandonable(lambda: opening.end("the client resumed sampling"), "inflight-dialect-resume")
         await self._alone(lambda: self._end_pause("the client resumed sampling"))
 
     async def load(
@@ -134,6 +155,7 @@ class DirectoryUpdates:
             policy = self.pause_policy
             self._end_pause("a LoRA is loaded")
             version = self._next_version()
+            self._label(version, label)
             publish_weights(
                 weights,
                 self._publisher,
@@ -141,7 +163,6 @@ class DirectoryUpdates:
                 deadline_s=self._timeout_s,
                 version=version,
             )
-            self.name(version, label)
             self._serves_adapter, self._applied = True, None
             if policy is not None:
                 self._paused = self._open(policy)
@@ -164,22 +185,23 @@ class DirectoryUpdates:
         stamp = _stamp_of(directory)
         if self._applied is not None and self._applied[0] == stamp and self._is_served(self._applied[1]):
             version = self._applied[1]
-            self.name(version, label)
+            self._label(version, label)
             self._end_pause("the weights of the directory are served already")
             return version
         weights = CheckpointWeights(directory, self.dtype, self._model.parameter_specs())
         weights.check_values()
         if self.pause_policy is None:
             version = self._next_version()
+            self._label(version, label)  # before a token can carry it
             publish_weights(weights, self._publisher, in_flight=in_flight, deadline_s=self._timeout_s, version=version)
         else:
             assert self._paused is not None
             (opened, update), self._paused = self._paused, None
             version = update.version
+            self._label(version, label)
             report = opened.send(weights.gather_weights(update.buckets))
             _require(report)
         self._serves_adapter, self._applied = False, (stamp, version)
-        self.name(version, label)
         return version
 
     def _open(self, in_flight: InFlightPolicy) -> tuple[OpenPublish, WeightUpdate]:
@@ -196,7 +218,11 @@ class DirectoryUpdates:
         ).model_copy(update={"deadline_s": self._timeout_s, "lease_s": self._lease_s + _LEASE_SLACK_S})
         endpoints = self._publisher.endpoints
         opened = self._publisher.open(endpoints, update, deadline_s=deadline_s, num_needed=len(endpoints), staged=False)
-        opened.wait_until_accepted()
+        self._opening = opened
+        try:
+            opened.wait_until_accepted()
+        finally:
+            self._opening = None
         return opened, update
 
     def _end_pause(self, why: str) -> None:
@@ -215,8 +241,7 @@ class DirectoryUpdates:
             for it in served
         )
 
-    def name(self, version: int, label: str | None) -> None:
-        """Call a version by this label from now on, unless it is None."""
+    def _label(self, version: int, label: str | None) -> None:
         if label is not None:
             self._labels[version] = label
             while len(self._labels) > _NUM_LABELS:

@@ -122,6 +122,10 @@ def sglang_app(
     def label_of(version: int) -> str:
         return str(version) if updates is None else updates.label_of(version)
 
+    async def served_label() -> str:
+        version = max((await pool.health())[1])
+        return label_of(version) if updates is None else updates.served_label(version)
+
     async def generate(request: Request) -> Response:
         size = routes.GENERATE.request_size.bytes_for((await pool.capabilities()).max_model_len)
         body = await message_in(request, GenerateBody, size)
@@ -138,11 +142,11 @@ def sglang_app(
 
     async def info(_: Request) -> Response:
         can = await pool.capabilities()
-        version = label_of(max((await pool.health())[1]))
+        version = await served_label()
         return ok(model_path=can.model, is_generation=True, weight_version=version)
 
     async def version(_: Request) -> Response:
-        return ok(weight_version=label_of(max((await pool.health())[1])))
+        return ok(weight_version=await served_label())
 
     served.add("POST", "/generate", generate)
     for path in ("/health", "/health_generate"):
@@ -177,7 +181,7 @@ def _add_updates(
 
     async def name_version(request: Request) -> Response:
         body = await message_in(request, VersionBody)
-        updates.name(max((await pool.health())[1]), body.new_version)
+        updates.relabel(max((await pool.health())[1]), body.new_version)
         return ok(success=True, message="the version has a new label", new_version=body.new_version)
 
     async def abort(request: Request) -> Response:

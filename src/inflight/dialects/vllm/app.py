@@ -47,6 +47,8 @@ REFUSED = {
     "/wake_up": "restore the memory of the servers by their own routes",
 }
 """Routes of vLLM and of its clients that are not supported, with the reasons."""
+INTERNAL_PREFIX = "generate-tokens-"
+"""What vLLM puts before the ids of requests over ``/inference/v1/generate``, where clients end them."""
 _MAX_ADAPTERS = 1024
 _MAX_RANK = 512
 
@@ -192,11 +194,11 @@ def _add_updates(
 
     async def name_version(request: Request) -> Response:
         body = await message_in(request, VersionBody)
-        updates.name(max((await pool.health())[1]), body.new_version)
+        updates.relabel(max((await pool.health())[1]), body.new_version)
         return ok(success=True)
 
     async def weight_info(_: Request) -> Response:
-        return ok(weight_version=updates.label_of(max((await pool.health())[1])))
+        return ok(weight_version=updates.served_label(max((await pool.health())[1])))
 
     async def world_size(_: Request) -> Response:
         return ok(world_size=sum([(await endpoint.capabilities()).num_ranks for endpoint in pool.endpoints]))
@@ -225,7 +227,8 @@ def _add_updates(
         return ok(status="unloaded")
 
     async def abort(request: Request) -> Response:
-        await running.abort((await message_in(request, AbortBody)).request_ids)
+        names = (await message_in(request, AbortBody)).request_ids
+        await running.abort([name.removeprefix(INTERNAL_PREFIX) for name in names])
         return ok(status="aborted")
 
     async def reset_prefix_cache(_: Request) -> Response:

@@ -78,7 +78,7 @@ class EngineSampling(DialectMessage):
 
 
 Prompt = Annotated[Items[TokenId], Field(min_length=1)]
-RequestName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
+RequestName = Annotated[str, Field(min_length=1, max_length=400, pattern=r"^[A-Za-z0-9._:/-]+$")]
 
 
 class GenerateBody(DialectMessage):
@@ -164,7 +164,7 @@ class AbortBody(DialectMessage):
 
 def generate_request(name: str | None, token_ids: Sequence[int], sampling: EngineSampling) -> GenerateRequest:
     """Return a request for completions of token ids, under an id that no other request has."""
-    request_id = f"{(name or 'request')[:200]}-{uuid.uuid4().hex[:12]}"
+    request_id = f"{(name or 'request')[:100]}-{uuid.uuid4().hex[:12]}"
     return GenerateRequest(request_id=request_id, prompt_token_ids=tuple(token_ids), sampling=sampling.sampling())
 
 

@@ -1,0 +1,274 @@
+"""A server with vLLM's routes but without inflight's plug-in as an `InferenceEndpoint`.
+
+Any server that speaks the four phases of a weight update can be attached to: pause, start, update, finish, and resume.
+Weights are staged here and written into a directory that the server reads. The protocol cannot promise that a pause
+ends if its client does, that only one client updates, or that what was loaded is what was sent; docs/dialect.md lists
+what that costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inflight.base.tasks import run_together
+from inflight.base.transport_registry import receivable_transports
+from inflight.contracts import AbortingEndpoint, EngineKind, EngineOptions, InferenceEndpoint, ReleasingEndpoint
+from inflight.dialects.url_query import options_of_query
+from inflight.engines.attached import AttachedEndpoint
+from inflight.engines.detached_calls import ignore_engine_errors
+from inflight.engines.requests import SentRequest, protocol_errors
+from inflight.engines.routes import EngineRoutes
+from inflight.engines.version_labels import label_of
+from inflight.errors import ConfigError, ProtocolError, UnsupportedError
+from inflight.model.checkpoint_specs import checkpoint_of
+from inflight.weights.receive.adapter import PausableEngine
+from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
+from inflight.wire import (
+    Capabilities,
+    ChatCompletionRequest,
+    EndpointState,
+    GenerateRequest,
+    GenerateResponse,
+    InFlightPolicy,
+    Manifest,
+    PromptImage,
+    UpdateRef,
+    UpdateTimings,
+    WeightUpdate,
+    WeightVersion,
+)
+from inflight_vllm.requests import (
+    GENERATE,
+    bodies_of,
+    check_request,
+    choices_of,
+    ids_of,
+    response_of,
+    version_labels_of,
+)
+from inflight_vllm.updates import PAUSES
+
+LABEL = "/weight_info"
+_NEEDED = ("/pause", "/resume", "/is_paused", "/start_weight_update", "/update_weights", "/finish_weight_update", LABEL)
+
+
+@dataclass(frozen=True, slots=True)
+class FourPhaseOptions:
+    """Facts about a server, from the query of its URL."""
+
+    model_dir: str = ""
+    """The checkpoint directory that the server was started with, as this process sees it."""
+    directory: str = ""
+    """Where updates are written for the server to read; it must see them under the same path."""
+    max_concurrent: int = 64
+    """Number of sequences that the server runs at a time."""
+    seeds: bool = False
+    """Whether the server honours seeds as the contract specifies (1) or not (0)."""
+    timeout_s: float = 600.0
+    """How long the server may take to pause, and to load weights."""
+
+
+class FourPhaseEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, PausableEngine):
+    """The server at ``url``. ``api_key`` is sent to all of its routes."""
+
+    _release_arguments = ()
+
+    def __init__(
+        self,
+        url: str,
+        options: FourPhaseOptions,
+        *,
+        api_key: str | None = None,
+        control_timeout_s: float = 30.0,
+        generate_timeout_s: float = 600.0,
+    ) -> None:
+        routes = EngineRoutes(url.rstrip("/"), api_key=api_key, control_timeout_s=control_timeout_s)
+        super().__init__(routes, label_path=LABEL, close_s=30.0)
+        self._options = options
+        self._generate_timeout_s = generate_timeout_s
+        self._paused_since = 0.0
+        self._ref: UpdateRef | None = None
+        """The update for which sampling was paused last."""
+
+    async def _attach(self) -> Capabilities:
+        from inflight.weights.receive.staged_sink import StagedSink
+        from inflight.weights.transports import make_receiver
+
+        options = self._options
+        if not options.model_dir or not options.directory:
+            raise ConfigError(f"{self.name}: add ?model_dir=DIRECTORY&directory=DIRECTORY to the URL")
+        models, info = await asyncio.gather(
+            self._routes.get("/v1/models"), self._routes.get("/server_info?config_format=json")
+        )
+        for path in _NEEDED:
+            method = "GET" if path in (LABEL, "/is_paused") else "OPTIONS"
+            status, _ = await self._routes.ask(method, path)
+            if status == 404:
+                raise ConfigError(f"{self.name}: the server has no route {path}; vLLM needs VLLM_SERVER_DEV_MODE=1")
+        with protocol_errors("/v1/models or /server_info"):
+            card, settings = models["data"][0], info["vllm_config"]
+            dtype = str(settings["model_config"]["dtype"]).removeprefix("torch.")
+            model, max_model_len = str(card["id"]), int(card["max_model_len"])
+        vocab_size, specs = checkpoint_of(self.name, Path(options.model_dir), dtype)
+        can = Capabilities(
+            engine="fourphase",
+            engine_version="unknown",
+            model=model,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            in_flight_policies=tuple(InFlightPolicy),
+            transports=receivable_transports(on_gpu=False),
+            staging=True,
+            partial_rollouts=True,
+            version_binding="spans",
+            logprob_kind="processed",
+            num_ranks=1,
+            max_concurrent_sequences=options.max_concurrent,
+            streaming=False,
+            chat=False,
+            seeds=options.seeds,
+            manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
+        )
+        self._sink = StagedSink(make_receiver)
+        self._updates = UpdateReceiver(self, self._sink, specs, can)
+        await self._refresh_label()
+        return can
+
+    # --------------------------------------------------------------------------------------------------- weights
+
+    async def request_weight_update(self, update: WeightUpdate) -> None:
+        receiver = await self.receiver()
+        if receiver.session.update is None:
+            await self._refresh_label()
+        await receiver.request(update)
+
+    async def weight_version(self) -> WeightVersion:
+        """Also PAUSED while another client has paused the server. ``num_running`` counts this client's sequences."""
+        can = await self.capabilities()
+        session = self._updates.session
+        state = session.state
+        if session.update is None:
+            answer, _ = await asyncio.gather(self._routes.get("/is_paused"), self._refresh_label())
+            state = session.state
+            if answer.get("is_paused") and state is EndpointState.READY and session.update is None:
+                state = EndpointState.PAUSED
+        running = min(self._gate.num_sent, can.max_concurrent_sequences)
+        answer = self._updates.weight_version(num_running=running, last_update=self._last.timings)
+        return answer.model_copy(update={"state": state})
+
+    async def num_running(self) -> int:
+        return self._gate.num_sent
+
+    async def pause(self, update: WeightUpdate) -> None:
+        self._gate.is_open.clear()
+        self._ref = update.ref
+        try:
+            await self._routes.post(f"/pause?{PAUSES[update.in_flight]}", timeout_s=self._options.timeout_s)
+        except BaseException:
+            await asyncio.shield(self._background.start(self._resume()))
+            raise
+        self._paused_since = time.monotonic()
+
+    async def apply(self, update: WeightUpdate) -> None:
+        """Until the server has loaded everything, its label states that its weights are torn."""
+        started, timeout_s = time.monotonic(), self._options.timeout_s
+        async with self._written() as directory:
+            await self._routes.post("/update_weight_version", {"new_version": label_of(update.ref, torn=True)})
+            await self._routes.post("/start_weight_update", timeout_s=timeout_s)
+            await self._routes.post("/update_weights", {"update_info": {"weight_dir": directory}}, timeout_s)
+            body = {"weight_version": label_of(update.ref)}
+            await self._routes.post("/finish_weight_update", body, timeout_s)
+        load_s = time.monotonic() - started
+        await self._routes.post("/resume")
+        self._gate.is_open.set()
+        self._last.timings = UpdateTimings(paused_s=time.monotonic() - self._paused_since, load_s=load_s)
+
+    async def resume(self) -> None:
+        await self._resume()
+
+    async def fail_requests(self) -> None:
+        self._gate.is_open.set()
+        if self._ref is not None:
+            await self._routes.post("/update_weight_version", {"new_version": label_of(self._ref, torn=True)})
+        await self._routes.post(f"/pause?{PAUSES[InFlightPolicy.ABORT]}")
+
+    async def _resume(self) -> None:
+        await ignore_engine_errors(self._routes.post("/resume"))
+        self._gate.is_open.set()
+
+    @contextlib.asynccontextmanager
+    async def _written(self) -> AsyncIterator[str]:
+        """Write the weights that arrived into a checkpoint directory, which is deleted at the end."""
+        from safetensors.torch import save_file
+
+        tensors = {name: tensor.contiguous() for name, tensor in self._sink.take()}
+        with tempfile.TemporaryDirectory(dir=self._options.directory, prefix="inflight-") as written:
+            await asyncio.to_thread(save_file, tensors, Path(written) / "model.safetensors", {"format": "pt"})
+            shutil.copy(Path(self._options.model_dir) / "config.json", written)
+            yield written
+
+    # ------------------------------------------------------------------------------------------------ generation
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """Raises `ProtocolError` if the server does not report which version sampled each token."""
+        can = await self.capabilities()
+        check_request(request, can)
+
+        async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
+            bodies = bodies_of(request, can, asked)
+            return choices_of(
+                await run_together(*(self._routes.request(GENERATE, body, self._generate_timeout_s) for body in bodies))
+            )
+
+        async def label() -> str:
+            return await self._label(self._generate_timeout_s)
+
+        found = await self._gate.sample(request, label, send, version_labels_of)
+        if any(choice is not None and choice.get("weight_versions") is None for choice in found):
+            raise ProtocolError(f"{GENERATE} does not report weight_versions", self.name)
+        return response_of(request, found)
+
+    async def _end(self, names: Sequence[str]) -> None:
+        await self._routes.post("/abort_requests", {"request_ids": ids_of(names)})
+
+    async def _render(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
+        raise UnsupportedError(f"{self.name} does not support chat")
+
+    async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        raise UnsupportedError(f"{self.name} does not support chat")
+
+
+class FourPhaseKind(EngineKind):
+    """Supports only attaching: the server is started by its own command."""
+
+    name = "fourphase"
+
+    def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
+        raise ConfigError(
+            "start the server by its own command, and attach with fourphase+http://HOST:PORT?model_dir=..."
+        )
+
+    def connect(
+        self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
+    ) -> InferenceEndpoint:
+        """The query of the URL is `FourPhaseOptions`. Raises `ConfigError`."""
+        address, _, query = url.partition("?")
+        return FourPhaseEndpoint(
+            address,
+            options_of_query(FourPhaseOptions, query),
+            api_key=token,
+            control_timeout_s=control_timeout_s,
+            generate_timeout_s=generate_timeout_s,
+        )
+
+
+FOUR_PHASES = FourPhaseKind()

@@ -1,0 +1,40 @@
+"""``inflight dialect vllm`` with a fault, for the kit to find: python -m tests.dialects.four_phase_server FAULT ..."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from inflight import cli
+from inflight.dialects.directory_updates import DirectoryUpdates
+from inflight.dialects.vllm import messages
+
+real_load, real_spans = DirectoryUpdates.load, messages.weight_versions_of
+
+
+async def load_nothing(self: DirectoryUpdates, path: str, **more: Any) -> int:
+    """Report success, under a new label, without a change of the weights."""
+    version = max(self._publisher.run(endpoint.weight_version).version for endpoint in self._publisher.endpoints)
+    self.relabel(version, more["label"])
+    return version
+
+
+async def pause_nothing(*_: Any) -> None:
+    """Report a pause that does not happen."""
+
+
+def one_span(spans: Any, label_of: Any) -> Any:
+    """Name the last version for all tokens."""
+    found = real_spans(spans, label_of)
+    return [found[-1] | {"start": 0}] if found else found
+
+
+FAULTS = {
+    "lost-update": lambda: setattr(DirectoryUpdates, "load", load_nothing),
+    "no-pause": lambda: setattr(DirectoryUpdates, "pause", pause_nothing),
+    "scalar-version": lambda: setattr(messages, "weight_versions_of", one_span),
+}
+
+if __name__ == "__main__":
+    FAULTS[sys.argv[1]]()
+    sys.exit(cli.main(["dialect", "vllm", *sys.argv[2:]]))
