@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,17 @@ from inflight.base.requirements import require
 from inflight.base.tasks import run_together
 from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, ScoringEndpoint
 from inflight.engines.attached import AttachedEndpoint
-from inflight.engines.requests import SentRequest, check_scored
+from inflight.engines.requests import SentRequest, Unsampled, check_scored
 from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.engines.version_labels import parse_label
-from inflight.errors import ConfigError, InvalidRequestError, ProtocolError, UnauthorizedError, UnsupportedError
+from inflight.errors import (
+    ConfigError,
+    DeadlineError,
+    InvalidRequestError,
+    ProtocolError,
+    UnauthorizedError,
+    UnsupportedError,
+)
 from inflight.model.checkpoint_specs import checkpoint_of
 from inflight.rollouts.drafts import split_history
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
@@ -46,6 +54,7 @@ from inflight_vllm.requests import (
     check_request,
     choices_of,
     ids_of,
+    is_refused_for_now,
     label_of_scored,
     parse_rendered_prompt,
     response_of,
@@ -58,6 +67,8 @@ from inflight_vllm.updates import PLUGIN_PROTOCOL, VllmUpdates, status_of
 _CLOSE_S = 30.0
 _PART_TOKENS = 1 << 15
 """Tokens of history in one call. A worker samples nothing while it records them."""
+_RESUMED_S = 0.05
+"""Seconds between two questions whether a server that refuses requests while it is paused has resumed."""
 
 
 class VllmEndpoint(
@@ -91,6 +102,9 @@ class VllmEndpoint(
         self._speculates = False  # as `_attach` finds
         self._generate_timeout_s = generate_timeout_s
         self._requests = EngineRoutes(url, api_key=api_key, control_timeout_s=control_timeout_s)
+        self._resuming = asyncio.Lock()
+        self._sampled_at = 0.0
+        """When the server was last asked whether it is paused, and was not."""
         self._engine = VllmUpdates(routes, self._gate, self._background, self._last, self._probe)
 
     # ------------------------------------------------------------------------------------------------- attaching
@@ -236,36 +250,74 @@ class VllmEndpoint(
         can = await self.capabilities()
         check_request(request, can, speculates=self._speculates)
 
+        deadline = time.monotonic() + self._generate_timeout_s
+
         async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
             bodies = bodies_of(request, can, asked)
-            answers = await run_together(
-                *(self._requests.request(GENERATE, body, self._generate_timeout_s) for body in bodies)
-            )
-            check_placed(request, answers)
-            return choices_of(answers)
+            answers = await run_together(*(self._sampled(body) for body in bodies))
+            check_placed(request, [answer for answer in answers if answer is not Unsampled.PAUSED])
+            return [
+                choice
+                for body, answer in zip(bodies, answers, strict=True)
+                for choice in (
+                    [answer] * body["sampling_params"]["n"] if answer is Unsampled.PAUSED else choices_of([answer])
+                )
+            ]
 
         async def label() -> str:
             return await self._label(self._generate_timeout_s)  # the engine answers once it has loaded its weights
 
-        return response_of(request, await self._gate.sample(request, label, send, version_labels_of))
+        async def resumed() -> None:
+            await self._wait_until_resumed(deadline)
+
+        return response_of(request, await self._gate.sample(request, label, send, version_labels_of, resumed))
+
+    async def _sampled(self, body: Mapping[str, Any]) -> Any:
+        """Return vLLM's answer to a request, or `Unsampled` if vLLM is paused and does not keep it until it resumes."""
+        status, answer = await self._requests.ask("POST", GENERATE, body, self._generate_timeout_s)
+        if is_refused_for_now(status, answer):
+            return Unsampled.PAUSED
+        return self._requests.answer_of(GENERATE, status, answer)
+
+    async def _wait_until_resumed(self, deadline: float) -> None:
+        """Return once the server samples; requests that wait at the same time share the calls that find this out.
+
+        Raises as `_label` does if it will not resume, and `DeadlineError` at ``deadline``.
+        """
+        await asyncio.sleep(_RESUMED_S)
+        began = time.monotonic()
+        async with self._resuming:
+            while True:
+                asked = time.monotonic()
+                if asked > deadline:
+                    raise DeadlineError(
+                        f"the server was paused and refused a request for {self._generate_timeout_s:g} s", self.name
+                    )
+                if self._sampled_at >= began:
+                    return
+                await self._label(self._generate_timeout_s)
+                if not (await self._routes.get("/is_paused")).get("is_paused"):
+                    self._sampled_at = asked
+                else:
+                    await asyncio.sleep(_RESUMED_S)
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
         """vLLM computes the whole sequence, without its prefix cache. An update in the meantime repeats that."""
         can = await self.capabilities()
         require(can, Needs.of_score(request), self.name)
         check_scored(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
+        deadline = time.monotonic() + self._generate_timeout_s
 
         async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
-            return [
-                await self._requests.request(
-                    GENERATE, scoring_body_of(request, can, asked[0]), self._generate_timeout_s
-                )
-            ]
+            return [await self._sampled(scoring_body_of(request, can, asked[0]))]
 
         async def label() -> str:
             return await self._label(self._generate_timeout_s)
 
-        answer, current = await self._gate.score(request.request_id, label, send, label_of_scored)
+        async def resumed() -> None:
+            await self._wait_until_resumed(deadline)
+
+        answer, current = await self._gate.score(request.request_id, label, send, label_of_scored, resumed)
         return scores_of(request, answer, parse_label(current).version)
 
     async def _probe(self) -> None:
@@ -276,7 +328,9 @@ class VllmEndpoint(
         )
         asked = {0: SentRequest(request.request_id, cache_key=request.request_id)}
         (body,) = bodies_of(request, await self.capabilities(), asked)
-        await self._requests.request(GENERATE, body)
+        deadline = time.monotonic() + self._generate_timeout_s
+        while await self._sampled(body) is Unsampled.PAUSED:  # by the next update
+            await self._wait_until_resumed(deadline)
 
     async def _end(self, names: Sequence[str]) -> None:
         await self._routes.post("/abort_requests", {"request_ids": ids_of(names)})

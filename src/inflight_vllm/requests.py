@@ -206,6 +206,16 @@ def scores_of(request: ScoreRequest, answer: Mapping[str, Any], version: int) ->
     )
 
 
+def is_refused_for_now(status: int, answer: Any) -> bool:
+    """Return whether vLLM has refused a request that may be sent again, with nothing sampled for it.
+
+    vLLM 0.33 does so while a pause of mode ``abort`` or ``wait`` lasts. Earlier releases keep such a request until
+    sampling resumes.
+    """
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return status == 503 and isinstance(error, dict) and error.get("type") == "ServiceUnavailableError"
+
+
 def choices_of(answers: Sequence[Any]) -> list[Any]:
     """Return vLLM's answer to `bodies_of` for each completion. Raises `ProtocolError` if it cannot be read."""
     with protocol_errors(GENERATE):

@@ -11,6 +11,7 @@ import contextlib
 import socket
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ FRESH, STALE = -0.5, -9.0
 
 def decoded(token_ids: list[int]) -> str:
     return "".join(f"<{token_id}>" for token_id in token_ids)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An answer with vLLM's form of an error."""
+
+    status: int
+    kind: str
+    message: str
 
 
 class LabelledServer:
@@ -66,7 +76,7 @@ class LabelledServer:
 
     @abstractmethod
     def answer(self, path: str, body: Any) -> Any:
-        """Return what a route answers; a number is a status."""
+        """Return what a route answers; a number is a status, and `Refused` a status with an error."""
 
     @abstractmethod
     def connect(self, url: str) -> InferenceEndpoint:
@@ -80,6 +90,8 @@ class LabelledServer:
             self.asked.append(request.url.path)
             body = await request.json() if await request.body() else None
             found = 401 if self.is_locked else self.answer(request.url.path, body)
+            if isinstance(found, Refused):
+                return JSONResponse({"error": {"message": found.message, "type": found.kind}}, found.status)
             return Response(status_code=found) if isinstance(found, int) else JSONResponse(found)
 
         app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
@@ -145,13 +157,20 @@ class LabelledVllm(LabelledServer):
     kept: UpdateRef | None = None
     group = "file of run"
     num_replicas = 1
+    refusal: Refused | None = None
+    """What requests get while the server is paused; None: they are sampled, as if it resumed at once."""
 
     def __init__(self, model: Path) -> None:
         super().__init__(model)
         self.commits: list[Any] = []
         """What each commit was asked to do."""
+        self.num_refused = 0
+        """Requests that were refused with `refusal`."""
 
     def answer(self, path: str, body: Any) -> Any:
+        if path == "/inference/v1/generate" and self.refusal is not None and self.is_paused and body["token_ids"]:
+            self.num_refused += 1
+            return self.refusal
         if path == "/inference/v1/generate":
             return {"choices": self._choices(body)} if body["token_ids"] else 400
         if path == "/collective_rpc" and body["method"] == COMMIT:
@@ -195,11 +214,13 @@ class LabelledVllm(LabelledServer):
                 "logprobs": {"content": [{"logprob": self.sampled(body["cache_salt"])}] * num},
                 "weight_versions": [{"version": self.label, "start": 0, "end": num}],
             }
-            for index in range(body["sampling_params"]["n"])
+            for index in range(body["sampling_params"].get("n", 1))
         ]
 
     def connect(self, url: str) -> InferenceEndpoint:
         return VllmEndpoint(url)
 
 
+ENGINE_PAUSED = Refused(503, "ServiceUnavailableError", "Generation is paused. Please retry after it resumes.")
+"""How vLLM 0.33 refuses a request during a pause of mode ``abort`` or ``wait``."""
 SERVERS: dict[str, type[LabelledServer]] = {"sglang": LabelledSglang, "vllm": LabelledVllm}

@@ -11,6 +11,7 @@ import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, TypeVar
 
 from inflight.base.tasks import any_of
@@ -33,6 +34,13 @@ class SentRequest:
     """The engine's name for it: unique, and not a prefix of another name."""
     cache_key: str
     """Completions with different keys share no cached prefix."""
+
+
+class Unsampled(Enum):
+    """Stands for the answer to a completion for which the engine has sampled nothing."""
+
+    PAUSED = "paused"
+    """The engine is paused and has refused the request, rather than keep it until sampling resumes."""
 
 
 def check_scored(request: ScoreRequest, *, max_model_len: int, vocab_size: int) -> None:
@@ -108,15 +116,17 @@ class RequestGate:
         self,
         request: GenerateRequest,
         label: Callable[[], Awaitable[str]],
-        send: Callable[[Mapping[int, SentRequest]], Awaitable[list[Item]]],
+        send: Callable[[Mapping[int, SentRequest]], Awaitable[Sequence[Item | Unsampled]]],
         labelled: Callable[[Item], Iterable[Mapping[str, Any]] | None],
+        resumed: Callable[[], Awaitable[None]] | None = None,
     ) -> list[Item | None]:
         """Return the engine's answer for each completion, none continuing a cached prefix of other weights.
 
         An item is None if its completion was aborted before anything was sampled for it. ``label`` asks the engine for
         the label of its weights, and raises if they cannot be sampled from. ``send`` takes the completions by their
-        index, and samples them. ``labelled`` returns what `began_under_another` takes. Raises `InvalidRequestError` for
-        the id of a running request.
+        index, and samples them. ``labelled`` returns what `began_under_another` takes. ``resumed`` returns once an
+        engine samples again that has answered `Unsampled`; None if the engine never does. Raises `InvalidRequestError`
+        for the id of a running request.
         """
         items: list[Item | None] = [None] * request.sampling.n
         with self._register(request.request_id) as running:
@@ -125,23 +135,32 @@ class RequestGate:
                 return items
             indices = range(request.sampling.n)
             found = await _sent(send, running, _sent_requests(request.request_id, dict.fromkeys(indices, current)))
-            with protocol_errors("the engine"):
-                late = [i for i in indices if began_under_another(labelled(found[i]), current)]
-            for index in set(indices) - set(late):
-                items[index] = found[index]
-            if late and await self._wait_at_gate(label, running) is not None:  # an update in progress takes precedence
-                keys = {index: uuid.uuid4().hex for index in late}
-                again = await _sent(send, running, _sent_requests(request.request_id, keys))
-                for index, item in zip(late, again, strict=True):
-                    items[index] = item
+            again: dict[int, str] = {}
+            for index, item in enumerate(found):
+                with protocol_errors("the engine"):
+                    if isinstance(item, Unsampled) or began_under_another(labelled(item), current):
+                        again[index] = uuid.uuid4().hex
+                    else:
+                        items[index] = item
+            while again:
+                if any(isinstance(item, Unsampled) for item in found):
+                    await _unless_aborted(running, resumed)
+                if await self._wait_at_gate(label, running) is None:  # an update in progress takes precedence
+                    break
+                found = await _sent(send, running, _sent_requests(request.request_id, again))
+                for index, item in zip(tuple(again), found, strict=True):
+                    if not isinstance(item, Unsampled):
+                        items[index] = item
+                        del again[index]
             return items
 
     async def score(
         self,
         request_id: str,
         label: Callable[[], Awaitable[str]],
-        send: Callable[[Mapping[int, SentRequest]], Awaitable[list[Item]]],
+        send: Callable[[Mapping[int, SentRequest]], Awaitable[Sequence[Item | Unsampled]]],
         labelled: Callable[[Item], Iterable[Mapping[str, Any]] | None],
+        resumed: Callable[[], Awaitable[None]] | None = None,
     ) -> tuple[Item, str]:
         """Return the engine's answer to one request, and the label of the weights that computed all of it.
 
@@ -150,11 +169,16 @@ class RequestGate:
         `InvalidRequestError` for the id of a running request, or if it was aborted.
         """
         with self._register(request_id) as running:
-            for _ in range(_MAX_SCORINGS):
+            num_scorings = 0
+            while num_scorings < _MAX_SCORINGS:
                 current = await self._wait_at_gate(label, running)
                 if current is None:
                     break
                 (item,) = await _sent(send, running, _sent_requests(request_id, {0: current}))
+                if isinstance(item, Unsampled):
+                    await _unless_aborted(running, resumed)
+                    continue
+                num_scorings += 1
                 with protocol_errors("the engine"):
                     labels = list(labelled(item) or ())
                     if not labels and not running.aborted.is_set():
@@ -220,15 +244,21 @@ def _sent_requests(request_id: str, cache_keys: Mapping[int, str]) -> dict[int, 
 
 
 async def _sent(
-    send: Callable[[Mapping[int, SentRequest]], Awaitable[list[Item]]],
+    send: Callable[[Mapping[int, SentRequest]], Awaitable[Sequence[Item | Unsampled]]],
     running: _RunningRequest,
     asked: Mapping[int, SentRequest],
-) -> list[Item]:
+) -> Sequence[Item | Unsampled]:
     running.asked = asked
     try:
         return await send(asked)
     finally:
         running.asked = {}
+
+
+async def _unless_aborted(running: _RunningRequest, resumed: Callable[[], Awaitable[None]] | None) -> None:
+    """Return once the engine has resumed, or ``running`` was aborted."""
+    assert resumed is not None, "an engine that refuses requests while it is paused has to say when it resumes"
+    await any_of(resumed(), running.aborted.wait())
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -62,7 +62,10 @@ class EngineRoutes:
 
     async def request(self, path: str, body: Any, timeout_s: float | None = None) -> Any:
         """Return the answer to a user's POST. Raises `InvalidRequestError` if the server calls it invalid."""
-        status, answer = await self.ask("POST", path, body, timeout_s)
+        return self.answer_of(path, *await self.ask("POST", path, body, timeout_s))
+
+    def answer_of(self, path: str, status: int, answer: Any) -> Any:
+        """Return the answer to a user's POST if it has status 200. Raises as `request` does."""
         if status == 400:
             raise InvalidRequestError(f"the engine refused the request: {error_text_of(answer)}")
         if status != 200:
