@@ -25,6 +25,7 @@ from inflight.errors import (
     UnsupportedError,
 )
 from inflight.model.checkpoint_specs import checkpoint_of
+from inflight.model.special_tokens import special_token_ids
 from inflight.rollouts.drafts import split_history
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
 from inflight.weights.receive.releasing import MemoryRelease
@@ -100,6 +101,7 @@ class VllmEndpoint(
         super().__init__(routes, label_path="/weight_info", close_s=_CLOSE_S)
         self._model_dir = model_dir
         self._speculates = False  # as `_attach` finds
+        self._special_ids: frozenset[int] = frozenset()  # likewise
         self._generate_timeout_s = generate_timeout_s
         self._requests = EngineRoutes(url, api_key=api_key, control_timeout_s=control_timeout_s)
         self._resuming = asyncio.Lock()
@@ -145,7 +147,9 @@ class VllmEndpoint(
                     f"but this client uses {PLUGIN_PROTOCOL}: install the same release of inflight next to vLLM"
                 )
         self._speculates = flags.speculates(settings)
-        vocab_size, specs = checkpoint_of(self.name, self._model_dir or Path(root), dtype)
+        checkpoint = self._model_dir or Path(root)
+        vocab_size, specs = checkpoint_of(self.name, checkpoint, dtype)
+        self._special_ids = special_token_ids(checkpoint)
         can = Capabilities(
             engine="vllm",
             engine_version=str(version["version"]),
@@ -345,9 +349,11 @@ class VllmEndpoint(
         return parse_rendered_prompt(answer, [url for message in request.messages for url in message.image_urls])
 
     async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        """vLLM's route always includes special tokens, so those to be skipped are not sent."""
+
         async def text(ids: Sequence[int]) -> str:
-            body = {"tokens": list(ids), "skip_special_tokens": skip_special_tokens}
-            return str((await self._routes.post("/detokenize", body))["prompt"])
+            tokens = [it for it in ids if not (skip_special_tokens and it in self._special_ids)]
+            return str((await self._routes.post("/detokenize", {"tokens": tokens}))["prompt"]) if tokens else ""
 
         return await run_together(*(text(ids) for ids in token_ids))
 
