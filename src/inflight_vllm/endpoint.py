@@ -12,13 +12,11 @@ from typing import Any
 from inflight.base.requirements import require
 from inflight.base.tasks import run_together
 from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, ScoringEndpoint
-from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.requests import SentRequest, Unsampled, check_scored
 from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.engines.version_labels import parse_label
 from inflight.errors import (
     ConfigError,
-    DeadlineError,
     InvalidRequestError,
     ProtocolError,
     UnauthorizedError,
@@ -35,7 +33,6 @@ from inflight.wire import (
     DraftHistory,
     EndpointState,
     GenerateRequest,
-    GenerateResponse,
     InFlightPolicy,
     Manifest,
     Needs,
@@ -48,32 +45,25 @@ from inflight.wire import (
     WeightVersion,
 )
 from inflight_vllm import flags
+from inflight_vllm.generating import GeneratingEndpoint
 from inflight_vllm.requests import (
     GENERATE,
     bodies_of,
-    check_placed,
-    check_request,
-    choices_of,
     ids_of,
-    is_refused_for_now,
     label_of_scored,
     parse_rendered_prompt,
-    response_of,
     scores_of,
     scoring_body_of,
-    version_labels_of,
 )
 from inflight_vllm.updates import PLUGIN_PROTOCOL, VllmUpdates, status_of
 
 _CLOSE_S = 30.0
 _PART_TOKENS = 1 << 15
 """Tokens of history in one call. A worker samples nothing while it records them."""
-_RESUMED_S = 0.05
-"""Seconds between two questions whether a server that refuses requests while it is paused has resumed."""
 
 
 class VllmEndpoint(
-    AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint, ScoringEndpoint
+    GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint, ScoringEndpoint
 ):
     """One vLLM server at ``url``, with inflight's plug-in installed.
 
@@ -98,15 +88,10 @@ class VllmEndpoint(
         routes = EngineRoutes(
             url, api_key=api_key, control_timeout_s=control_timeout_s, liveness_path="/health", keeps_alive=False
         )
-        super().__init__(routes, label_path="/weight_info", close_s=_CLOSE_S)
+        requests = EngineRoutes(url, api_key=api_key, control_timeout_s=control_timeout_s)
+        super().__init__(routes, requests, close_s=_CLOSE_S, generate_timeout_s=generate_timeout_s)
         self._model_dir = model_dir
-        self._speculates = False  # as `_attach` finds
         self._special_ids: frozenset[int] = frozenset()  # likewise
-        self._generate_timeout_s = generate_timeout_s
-        self._requests = EngineRoutes(url, api_key=api_key, control_timeout_s=control_timeout_s)
-        self._resuming = asyncio.Lock()
-        self._sampled_at = 0.0
-        """When the server was last asked whether it is paused, and was not."""
         self._engine = VllmUpdates(routes, self._gate, self._background, self._last, self._probe)
 
     # ------------------------------------------------------------------------------------------------- attaching
@@ -249,62 +234,6 @@ class VllmEndpoint(
             body = {"method": "inflight_record_history", "kwargs": {"history": part.model_dump(mode="json")}}
             await self._routes.post("/collective_rpc", body)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Cancelling the call closes its connection, which ends the request in vLLM."""
-        can = await self.capabilities()
-        check_request(request, can, speculates=self._speculates)
-
-        deadline = time.monotonic() + self._generate_timeout_s
-
-        async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
-            bodies = bodies_of(request, can, asked)
-            answers = await run_together(*(self._sampled(body) for body in bodies))
-            check_placed(request, [answer for answer in answers if answer is not Unsampled.PAUSED])
-            return [
-                choice
-                for body, answer in zip(bodies, answers, strict=True)
-                for choice in (
-                    [answer] * body["sampling_params"]["n"] if answer is Unsampled.PAUSED else choices_of([answer])
-                )
-            ]
-
-        async def label() -> str:
-            return await self._label(self._generate_timeout_s)  # the engine answers once it has loaded its weights
-
-        async def resumed() -> None:
-            await self._wait_until_resumed(deadline)
-
-        return response_of(request, await self._gate.sample(request, label, send, version_labels_of, resumed))
-
-    async def _sampled(self, body: Mapping[str, Any]) -> Any:
-        """Return vLLM's answer to a request, or `Unsampled` if vLLM is paused and does not keep it until it resumes."""
-        status, answer = await self._requests.ask("POST", GENERATE, body, self._generate_timeout_s)
-        if is_refused_for_now(status, answer):
-            return Unsampled.PAUSED
-        return self._requests.answer_of(GENERATE, status, answer)
-
-    async def _wait_until_resumed(self, deadline: float) -> None:
-        """Return once the server samples; requests that wait at the same time share the calls that find this out.
-
-        Raises as `_label` does if it will not resume, and `DeadlineError` at ``deadline``.
-        """
-        await asyncio.sleep(_RESUMED_S)
-        began = time.monotonic()
-        async with self._resuming:
-            while True:
-                asked = time.monotonic()
-                if asked > deadline:
-                    raise DeadlineError(
-                        f"the server was paused and refused a request for {self._generate_timeout_s:g} s", self.name
-                    )
-                if self._sampled_at >= began:
-                    return
-                await self._label(self._generate_timeout_s)
-                if not (await self._routes.get("/is_paused")).get("is_paused"):
-                    self._sampled_at = asked
-                else:
-                    await asyncio.sleep(_RESUMED_S)
-
     async def score(self, request: ScoreRequest) -> ScoreResponse:
         """vLLM computes the whole sequence, without its prefix cache. An update in the meantime repeats that."""
         can = await self.capabilities()
@@ -356,7 +285,3 @@ class VllmEndpoint(
             return str((await self._routes.post("/detokenize", {"tokens": tokens}))["prompt"]) if tokens else ""
 
         return await run_together(*(text(ids) for ids in token_ids))
-
-    async def aclose(self) -> None:
-        await super().aclose()
-        await self._requests.aclose()

@@ -13,21 +13,18 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from inflight.base.tasks import run_together
 from inflight.base.transport_registry import receivable_transports
 from inflight.contracts import AbortingEndpoint, EngineKind, EngineOptions, InferenceEndpoint, ReleasingEndpoint
 from inflight.dialects.url_query import options_of_query
-from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.detached_calls import ignore_engine_errors
-from inflight.engines.requests import SentRequest, protocol_errors
+from inflight.engines.requests import protocol_errors
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.version_labels import label_of
-from inflight.errors import ConfigError, ProtocolError, UnsupportedError
+from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.checkpoint_specs import checkpoint_of
 from inflight.weights.receive.adapter import PausableEngine
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
@@ -35,8 +32,6 @@ from inflight.wire import (
     Capabilities,
     ChatCompletionRequest,
     EndpointState,
-    GenerateRequest,
-    GenerateResponse,
     InFlightPolicy,
     Manifest,
     PromptImage,
@@ -45,18 +40,10 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
-from inflight_vllm.requests import (
-    GENERATE,
-    bodies_of,
-    check_request,
-    choices_of,
-    ids_of,
-    response_of,
-    version_labels_of,
-)
+from inflight_vllm.generating import LABEL, GeneratingEndpoint
+from inflight_vllm.requests import ids_of
 from inflight_vllm.updates import PAUSES
 
-LABEL = "/weight_info"
 _NEEDED = ("/pause", "/resume", "/is_paused", "/start_weight_update", "/update_weights", "/finish_weight_update", LABEL)
 
 
@@ -76,7 +63,7 @@ class FourPhaseOptions:
     """How long the server may take to pause, and to load weights."""
 
 
-class FourPhaseEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, PausableEngine):
+class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, PausableEngine):
     """The server at ``url``. ``api_key`` is sent to all of its routes."""
 
     _release_arguments = ()
@@ -90,10 +77,11 @@ class FourPhaseEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, R
         control_timeout_s: float = 30.0,
         generate_timeout_s: float = 600.0,
     ) -> None:
-        routes = EngineRoutes(url.rstrip("/"), api_key=api_key, control_timeout_s=control_timeout_s)
-        super().__init__(routes, label_path=LABEL, close_s=30.0)
+        routes, requests = (
+            EngineRoutes(url.rstrip("/"), api_key=api_key, control_timeout_s=control_timeout_s) for _ in range(2)
+        )
+        super().__init__(routes, requests, close_s=30.0, generate_timeout_s=generate_timeout_s)
         self._options = options
-        self._generate_timeout_s = generate_timeout_s
         self._paused_since = 0.0
         self._ref: UpdateRef | None = None
         """The update for which sampling was paused last."""
@@ -217,25 +205,6 @@ class FourPhaseEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, R
             yield written
 
     # ------------------------------------------------------------------------------------------------ generation
-
-    async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Raises `ProtocolError` if the server does not report which version sampled each token."""
-        can = await self.capabilities()
-        check_request(request, can)
-
-        async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
-            bodies = bodies_of(request, can, asked)
-            return choices_of(
-                await run_together(*(self._routes.request(GENERATE, body, self._generate_timeout_s) for body in bodies))
-            )
-
-        async def label() -> str:
-            return await self._label(self._generate_timeout_s)
-
-        found = await self._gate.sample(request, label, send, version_labels_of)
-        if any(choice is not None and choice.get("weight_versions") is None for choice in found):
-            raise ProtocolError(f"{GENERATE} does not report weight_versions", self.name)
-        return response_of(request, found)
 
     async def _end(self, names: Sequence[str]) -> None:
         await self._routes.post("/abort_requests", {"request_ids": ids_of(names)})

@@ -260,7 +260,7 @@ def test_new_requests_are_refused_while_running_ones_end(
         assert choice["finish_reason"] == ("abort" if mode == "abort" else "length")
         body = {"token_ids": list(PROMPT), "sampling_params": {"max_tokens": 2}}
         refused = client.post("/inference/v1/generate", body, status=503)
-        assert refused["error"]["code"] == "engine_paused"
+        assert refused["error"]["type"] == "ServiceUnavailableError"
         client.post("/resume")
         braked.brake.release()
         assert client.sample(2)

@@ -31,7 +31,7 @@ def verdicts(client: Client, model: Path, directory: Path, *checks: str) -> dict
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode in (0, 1), done.stderr
     found = json.loads((directory / "found.json").read_text())
-    return {it["id"]: it["outcome"] if it["outcome"] == "passed" else f"{it['outcome']}: {it['message']}" for it in found["verdicts"]}
+    return {it["id"]: f"{it['outcome']} {it['message']}".strip() for it in found["verdicts"]}
 
 
 CHECKS = ("E-10", "E-36", "U-01", "U-03", "U-20", "U-21", "U-22", "U-26", "U-31", "U-32", "U-37", "U-53")
@@ -45,7 +45,7 @@ def test_our_four_phases_hold_to_the_contract(
 ) -> None:
     client = start(model_dir, start_server(model_dir))
     found = verdicts(client, model_dir, tmp_path / "updates", *CHECKS)
-    assert {check for check, verdict in found.items() if verdict == "passed"} == set(CHECKS), found
+    assert {check: verdict for check, verdict in found.items() if verdict != "passed"} == {}
 
 
 @pytest.mark.exhaustive
@@ -57,12 +57,12 @@ def test_our_four_phases_pass_every_check_of_the_kit(
     tmp_path: Path,
 ) -> None:
     found = verdicts(start(model_dir, start_server(model_dir)), model_dir, tmp_path / "updates")
-    assert set(found.values()) <= {"passed", "skipped"}, found
+    assert {check: it for check, it in found.items() if it.split()[0] not in ("passed", "skipped")} == {}
     assert list(found.values()).count("passed") >= 100
 
 
 @pytest.mark.parametrize(
-    ("fault", "check"), [("lost-update", "U-02"), ("no-pause", "U-31"), ("scalar-version", "U-20")]
+    ("fault", "check"), [("lost-update", "U-02"), ("no-pause", "E-34"), ("scalar-version", "U-20")]
 )
 def test_the_kit_finds_the_fault_of_a_four_phase_server(
     fault: str, check: str, start_server: Callable[..., ServerProcess], model_dir: Path, tmp_path: Path
@@ -74,7 +74,7 @@ def test_the_kit_finds_the_fault_of_a_four_phase_server(
     )
     try:
         url = program.line_with("routes at").split(" at ")[1].split(",")[0]
-        assert verdicts(Client(url, program), model_dir, directory, check)[check] == "failed"
+        assert verdicts(Client(url, program), model_dir, directory, check)[check].startswith("failed")
     finally:
         program.stop()
 

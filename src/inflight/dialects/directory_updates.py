@@ -65,7 +65,7 @@ class DirectoryUpdates:
         self._publisher = publisher
         self._root = root.resolve()
         self._lease_s = lease_s
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._note = note
         self._lock = asyncio.Lock()
         self._calls = TaskOwner()
@@ -160,7 +160,7 @@ class DirectoryUpdates:
                 weights,
                 self._publisher,
                 in_flight=policy or InFlightPolicy.KEEP,
-                deadline_s=self._timeout_s,
+                deadline_s=self.timeout_s,
                 version=version,
             )
             self._serves_adapter, self._applied = True, None
@@ -193,7 +193,7 @@ class DirectoryUpdates:
         if self.pause_policy is None:
             version = self._next_version()
             self._label(version, label)  # before a token can carry it
-            publish_weights(weights, self._publisher, in_flight=in_flight, deadline_s=self._timeout_s, version=version)
+            publish_weights(weights, self._publisher, in_flight=in_flight, deadline_s=self.timeout_s, version=version)
         else:
             assert self._paused is not None
             (opened, update), self._paused = self._paused, None
@@ -206,7 +206,7 @@ class DirectoryUpdates:
 
     def _open(self, in_flight: InFlightPolicy) -> tuple[OpenPublish, WeightUpdate]:
         """Begin a publish of the model's tensors, and return once sampling is paused."""
-        deadline_s = self._lease_s + self._timeout_s
+        deadline_s = self._lease_s + self.timeout_s
         update = weight_update_of(
             self._model,
             run_id=self._publisher.run_id,
@@ -215,7 +215,7 @@ class DirectoryUpdates:
             deadline_s=deadline_s,
             in_flight=in_flight,
             version=self._next_version(),
-        ).model_copy(update={"deadline_s": self._timeout_s, "lease_s": self._lease_s + _LEASE_SLACK_S})
+        ).model_copy(update={"deadline_s": self.timeout_s, "lease_s": self._lease_s + _LEASE_SLACK_S})
         endpoints = self._publisher.endpoints
         opened = self._publisher.open(endpoints, update, deadline_s=deadline_s, num_needed=len(endpoints), staged=False)
         self._opening = opened

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from inflight.base.tasks import finish_all
+from inflight.base.tasks import cancel_and_wait, finish_all, start
 from inflight.contracts import AbortingEndpoint, InferenceEndpoint, ScoringEndpoint
 from inflight.dialects.directory_updates import DirectoryUpdates
 from inflight.dialects.serving import EndpointPool
-from inflight.errors import UnsupportedError
+from inflight.engines.requests import unsampled_completion
+from inflight.errors import DeadlineError, UnsupportedError, UpdateAbortedError
 from inflight.http.receiving import run_while_connected
-from inflight.wire import AbortRequests, GenerateRequest, GenerateResponse, InFlightPolicy, ScoreRequest, ScoreResponse
+from inflight.wire import (
+    AbortRequests,
+    ChatCompletion,
+    ChatCompletionRequest,
+    GenerateRequest,
+    GenerateResponse,
+    InFlightPolicy,
+    ScoreRequest,
+    ScoreResponse,
+)
 
+_ANSWER_S = 0.5
+"""How long endpoints may take to answer requests that a pause has ended."""
 _REFUSING = (InFlightPolicy.DRAIN, InFlightPolicy.ABORT)
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _RunningRequest:
+    """One request of a client, under the name that the client knows."""
+
+    name: str
+    endpoint: InferenceEndpoint
+    calling: asyncio.Task[Any]
+    is_ended: bool = False
+    """Whether it was ended here, without a token."""
 
 
 class RunningRequests:
@@ -24,27 +55,101 @@ class RunningRequests:
     def __init__(self, pool: EndpointPool, updates: DirectoryUpdates | None) -> None:
         self._pool = pool
         self._updates = updates
-        self._running: dict[str, tuple[str, InferenceEndpoint]] = {}
-        """Name and endpoint of each running request, by the id that the endpoint knows."""
+        self._draining: set[asyncio.Task[None]] = set()
+        """Pauses that wait until no request runs."""
+        self._running: dict[str, _RunningRequest] = {}
+        """By the id that the endpoint knows."""
 
     def refusal(self) -> Response | None:
         """Return the answer to new requests while a pause lets running ones finish or ends them; otherwise None.
 
         vLLM 0.33 refuses them as well; with ``keep``, they wait.
         """
-        if self._updates is None or self._updates.pause_policy not in _REFUSING:
-            return None
-        message = f"sampling is paused ({self._updates.pause_policy}); send the request again after it is resumed"
-        return JSONResponse({"error": {"message": message, "code": "engine_paused"}}, 503)
+        policy = None if self._updates is None else self._updates.pause_policy
+        return self.paused_answer() if self._draining or policy in _REFUSING else None
+
+    def paused_answer(self) -> Response:
+        """Return the answer to a request that has to be sent again."""
+        message = "sampling is paused; send the request again after it is resumed"
+        error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
+        return JSONResponse({"error": error}, 503)
 
     async def generate(self, request: Request, asked: GenerateRequest, name: str | None) -> GenerateResponse:
         """Return the completions of a client's request, which ends if the client disconnects."""
+        answer = await self._run(request, lambda it: it.generate(asked), asked.request_id, name or asked.request_id)
+        if answer is None:
+            nothing = [unsampled_completion(index) for index in range(asked.sampling.n)]
+            return GenerateResponse(request_id=asked.request_id, completions=tuple(nothing))
+        return answer
+
+    async def chat(self, request: Request, asked: ChatCompletionRequest) -> ChatCompletion | None:
+        """Return a chat completion; None if it was ended before it had an answer."""
+        request_id = f"chat-{uuid.uuid4().hex}"
+        return await self._run(request, lambda it: it.chat_completion(asked), request_id, request_id)
+
+    async def _run(
+        self, request: Request, call: Callable[[InferenceEndpoint], Awaitable[T]], request_id: str, name: str
+    ) -> T | None:
+        """Return the answer of the least loaded endpoint; None if the request was ended here."""
         with self._pool.least_loaded() as endpoint:
-            self._running[asked.request_id] = (name or asked.request_id, endpoint)
+            calling = start(run_while_connected(request, call(endpoint)))
+            running = self._running[request_id] = _RunningRequest(name, endpoint, calling)
             try:
-                return await run_while_connected(request, endpoint.generate(asked))
+                await asyncio.wait({calling})
             finally:
-                del self._running[asked.request_id]
+                del self._running[request_id]
+                await cancel_and_wait(calling)
+        return None if running.is_ended else calling.result()
+
+    async def pause(self, updates: DirectoryUpdates, in_flight: InFlightPolicy) -> None:
+        """Pause sampling on the endpoints, with a treatment of running requests that clients can rely on.
+
+        With ``drain``, requests that have arrived here end first, and new ones are refused meanwhile. With ``abort``,
+        requests that reached an endpoint after its pause end without a token. Raises `DeadlineError` if requests do not
+        end in the time of an update, and what `DirectoryUpdates.pause` raises.
+        """
+        if in_flight is InFlightPolicy.DRAIN:
+            draining = start(self._wait_until_idle(updates.timeout_s))
+            self._draining.add(draining)
+            try:
+                await asyncio.wait({draining})
+                if draining.cancelled():
+                    raise UpdateAbortedError("sampling was resumed before the running requests had ended")
+                draining.result()
+                await updates.pause(in_flight)
+            finally:
+                self._draining.discard(draining)
+                await cancel_and_wait(draining)
+            return
+        await updates.pause(in_flight)
+        if in_flight is InFlightPolicy.ABORT:
+            await self._end_all()
+
+    async def resume(self, updates: DirectoryUpdates) -> None:
+        """End a pause, even one that still waits for requests."""
+        await cancel_and_wait(*self._draining)
+        await updates.resume()
+
+    async def _wait_until_idle(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while calls := {running.calling for running in self._running.values()}:
+            await asyncio.wait(calls, timeout=max(0.0, deadline - time.monotonic()))
+            if time.monotonic() >= deadline and any(not call.done() for call in calls):
+                raise DeadlineError(f"{len(self._running)} requests were still running after {timeout_s:g} s")
+            await asyncio.sleep(0)  # their callers forget them
+
+    async def _end_all(self) -> None:
+        """Return once no request runs, after a pause that ends running requests.
+
+        Requests that the endpoints received after the pause wait there; after a short while they end without a token.
+        """
+        calls = {running.calling: running for running in self._running.values()}
+        if not calls:
+            return
+        _, late = await asyncio.wait(calls, timeout=_ANSWER_S)
+        for calling in late:
+            calls[calling].is_ended = True
+        await cancel_and_wait(*late)
 
     async def score(self, request: Request, asked: ScoreRequest) -> ScoreResponse:
         """Return the logprobs of given tokens. Raises `UnsupportedError` where scoring is not supported."""
@@ -59,9 +164,9 @@ class RunningRequests:
         Raises `UnsupportedError` if an endpoint cannot end requests.
         """
         ids: dict[InferenceEndpoint, list[str]] = {}
-        for request_id, (name, endpoint) in self._running.items():
-            if not names or name in names:
-                ids.setdefault(endpoint, []).append(request_id)
+        for request_id, running in self._running.items():
+            if not names or running.name in names:
+                ids.setdefault(running.endpoint, []).append(request_id)
         calls = []
         for endpoint, found in ids.items():
             if not isinstance(endpoint, AbortingEndpoint) or not (await endpoint.capabilities()).partial_rollouts:

@@ -26,6 +26,9 @@ _NUM_TOKENS = 600
 """Tokens of each running request: enough for a few updates."""
 _DECISIVE = 5.0
 """From this difference of a token's logprobs under A and B, in nats, its colour is certain."""
+_IMPOSSIBLE = 1e-9
+"""Total probability below which no token is sampled by chance: a check samples some ten thousand tokens. Where logits
+are small, tokens of the other colour are sampled now and then."""
 _LOOK_AT = "when the version of a token is recorded: in the step that sampled it with the weights, not at admission"
 
 
@@ -51,7 +54,9 @@ def check_spans(
     first = next(iter(weights.values()))
     logits_TV = subject.reference.logits(first, request.prompt_token_ids, completion.token_ids)
     sign = {v: 1.0 if w.label == first.label else -1.0 for v, w in weights.items()}
-    by_sign = {s: chosen(distribution(s * logits_TV, request.sampling), completion.token_ids) for s in (1.0, -1.0)}
+    of_sign = {s: distribution(s * logits_TV, request.sampling) for s in (1.0, -1.0)}
+    by_sign = {s: chosen(logprobs_TV, completion.token_ids) for s, logprobs_TV in of_sign.items()}
+    tails = {s: _tail(logprobs_TV, by_sign[s]) for s, logprobs_TV in of_sign.items()}
     versions = [span.version for span in completion.version_spans for _ in range(span.start, span.end)]
     require(
         set(versions) <= set(sign), f"spans name versions {sorted(set(versions))}, but {sorted(sign)} were published"
@@ -61,7 +66,8 @@ def check_spans(
     other_T = torch.where(signs_T > 0, by_sign[-1.0], by_sign[1.0])
     found_T = torch.tensor(completion.logprobs, dtype=torch.float64)
     wrong_T = (found_T - claimed_T).abs() > _SHARPNESS * subject.tolerance
-    wrong_T |= other_T - claimed_T > _DECISIVE
+    tail_T = torch.where(signs_T > 0, tails[1.0], tails[-1.0])
+    wrong_T |= (other_T - claimed_T > _DECISIVE) & (tail_T < _IMPOSSIBLE)
     if bool(wrong_T.any()) and subject.is_coarse:
         dtype = subject.capabilities.dtype
         logits_TV = subject.reference.logits(first, request.prompt_token_ids, completion.token_ids, dtype=dtype)
@@ -76,6 +82,11 @@ def check_spans(
             f"under that version and {other_T[index]:.3f} under the other; spans {_short(completion.version_spans)}"
         )
     return len(versions), int(((claimed_T - other_T).abs() > _DECISIVE).sum())
+
+
+def _tail(logprobs_TV: torch.Tensor, chosen_T: torch.Tensor) -> torch.Tensor:
+    """Return the total probability [T] of the tokens that are no likelier than the chosen one."""
+    return torch.where(logprobs_TV <= chosen_T[:, None], logprobs_TV.exp(), 0.0).sum(dim=1)
 
 
 @check("U-20", "updates spans keep", deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.KEEP)

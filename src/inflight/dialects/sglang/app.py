@@ -24,6 +24,7 @@ from inflight.dialects.vllm.messages import (
 )
 from inflight.errors import InflightError
 from inflight.http import routes
+from inflight.http.receiving import run_while_connected
 from inflight.http.server import error_response
 from inflight.wire import Completion, GenerateResponse, InFlightPolicy
 
@@ -164,11 +165,12 @@ def _add_updates(
 ) -> None:
     async def pause(request: Request) -> Response:
         mode = (await message_in(request, PauseBody)).mode
-        await updates.pause(policy_of(_MODES[mode], clears_cache=mode == "retract"))
+        policy = policy_of(_MODES[mode], clears_cache=mode == "retract")
+        await run_while_connected(request, running.pause(updates, policy))
         return _done("generation is paused")
 
     async def resume(_: Request) -> Response:
-        await updates.resume()
+        await running.resume(updates)
         return _done("generation continues")
 
     async def update(request: Request) -> Response:

@@ -104,9 +104,8 @@ def vllm_app(
         await check_model(body.model)
         if refusal := running.refusal():
             return refusal
-        with pool.least_loaded() as endpoint:
-            answer = await run_while_connected(request, endpoint.chat_completion(body))
-        return JSONResponse(answer.model_dump(mode="json"))
+        answer = await running.chat(request, body)
+        return running.paused_answer() if answer is None else JSONResponse(answer.model_dump(mode="json"))
 
     async def models(_: Request) -> Response:
         can = await pool.capabilities()
@@ -162,11 +161,11 @@ def _add_updates(
     async def pause(request: Request) -> Response:
         mode = request.query_params.get("mode", "abort")
         policy = policy_of(mode, clears_cache=flag_in(request, "clear_cache", True))
-        await updates.pause(policy)
+        await run_while_connected(request, running.pause(updates, policy))
         return ok(status="paused")
 
     async def resume(_: Request) -> Response:
-        await updates.resume()
+        await running.resume(updates)
         return ok(status="resumed")
 
     async def is_paused(_: Request) -> Response:

@@ -1,0 +1,103 @@
+"""Generation over vLLM's route for token ids, shared by its endpoints with and without inflight's plug-in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from inflight.base.tasks import run_together
+from inflight.engines.attached import AttachedEndpoint
+from inflight.engines.requests import SentRequest, Unsampled
+from inflight.engines.routes import EngineRoutes
+from inflight.errors import DeadlineError
+from inflight.wire import GenerateRequest, GenerateResponse
+from inflight_vllm.requests import (
+    GENERATE,
+    bodies_of,
+    check_placed,
+    check_request,
+    choices_of,
+    is_refused_for_now,
+    response_of,
+    version_labels_of,
+)
+
+LABEL = "/weight_info"
+_RESUMED_S = 0.05
+"""Seconds between two questions whether a server that refuses requests while it is paused has resumed."""
+
+
+class GeneratingEndpoint(AttachedEndpoint):
+    """One server with vLLM's routes; ``requests`` are used for samples, ``routes`` for everything else."""
+
+    def __init__(
+        self, routes: EngineRoutes, requests: EngineRoutes, *, close_s: float, generate_timeout_s: float
+    ) -> None:
+        super().__init__(routes, label_path=LABEL, close_s=close_s)
+        self._requests = requests
+        self._generate_timeout_s = generate_timeout_s
+        self._speculates = False  # as `_attach` finds
+        self._resuming = asyncio.Lock()
+        self._sampled_at = 0.0
+        """When the server was last asked whether it is paused, and was not."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """Cancelling the call closes its connection, which ends the request in vLLM."""
+        can = await self.capabilities()
+        check_request(request, can, speculates=self._speculates)
+        deadline = time.monotonic() + self._generate_timeout_s
+
+        async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
+            bodies = bodies_of(request, can, asked)
+            answers = await run_together(*(self._sampled(body) for body in bodies))
+            check_placed(request, [answer for answer in answers if answer is not Unsampled.PAUSED])
+            return [
+                choice
+                for body, answer in zip(bodies, answers, strict=True)
+                for choice in (
+                    [answer] * body["sampling_params"]["n"] if answer is Unsampled.PAUSED else choices_of([answer])
+                )
+            ]
+
+        async def label() -> str:
+            return await self._label(self._generate_timeout_s)  # the engine answers once it has loaded its weights
+
+        async def resumed() -> None:
+            await self._wait_until_resumed(deadline)
+
+        return response_of(request, await self._gate.sample(request, label, send, version_labels_of, resumed))
+
+    async def _sampled(self, body: Mapping[str, Any]) -> Any:
+        """Return vLLM's answer to a request, or `Unsampled` if vLLM is paused and does not keep it until it resumes."""
+        status, answer = await self._requests.ask("POST", GENERATE, body, self._generate_timeout_s)
+        if is_refused_for_now(status, answer):
+            return Unsampled.PAUSED
+        return self._requests.answer_of(GENERATE, status, answer)
+
+    async def _wait_until_resumed(self, deadline: float) -> None:
+        """Return once the server samples; requests that wait at the same time share the calls that find this out.
+
+        Raises as `_label` does if it will not resume, and `DeadlineError` at ``deadline``.
+        """
+        await asyncio.sleep(_RESUMED_S)
+        began = time.monotonic()
+        async with self._resuming:
+            while True:
+                asked = time.monotonic()
+                if asked > deadline:
+                    raise DeadlineError(
+                        f"the server was paused and refused a request for {self._generate_timeout_s:g} s", self.name
+                    )
+                if self._sampled_at >= began:
+                    return
+                await self._label(self._generate_timeout_s)
+                if not (await self._routes.get("/is_paused")).get("is_paused"):
+                    self._sampled_at = asked
+                else:
+                    await asyncio.sleep(_RESUMED_S)
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        await self._requests.aclose()
