@@ -62,7 +62,7 @@ def test_our_four_phases_pass_every_check_of_the_kit(
 
 
 @pytest.mark.parametrize(
-    ("fault", "check"), [("lost-update", "U-02"), ("no-pause", "E-34"), ("scalar-version", "U-20")]
+    ("fault", "check"), [("lost-update", "U-02"), ("no-pause", "E-30"), ("scalar-version", "U-32")]
 )
 def test_the_kit_finds_the_fault_of_a_four_phase_server(
     fault: str, check: str, start_server: Callable[..., ServerProcess], model_dir: Path, tmp_path: Path
