@@ -31,6 +31,8 @@ _PREFIX = "generate-tokens-"
 """The prefix that vLLM adds to the ids of requests over this route."""
 _FLOOR = -9999.0
 """The value that vLLM returns instead of a logprob that is NaN or minus infinity."""
+REFUSED_FOR_NOW = "ServiceUnavailableError"
+"""The type of the error in vLLM's refusal of a request that may be sent again."""
 
 
 def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bool = False) -> None:
@@ -213,7 +215,7 @@ def is_refused_for_now(status: int, answer: Any) -> bool:
     sampling resumes.
     """
     error = answer.get("error") if isinstance(answer, dict) else None
-    return status == 503 and isinstance(error, dict) and error.get("type") == "ServiceUnavailableError"
+    return status == 503 and isinstance(error, dict) and error.get("type") == REFUSED_FOR_NOW
 
 
 def choices_of(answers: Sequence[Any]) -> list[Any]:
