@@ -12,6 +12,8 @@ PYTEST ?=
 WORKERS ?= 3
 STAMP_VLLM   := .engines/vllm-$(VLLM)/.installed
 STAMP_SGLANG := .engines/sglang-$(SGLANG)/.installed
+# Releases of vLLM whose Python files tests read without running them: the newest one, and one that the adapter refuses.
+READ_VLLM    := 0.33.0 0.31.0
 CERTIFICATES := docs/certificates
 # The oldest torch and transformers that pyproject.toml names, and the tests that depend on them most.
 OLDEST       := .oldest
@@ -49,7 +51,7 @@ SMOLLM2 := models/smollm2
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-agents test-tinker test-tinker-engines coverage test-engines engines certificates certificate-tinker certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
+.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-agents test-tinker test-tinker-engines coverage test-engines engines vllm-sources check-vllm-sources certificates certificate-tinker certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
 
 # A real pretrained model where the package index has it, the tiny one where not.
 demo: $(STAMP)
@@ -122,8 +124,17 @@ engines: $(STAMP_VLLM) $(STAMP_SGLANG)
 test-engines: WORKERS := 2
 REAL_ENGINES = $(BIN)/python -m pytest tests/real_engines --numprocesses $(WORKERS) --timeout 420 --durations 10
 
-test-engines: $(STAMP) engines
+test-engines: $(STAMP) engines $(READ_VLLM:%=.engines/vllm-sources-%)
 	VLLM_VERSION=$(VLLM) SGLANG_VERSION=$(SGLANG) $(REAL_ENGINES) $(PYTEST)
+
+# The Python files of a release of vLLM, as make vllm-sources VLLM=0.33.0, and what of them the adapter needs. Nothing is run.
+vllm-sources: .engines/vllm-sources-$(VLLM)
+
+check-vllm-sources: $(STAMP) vllm-sources
+	$(BIN)/python -m tests.engines.vllm_sources .engines/vllm-sources-$(VLLM)
+
+.engines/vllm-sources-%: engines/vllm-sources engines/vllm-wheels.txt
+	PYTHON=$(PYTHON) engines/vllm-sources $* $@
 
 # Puts each engine through the conformance kit; fails unless all that it declares holds. docs/certificates keeps those
 # that the tables of docs/compatibility.md are rendered from; CI writes its own elsewhere. With CHANGED=1, a kept

@@ -70,7 +70,9 @@ class Sources:
     def module(self, name: str) -> ast.Module | None:
         """Return the syntax tree of a module, None if there is none."""
         if name not in self._modules:
-            self._modules[name] = None if self.path_of(name) is None else ast.parse(self.text_of(name))
+            path = self.path_of(name)
+            replaced = self._replaced.get(name)
+            self._modules[name] = None if path is None else ast.parse(replaced) if replaced else _parsed(path)
         return self._modules[name]
 
     def modules_under(self, package: str) -> Iterator[str]:
@@ -230,6 +232,11 @@ class Sources:
             for route in _routes(module, tree):
                 routes.setdefault((route.method, route.path), []).append(route)
         return routes
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def parameters_of(function: FunctionNode) -> list[str]:
