@@ -23,6 +23,10 @@ OWN_METHODS = frozenset({"status"})
 """Public methods of the adapter's subclasses that vLLM does not call."""
 OWN_ATTRIBUTES = "inflight_"
 """Prefix of the attributes that the adapter adds to classes of vLLM."""
+ENGINE_CALLS = frozenset(
+    {"init_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update", "shutdown"}
+)
+"""Methods of the adapter's weight transfer engine that vLLM's worker calls."""
 LOADED_IN = ("vllm.v1.engine.core", "vllm.v1.worker.worker_base")
 """Modules of processes in which the adapter's plug-in has to be loaded."""
 MEMBERS = (
@@ -266,10 +270,11 @@ def _engine_calls(path: str, engine: ast.ClassDef) -> Check:
         tree = sources.module(f"vllm.v1.worker.{path}")
         if tree is None:
             return "the module is not there"
-        for call in _calls_on(tree, "weight_transfer_engine"):
-            if found := _call_on_ours(engine, call):
-                return found
-        return None
+        calls = list(_calls_on(tree, "weight_transfer_engine"))
+        names = {it.func.attr for it in calls if isinstance(it.func, ast.Attribute)}
+        if path == "gpu_worker" and (never := ENGINE_CALLS - names):  # the worker for CPUs is a subclass
+            return f"it never calls {', '.join(sorted(never))}"
+        return next((it for call in calls if (it := _call_on_ours(engine, call))), None)
 
     return problem
 

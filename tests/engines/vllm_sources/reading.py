@@ -286,13 +286,13 @@ def call_problem(function: FunctionNode, call: ast.Call, *, is_bound: bool) -> s
 
 
 def _statements(body: list[ast.stmt], in_annotation: bool) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, those under conditions too, the last first."""
+    """Yield the statements of a module, those under conditions too: the last first, but the first branch first."""
     for node in reversed(body):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not in_annotation:
             yield from _statements(node.orelse, in_annotation)
             continue
         if isinstance(node, ast.If | ast.Try | ast.With):
-            for name in ("finalbody", "orelse", "handlers", "body"):
+            for name in ("body", "orelse", "finalbody", "handlers"):
                 for inner in reversed(getattr(node, name, [])):
                     yield from _statements(
                         inner.body if isinstance(inner, ast.ExceptHandler) else [inner], in_annotation
