@@ -8,7 +8,10 @@ from typing import Any
 
 
 def special_token_ids(directory: Path) -> frozenset[int]:
-    """Return the ids that decoding without special tokens leaves out; none if the tokenizer's files cannot be read."""
+    """Return the ids that decoding without special tokens leaves out; none if the tokenizer's files cannot be read.
+
+    Tokens that are only in a file of another format, such as ``tokenizer.model``, are not among them.
+    """
     added = _read(directory / "tokenizer.json").get("added_tokens")
     decoder = _read(directory / "tokenizer_config.json").get("added_tokens_decoder")
     tokens = [*(added if isinstance(added, list) else ())]
