@@ -1,7 +1,10 @@
-"""Messages of chat completions on real engines have no special tokens, and their pieces have all tokens."""
+"""Messages of chat completions on a real vLLM have no special tokens, and their pieces have all tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from transformers import AutoTokenizer
 
 from inflight.contracts import InferenceEndpoint
@@ -9,8 +12,12 @@ from inflight.wire import ChatCompletion, ChatCompletionRequest, ChatMessage
 from tests.real_engines.servers import RealEngine, run
 
 
-def test_sampled_special_tokens_are_in_the_pieces_and_not_in_the_message(engine: RealEngine) -> None:
+@pytest.mark.parametrize("name", ["vllm"])
+def test_sampled_special_tokens_are_in_the_pieces_and_not_in_the_message(
+    engine_of: Callable[[str], RealEngine], name: str
+) -> None:
     """At this temperature the tiny model samples one of its two special tokens every 129 tokens."""
+    engine = engine_of(name)
     tokenizer = AutoTokenizer.from_pretrained(engine.model)
     special = set(tokenizer.all_special_ids)
 
