@@ -6,10 +6,7 @@ import argparse
 import asyncio
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from inflight.base.json_files import check_writable, write_json
@@ -109,11 +106,8 @@ def _targets(arguments: argparse.Namespace) -> Sequence[tuple[str | None, Endpoi
 
 async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one pair in one dtype, print the result, and return it as JSON values."""
-    from inflight.conformance.endpoint.opening import open_target
-    from inflight.conformance.endpoint.publishing import SteppedPublisher
-    from inflight.conformance.endpoint.subject import EndpointSubject
     from inflight.conformance.parity.measuring import measure
-    from inflight.conformance.parity.pair import Pair
+    from inflight.conformance.parity.opening import open_pair
     from inflight.conformance.parity.report import row_of, text_of
 
     def report(what: str) -> None:
@@ -122,24 +116,17 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
     worker_options = keyword_arguments(arguments.worker_option, "--worker-option")
     worker_options |= {} if dtype is None else {"dtype": dtype}
     scale, trainer = arguments.deadline_scale, target.worker or "transformers in float32"
-    with tempfile.TemporaryDirectory(prefix="inflight-parity-") as directory:
-        subject = EndpointSubject(target, Path(directory), _START_S * scale)
-        model = subject.reference.path
-        report(f"waiting for {target.label}")
-        async with open_target(target, model, subject.directory, _START_S * scale) as subject.opened:
-            can = subject.capabilities = await subject.endpoint.capabilities()
-            version = (await subject.endpoint.weight_version()).version
-            subject.publisher = SteppedPublisher(subject.endpoint, can, version)
-            subject.reference.cast(can.dtype)
-            pair = Pair(subject, target.worker, worker_options, arguments.prompts, arguments.tokens)
-            with closing(pair):
-                try:
-                    async with asyncio.timeout(_MEASURE_S * scale):
-                        measured = await measure(pair, arguments.updates, bisect=arguments.bisect, report=report)
-                        if target.url is not None:
-                            await pair.set_weights(subject.reference.weights)
-                finally:
-                    subject.publisher.lose_group()
+    opening = open_pair(
+        target,
+        worker_options,
+        prompts=arguments.prompts,
+        tokens=arguments.tokens,
+        start_s=_START_S * scale,
+        report=report,
+    )
+    async with opening as pair, asyncio.timeout(_MEASURE_S * scale):
+        measured = await measure(pair, arguments.updates, bisect=arguments.bisect, report=report)
+    can = pair.subject.capabilities
     names = (can.engine, can.engine_version, trainer)
     print(text_of(*names, measured), flush=True)
     return row_of(*names, measured)

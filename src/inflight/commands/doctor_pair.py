@@ -1,0 +1,66 @@
+"""The part of ``inflight doctor`` that examines a live pair of endpoint and trainer."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import time
+from typing import Any
+
+from inflight.base.json_files import check_writable, write_json
+from inflight.commands.shared import print_progress
+from inflight.conformance.arguments import endpoint_of
+from inflight.engines.factories import keyword_arguments
+from inflight.errors import ConfigError
+
+_START_S = 120.0
+_EXAMINE_S = 1200.0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine the pair, and print what was found; returns 1 if a cause was found."""
+    target = endpoint_of(arguments, keyword_arguments(arguments.option, "--option"))
+    if target.url is not None and target.model is None:
+        raise ConfigError("specify the checkpoint that the URL serves with --model DIR")
+    check_writable({"json": arguments.json})
+    return asyncio.run(_examined(target, arguments))
+
+
+async def _examined(target: Any, arguments: argparse.Namespace) -> int:
+    from inflight.conformance.parity.opening import open_pair
+    from inflight.doctor.causes import diagnose
+    from inflight.doctor.experiments import examine
+
+    started, scale = time.monotonic(), arguments.deadline_scale
+    options = keyword_arguments(arguments.worker_option, "--worker-option")
+    opening = open_pair(target, options, prompts=8, tokens=96, start_s=_START_S * scale, report=print_progress)
+    async with opening as pair:
+        served = await pair.subject.endpoint.weight_version()
+        if target.url is not None and served.run_id is not None and not served.run_id.startswith("check-"):
+            raise ConfigError(
+                f"{target.label} serves version {served.version} of run {served.run_id!r}; the examination would "
+                "replace its weights. Start another server from the same checkpoint, and examine that"
+            )
+        async with asyncio.timeout(_EXAMINE_S * scale):
+            found = await examine(pair, print_progress)
+        can = pair.subject.capabilities
+    findings = diagnose(found)
+    trainer = target.worker or "transformers in float32"
+    print(f"{can.engine} {can.engine_version} in {can.dtype}, compared with {trainer}")
+    same = found.same.same_weights
+    print(
+        f"With the same weights, {same.num_tokens} tokens differ by {same.mean:.2g} nats on average "
+        f"(k3 {same.k3:.2g}, largest {same.largest:.2g})."
+    )
+    if not findings:
+        print("No cause of drift was found: the pair is healthy.")
+    for finding in findings:
+        where = f" ({finding.where})" if finding.where else ""
+        print(f"Cause {finding.cause.number}: {finding.cause.name}{where}.")
+        print(f"  evidence: {finding.evidence}")
+        print(f"  mend: {finding.cause.mend}")
+    print(f"Examined in {time.monotonic() - started:.0f} s.", flush=True)
+    row = {"findings": [dataclasses.asdict(it) for it in findings], "examination": dataclasses.asdict(found)}
+    write_json(arguments.json, row)
+    return 1 if findings else 0

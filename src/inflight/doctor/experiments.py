@@ -1,0 +1,266 @@
+"""Experiments on a live pair of endpoint and trainer, through the contract alone.
+
+Each publishes known weights, compares logprobs, and so separates causes of a difference. The endpoint serves test
+weights meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inflight.conformance.checks import CheckFailed
+from inflight.conformance.endpoint.versions import check_spans, publish_next
+from inflight.conformance.parity.figures import Figures, figures_of
+from inflight.conformance.parity.measuring import PairMeasurements, measure
+from inflight.conformance.parity.pair import Pair
+from inflight.conformance.reference import ReferenceWeights, chosen, distribution
+from inflight.wire import InFlightPolicy
+
+NUM_UPDATES = 6
+"""Updates with unchanged weights."""
+_NUM_SPAN_UPDATES = 3
+_MAX_PUBLISHES = 40
+"""Updates with which the tensors that do not arrive are searched."""
+_TOP_K = 8
+_PREFIX_TOKENS = 192
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """From which figures on a pair differs, for the dtype that the endpoint computes in.
+
+    Float32 differs by 1e-6 (the same kernels) to 1e-4 nats on average. In 16 bits single tokens differ by up to 0.7
+    nats on healthy pairs, so only the mean and k3 are judged. A healthy baseline is exceeded tenfold by a fault.
+    """
+
+    mean: float
+    k3: float
+
+    @classmethod
+    def of(cls, dtype: str, baseline: Figures | None = None) -> Limits:
+        """Return the limits of a dtype, which a baseline below them may raise."""
+        mean, k3 = (0.02, 1e-3) if dtype in ("bfloat16", "float16") else (2e-4, 1e-6)
+        if baseline is None or baseline.mean > mean or baseline.k3 > k3:
+            return cls(mean, k3)
+        return cls(max(mean, 10 * baseline.mean), max(k3, 10 * baseline.k3))
+
+    def exceeded_by(self, figures: Figures) -> bool:
+        """Return whether the two sides differ."""
+        return not (figures.mean <= self.mean and figures.k3 <= self.k3)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGap:
+    """Mean differences, in nats, of completions after an update: of a prompt that had been sampled before it, and of
+    one that differs from it in the first token."""
+
+    shared: float
+    fresh: float
+
+
+@dataclass(frozen=True, slots=True)
+class FilterGap:
+    """Mean differences, in nats, of completions under top-k from logprobs with and without the filter."""
+
+    filtered: float
+    unfiltered: float
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """The results of the experiments on one pair; None for those that could not or need not be made."""
+
+    dtype: str
+    before: Figures
+    """Before anything was published, against transformers (X0)."""
+    same: PairMeasurements
+    """With the same weights on both sides, after one and after several publishes of them (X1)."""
+    changed: Figures
+    """After an update that changes every tensor (X2)."""
+    again: Figures
+    """After an update back to the checkpoint (X2)."""
+    lost: Sequence[str] | None = None
+    """Tensors whose change does not arrive (X5); empty if the search found none alone."""
+    num_tensors: int = 0
+    louder: Figures | None = None
+    """With the first lost tensor as the only change, eight times as large as the checkpoint's."""
+    filters: FilterGap | None = None
+    prefix: PrefixGap | None = None
+    equal_experts: Figures | None = None
+    """With equal experts in each layer, so that routing cannot matter."""
+    two_levels: Figures | None = None
+    """With matrices of two values, which every quantisation represents exactly."""
+    wrong_spans: str | None = None
+    """What was wrong with the versions that tokens named while weights changed (X12)."""
+
+    @property
+    def limits(self) -> Limits:
+        return Limits.of(self.dtype, self.before)
+
+
+async def examine(pair: Pair, report: Callable[[str], None]) -> Examination:
+    """Return the results of all experiments that the results before them call for.
+
+    Afterwards the endpoint serves test weights. Errors of the endpoint and the worker propagate.
+    """
+    subject = pair.subject
+    weights = subject.reference.weights
+    report("the weights that it was started with")
+    before = (await pair.sample()).figures
+    same = await measure(pair, NUM_UPDATES, bisect=False, report=report)
+    limits = Limits.of(same.dtype, before)
+    filters = await _filter_gap(pair)
+    report("an update of every tensor, and back")
+    other = subject.reference.perturbed("B")
+    changed = await _figures(pair, other)
+    again = await _figures(pair, weights)
+    lost: Sequence[str] | None = None
+    louder = None
+    is_bad = limits.exceeded_by(same.same_weights)
+    if not is_bad and limits.exceeded_by(changed):
+        lost = await _lost_tensors(pair, other, limits, report)
+        if lost and len(lost) < len(weights.tensors):
+            name = lost[0]
+            tensors = {**weights.tensors, name: weights.tensors[name] * 8}
+            louder = await _figures(pair, ReferenceWeights("louder", tensors))
+    equal_experts = two_levels = None
+    if is_bad:
+        if (equal := _with_equal_experts(weights)) is not None:
+            report("equal experts")
+            equal_experts = await _figures(pair, equal)
+        report("matrices of two values")
+        two_levels = await _figures(pair, _with_two_levels(weights))
+    prefix = None if is_bad else await _prefix_gap(pair, report)
+    wrong_spans = None if is_bad or lost is not None else await _wrong_spans(pair, report)
+    return Examination(
+        dtype=same.dtype,
+        before=before,
+        same=same,
+        changed=changed,
+        again=again,
+        lost=lost,
+        num_tensors=len(weights.tensors),
+        louder=louder,
+        filters=filters,
+        prefix=prefix,
+        equal_experts=equal_experts,
+        two_levels=two_levels,
+        wrong_spans=wrong_spans,
+    )
+
+
+async def _figures(pair: Pair, weights: ReferenceWeights) -> Figures:
+    await pair.set_weights(weights)
+    return (await pair.sample()).figures
+
+
+async def _lost_tensors(
+    pair: Pair, other: ReferenceWeights, limits: Limits, report: Callable[[str], None]
+) -> Sequence[str]:
+    """Return the tensors whose change alone does not arrive, or those that could not be told apart in time."""
+    weights = pair.subject.reference.weights
+    num_publishes = 0
+
+    async def is_lost(names: Collection[str]) -> bool:
+        nonlocal num_publishes
+        num_publishes += 1
+        report(f"an update of {len(names)} tensors")
+        tensors = {name: (other if name in names else weights).tensors[name] for name in weights.tensors}
+        return limits.exceeded_by(await _figures(pair, ReferenceWeights(f"part-{num_publishes}", tensors)))
+
+    found: list[str] = []
+    waiting = [list(weights.tensors)]
+    while waiting:
+        names = waiting.pop()
+        if num_publishes >= _MAX_PUBLISHES or len(names) == 1:
+            found += names
+        else:
+            halves = [names[: len(names) // 2], names[len(names) // 2 :]]
+            waiting += [half for half in halves if await is_lost(set(half))]
+    return found
+
+
+async def _filter_gap(pair: Pair) -> FilterGap | None:
+    """Compare completions under top-k with the reference; None if the pair has a worker whose logits are not known."""
+    subject, gaps = pair.subject, []
+    weights = subject.reference.weights
+    for seed in range(4):
+        request, completion = await subject.ask(subject.prompt(seed=seed), max_tokens=24, top_k=_TOP_K, seed=seed)
+        logits_TV = subject.reference.logits(weights, request.prompt_token_ids, completion.token_ids)
+        found_T = torch.tensor(completion.logprobs, dtype=torch.float64)
+        both = [
+            (found_T - chosen(distribution(logits_TV, sampling), completion.token_ids)).abs().mean()
+            for sampling in (request.sampling, None)
+        ]
+        gaps.append([float(torch.nan_to_num(gap, nan=99.0, posinf=99.0)) for gap in both])
+    filtered, unfiltered = (sum(column) / len(gaps) for column in zip(*gaps, strict=True))
+    return FilterGap(filtered, unfiltered)
+
+
+async def _prefix_gap(pair: Pair, report: Callable[[str], None]) -> PrefixGap:
+    """Sample a long prompt before and after an update, and another prompt only after it (X7)."""
+    subject = pair.subject
+    report("a prompt before and after an update")
+    await pair.set_weights(subject.reference.weights)
+    length = min(_PREFIX_TOKENS, subject.capabilities.max_model_len // 2)
+    prompt = subject.prompt(length, seed=11)
+    fresh = ((prompt[0] + 1) % subject.capabilities.vocab_size, *prompt[1:])
+    other = subject.reference.perturbed("B")
+    await subject.generate(prompt, max_tokens=4)
+    await pair.set_weights(other)
+    gaps = []
+    for asked in (prompt, fresh):
+        request, completion = await subject.ask(asked, max_tokens=8)
+        expected_T = subject.reference.logprobs(other, request.prompt_token_ids, completion.token_ids, request.sampling)
+        gaps.append(figures_of(expected_T, torch.tensor(completion.logprobs, dtype=torch.float64)).mean)
+    return PrefixGap(*gaps)
+
+
+async def _wrong_spans(pair: Pair, report: Callable[[str], None]) -> str | None:
+    """Return what is wrong with the versions that tokens name while weights change (X12), None if nothing is."""
+    subject = pair.subject
+    can = subject.capabilities
+    if can.version_binding != "spans" or InFlightPolicy.KEEP not in can.in_flight_policies:
+        return None
+    report("the versions of tokens while weights change")
+    published: dict[int, ReferenceWeights] = {}
+    await publish_next(subject, published)
+    running = await subject.start_running(4, max_tokens=min(600, subject.capabilities.max_model_len // 2))
+    for _ in range(_NUM_SPAN_UPDATES):
+        await asyncio.sleep(0.03)
+        await publish_next(subject, published, InFlightPolicy.KEEP)
+    running += subject.start(2, 16)
+    try:
+        for request, task in running:
+            check_spans(subject, request, (await task).completions[0], published)
+    except CheckFailed as error:
+        return str(error)
+    return None
+
+
+def _with_equal_experts(weights: ReferenceWeights) -> ReferenceWeights | None:
+    """Return weights in which all experts of a layer are its first one; None if there are no experts."""
+    tensors = dict(weights.tensors)
+    for name in tensors:
+        layer, found, rest = name.partition(".experts.")
+        if found and rest.partition(".")[0].isdecimal():
+            tensors[name] = weights.tensors[f"{layer}.experts.0.{rest.partition('.')[2]}"]
+    return None if tensors == dict(weights.tensors) else ReferenceWeights("equal-experts", tensors)
+
+
+def _with_two_levels(weights: ReferenceWeights) -> ReferenceWeights:
+    """Return weights whose matrices in decoder layers have the values c and -c, with c their mean absolute value.
+
+    A quantisation that scales by the largest value, of a tensor, a channel or a block, represents them exactly.
+    """
+    tensors = {
+        name: torch.where(tensor >= 0, 1.0, -1.0).to(tensor.dtype) * tensor.abs().mean()
+        if tensor.dim() == 2 and ".layers." in name
+        else tensor
+        for name, tensor in weights.tensors.items()
+    }
+    return ReferenceWeights("two-levels", tensors)
