@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
+from inflight.wire import ScoreRequest
 from tests.conformance import mutants
 from tests.conformance.disagreeing import FAULTS as DISAGREEING
 
@@ -20,7 +22,7 @@ def start(model: Path, cause: str) -> Any:
 
 
 def mutant(name: str) -> Callable[[EmbeddedEndpoint], Any]:
-    return next(it.infect for it in mutants.MUTANTS if it.name == name)
+    return mutants.MUTANTS[name].infect
 
 
 def weights_of(endpoint: EmbeddedEndpoint) -> Any:
@@ -41,6 +43,22 @@ def after_loading(change: Callable[[Any], None]) -> Callable[[EmbeddedEndpoint],
 
         engine.load = faulty
         return endpoint
+
+    return infect
+
+
+def keeping(*kept: str) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Let updates leave out the tensors whose names end like this; without a name, all of them."""
+
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        names = [name for name, _ in weights_of(endpoint).named_parameters() if name.endswith(kept or ("",))]
+        mine = {name: dict(weights_of(endpoint).named_parameters())[name].detach().clone() for name in names}
+
+        def restore(model: Any) -> None:
+            for name, tensor in mine.items():
+                dict(model.named_parameters())[name].copy_(tensor)
+
+        return after_loading(restore)(endpoint)
 
     return infect
 
@@ -87,14 +105,33 @@ def misrouted(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def raw_logprobs(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Report logprobs of the unscaled and unfiltered distribution."""
+    faulty: Any = endpoint
+    generate = endpoint.generate
+
+    async def raw(request: Any) -> Any:
+        response = await generate(request)
+        completions = []
+        for completion in response.completions:
+            token_ids = request.prompt_token_ids + completion.token_ids
+            asked = ScoreRequest(request_id=uuid.uuid4().hex, token_ids=token_ids, start=len(request.prompt_token_ids))
+            scores = await endpoint.score(asked)
+            completions.append(completion.model_copy(update={"logprobs": scores.logprobs}))
+        return response.model_copy(update={"completions": tuple(completions)})
+
+    faulty.generate = raw
+    return endpoint
+
+
 CAUSES: dict[str, Callable[[EmbeddedEndpoint], Any]] = {
     "none": lambda endpoint: endpoint,
     "stale prefix cache": mutant("stale prefix cache"),
-    "lost tensor": DISAGREEING["keeps a projection"],
-    "update not applied": mutant("update not applied"),
+    "lost tensor": keeping("layers.1.self_attn.o_proj.weight"),
+    "update not applied": keeping(),
     "transformed again": after_loading(transform_again),
     "tied head": mutant("tied head left old"),
-    "raw logprobs": mutant("raw logprobs"),
+    "raw logprobs": raw_logprobs,
     "rounded head": DISAGREEING["rounds logits"],
     "misrouted": misrouted,
     "crowded": crowded,

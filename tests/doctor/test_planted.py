@@ -20,7 +20,7 @@ CASES = [
     ("update not applied", 2, "all tensors"),
     ("transformed again", 3, ""),
     ("tied head", 4, "embed_tokens"),
-    ("raw logprobs", 5, "temperature"),
+    ("raw logprobs", 5, ""),
     ("rounded head", 6, "bfloat16"),
     ("misrouted", 7, "the router"),
     ("crowded", 8, "the batch"),

@@ -6,6 +6,7 @@ Shape suffixes: T tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ class ReferenceCheckpoint:
         self.max_model_len = max_model_len_of(self.config)
         self.vocab_size = _vocab_size(self._model)
         self.is_tied = bool(self.config.get_text_config().tie_word_embeddings)
+        self._is_fused = any(".experts." in name for name in self._stored_names.values())
+        """Whether transformers fuses the experts of a layer, so that only its own loader knows their parameters."""
         self.weights = ReferenceWeights("A", self._stored())
 
     def cast(self, dtype: str) -> None:
@@ -70,7 +73,10 @@ class ReferenceCheckpoint:
         for file in sorted(self.path.glob("*.safetensors")):
             stored.update(load_file(file))
         names = [self._stored_names[name] for name, _ in self._model.named_parameters()]
-        if missing := [name for name in names if name not in stored]:
+        missing = [name for name in names if name not in stored]
+        if self._is_fused and all(".experts." in name for name in missing):
+            return stored
+        if missing:
             raise ConfigError(f"{str(self.path)!r} does not store the tensor {missing[0]!r}, which its model uses")
         return {name: stored[name] for name in names}
 
@@ -204,6 +210,11 @@ class ReferenceCheckpoint:
     @torch.no_grad()
     def _load(self, weights: ReferenceWeights) -> None:
         if weights is self._loaded:
+            return
+        if self._is_fused:
+            with tempfile.TemporaryDirectory(prefix="inflight-reference-") as directory:
+                self._model = load_causal_lm(self.save(weights, Path(directory)), attention="sdpa", dtype="float32")
+            self._loaded = weights
             return
         parameters = dict(self._model.named_parameters())
         own = {stored: name for name, stored in self._stored_names.items()}

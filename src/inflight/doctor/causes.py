@@ -89,7 +89,10 @@ class Finding:
 
 def diagnose(found: Examination) -> list[Finding]:
     """Return the causes that explain the results, the likeliest first; none if the pair is healthy."""
-    return list(_findings(found))
+    findings = list(_findings(found))
+    if not findings and found.wrong_spans is not None:  # which compares logprobs, so any other cause shows there too
+        findings.append(Finding(CAUSES[10], found.wrong_spans))
+    return findings
 
 
 def _findings(found: Examination) -> Iterator[Finding]:
@@ -120,11 +123,19 @@ def _findings(found: Examination) -> Iterator[Finding]:
             f"another by {same.same_weights.mean:.3g}",
             "the batch",
         )
+        return
     if limits.exceeded_by(same.after_updates):
         yield Finding(
             CAUSES[3],
             f"after {same.num_updates} updates with unchanged weights, the mean difference is "
             f"{same.after_updates.mean:.3g} nats, after the first one {same.same_weights.mean:.3g}",
+        )
+        return
+    if (prefix := found.prefix) is not None and prefix.is_stale(limits):
+        yield Finding(
+            CAUSES[1],
+            f"after an update, a prompt that was sampled before differs by {prefix.shared:.3g} nats on average, one "
+            f"with another first token by {prefix.fresh:.3g}",
         )
         return
     if found.lost is not None:
@@ -136,14 +147,6 @@ def _findings(found: Examination) -> Iterator[Finding]:
             f"after an update and another back to the checkpoint, logprobs differ by {found.again.mean:.3g} nats on "
             "average: parts of the first update remain",
         )
-    if (prefix := found.prefix) is not None and prefix.shared > limits.mean and prefix.shared > 4 * prefix.fresh:
-        yield Finding(
-            CAUSES[1],
-            f"after an update, a prompt that was sampled before differs by {prefix.shared:.3g} nats on average, one "
-            f"with another first token by {prefix.fresh:.3g}",
-        )
-    if found.wrong_spans is not None:
-        yield Finding(CAUSES[10], found.wrong_spans)
 
 
 def _constant_difference(found: Examination) -> Iterator[Finding]:

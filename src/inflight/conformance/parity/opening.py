@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.conformance.endpoint.opening import open_target
+from inflight.conformance.endpoint.pace import Pace
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.parity.pair import Pair
@@ -37,6 +38,7 @@ async def open_pair(
             version = (await subject.endpoint.weight_version()).version
             subject.publisher = SteppedPublisher(subject.endpoint, can, version)
             subject.reference.cast(can.dtype)
+            subject.pace = Pace()
             with closing(Pair(subject, target.worker, worker_options, prompts, tokens)) as pair:
                 try:
                     yield pair
