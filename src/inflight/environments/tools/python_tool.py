@@ -37,8 +37,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import anyio
-from anyio.abc import ByteReceiveStream, ByteSendStream, Process
+from anyio.abc import ByteSendStream, Process
 
+from inflight.environments.tools.processes import FLOOD, BoundedOutput
 from inflight.environments.tools.seccomp import seccomp_filter
 from inflight.errors import ConfigError, TaskError, UnsupportedError
 
@@ -51,9 +52,6 @@ _START = (  # runs the compiled module that Python keeps next to its source
     "exec(SourceFileLoader('sandbox', sys.argv[1]).get_code('sandbox'), names); names['main'](sys.argv[2:])"
 )
 _MIN_MEMORY_BYTES = 64 * 2**20
-_FLOOD = 100
-"""Code is ended when it has written this many times ``max_output_bytes``."""
-
 _GRACE_S = 60.0
 """How long starting and ending a sandbox may take on a busy machine. The sandbox itself keeps ``timeout_s``."""
 
@@ -139,7 +137,7 @@ class PythonTool:
         """
         if not isinstance(code, str):  # what a model calls with
             return PythonResult("error", f"[the code must be a text, not {type(code).__name__}]", None)
-        output = _Output(self.max_output_bytes)
+        output = BoundedOutput(self.max_output_bytes)
         async with self._sandbox() as (process, report_fd):
             assert process.stdin is not None and process.stdout is not None
             with anyio.move_on_after(self.timeout_s + _GRACE_S) as deadline:
@@ -187,7 +185,7 @@ class PythonTool:
                 with anyio.CancelScope(shield=True):
                     await process.aclose()
 
-    def _result(self, report: str, output: _Output) -> PythonResult:
+    def _result(self, report: str, output: BoundedOutput) -> PythonResult:
         """Translate the sandbox's report. Raises `UnsupportedError` or `TaskError` if the code did not run."""
         lines = report.splitlines()
         what, _, value = lines[-1].partition(" ") if lines else ("", "", "")
@@ -199,7 +197,7 @@ class PythonTool:
         status: Status = "killed"
         exit_code, note = None, ""
         if output.is_flood:
-            status, note = "output", f"the code was ended: it wrote more than {_FLOOD * self.max_output_bytes} bytes"
+            status, note = "output", f"the code was ended: it wrote more than {FLOOD * self.max_output_bytes} bytes"
         elif what == "exit":
             exit_code = int(value)
             status = "ok" if exit_code == 0 else "error"
@@ -215,39 +213,6 @@ class PythonTool:
         if note:
             text += f"{'' if not text or text.endswith(chr(10)) else chr(10)}[{note}]"
         return PythonResult(status, text, exit_code)
-
-
-class _Output:
-    """The first and the last bytes of what code wrote."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._head = bytearray()
-        self._tail = bytearray()
-        self._size_bytes = 0
-        self.is_flood = False
-
-    async def read(self, stream: ByteReceiveStream) -> bool:
-        """Read until the end and return True, or return False as soon as the limit is exceeded."""
-        async for chunk in stream:
-            self._size_bytes += len(chunk)
-            if self._size_bytes > _FLOOD * self._max_bytes:
-                self.is_flood = True
-                return False
-            room = self._max_bytes - self._max_bytes // 2 - len(self._head)
-            self._head += chunk[:room]
-            self._tail += chunk[room:]
-            if len(self._tail) > 2 * self._max_bytes:
-                del self._tail[: -self._max_bytes]
-        return True
-
-    def text(self) -> str:
-        """Return the output as text; bytes that are not UTF-8 are replaced."""
-        tail = self._tail[-(self._max_bytes // 2) :] if self._max_bytes > 1 else b""
-        num_cut = self._size_bytes - len(self._head) - len(tail)
-        if num_cut <= 0:
-            return (self._head + self._tail).decode(errors="replace")
-        return f"{self._head.decode(errors='replace')}\n[{num_cut} bytes cut]\n{tail.decode(errors='replace')}"
 
 
 async def _send(stream: ByteSendStream, code: bytes) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.contracts import Conversation
+from inflight.errors import TaskError
 from inflight.types import Message, Reply, ToolCall
 
 Tools = Mapping[str, Callable[..., Any]]
@@ -37,7 +38,7 @@ class ToolUse:
 async def use_tools(conversation: Conversation, *messages: Message | str, tools: Tools, max_turns: int) -> ToolUse:
     """Send messages, and execute the model's calls, until it calls no tool or has had ``max_turns`` turns.
 
-    The calls of one reply are executed one after the other, in order. Raises as `Conversation.say`.
+    The calls of one reply are executed one after the other, in order. Raises as `Conversation.say` and `call_tool`.
     """
     said: list[Message] = []
     outcomes: list[str] = []
@@ -66,7 +67,8 @@ async def use_tools(conversation: Conversation, *messages: Message | str, tools:
 async def call_tool(call: ToolCall, tools: Tools) -> tuple[Message, str]:
     """Execute one call; return the message with its result, and ``done``, ``failed`` or ``unknown``.
 
-    The message is as TRL writes it: the result as text, or ``{'error': ...}``.
+    The message is as TRL writes it: the result as text, or ``{'error': ...}``. Raises `TaskError` if the tool does:
+    then not the call is wrong, but the environment has failed.
     """
     tool = tools.get(call.name)
     if tool is None:
@@ -82,6 +84,8 @@ async def call_tool(call: ToolCall, tools: Tools) -> tuple[Message, str]:
                 if inspect.isawaitable(result):
                     result = await result
             outcome = "done"
+        except TaskError:
+            raise
         except Exception as error:  # tools are user code
             result, outcome = {"error": str(error) or repr(error)}, "failed"
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": str(result)}, outcome

@@ -1,0 +1,2 @@
+#!/bin/bash
+echo lamp > out.txt

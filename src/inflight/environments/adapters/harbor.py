@@ -1,0 +1,138 @@
+"""Harbor's tasks: the model works on a task with a shell, and the task's own tests give the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from inflight.contracts import Environment, Episode
+from inflight.environments.adapters.harbor_sandboxes import TaskSandbox, check_machine, open_sandbox
+from inflight.environments.adapters.harbor_tasks import read_tasks
+from inflight.environments.tools.processes import CommandResult
+from inflight.environments.tools.tool_loop import use_tools
+from inflight.errors import ConfigError, ContextFullError, TaskError
+from inflight.types import TaskItem
+
+_MAX_REWARD_BYTES = 64 * 1024
+_TAIL_CHARACTERS = 200
+
+BASH = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Runs a command with bash and returns what it printed. Files last; processes and variables end "
+        "with the command. There is no network.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string", "description": "The command."}},
+            "required": ["command"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class HarborEnvironment(Environment):
+    """Task folders of Harbor; item i is the i-th by name, and the first comes again after the last.
+
+    ``tasks`` is a task folder, or a folder of them. The agent's part of an episode ends when the model calls no tool,
+    after ``max_turns`` turns, when the context is full, or after the task's ``agent.timeout_sec``; then the tests are
+    run. A command is ended after ``command_timeout_s``. The model sees at most ``max_output_bytes`` of its output.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        tasks: str,
+        max_turns: int = 16,
+        command_timeout_s: float = 60.0,
+        max_output_bytes: int = 8000,
+    ) -> None:
+        """Raise `ConfigError` that lists every reason why a task cannot be run, here or at all."""
+        del seed  # tasks come in their order, and have no randomness
+        limits = {"max_turns": max_turns, "command_timeout_s": command_timeout_s, "max_output_bytes": max_output_bytes}
+        for name, limit in limits.items():
+            if not 0 < limit < math.inf:
+                raise ConfigError(f"{name} is {limit}; it must be positive and finite")
+        self._tasks = read_tasks(Path(tasks))
+        for task in self._tasks:
+            check_machine(task)
+        self._name = Path(tasks).resolve().name
+        self._max_turns = max_turns
+        self._command_timeout_s = command_timeout_s
+        self._max_output_bytes = max_output_bytes
+
+    @property
+    def name(self) -> str:
+        return f"harbor {self._name}"
+
+    def item(self, index: int) -> TaskItem:
+        task = self._tasks[index % len(self._tasks)]
+        return TaskItem(index, task.instruction, metadata={"task": task})
+
+    async def play(self, item: TaskItem, episode: Episode) -> float:
+        task: Any = item.metadata["task"]
+        async with open_sandbox(task) as sandbox:
+            await self._act(task.instruction, task.file.agent.timeout_sec, episode, sandbox)
+            result = await sandbox.verify(self._max_output_bytes)
+            return await asyncio.to_thread(read_reward, sandbox.logs, result)
+
+    async def _act(self, instruction: str, timeout_s: float, episode: Episode, sandbox: TaskSandbox) -> None:
+        """Let the model work until it has finished or a limit is reached."""
+
+        async def bash(command: str) -> str:
+            return (await sandbox.run(command, self._command_timeout_s, self._max_output_bytes)).text()
+
+        conversation = episode.conversation(tools=[BASH])
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                with contextlib.suppress(ContextFullError):
+                    await use_tools(conversation, instruction, tools={"bash": bash}, max_turns=self._max_turns)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+
+
+def read_reward(logs: Path, result: CommandResult) -> float:
+    """Return the reward that a verifier left, whatever its exit status. Raises `TaskError` if there is no valid one."""
+    texts = {name: _read_regular_file(logs / name) for name in ("reward.json", "reward.txt")}
+    end = f"the tests ended with: {result.text()[-_TAIL_CHARACTERS:]}"
+    name, text = next(((name, text) for name, text in texts.items() if text is not None), ("", ""))
+    if not name:
+        raise TaskError(f"the verifier wrote neither reward.json nor reward.txt to /logs/verifier; {end}")
+    try:
+        rewards = json.loads(text) if name == "reward.json" else {"reward": float(text)}
+        values = [*rewards.values(), rewards["reward"]]
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        values = [None]
+    if not all(_is_finite(value) for value in values):
+        form = 'an object of finite numbers with the key "reward"' if name == "reward.json" else "a finite number"
+        raise TaskError(f"the verifier's {name} is {text[:_TAIL_CHARACTERS]!r}, which is not {form}; {end}")
+    return float(rewards["reward"])
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read_regular_file(path: Path) -> str | None:
+    """Return the content of a file that code from outside wrote, or None if there is none. Links are not followed."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TaskError(f"the verifier's {path.name} is not a regular file: {error.strerror}") from error
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise TaskError(f"the verifier's {path.name} is not a regular file")
+        content = file.read(_MAX_REWARD_BYTES + 1)
+    if len(content) > _MAX_REWARD_BYTES:
+        raise TaskError(f"the verifier's {path.name} has more than {_MAX_REWARD_BYTES} bytes")
+    return content.decode(errors="replace")
