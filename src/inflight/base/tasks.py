@@ -169,13 +169,6 @@ def start(call: Awaitable[T]) -> asyncio.Task[T]:
     return asyncio.create_task(_coroutine_of(call))
 
 
-async def run_to_end(call: Awaitable[T]) -> T:
-    """Return what ``call`` returns. It ends even if the caller is cancelled, which is then raised afterwards."""
-    task = start(call)
-    await _wait_for_end([task], math.inf)
-    return task.result()
-
-
 async def cancel_and_wait(*tasks: asyncio.Future[Any], timeout_s: float = math.inf) -> None:
     """Cancel tasks and return once they have ended, even if the caller is cancelled meanwhile.
 
@@ -184,10 +177,6 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any], timeout_s: float = math.i
     """
     for task in tasks:
         task.cancel()
-    await _wait_for_end(tasks, timeout_s)
-
-
-async def _wait_for_end(tasks: Sequence[asyncio.Future[Any]], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     cancelled: asyncio.CancelledError | None = None
     while waiting := [task for task in tasks if not task.done()]:

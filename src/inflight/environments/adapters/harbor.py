@@ -80,8 +80,7 @@ class HarborEnvironment(Environment):
         task: Any = item.metadata["task"]
         async with open_sandbox(task) as sandbox:
             await self._act(task.instruction, task.file.agent.timeout_sec, episode, sandbox)
-            result = await sandbox.verify(self._max_output_bytes)
-            return await asyncio.to_thread(read_reward, sandbox.logs, result)
+            return read_reward(*await sandbox.verify(self._max_output_bytes))
 
     async def _act(self, instruction: str, timeout_s: float, episode: Episode, sandbox: TaskSandbox) -> None:
         """Let the model work until it has finished or a limit is reached."""

@@ -21,18 +21,17 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-import anyio
-from anyio.abc import Process
-
-from inflight.base.tasks import run_to_end
 from inflight.environments.adapters.harbor_tasks import HarborTask
 from inflight.environments.tools.processes import CommandResult, run_bounded
 from inflight.errors import ConfigError, TaskError
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,8 +41,8 @@ MAX_DEPTH = 64
 _MAX_OPEN_FILES = 1024
 _MAX_COMMAND_BYTES = 100_000
 _WATCH_S = 1.0
-_END_S = 30.0
-"""How long killed processes may take to end, and a command of the container engine to be executed."""
+_CONTROL_S = 60.0
+"""How long a command of the container engine may take that does not run the task's own."""
 _INSIDE_ID, _NOBODY = 1000, 65534
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LIMITED = 'ulimit -c 0 -t "$1" -v "$2" -f "$3" -u "$4" -n "$5" && shift 5 && "$@"; exit $?'
@@ -52,36 +51,36 @@ _USERS = {"passwd": "agent:x:1000:1000::/root:/bin/bash\nroot:x:0:0::/root:/bin/
 
 
 class TaskSandbox(Protocol):
-    """Where the commands of one episode run. ``logs`` is a directory of the host."""
-
-    logs: Path
+    """Where the commands of one episode run."""
 
     async def run(self, command: str, timeout_s: float, max_output_bytes: int) -> CommandResult:
         """Run a command of the agent. Raises `TaskError` if the sandbox fails or its files exceed a limit."""
 
-    async def verify(self, max_output_bytes: int) -> CommandResult:
-        """End everything of the agent, then run the tests, which write to ``logs``. Raises as `run`."""
+    async def verify(self, max_output_bytes: int) -> tuple[Path, CommandResult]:
+        """End everything of the agent and run the tests; return the directory that they wrote to. Raises as `run`."""
 
 
 @contextlib.asynccontextmanager
 async def open_sandbox(task: HarborTask) -> AsyncIterator[TaskSandbox]:
-    """Yield a sandbox with the files of a task; nothing of it is left when the context has been left."""
+    """Yield a sandbox with the files of a task; nothing of it is left when the context has been left.
+
+    One thread does all work on the sandbox's directory, in order. Its removal is the last, and is not cancelled.
+    """
     base = Path(tempfile.mkdtemp(prefix="inflight-harbor-"))
+    thread = ThreadPoolExecutor(1)
+    sandbox: BubblewrapSandbox | ContainerSandbox
+    if task.image is None:
+        sandbox = BubblewrapSandbox(task, base, thread)
+    else:
+        engine, name = container_engine(task.image), f"inflight-harbor-{secrets.token_hex(8)}"
+        sandbox = ContainerSandbox(task, base, thread, engine, name)
     try:
-        (base / "logs").mkdir()
-        if task.image is None:
-            await run_to_end(asyncio.to_thread(_fill, base, task))
-            yield BubblewrapSandbox(task, base, base / "logs")
-        else:
-            engine = container_engine(task.image)
-            sandbox = ContainerSandbox(task, base, base / "logs", engine, f"inflight-harbor-{secrets.token_hex(8)}")
-            try:
-                await sandbox.start()
-                yield sandbox
-            finally:
-                await run_to_end(sandbox.aclose())
+        await sandbox.start()
+        yield sandbox
     finally:
-        await run_to_end(asyncio.to_thread(_remove, base))
+        removed = [thread.submit(sandbox.remove), thread.submit(_remove, base)]
+        thread.shutdown(wait=False)
+        await asyncio.wait([asyncio.wrap_future(one) for one in removed])
 
 
 def check_machine(task: HarborTask) -> None:
@@ -97,13 +96,6 @@ def check_machine(task: HarborTask) -> None:
         )
 
 
-def prepare_verifier(task: HarborTask, base: Path) -> None:
-    """Copy the tests of a task, and remove what ``logs`` contains."""
-    shutil.rmtree(base / "logs")
-    (base / "logs").mkdir()
-    shutil.copytree(task.folder / "tests", base / "tests", symlinks=True)
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # bubblewrap
 
@@ -114,24 +106,50 @@ class BubblewrapSandbox(TaskSandbox):
 
     task: HarborTask
     base: Path
-    logs: Path
+    thread: Executor
+
+    async def start(self) -> None:
+        """Write what the agent finds in its directories."""
+        await _in(self.thread, self._fill)
+
+    def remove(self) -> None:
+        """Do nothing: there is only the directory."""
 
     async def run(self, command: str, timeout_s: float, max_output_bytes: int) -> CommandResult:
         _check_command(command)
-        binds = {"home": "/root"}
-        return await self._run(["bash", "-c", command], binds, {}, timeout_s, max_output_bytes)
+        return await self._run(["bash", "-c", command], {"home": "/root"}, {}, timeout_s, max_output_bytes)
 
-    async def verify(self, max_output_bytes: int) -> CommandResult:
-        await run_to_end(asyncio.to_thread(self._prepare))
+    async def verify(self, max_output_bytes: int) -> tuple[Path, CommandResult]:
+        await _in(self.thread, self._prepare)
         binds = {"verifier-home": "/root", "tests": "/tests", "logs": "/logs/verifier"}
         verifier = self.task.file.verifier
         words = ["bash", "/tests/test.sh"]
-        return await self._run(words, binds, verifier.env, verifier.timeout_sec, max_output_bytes)
+        result = await self._run(words, binds, verifier.env, verifier.timeout_sec, max_output_bytes)
+        return self.base / "logs", result
+
+    def _fill(self) -> None:
+        for name, text in _USERS.items():
+            (self.base / name).write_text(text)
+            (self.base / name).chmod(0o644)
+        for name in ("work", "tmp", "home"):
+            (self.base / name).mkdir()
+        for copy in self.task.copies:
+            source = self.task.folder / "environment" / copy.source
+            target = self.base / "work" / posixpath.relpath(copy.target, self.task.workdir)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+                if copy.source == ".":
+                    (target / "Dockerfile").unlink(missing_ok=True)
+            else:
+                shutil.copy2(source, target / source.name if copy.into or target.is_dir() else target)
+        _give_to_nobody(self.base)
 
     def _prepare(self) -> None:
-        prepare_verifier(self.task, self.base)
-        (self.base / "verifier-home").mkdir()
-        _give_to_nobody(*(self.base / name for name in ("tests", "logs", "verifier-home")))
+        for name in ("logs", "verifier-home"):
+            (self.base / name).mkdir()
+        shutil.copytree(self.task.folder / "tests", self.base / "tests", symlinks=True)
+        _give_to_nobody(*(self.base / name for name in ("logs", "verifier-home", "tests")))
 
     async def _run(
         self,
@@ -155,19 +173,24 @@ class BubblewrapSandbox(TaskSandbox):
         arguments += ["--remount-ro", "/", "--chdir", self.task.workdir, "--"]
         arguments += ["bash", "-c", _LIMITED, "bash", *map(str, limits), *words]
         result = await run_bounded(
-            arguments, timeout_s=timeout_s, max_output_bytes=max_output_bytes, end=_end_namespace, watch=self._watch
+            arguments,
+            timeout_s=timeout_s,
+            max_output_bytes=max_output_bytes,
+            kill=_kill_namespace,
+            watch=self._watch,
         )
-        if problem := await asyncio.to_thread(self._problem):
-            raise TaskError(problem)
+        await self._check_files()
         return result
 
-    async def _watch(self) -> str:
-        """Wait until the files of the episode exceed a limit, and return which one."""
-        problem = ""
-        while not problem:
-            await anyio.sleep(_WATCH_S)
-            problem = await asyncio.to_thread(self._problem)
-        return problem
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            await self._check_files()
+
+    async def _check_files(self) -> None:
+        """Raise `TaskError` if the files of the episode exceed a limit."""
+        if problem := await _in(self.thread, self._problem):
+            raise TaskError(problem)
 
     def _problem(self) -> str:
         """Return which limit the files of the episode exceed, or an empty text."""
@@ -204,7 +227,7 @@ def _bubblewrap() -> tuple[str, ...]:
     words = [
         *(drop if os.geteuid() == 0 else ()),
         *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1", "--die-with-parent"),
-        *("--new-session", "--cap-drop", "ALL", "--uid", str(_INSIDE_ID), "--gid", str(_INSIDE_ID)),
+        *("--cap-drop", "ALL", "--uid", str(_INSIDE_ID), "--gid", str(_INSIDE_ID)),
         *("--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev", "--size", str(64 * 2**20)),
         *("--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--ro-bind", "/usr", "/usr"),
     ]
@@ -224,28 +247,8 @@ def _bubblewrap_problem() -> str:
     missing = [name for name in ("bwrap", "bash", "setpriv") if shutil.which(name) is None]
     if missing:
         return f"{missing[0]} is not installed"
-    probe = subprocess.run([*_bubblewrap(), "--", "bash", "-c", "true"], capture_output=True, timeout=_END_S)
+    probe = subprocess.run([*_bubblewrap(), "--", "bash", "-c", "true"], capture_output=True, timeout=_CONTROL_S)
     return probe.stderr.decode(errors="replace").strip() if probe.returncode else ""
-
-
-def _fill(base: Path, task: HarborTask) -> None:
-    """Write what the agent finds in its directories."""
-    for name, text in _USERS.items():
-        (base / name).write_text(text)
-        (base / name).chmod(0o644)
-    for name in ("work", "tmp", "home"):
-        (base / name).mkdir()
-    for copy in task.copies:
-        source = task.folder / "environment" / copy.source
-        target = base / "work" / posixpath.relpath(copy.target, task.workdir)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_dir():
-            shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-            if copy.source == ".":
-                (target / "Dockerfile").unlink(missing_ok=True)
-        else:
-            shutil.copy2(source, target / source.name if copy.into or target.is_dir() else target)
-    _give_to_nobody(base)
 
 
 def _remove(base: Path) -> None:
@@ -273,20 +276,13 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-async def _end_namespace(process: Process) -> None:
-    """Kill process 1 of a sandbox; when this returns, bwrap has reaped it, and nothing of the sandbox is left."""
-    assert process.stdout is not None
-    with anyio.move_on_after(_END_S):
-        while process.returncode is None:
-            for pid in _children(process.pid) or [process.pid]:  # without a child, it has started nothing
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with anyio.move_on_after(0.1):
-                async for _ in process.stdout:  # asyncio sees the end of a process only when its output is read
-                    pass
-                await process.wait()
+def _kill_namespace(pid: int) -> None:
+    """Kill process 1 of a sandbox, which bwrap reaps after all others in it have ended, or bwrap while it has none."""
+    for found in _children(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(found, signal.SIGKILL)
         return
-    raise TaskError(f"a command of a Harbor task did not end within {_END_S:g} s after it was killed")
+    _kill_group(pid)  # and process 1, if it is being started now
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -299,7 +295,7 @@ class ContainerSandbox(TaskSandbox):
 
     task: HarborTask
     base: Path
-    logs: Path
+    thread: Executor
     engine: str
     name: str
 
@@ -310,30 +306,33 @@ class ContainerSandbox(TaskSandbox):
     async def run(self, command: str, timeout_s: float, max_output_bytes: int) -> CommandResult:
         _check_command(command)
         words = [self.engine, "exec", self.name, "bash", "-c", command]
-        result = await run_bounded(words, timeout_s=timeout_s, max_output_bytes=max_output_bytes, end=_end_client)
+        result = await run_bounded(words, timeout_s=timeout_s, max_output_bytes=max_output_bytes, kill=_kill_group)
         if result.exit_code is None:  # the client has ended, but not what it started in the container
             await self._control("restart", "--time", "0", self.name)
         return result
 
-    async def verify(self, max_output_bytes: int) -> CommandResult:
-        await run_to_end(asyncio.to_thread(prepare_verifier, self.task, self.base))
-        (self.base / "logs").chmod(0o777)
+    async def verify(self, max_output_bytes: int) -> tuple[Path, CommandResult]:
+        logs, verifier = self.base / "logs", self.task.file.verifier
         await self._control("commit", self.name, self.name)
         await self._control("rm", "--force", self.name)
-        verifier = self.task.file.verifier
-        binds = [f"{self.base / 'tests'}:/tests", f"{self.logs}:/logs/verifier"]
-        words = [self.engine, *self._run_words(verifier.env), *(f"--volume={bind}" for bind in binds)]
+        await _in(self.thread, self._prepare)
+        words = [self.engine, *self._run_words(verifier.env)]
+        words += [f"--volume={self.base / 'tests'}:/tests", f"--volume={logs}:/logs/verifier"]
         words += ["--entrypoint", "bash", self.name, "-c", _SHARED_LOGS]
         timeout_s = verifier.timeout_sec
-        result = await run_bounded(words, timeout_s=timeout_s, max_output_bytes=max_output_bytes, end=_end_client)
+        result = await run_bounded(words, timeout_s=timeout_s, max_output_bytes=max_output_bytes, kill=_kill_group)
         await self._control("rm", "--force", self.name)
-        return result
+        return logs, result
 
-    async def aclose(self) -> None:
+    def _prepare(self) -> None:
+        (self.base / "logs").mkdir()
+        (self.base / "logs").chmod(0o777)
+        shutil.copytree(self.task.folder / "tests", self.base / "tests", symlinks=True)
+
+    def remove(self) -> None:
         """Remove the container and the image of what the agent left, whether or not there are any."""
         for words in (["rm", "--force", self.name], ["rmi", "--force", self.name]):
-            with contextlib.suppress(TaskError):
-                await self._control(*words)
+            subprocess.run([self.engine, *words], capture_output=True, timeout=_CONTROL_S)
 
     @property
     def _image(self) -> str:
@@ -348,7 +347,7 @@ class ContainerSandbox(TaskSandbox):
         return [*words, *(f"--env={name}={value}" for name, value in (environment.env | (dict(env or {}))).items())]
 
     async def _control(self, *words: str) -> None:
-        result = await run_bounded([self.engine, *words], timeout_s=_END_S, max_output_bytes=2000, end=_end_client)
+        result = await run_bounded([self.engine, *words], timeout_s=_CONTROL_S, max_output_bytes=2000, kill=_kill_group)
         if result.exit_code != 0:
             raise TaskError(f"{Path(self.engine).name} {words[0]} failed for {self._image}: {result.text()}")
 
@@ -367,7 +366,7 @@ def container_engine(image: str) -> str:
             answers.append(f"{name} is not installed")
             continue
         for words in (["info"], ["image", "inspect", image]):
-            asked = subprocess.run([path, *words], capture_output=True, timeout=_END_S)
+            asked = subprocess.run([path, *words], capture_output=True, timeout=_CONTROL_S)
             if asked.returncode != 0:
                 lines = asked.stderr.decode(errors="replace").strip().splitlines()
                 answers.append(f"`{name} {' '.join(words)}`: {lines[-1] if lines else 'failed'}")
@@ -382,14 +381,10 @@ def _check_command(command: object) -> None:
         raise ValueError(f"the command must be a text without NUL of at most {_MAX_COMMAND_BYTES} bytes")
 
 
-async def _end_client(process: Process) -> None:
-    """Kill a client of a container engine with its process group."""
+def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    assert process.stdout is not None
-    with anyio.move_on_after(_END_S):
-        async for _ in process.stdout:
-            pass
-        await process.wait()
-        return
-    raise TaskError(f"a client of the container engine did not end within {_END_S:g} s after it was killed")
+        os.killpg(pid, signal.SIGKILL)
+
+
+async def _in(thread: Executor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(thread, work)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import subprocess
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
-from anyio.abc import ByteReceiveStream, Process
+from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 
-from inflight.base.tasks import run_to_end
+from inflight.base.tasks import run_in_background
 from inflight.errors import TaskError
 
 FLOOD = 100
 """A process is ended when it has written this many times its ``max_bytes`` of output."""
+
+
+_HELD = ("sh", "-c", 'read -r _ && exec "$@"', "sh")
+"""Delays a command until it is released: if starting it is cancelled, asyncio kills one process, not its children."""
+_END_S, _RETRY_S = 30.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -36,53 +43,63 @@ async def run_bounded(
     *,
     timeout_s: float,
     max_output_bytes: int,
-    end: Callable[[Process], Awaitable[None]],
-    env: Mapping[str, str] | None = None,
-    watch: Callable[[], Awaitable[str | None]] = anyio.sleep_forever,
+    kill: Callable[[int], None],
+    watch: Callable[[], Awaitable[None]] | None = None,
 ) -> CommandResult:
     """Run a command, whose input is empty, to its end or a limit.
 
-    ``watch`` runs meanwhile and returns why the process must be ended. ``end`` ends the process and everything that it
-    started; it is called, and awaited to its end, whether the process ended, hit a limit, or this call is cancelled.
-    Raises `TaskError` if the command cannot be started.
+    ``watch`` runs meanwhile; what it raises ends the process and is raised. ``kill`` kills a process and everything
+    that it started; it is called as soon as a limit is hit or this call is cancelled. Raises `TaskError` if the command
+    cannot be started or, although it was killed, does not end.
     """
     output = BoundedOutput(max_output_bytes)
-    note = ""
     try:
-        process = await anyio.open_process(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, cwd="/", env=env, start_new_session=True
-        )
+        held = [*_HELD, *command]
+        process = await anyio.open_process(held, stderr=subprocess.STDOUT, cwd="/", start_new_session=True)
     except OSError as error:
         raise TaskError(f"{command[0]} cannot be started: {error}") from error
 
-    async def watching() -> None:
-        nonlocal note
-        note = await watch() or ""
-        group.cancel_scope.cancel()
-
     try:
-        with anyio.move_on_after(timeout_s) as deadline:
-            async with anyio.create_task_group() as group:
-                group.start_soon(watching)
-                assert process.stdout is not None
-                if await output.read(process.stdout):
-                    await process.wait()
-                group.cancel_scope.cancel()
+        async with asyncio.timeout(timeout_s) as limit, run_in_background(*(() if watch is None else (watch(),))):
+            assert process.stdin is not None and process.stdout is not None
+            await send_all(process.stdin, b"\n")
+            if await output.read(process.stdout):
+                await process.wait()
+    except TimeoutError:
+        if not limit.expired():
+            raise
     finally:
         exit_code = process.returncode
-        await run_to_end(_end_and_close(process, end))
-    if deadline.cancelled_caught:
+        if exit_code is None:
+            kill(process.pid)  # at once: what is awaited below can be cancelled
+        await _end(process, kill)
+    note = ""
+    if limit.expired():
         note = f"ended after {timeout_s:g} s"
     elif output.is_flood:
         note = f"ended: it wrote more than {FLOOD * max_output_bytes} bytes"
     return CommandResult(None if note else exit_code, output.text(), note)
 
 
-async def _end_and_close(process: Process, end: Callable[[Process], Awaitable[None]]) -> None:
-    try:
-        await end(process)
-    finally:
+async def _end(process: Process, kill: Callable[[int], None]) -> None:
+    assert process.stdout is not None
+    with anyio.move_on_after(_END_S):
+        while process.returncode is None:
+            kill(process.pid)
+            with anyio.move_on_after(_RETRY_S):
+                async for _ in process.stdout:  # asyncio sees the end of a process only when its output is read
+                    pass
+                await process.wait()
         await process.aclose()
+        return
+    raise TaskError(f"a process did not end within {_END_S:g} s after it was killed")
+
+
+async def send_all(stream: ByteSendStream, content: bytes) -> None:
+    """Write all of a process's input and close it, unless the process has ended without reading it."""
+    with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+        await stream.send(content)
+        await stream.aclose()
 
 
 class BoundedOutput:

@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import anyio
-from anyio.abc import ByteSendStream, Process
+from anyio.abc import Process
 
-from inflight.environments.tools.processes import FLOOD, BoundedOutput
+from inflight.environments.tools.processes import FLOOD, BoundedOutput, send_all
 from inflight.environments.tools.seccomp import seccomp_filter
 from inflight.errors import ConfigError, TaskError, UnsupportedError
 
@@ -142,7 +142,7 @@ class PythonTool:
             assert process.stdin is not None and process.stdout is not None
             with anyio.move_on_after(self.timeout_s + _GRACE_S) as deadline:
                 async with anyio.create_task_group() as group:
-                    group.start_soon(_send, process.stdin, code.encode("utf-8", errors="surrogatepass"))
+                    group.start_soon(send_all, process.stdin, code.encode("utf-8", errors="surrogatepass"))
                     if await output.read(process.stdout):
                         await process.wait()
                     group.cancel_scope.cancel()
@@ -213,12 +213,6 @@ class PythonTool:
         if note:
             text += f"{'' if not text or text.endswith(chr(10)) else chr(10)}[{note}]"
         return PythonResult(status, text, exit_code)
-
-
-async def _send(stream: ByteSendStream, code: bytes) -> None:
-    with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # it ended without reading all
-        await stream.send(code)
-        await stream.aclose()
 
 
 async def _end(process: Process) -> None:
