@@ -94,6 +94,10 @@ CASES = {
     "tool_agent_messages": tool_agent("messages"),
     "tool_agent_responses": tool_agent("responses"),
     "trl": Case("trl_environment", random_guess, num_steps=400),
+    "harbor": Case(
+        "harbor",
+        ("--task", "harbor_turns:HarborTurns", "--style", "answer", "--steps", "500", "--wrong-fraction", "0"),
+    ),
     "pictures": Case(
         "pictures", ("--images", "--task", "pictures:Pictures", "--wrong-fraction", "0.5", "--steps", "150")
     ),

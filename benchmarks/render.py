@@ -91,7 +91,9 @@ def plot_environments(names: Sequence[str]) -> None:
     """Mean reward of each step of the runs on environments."""
     num_rows, num_columns = 2, -(-len(names) // 2)
     figure, axes = plt.subplots(num_rows, num_columns, figsize=(3.2 * num_columns, 6), layout="constrained")
-    for axis, name in zip(axes.flat, names, strict=True):
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
+    for axis, name in zip(axes.flat, names, strict=False):
         rewards = [reward for reward in read_results(f"environments-{name}")["rows"]["rewards"] if reward is not None]
         axis.plot(range(1, len(rewards) + 1), rewards, color="#8250df", alpha=0.3)
         axis.plot(range(1, len(rewards) + 1), smoothed(rewards), color="#8250df")

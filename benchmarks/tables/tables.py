@@ -482,6 +482,7 @@ ENVIRONMENTS = {
     "tictactoe": "TextArena's `TicTacToe-v0` against an opponent that moves at random",
     "guess_number": "TextArena's `GuessTheNumber-v0`, six guesses",
     "retry": "reasoning-gym's `spell_backward`, asked again after a wrong answer",
+    "harbor": "the five task folders of `examples/harbor`, with a shell under bubblewrap",
     "pictures": "the colour of squares in pictures, `examples/pictures.py`",
 }
 """Results of benchmarks/environments.py, and what they are of."""

@@ -128,10 +128,12 @@ def _read_regular_file(path: Path) -> str | None:
         return None
     except OSError as error:
         raise TaskError(f"the verifier's {path.name} is not a regular file: {error.strerror}") from error
-    with os.fdopen(fd, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise TaskError(f"the verifier's {path.name} is not a regular file")
-        content = file.read(_MAX_REWARD_BYTES + 1)
+        content = os.read(fd, _MAX_REWARD_BYTES + 1)
+    finally:
+        os.close(fd)
     if len(content) > _MAX_REWARD_BYTES:
         raise TaskError(f"the verifier's {path.name} has more than {_MAX_REWARD_BYTES} bytes")
     return content.decode(errors="replace")

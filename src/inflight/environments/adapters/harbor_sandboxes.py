@@ -17,6 +17,7 @@ import logging
 import os
 import posixpath
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -78,9 +79,10 @@ async def open_sandbox(task: HarborTask) -> AsyncIterator[TaskSandbox]:
         await sandbox.start()
         yield sandbox
     finally:
-        removed = [thread.submit(sandbox.remove), thread.submit(_remove, base)]
+        thread.submit(sandbox.remove)
+        thread.submit(_remove, base)
         thread.shutdown(wait=False)
-        await asyncio.wait([asyncio.wrap_future(one) for one in removed])
+        await asyncio.to_thread(thread.shutdown)
 
 
 def check_machine(task: HarborTask) -> None:
@@ -254,9 +256,14 @@ def _bubblewrap_problem() -> str:
 def _remove(base: Path) -> None:
     """Remove a directory; it may be too deep for Python, and have parts that its owner may not read."""
     script = 'rm -rf -- "$1" 2>/dev/null || { chmod -R u+rwx -- "$1"; rm -rf -- "$1"; }'
-    removed = subprocess.run(["sh", "-c", script, "sh", str(base)], capture_output=True, text=True)
-    if removed.returncode != 0:
-        _LOG.warning("the directory of an episode cannot be removed: %s", removed.stderr.strip()[:500])
+    _logged(["sh", "-c", script, "sh", str(base)])
+
+
+def _logged(words: Sequence[str]) -> None:
+    """Run a command that removes something; its failure is logged, since the episode is over."""
+    ended = subprocess.run(words, capture_output=True, text=True, errors="replace")
+    if ended.returncode != 0:
+        _LOG.warning("%s failed at the end of a Harbor task: %s", shlex.join(words), ended.stderr.strip()[-500:])
 
 
 def _give_to_nobody(*paths: Path) -> None:
@@ -332,7 +339,7 @@ class ContainerSandbox(TaskSandbox):
     def remove(self) -> None:
         """Remove the container and the image of what the agent left, whether or not there are any."""
         for words in (["rm", "--force", self.name], ["rmi", "--force", self.name]):
-            subprocess.run([self.engine, *words], capture_output=True, timeout=_CONTROL_S)
+            _logged([self.engine, *words])
 
     @property
     def _image(self) -> str:
