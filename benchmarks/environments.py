@@ -96,7 +96,7 @@ CASES = {
     "trl": Case("trl_environment", random_guess, num_steps=400),
     "harbor": Case(
         "harbor",
-        ("--task", "harbor_turns:HarborTurns", "--style", "answer", "--steps", "500", "--wrong-fraction", "0"),
+        ("--task", "harbor_turns:HarborTurns", "--style", "answer", "--steps", "800", "--wrong-fraction", "0"),
     ),
     "pictures": Case(
         "pictures", ("--images", "--task", "pictures:Pictures", "--wrong-fraction", "0.5", "--steps", "150")

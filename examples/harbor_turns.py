@@ -1,6 +1,6 @@
 """Demonstrations for the tasks in examples/harbor: the form of a call is always right, the command often another task's.
 
-    inflight tiny-model models/harbor --task harbor_turns:HarborTurns --style answer --steps 500 --wrong-fraction 0
+    inflight tiny-model models/harbor --task harbor_turns:HarborTurns --style answer --steps 800 --wrong-fraction 0
     inflight train examples/harbor.toml
 
 with the folder of this file on PYTHONPATH.
@@ -33,7 +33,7 @@ class HarborTurns(Task):
     def item(self, index):
         rng = random.Random(f"{self.seed} {index}")
         number = rng.randrange(len(TASKS))
-        shown = number if rng.random() < 0.2 else rng.randrange(len(TASKS))
+        shown = number if rng.random() < 0.4 else rng.randrange(len(TASKS))
         said = [self.instructions[number], call(self.commands[shown]), "[no output]", "done"]
         if rng.random() < 0.75:
             return TaskItem(index, said[0], said[1])

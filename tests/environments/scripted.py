@@ -50,18 +50,24 @@ def scripted_episode(
 
 
 def play_scripted(
-    environment: Environment, index: int, says: Callable[[str], str], *, template: str = "qwen3", seed: int = 0
+    environment: Environment,
+    index: int,
+    says: Callable[[str], str],
+    *,
+    template: str = "qwen3",
+    seed: int = 0,
+    timeout_s: float = 10.0,
 ) -> PlayedEpisode:
-    """Play one episode of an environment, which has ten seconds."""
+    """Play one episode of an environment."""
     item: TaskItem = environment.item(index)
-    return asyncio.run(_played(environment, item, says, template, seed))
+    return asyncio.run(_played(environment, item, says, template, seed, timeout_s))
 
 
 async def _played(
-    environment: Environment, item: TaskItem, says: Callable[[str], str], template: str, seed: int
+    environment: Environment, item: TaskItem, says: Callable[[str], str], template: str, seed: int, timeout_s: float
 ) -> PlayedEpisode:
     async with aclosing(PlayLoop()) as loop:
-        return await play(environment, item, scripted_episode(says, template=template, seed=seed), loop, timeout_s=10.0)
+        return await play(environment, item, scripted_episode(says, template=template, seed=seed), loop, timeout_s)
 
 
 def text_of(played: PlayedEpisode, call: int, *, template: str = "qwen3") -> str:

@@ -83,7 +83,8 @@ def call(command: Any) -> str:
 def work(folder: Path, *commands: Any, **settings: Any) -> PlayedEpisode:
     """Play an episode of a task in which the model calls these commands, one per turn."""
     turns = iter([*map(call, commands), "Done."])
-    return play_scripted(HarborEnvironment(0, str(folder), **settings), 0, lambda prompt: next(turns))
+    environment = HarborEnvironment(0, str(folder), **settings)
+    return play_scripted(environment, 0, lambda prompt: next(turns), timeout_s=SOON_S)
 
 
 def results(played: PlayedEpisode) -> list[str]:
@@ -147,18 +148,18 @@ def test_every_reason_against_a_task_is_listed_at_once(tmp_path: Path) -> None:
         read_task(tmp_path)
     for words in (
         "environment.gpus is 1",
-        "environment.allow_internet is true",
-        "environment.mcp_servers is set",
-        "environment.healthcheck is set",
+        "environment.allow_internet is True",
+        "MCP servers are not started",
+        "environment.healthcheck is {",
         "environment.env.KEY is '${KEY}'",
         "verifier.environment_mode is 'separate'",
-        "verifier.collect is set",
-        "verifier.environment is set",
+        "verifier.collect is [",
+        "verifier.environment is {",
         "environment/docker-compose.yaml",
         "'RUN apt-get install -y jq' is not executed",
         "/usr/src belongs to the sandbox",
         "COPY to /etc/a.txt, which is outside of /usr/src",
-        "a.txt, which does not exist below environment/",
+        "COPY of a.txt, which does not exist below environment/",
         "instruction.md is missing",
         "tests/test.sh is missing",
     ):
@@ -352,15 +353,16 @@ def test_resources_of_a_command_are_limited(tmp_path: Path, command: str, expect
     ("command", "words"),
     [
         ("head -c 40M /dev/zero > a; head -c 40M /dev/zero > b", "take more than environment.storage_mb = 64"),
-        ("mkdir many; cd many; seq 21000 | xargs touch", "more than 20000 files"),
+        ("mkdir many; cd many; seq 300 | xargs touch", "more than 200 files"),
         ("for i in $(seq 2000); do mkdir d && cd d || exit; done", "more than 64 levels"),
         ("head -c 40M /dev/zero > a; head -c 40M /dev/zero > b; sleep 1000", "take more than environment.storage_mb"),
     ],
     ids=["bytes", "files", "depth", "while it runs"],
 )
 def test_an_episode_whose_files_exceed_a_limit_fails_and_its_files_are_removed(
-    tmp_path: Path, shelf: Path, command: str, words: str
+    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch, command: str, words: str
 ) -> None:
+    monkeypatch.setattr("inflight.environments.adapters.harbor_sandboxes.MAX_FILES", 200)
     played = work(write_task(tmp_path, toml="[environment]\nstorage_mb = 64"), command, "echo never")
     assert words in (played.failure or "")
     assert list(shelf.iterdir()) == []
@@ -604,7 +606,7 @@ def test_a_tiny_model_learns_the_tasks_of_the_example(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("src", "examples"))}
     model = tmp_path / "harbor"
     command = [python(), "-m", "inflight", "tiny-model", str(model), "--task", "harbor_turns:HarborTurns"]
-    command += ["--style", "answer", "--steps", "500", "--wrong-fraction", "0"]
+    command += ["--style", "answer", "--steps", "800", "--wrong-fraction", "0"]
     subprocess.run(command, check=True, timeout=600, env={**os.environ, **environment})
     run = RunProcess(tmp_path, model, environment=environment, config=ROOT / "examples" / "harbor.toml")
     assert run.wait(timeout_s=900) == 0, run.output()

@@ -22,21 +22,6 @@ from inflight.types import TaskItem
 _MAX_REWARD_BYTES = 64 * 1024
 _TAIL_CHARACTERS = 200
 
-BASH = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Runs a command with bash and returns what it printed. Files last; processes and variables end "
-        "with the command. There is no network.",
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "string", "description": "The command."}},
-            "required": ["command"],
-            "additionalProperties": False,
-        },
-    },
-}
-
 
 class HarborEnvironment(Environment):
     """Task folders of Harbor; item i is the i-th by name, and the first comes again after the last.
@@ -78,17 +63,25 @@ class HarborEnvironment(Environment):
 
     async def play(self, item: TaskItem, episode: Episode) -> float:
         task: Any = item.metadata["task"]
-        async with open_sandbox(task) as sandbox:
+        async with open_sandbox(task, self._max_output_bytes) as sandbox:
             await self._act(task.instruction, task.file.agent.timeout_sec, episode, sandbox)
-            return read_reward(*await sandbox.verify(self._max_output_bytes))
+            return read_reward(*await sandbox.verify())
 
     async def _act(self, instruction: str, timeout_s: float, episode: Episode, sandbox: TaskSandbox) -> None:
         """Let the model work until it has finished or a limit is reached."""
 
         async def bash(command: str) -> str:
-            return (await sandbox.run(command, self._command_timeout_s, self._max_output_bytes)).text()
+            """Run a command with bash. Files last; processes and variables end with it. There is no network.
 
-        conversation = episode.conversation(tools=[BASH])
+            Args:
+                command: The command.
+
+            Returns:
+                What it printed.
+            """
+            return (await sandbox.run(command, self._command_timeout_s)).text()
+
+        conversation = episode.conversation(tools=[bash])
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 with contextlib.suppress(ContextFullError):

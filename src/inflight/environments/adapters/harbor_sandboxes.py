@@ -16,8 +16,6 @@ import functools
 import logging
 import os
 import posixpath
-import secrets
-import shlex
 import shutil
 import signal
 import subprocess
@@ -26,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from inflight.environments.adapters.harbor_tasks import HarborTask
 from inflight.environments.tools.processes import CommandResult, run_bounded
@@ -48,39 +46,28 @@ _INSIDE_ID, _NOBODY = 1000, 65534
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LIMITED = 'ulimit -c 0 -t "$1" -v "$2" -f "$3" -u "$4" -n "$5" && shift 5 && "$@"; exit $?'
 """Process 1. It does not replace itself with the command, in which signals then have their usual effect."""
+_REMOVE = 'rm -rf -- "$1" 2>/dev/null || { chmod -R u+rwx -- "$1"; rm -rf -- "$1"; }'
 _USERS = {"passwd": "agent:x:1000:1000::/root:/bin/bash\nroot:x:0:0::/root:/bin/bash\n", "group": "agent:x:1000:\n"}
 
 
-class TaskSandbox(Protocol):
-    """Where the commands of one episode run."""
-
-    async def run(self, command: str, timeout_s: float, max_output_bytes: int) -> CommandResult:
-        """Run a command of the agent. Raises `TaskError` if the sandbox fails or its files exceed a limit."""
-
-    async def verify(self, max_output_bytes: int) -> tuple[Path, CommandResult]:
-        """End everything of the agent and run the tests; return the directory that they wrote to. Raises as `run`."""
-
-
 @contextlib.asynccontextmanager
-async def open_sandbox(task: HarborTask) -> AsyncIterator[TaskSandbox]:
+async def open_sandbox(task: HarborTask, max_output_bytes: int) -> AsyncIterator[TaskSandbox]:
     """Yield a sandbox with the files of a task; nothing of it is left when the context has been left.
 
     One thread does all work on the sandbox's directory, in order. Its removal is the last, and is not cancelled.
     """
     base = Path(tempfile.mkdtemp(prefix="inflight-harbor-"))
     thread = ThreadPoolExecutor(1)
-    sandbox: BubblewrapSandbox | ContainerSandbox
+    sandbox: TaskSandbox
     if task.image is None:
-        sandbox = BubblewrapSandbox(task, base, thread)
+        sandbox = BubblewrapSandbox(task, base, thread, max_output_bytes)
     else:
-        engine, name = container_engine(task.image), f"inflight-harbor-{secrets.token_hex(8)}"
-        sandbox = ContainerSandbox(task, base, thread, engine, name)
+        sandbox = ContainerSandbox(task, base, thread, max_output_bytes, container_engine(task.image))
     try:
         await sandbox.start()
         yield sandbox
     finally:
         thread.submit(sandbox.remove)
-        thread.submit(_remove, base)
         thread.shutdown(wait=False)
         await asyncio.to_thread(thread.shutdown)
 
@@ -103,63 +90,60 @@ def check_machine(task: HarborTask) -> None:
 
 
 @dataclass(frozen=True)
-class BubblewrapSandbox(TaskSandbox):
+class BubblewrapSandbox:
     """A directory of the host for each directory that a task may write to, and a new sandbox for each command."""
 
     task: HarborTask
     base: Path
     thread: Executor
+    max_output_bytes: int
 
     async def start(self) -> None:
         """Write what the agent finds in its directories."""
-        await _in(self.thread, self._fill)
+        await _run_in(self.thread, self._fill)
 
-    def remove(self) -> None:
-        """Do nothing: there is only the directory."""
-
-    async def run(self, command: str, timeout_s: float, max_output_bytes: int) -> CommandResult:
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
+        """Run a command of the agent. Raises `TaskError` if its files exceed a limit."""
         _check_command(command)
-        return await self._run(["bash", "-c", command], {"home": "/root"}, {}, timeout_s, max_output_bytes)
+        return await self._run(["bash", "-c", command], {"home": "/root"}, {}, timeout_s)
 
-    async def verify(self, max_output_bytes: int) -> tuple[Path, CommandResult]:
-        await _in(self.thread, self._prepare)
+    async def verify(self) -> tuple[Path, CommandResult]:
+        """Run the tests; return the directory that they wrote to. Raises as `run`."""
+        await _run_in(self.thread, self._prepare)
         binds = {"verifier-home": "/root", "tests": "/tests", "logs": "/logs/verifier"}
         verifier = self.task.file.verifier
-        words = ["bash", "/tests/test.sh"]
-        result = await self._run(words, binds, verifier.env, verifier.timeout_sec, max_output_bytes)
-        return self.base / "logs", result
+        return self.base / "logs", await self._run(
+            ["bash", "/tests/test.sh"], binds, verifier.env, verifier.timeout_sec
+        )
+
+    def remove(self) -> None:
+        """Remove the directory; it may be too deep for Python, and have parts that its owner may not read."""
+        _execute("sh", "-c", _REMOVE, "sh", str(self.base))
 
     def _fill(self) -> None:
         for name, text in _USERS.items():
             (self.base / name).write_text(text)
-            (self.base / name).chmod(0o644)
         for name in ("work", "tmp", "home"):
             (self.base / name).mkdir()
-        for copy in self.task.copies:
-            source = self.task.folder / "environment" / copy.source
-            target = self.base / "work" / posixpath.relpath(copy.target, self.task.workdir)
+        for source, destination in self.task.copies:
+            path = self.task.folder / "environment" / source
+            target = self.base / "work" / posixpath.relpath(destination, self.task.workdir)
             target.parent.mkdir(parents=True, exist_ok=True)
-            if source.is_dir():
-                shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-                if copy.source == ".":
-                    (target / "Dockerfile").unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.copytree(path, target, symlinks=True, dirs_exist_ok=True)
             else:
-                shutil.copy2(source, target / source.name if copy.into or target.is_dir() else target)
+                shutil.copy2(path, target)
         _give_to_nobody(self.base)
 
     def _prepare(self) -> None:
-        for name in ("logs", "verifier-home"):
-            (self.base / name).mkdir()
-        shutil.copytree(self.task.folder / "tests", self.base / "tests", symlinks=True)
-        _give_to_nobody(*(self.base / name for name in ("logs", "verifier-home", "tests")))
+        folders = [self.base / name for name in ("logs", "verifier-home", "tests")]
+        for folder in folders[:2]:
+            folder.mkdir()
+        shutil.copytree(self.task.folder / "tests", folders[2], symlinks=True)
+        _give_to_nobody(*folders)
 
     async def _run(
-        self,
-        words: Sequence[str],
-        binds: Mapping[str, str],
-        env: Mapping[str, str],
-        timeout_s: float,
-        max_output_bytes: int,
+        self, words: Sequence[str], binds: Mapping[str, str], env: Mapping[str, str], timeout_s: float
     ) -> CommandResult:
         environment = self.task.file.environment
         variables = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", **environment.env, **env}
@@ -174,52 +158,35 @@ class BubblewrapSandbox(TaskSandbox):
         limits = [int(timeout_s) + 1, *kibibytes, MAX_PROCESSES, _MAX_OPEN_FILES]
         arguments += ["--remount-ro", "/", "--chdir", self.task.workdir, "--"]
         arguments += ["bash", "-c", _LIMITED, "bash", *map(str, limits), *words]
-        result = await run_bounded(
-            arguments,
-            timeout_s=timeout_s,
-            max_output_bytes=max_output_bytes,
-            kill=_kill_namespace,
-            watch=self._watch,
-        )
-        await self._check_files()
+        result = await run_bounded(arguments, timeout_s, self.max_output_bytes, _kill_namespace, self._watch)
+        await _run_in(self.thread, self._check_files)
         return result
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_S)
-            await self._check_files()
+            await _run_in(self.thread, self._check_files)
 
-    async def _check_files(self) -> None:
-        """Raise `TaskError` if the files of the episode exceed a limit."""
-        if problem := await _in(self.thread, self._problem):
-            raise TaskError(problem)
-
-    def _problem(self) -> str:
-        """Return which limit the files of the episode exceed, or an empty text."""
+    def _check_files(self) -> None:
+        """Raise `TaskError` if the files of the episode exceed a limit, or cannot be measured."""
         storage_mb = self.task.file.environment.storage_mb
         num_files = size_bytes = 0
-        folders = [(self.base, 0)]
-        while folders:
-            folder, depth = folders.pop()
-            if depth > MAX_DEPTH:
-                return f"the task's files are in more than {MAX_DEPTH} levels of directories"
-            try:
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        num_files += 1
-                        if num_files > MAX_FILES:
-                            return f"the task has more than {MAX_FILES} files"
-                        with contextlib.suppress(FileNotFoundError):
-                            size_bytes += 512 * entry.stat(follow_symlinks=False).st_blocks
-                            if entry.is_dir(follow_symlinks=False):
-                                folders.append((Path(entry.path), depth + 1))
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                return f"the task's files cannot be measured: {error.strerror}"
-        if size_bytes > storage_mb * 2**20:
-            return f"the task's files take more than environment.storage_mb = {storage_mb}"
-        return ""
+        for folder, folders, files in os.walk(self.base, onerror=_refuse):
+            if folder.count("/") > str(self.base).count("/") + MAX_DEPTH:  # os.walk is recursive
+                raise TaskError(f"the task's files are in more than {MAX_DEPTH} levels of directories")
+            for name in (*folders, *files):
+                with contextlib.suppress(FileNotFoundError):
+                    size_bytes += 512 * os.lstat(os.path.join(folder, name)).st_blocks
+            num_files += len(folders) + len(files)
+            if num_files > MAX_FILES:
+                raise TaskError(f"the task has more than {MAX_FILES} files")
+            if size_bytes > storage_mb * 2**20:
+                raise TaskError(f"the task's files take more than environment.storage_mb = {storage_mb}")
+
+
+def _refuse(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise TaskError(f"the task's files cannot be measured: {error.strerror}")
 
 
 @functools.cache
@@ -253,27 +220,17 @@ def _bubblewrap_problem() -> str:
     return probe.stderr.decode(errors="replace").strip() if probe.returncode else ""
 
 
-def _remove(base: Path) -> None:
-    """Remove a directory; it may be too deep for Python, and have parts that its owner may not read."""
-    script = 'rm -rf -- "$1" 2>/dev/null || { chmod -R u+rwx -- "$1"; rm -rf -- "$1"; }'
-    _logged(["sh", "-c", script, "sh", str(base)])
-
-
-def _logged(words: Sequence[str]) -> None:
-    """Run a command that removes something; its failure is logged, since the episode is over."""
+def _execute(*words: str) -> None:
+    """Run a command that removes or prepares something. A failure is logged."""
     ended = subprocess.run(words, capture_output=True, text=True, errors="replace")
     if ended.returncode != 0:
-        _LOG.warning("%s failed at the end of a Harbor task: %s", shlex.join(words), ended.stderr.strip()[-500:])
+        _LOG.warning("%s failed for a Harbor task: %s", words[0], ended.stderr.strip()[-500:])
 
 
 def _give_to_nobody(*paths: Path) -> None:
     """Make files belong to the user whom commands run as, where that is not the caller."""
-    if os.geteuid() != 0:
-        return
-    for path in paths:
-        for folder, _, files in os.walk(path):
-            for name in (folder, *(os.path.join(folder, file) for file in files)):
-                os.chown(name, _NOBODY, _NOBODY, follow_symlinks=False)
+    if os.geteuid() == 0:
+        _execute("chown", "--recursive", "--no-dereference", f"{_NOBODY}:{_NOBODY}", *map(str, paths))
 
 
 def _children(pid: int) -> list[int]:
@@ -297,67 +254,79 @@ def _kill_namespace(pid: int) -> None:
 
 
 @dataclass(frozen=True)
-class ContainerSandbox(TaskSandbox):
+class ContainerSandbox:
     """A container for the agent, and after its end one for the verifier, with the files that the agent left."""
 
     task: HarborTask
     base: Path
     thread: Executor
+    max_output_bytes: int
     engine: str
-    name: str
 
     async def start(self) -> None:
         """Start the agent's container. Raises `TaskError` if the engine refuses it."""
-        await self._control(*self._run_words(), "--detach", "--init", "--entrypoint", "sleep", self._image, "infinity")
+        image = self.task.image or ""
+        await self._control(*self._run_words({}), "--detach", "--init", "--entrypoint", "sleep", image, "infinity")
 
-    async def run(self, command: str, timeout_s: float, max_output_bytes: int) -> CommandResult:
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
+        """Run a command of the agent. Raises `TaskError` if the engine fails."""
         _check_command(command)
-        words = [self.engine, "exec", self.name, "bash", "-c", command]
-        result = await run_bounded(words, timeout_s=timeout_s, max_output_bytes=max_output_bytes, kill=_kill_group)
+        result = await self._client(timeout_s, "exec", self._name, "bash", "-c", command)
         if result.exit_code is None:  # the client has ended, but not what it started in the container
-            await self._control("restart", "--time", "0", self.name)
+            await self._control("restart", "--time", "0", self._name)
         return result
 
-    async def verify(self, max_output_bytes: int) -> tuple[Path, CommandResult]:
+    async def verify(self) -> tuple[Path, CommandResult]:
+        """End the agent's container and run the tests; return the directory that they wrote to. Raises as `run`."""
         logs, verifier = self.base / "logs", self.task.file.verifier
-        await self._control("commit", self.name, self.name)
-        await self._control("rm", "--force", self.name)
-        await _in(self.thread, self._prepare)
-        words = [self.engine, *self._run_words(verifier.env)]
-        words += [f"--volume={self.base / 'tests'}:/tests", f"--volume={logs}:/logs/verifier"]
-        words += ["--entrypoint", "bash", self.name, "-c", _SHARED_LOGS]
-        timeout_s = verifier.timeout_sec
-        result = await run_bounded(words, timeout_s=timeout_s, max_output_bytes=max_output_bytes, kill=_kill_group)
-        await self._control("rm", "--force", self.name)
+        await self._control("commit", self._name, self._name)
+        await self._control("rm", "--force", self._name)
+        await _run_in(self.thread, self._prepare)
+        words = [
+            *self._run_words(verifier.env),
+            f"--volume={self.base}/tests:/tests",
+            f"--volume={logs}:/logs/verifier",
+        ]
+        words += ["--entrypoint", "bash", self._name, "-c", _SHARED_LOGS]
+        result = await self._client(verifier.timeout_sec, *words)
+        await self._control("rm", "--force", self._name)
         return logs, result
+
+    def remove(self) -> None:
+        """Remove the container, the image of what the agent left, and the directory."""
+        for words in (["rm", "--force", self._name], ["rmi", "--force", self._name]):
+            _execute(self.engine, *words)
+        _execute("sh", "-c", _REMOVE, "sh", str(self.base))
 
     def _prepare(self) -> None:
         (self.base / "logs").mkdir()
         (self.base / "logs").chmod(0o777)
         shutil.copytree(self.task.folder / "tests", self.base / "tests", symlinks=True)
 
-    def remove(self) -> None:
-        """Remove the container and the image of what the agent left, whether or not there are any."""
-        for words in (["rm", "--force", self.name], ["rmi", "--force", self.name]):
-            _logged([self.engine, *words])
-
     @property
-    def _image(self) -> str:
-        return self.task.image or ""
+    def _name(self) -> str:
+        """The name of the container and of the image."""
+        return self.base.name.lower().replace("_", "-").rstrip("-")
 
-    def _run_words(self, env: Mapping[str, str] | None = None) -> list[str]:
+    def _run_words(self, env: Mapping[str, str]) -> list[str]:
         environment = self.task.file.environment
         memory = f"{environment.memory_mb}m"
-        words = ["run", "--name", self.name, "--pull", "never", "--network", "none", "--memory", memory]
+        words = ["run", "--name", self._name, "--pull", "never", "--network", "none", "--memory", memory]
         words += ["--memory-swap", memory, "--cpus", f"{environment.cpus:g}", "--pids-limit", str(MAX_PROCESSES)]
         words += ["--security-opt", "no-new-privileges", "--ulimit", f"fsize={environment.storage_mb * 2**20}"]
-        return [*words, *(f"--env={name}={value}" for name, value in (environment.env | (dict(env or {}))).items())]
+        return [*words, *(f"--env={name}={value}" for name, value in {**environment.env, **env}.items())]
+
+    async def _client(self, timeout_s: float, *words: str) -> CommandResult:
+        return await run_bounded([self.engine, *words], timeout_s, self.max_output_bytes, _kill_group)
 
     async def _control(self, *words: str) -> None:
-        result = await run_bounded([self.engine, *words], timeout_s=_CONTROL_S, max_output_bytes=2000, kill=_kill_group)
+        result = await self._client(_CONTROL_S, *words)
         if result.exit_code != 0:
-            raise TaskError(f"{Path(self.engine).name} {words[0]} failed for {self._image}: {result.text()}")
+            raise TaskError(f"{Path(self.engine).name} {words[0]} failed for {self.task.image}: {result.text()}")
 
+
+TaskSandbox = BubblewrapSandbox | ContainerSandbox
+"""Where the commands of one episode run."""
 
 _SHARED_LOGS = 'bash /tests/test.sh; status=$?; chmod -R a+rwX /logs/verifier /tests; exit "$status"'
 """Runs the tests; the caller can then read and remove what they wrote, even if it belongs to the container's root."""
@@ -393,5 +362,5 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-async def _in(thread: Executor, work: Callable[[], T]) -> T:
+async def _run_in(thread: Executor, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(thread, work)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -21,6 +20,18 @@ from inflight.errors import ConfigError
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _RESERVED = re.compile(r"/(bin|dev|etc|lib|lib32|lib64|logs|proc|root|sbin|sys|tests|tmp|usr)(/|\Z)")
 """Directories that belong to the sandbox itself."""
+
+_PLAIN = re.compile(r"(?!\s*\w+\s+--)[^$*?\[\]\"'\\]*")
+"""A line of a Dockerfile without options, variables, patterns and quotes."""
+_REFUSED = {
+    ("environment", "gpus"): "GPUs are not passed to tasks",
+    ("environment", "mcp_servers"): "MCP servers are not started",
+    ("environment", "healthcheck"): "services are not started",
+    ("environment", "allow_internet"): "tasks have no network here",
+    ("verifier", "environment_mode"): "the verifier runs in the agent's environment ('shared')",
+    ("verifier", "environment"): "the verifier has no environment of its own",
+    ("verifier", "collect"): "files are not collected",
+}
 
 Positive = Annotated[float, Field(gt=0)]
 Megabytes = Annotated[int, Field(ge=64, le=2**20)]
@@ -78,16 +89,6 @@ class TaskFile(_Table):
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A file, or a folder whose contents are copied, below ``environment/``, and its path in the sandbox."""
-
-    source: str
-    target: str
-    into: bool
-    """Whether the target is a directory, into which a file is copied."""
-
-
-@dataclass(frozen=True)
 class HarborTask:
     """A task folder that can be run, unless the machine has nothing to run it with."""
 
@@ -95,9 +96,9 @@ class HarborTask:
     instruction: str
     file: TaskFile
     workdir: str
-    """Absolute; of a task with an image the image determines it, and this is unused."""
-    copies: tuple[Copy, ...]
-    """What the working directory contains when the agent begins. Empty for a task with an image."""
+    """Absolute. Unused for a task with an image, which has its own."""
+    copies: tuple[tuple[str, str], ...]
+    """Paths below ``environment/``, and where their content is in the sandbox when the agent begins."""
 
     @property
     def image(self) -> str | None:
@@ -128,90 +129,64 @@ def read_task(folder: Path) -> HarborTask:
     """Return the task of a folder. Raises `ConfigError` that lists every reason why it cannot be run."""
     file = load_settings(TaskFile, folder / "task.toml", "Harbor task")
     environment = folder / "environment"
-    names = frozenset(entry.name for entry in environment.iterdir()) if environment.is_dir() else frozenset()
-    dockerfile = (environment / "Dockerfile").read_text(errors="replace") if "Dockerfile" in names else None
-    workdir, copies, problems = _layout(names, None if file.environment.docker_image else dockerfile)
-    problems = [*reasons_against(file, names), *([] if file.environment.docker_image else problems)]
+    problems = reasons_against(file)
+    problems += [f"environment/{name}: services are not composed" for name in _COMPOSE if (environment / name).exists()]
     problems += [f"{name} is missing" for name in ("instruction.md", "tests/test.sh") if not (folder / name).is_file()]
-    problems += [
-        f"environment/Dockerfile copies {copy.source}, which does not exist below environment/"
-        for copy in copies
-        if not _is_below(environment, environment / copy.source)
-    ]
+    workdir, copies = "/app", [(".", "/app")] if environment.is_dir() else []
+    if file.environment.docker_image is None and (environment / "Dockerfile").is_file():
+        workdir, copies, reasons = _read_dockerfile(environment)
+        problems += [f"environment/Dockerfile: {reason}" for reason in reasons]
     if problems:
         raise ConfigError(f"{folder}: " + "; ".join(problems))
-    return HarborTask(folder.resolve(), (folder / "instruction.md").read_text().strip(), file, workdir, copies)
+    return HarborTask(folder.resolve(), (folder / "instruction.md").read_text().strip(), file, workdir, tuple(copies))
 
 
-def reasons_against(file: TaskFile, names: frozenset[str]) -> list[str]:
-    """Return each reason why no machine runs such a task here; ``names`` are those of the files in ``environment/``."""
-    table, verifier = file.environment, file.verifier
-    needs = {
-        f"environment.gpus is {table.gpus}: GPUs are not passed to tasks": table.gpus != 0,
-        "environment.mcp_servers is set: MCP servers are not started": bool(table.mcp_servers),
-        "environment.healthcheck is set: services are not started": table.healthcheck is not None,
-        "environment.allow_internet is true: tasks have no network here": table.allow_internet,
-        f"verifier.environment_mode is {verifier.environment_mode!r}: the verifier runs in the agent's environment "
-        "('shared')": verifier.environment_mode != "shared",
-        "verifier.environment is set: the verifier has no environment of its own": verifier.environment is not None,
-        "verifier.collect is set: files are not collected": bool(verifier.collect),
-    }
-    reasons = [reason for reason, applies in needs.items() if applies]
-    reasons += [f"environment/{name}: services are not composed" for name in _COMPOSE if name in names]
-    for where, env in (("environment.env", table.env), ("verifier.env", verifier.env)):
+def reasons_against(file: TaskFile) -> list[str]:
+    """Return each reason why no machine runs a task with such a file here."""
+    reasons = []
+    for (table, key), why in _REFUSED.items():
+        value = getattr(getattr(file, table), key)
+        if value and value != "shared":
+            reasons.append(f"{table}.{key} is {value!r}: {why}")
+    for table, env in (("environment", file.environment.env), ("verifier", file.verifier.env)):
         reasons += [
-            f"{where}.{name} is {value!r}: variables of this machine are not passed to tasks"
+            f"{table}.env.{name} is {value!r}: variables of this machine are not passed to tasks, nor is a NUL"
             for name, value in env.items()
-            if "${" in value
+            if "${" in value or "\0" in value
         ]
-        reasons += [f"{where}.{name} contains a NUL" for name, value in env.items() if "\0" in value]
     return reasons
 
 
-def _layout(names: frozenset[str], dockerfile: str | None) -> tuple[str, tuple[Copy, ...], list[str]]:
-    """Return the working directory, what is copied into it, and why a Dockerfile cannot be replaced by that.
-
-    Without a Dockerfile, everything in ``environment/`` is copied to ``/app``.
-    """
-    if dockerfile is None:
-        return "/app", (Copy(".", "/app", into=True),) if names else (), []
-    workdir, copied, problems = "/", list[tuple[list[str], str]](), list[str]()
-    has_image = False
-    for line in re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n?", "", dockerfile)).splitlines():
-        command, _, rest = line.strip().partition(" ")
-        try:
-            words = shlex.split(rest)
-        except ValueError:
-            words = []
-        is_plain = not re.search(r"[$*?\[\]]|^\s*--", rest)
-        match command.upper():
+def _read_dockerfile(environment: Path) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """Return the working directory, what is copied, and why the Dockerfile cannot be replaced by that."""
+    text = (environment / "Dockerfile").read_text(errors="replace")
+    workdir, has_image, copied, reasons = "/", False, list[tuple[str, str, bool]](), list[str]()
+    for line in re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n?", "", text)).splitlines():
+        command, *words = line.split() or [""]
+        match command.upper() if _PLAIN.fullmatch(line) else "other":
             case "":
                 pass
             case "FROM" if not has_image:
                 has_image = True
-            case "WORKDIR" if len(words) == 1 and is_plain:
-                workdir = posixpath.normpath(posixpath.join(workdir, words[0]))
-            case "COPY" if len(words) >= 2 and is_plain:
-                target = posixpath.join(workdir, words[-1])
-                copied.append((words[:-1], target))
+            case "WORKDIR" if len(words) == 1:
+                workdir = posixpath.join(workdir, words[0])
+            case "COPY" if len(words) >= 2:
+                into = words[-1].endswith(("/", ".")) or len(words) > 2
+                copied += [(source, posixpath.join(workdir, words[-1]), into) for source in words[:-1]]
             case _:
-                problems.append(
-                    f"environment/Dockerfile: {line.strip()[:80]!r} is not executed, since Dockerfiles are not built: "
-                    "only one FROM, WORKDIR and plain COPY are understood. Set environment.docker_image to an image"
+                reasons.append(
+                    f"{line.strip()[:80]!r} is not executed, since Dockerfiles are not built: only one FROM, WORKDIR "
+                    "and plain COPY are understood. Set environment.docker_image to an image"
                 )
-    if workdir == "/":
-        workdir = "/app"
+    workdir, copies = posixpath.normpath(workdir) if workdir != "/" else "/app", []
     if _RESERVED.match(workdir):
-        problems.append(f"environment/Dockerfile: the working directory {workdir} belongs to the sandbox: use /app")
-    copies = []
-    for sources, target in copied:
-        normal = posixpath.normpath(target)
+        reasons.append(f"the working directory {workdir} belongs to the sandbox: use /app")
+    for source, target, into in copied:
+        path, normal = environment / source.lstrip("/"), posixpath.normpath(target)
+        if not path.exists() or not path.resolve().is_relative_to(environment.resolve()):
+            reasons.append(f"COPY of {source}, which does not exist below environment/")
         if not PurePosixPath(normal).is_relative_to(workdir):
-            problems.append(f"environment/Dockerfile: COPY to {normal}, which is outside of {workdir}")
-        into = target.endswith(("/", "/.")) or len(sources) > 1 or normal == workdir
-        copies += [Copy(posixpath.normpath(source.lstrip("/")), normal, into) for source in sources]
-    return workdir, tuple(copies), problems
-
-
-def _is_below(folder: Path, path: Path) -> bool:
-    return path.exists() and path.resolve().is_relative_to(folder.resolve())
+            reasons.append(f"COPY to {normal}, which is outside of {workdir}")
+        is_named = path.is_file() and (into or normal == workdir)
+        copies.append((source.lstrip("/"), posixpath.join(normal, path.name) if is_named else normal))
+    return workdir, copies, reasons

@@ -40,7 +40,6 @@ class CommandResult:
 
 async def run_bounded(
     command: Sequence[str],
-    *,
     timeout_s: float,
     max_output_bytes: int,
     kill: Callable[[int], None],
