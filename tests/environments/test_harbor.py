@@ -239,6 +239,9 @@ def test_a_dockerfile_decides_where_files_are_copied(tmp_path: Path) -> None:
     }
     played = work(write_task(tmp_path, environment__Dockerfile=dockerfile, **files), "pwd; find . -type f | sort")
     assert results(played) == ["/srv/work\n./a.txt\n./b.txt\n./c\n./d/x"]
+    write_task(tmp_path, environment__Dockerfile="FROM debian\nWORKDIR /app\n\nCOPY ./ /app\n", **files)
+    found = "./a.txt\n./b.txt\n./data/x\n./unused"
+    assert results(work(tmp_path, "find . -type f | sort")) == [found]
 
 
 @bubblewrap

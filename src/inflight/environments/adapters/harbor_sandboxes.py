@@ -41,7 +41,7 @@ _MAX_OPEN_FILES = 1024
 _MAX_COMMAND_BYTES = 100_000
 _WATCH_S = 1.0
 _CONTROL_S = 60.0
-"""How long a command of the container engine may take that does not run the task's own."""
+"""How long a command may take that is not the task's own."""
 _INSIDE_ID, _NOBODY = 1000, 65534
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LIMITED = 'ulimit -c 0 -t "$1" -v "$2" -f "$3" -u "$4" -n "$5" && shift 5 && "$@"; exit $?'
@@ -131,6 +131,8 @@ class BubblewrapSandbox:
             target.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
                 shutil.copytree(path, target, symlinks=True, dirs_exist_ok=True)
+                if source == ".":
+                    (target / "Dockerfile").unlink(missing_ok=True)
             else:
                 shutil.copy2(path, target)
         _give_to_nobody(self.base)
@@ -216,15 +218,23 @@ def _bubblewrap_problem() -> str:
     missing = [name for name in ("bwrap", "bash", "setpriv") if shutil.which(name) is None]
     if missing:
         return f"{missing[0]} is not installed"
-    probe = subprocess.run([*_bubblewrap(), "--", "bash", "-c", "true"], capture_output=True, timeout=_CONTROL_S)
-    return probe.stderr.decode(errors="replace").strip() if probe.returncode else ""
+    return _problem_of(*_bubblewrap(), "--", "bash", "-c", "true")
+
+
+def _problem_of(*words: str) -> str:
+    """Run a command for up to `_CONTROL_S` and return why it failed, or an empty text."""
+    try:
+        ended = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=_CONTROL_S)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_CONTROL_S:g} s"
+    lines = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
+    return lines[-1][-500:] if ended.returncode else ""
 
 
 def _execute(*words: str) -> None:
-    """Run a command that removes or prepares something. A failure is logged."""
-    ended = subprocess.run(words, capture_output=True, text=True, errors="replace")
-    if ended.returncode != 0:
-        _LOG.warning("%s failed for a Harbor task: %s", words[0], ended.stderr.strip()[-500:])
+    """Run a command that prepares or removes something. A failure is logged."""
+    if problem := _problem_of(*words):
+        _LOG.warning("%s failed for a Harbor task: %s", words[0], problem)
 
 
 def _give_to_nobody(*paths: Path) -> None:
@@ -342,10 +352,8 @@ def container_engine(image: str) -> str:
             answers.append(f"{name} is not installed")
             continue
         for words in (["info"], ["image", "inspect", image]):
-            asked = subprocess.run([path, *words], capture_output=True, timeout=_CONTROL_S)
-            if asked.returncode != 0:
-                lines = asked.stderr.decode(errors="replace").strip().splitlines()
-                answers.append(f"`{name} {' '.join(words)}`: {lines[-1] if lines else 'failed'}")
+            if problem := _problem_of(path, *words):
+                answers.append(f"`{name} {' '.join(words)}`: {problem}")
                 break
         else:
             return path

@@ -171,8 +171,9 @@ def _read_dockerfile(environment: Path) -> tuple[str, list[tuple[str, str]], lis
             case "WORKDIR" if len(words) == 1:
                 workdir = posixpath.join(workdir, words[0])
             case "COPY" if len(words) >= 2:
-                into = words[-1].endswith(("/", ".")) or len(words) > 2
-                copied += [(source, posixpath.join(workdir, words[-1]), into) for source in words[:-1]]
+                *sources, target = words
+                is_folder = target.endswith(("/", "/.")) or target == "." or len(sources) > 1
+                copied += [(source, posixpath.join(workdir, target), is_folder) for source in sources]
             case _:
                 reasons.append(
                     f"{line.strip()[:80]!r} is not executed, since Dockerfiles are not built: only one FROM, WORKDIR "
@@ -181,12 +182,13 @@ def _read_dockerfile(environment: Path) -> tuple[str, list[tuple[str, str]], lis
     workdir, copies = posixpath.normpath(workdir) if workdir != "/" else "/app", []
     if _RESERVED.match(workdir):
         reasons.append(f"the working directory {workdir} belongs to the sandbox: use /app")
-    for source, target, into in copied:
-        path, normal = environment / source.lstrip("/"), posixpath.normpath(target)
+    for written, target, is_folder in copied:
+        source, normal = posixpath.normpath(written.lstrip("/") or "."), posixpath.normpath(target)
+        path = environment / source
         if not path.exists() or not path.resolve().is_relative_to(environment.resolve()):
-            reasons.append(f"COPY of {source}, which does not exist below environment/")
+            reasons.append(f"COPY of {written}, which does not exist below environment/")
         if not PurePosixPath(normal).is_relative_to(workdir):
             reasons.append(f"COPY to {normal}, which is outside of {workdir}")
-        is_named = path.is_file() and (into or normal == workdir)
-        copies.append((source.lstrip("/"), posixpath.join(normal, path.name) if is_named else normal))
+        is_inside = path.is_file() and (is_folder or normal == workdir)
+        copies.append((source, posixpath.join(normal, path.name) if is_inside else normal))
     return workdir, copies, reasons
