@@ -1,4 +1,4 @@
-"""Demonstrations for the tasks in examples/harbor: the form of a call is always right, the command often another task's.
+"""Demonstrations for the tasks in examples/harbor: every second command is the solution of the task that is asked.
 
     inflight tiny-model models/harbor --task harbor_turns:HarborTurns --style answer --steps 800 --wrong-fraction 0
     inflight train examples/harbor.toml

@@ -138,7 +138,8 @@ def read_task(folder: Path) -> HarborTask:
         problems += [f"environment/Dockerfile: {reason}" for reason in reasons]
     if problems:
         raise ConfigError(f"{folder}: " + "; ".join(problems))
-    return HarborTask(folder.resolve(), (folder / "instruction.md").read_text().strip(), file, workdir, tuple(copies))
+    instruction = (folder / "instruction.md").read_text(encoding="utf-8", errors="replace").strip()
+    return HarborTask(folder.resolve(), instruction, file, workdir, tuple(copies))
 
 
 def reasons_against(file: TaskFile) -> list[str]:
@@ -150,7 +151,8 @@ def reasons_against(file: TaskFile) -> list[str]:
             reasons.append(f"{table}.{key} is {value!r}: {why}")
     for table, env in (("environment", file.environment.env), ("verifier", file.verifier.env)):
         reasons += [
-            f"{table}.env.{name} is {value!r}: variables of this machine are not passed to tasks, nor is a NUL"
+            f"{table}.env.{name} is {value!r}: write the value itself, since variables of this machine are not passed "
+            "to tasks, and no NUL"
             for name, value in env.items()
             if "${" in value or "\0" in value
         ]
@@ -159,7 +161,7 @@ def reasons_against(file: TaskFile) -> list[str]:
 
 def _read_dockerfile(environment: Path) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Return the working directory, what is copied, and why the Dockerfile cannot be replaced by that."""
-    text = (environment / "Dockerfile").read_text(errors="replace")
+    text = (environment / "Dockerfile").read_text(encoding="utf-8", errors="replace")
     workdir, has_image, copied, reasons = "/", False, list[tuple[str, str, bool]](), list[str]()
     for line in re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n?", "", text)).splitlines():
         command, *words = line.split() or [""]
