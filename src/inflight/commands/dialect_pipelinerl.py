@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _updates(arguments: argparse.Namespace, token: str | None, stack: contextlib.ExitStack) -> Any:
     """Return the `ArrivingUpdates` of a group that is not joined yet."""
-    from inflight.dialects.pipelinerl.group import BroadcastGroup, place_of
+    from inflight.dialects.broadcast_group import BroadcastGroup
+    from inflight.dialects.pipelinerl.group import place_of
     from inflight.dialects.pipelinerl.receiving import ArrivingUpdates
     from inflight.weights.send.publisher import WeightPublisher
     from inflight.wire import InFlightPolicy

@@ -9,25 +9,25 @@ weights and a group that cannot be formed again, so the server must be restarted
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.base.tasks import cancel_and_wait, run_together, start
+from inflight.base.tasks import run_together
 from inflight.base.threads import run_abandonable
 from inflight.base.transport_registry import receivable_transports
 from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of, ids_of_tokens
-from inflight.dialects.pipelinerl.messages import CHAT_ROUTE, UPDATE_ROUTE, update_request
+from inflight.dialects.pipelinerl.channel import PostedBroadcasts, WeightChannel
+from inflight.dialects.pipelinerl.messages import CHAT_ROUTE
 from inflight.dialects.single_owner import OwnedEndpoint
 from inflight.dialects.url_query import options_of, options_of_query
 from inflight.engines.requests import protocol_errors
-from inflight.engines.routes import EngineRoutes, error_text_of
+from inflight.engines.routes import EngineRoutes
 from inflight.errors import (
     ConfigError,
     DeadlineError,
-    ProtocolError,
     TransferError,
     UnreachableError,
     UnsupportedError,
@@ -52,11 +52,7 @@ from inflight.wire import (
 if TYPE_CHECKING:
     import torch
 
-    from inflight.dialects.pipelinerl.group import BroadcastGroup
-
 _HEALTH_POLL_S = 0.2
-_PARTING_S = 1.0
-"""How long after the server's answer the last broadcast may end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +72,46 @@ class PipelineRlOptions:
 
 
 class PipelineRlEndpoint(OwnedEndpoint):
-    """One server at ``url`` with one rank. The first call hosts the group, which the server needs before it answers."""
+    """One server at ``url`` with one rank. The first call joins a channel, which the server needs before it answers.
+
+    ``make_channel`` returns a new channel for weights; without it, this process does not send weights. ``dtype``,
+    ``max_concurrent`` and ``timeout_s`` are as in `PipelineRlOptions`.
+    """
 
     def __init__(
         self,
         url: str,
-        options: PipelineRlOptions,
+        make_channel: Callable[[], WeightChannel] | None,
         *,
+        engine: str = "pipelinerl",
+        dtype: str,
+        max_concurrent: int,
+        timeout_s: float,
         model_dir: Path | None = None,
         control_timeout_s: float = 30.0,
         generate_timeout_s: float = 600.0,
     ) -> None:
         super().__init__(EngineRoutes(url.rstrip("/"), api_key=None, control_timeout_s=control_timeout_s))
-        self._options = options
+        self._make_channel = make_channel
+        self._engine = engine
+        self._dtype = dtype
+        self._max_concurrent = max_concurrent
+        self._timeout_s = timeout_s
         self._model_dir = model_dir
         self._generate_timeout_s = generate_timeout_s
-        self._group: BroadcastGroup | None = None
+        self._channel: WeightChannel | None = None
 
     async def _attach(self) -> tuple[Capabilities, Sequence[TensorSpec] | None]:
-        options = self._options
-        if options.group and (self._group is None or not self._group.is_formed):
-            from inflight.dialects.pipelinerl.group import BroadcastGroup, place_of
-
-            place = place_of(options.group, rank=0, world_size=options.world_size, timeout_s=options.timeout_s)
-            self._group = BroadcastGroup(place)
-            await run_abandonable(self._group.join, "inflight-join")
+        needed = [ROUTE, CHAT_ROUTE]
+        if self._make_channel is not None:
+            if self._channel is None or not self._channel.is_formed:
+                self._channel = self._make_channel()
+                await run_abandonable(self._channel.join, "inflight-join")
+            if self._channel.update_route is not None:
+                needed.append(self._channel.update_route)
         await self._until_healthy()
         paths = await self._routes.fetch_paths()
-        if missing := [path for path in (ROUTE, CHAT_ROUTE, UPDATE_ROUTE) if path not in paths]:
+        if missing := [path for path in needed if path not in paths]:
             raise ConfigError(f"{self.name} has no {', '.join(missing)}: is this a server of PipelineRL?")
         models, version = await run_together(self._routes.get("/v1/models"), self._routes.get("/version"))
         with protocol_errors("/v1/models"):
@@ -111,22 +119,22 @@ class PipelineRlEndpoint(OwnedEndpoint):
             model, root, max_model_len = str(card["id"]), Path(card["root"]), int(card["max_model_len"])
         directory = self._model_dir or root
         config = config_of(directory)
-        dtype = options.dtype or str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        dtype = self._dtype or str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
         vocab_size, specs = checkpoint_of(self.name, directory, dtype)
         can = Capabilities(
-            engine="pipelinerl",
+            engine=self._engine,
             engine_version=str(version["version"]),
             model=model,
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             dtype=dtype,
             in_flight_policies=(InFlightPolicy.DRAIN,),
-            transports=receivable_transports(on_gpu=False) if options.group else (),
+            transports=receivable_transports(on_gpu=False) if self._make_channel is not None else (),
             staging=True,
             version_binding="admission",
             logprob_kind="processed",
             num_ranks=1,
-            max_concurrent_sequences=options.max_concurrent,
+            max_concurrent_sequences=self._max_concurrent,
             streaming=False,
             chat=True,
             seeds=False,
@@ -137,26 +145,26 @@ class PipelineRlEndpoint(OwnedEndpoint):
     async def _until_healthy(self) -> None:
         """Return once the server answers, which is after it has joined the group."""
         try:
-            async with asyncio.timeout(self._options.timeout_s if self._options.group else None):
+            async with asyncio.timeout(None if self._make_channel is None else self._timeout_s):
                 while True:
                     try:
                         status, _ = await self._routes.ask("GET", "/health")
                     except UnreachableError:
-                        if not self._options.group:
+                        if self._make_channel is None:
                             raise
                         status = 0
                     if status == 200:
                         return
-                    if not self._options.group:
+                    if self._make_channel is None:
                         raise UnreachableError(f"GET /health answered status {status}", self.name)
                     await asyncio.sleep(_HEALTH_POLL_S)
         except TimeoutError as error:
-            raise DeadlineError(f"not healthy within {self._options.timeout_s:g} s", self.name) from error
+            raise DeadlineError(f"not healthy within {self._timeout_s:g} s", self.name) from error
 
     async def init_process_group(self, spec: TransportSpec) -> None:
         """Raises `TransferError` if the server's group is lost; only a restart of the server restores it."""
         await self.capabilities()
-        if self._options.group and (self._group is None or not self._group.is_formed):
+        if self._channel is not None and not self._channel.is_formed:
             raise TransferError(f"{self.name}: the group of this server is lost; restart the server")
         await super().init_process_group(spec)
 
@@ -203,34 +211,8 @@ class PipelineRlEndpoint(OwnedEndpoint):
             return chat_completion_of(request, asked, response, texts, [[token["token"] for token in content]])
 
     async def _replace(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Post the update and broadcast it, as PipelineRL's trainer does. Raises unless the server answers ``ok``."""
-        group, timeout_s = self._group, self._options.timeout_s
-        assert group is not None  # transports are supported only then
-        message = update_request(update.version, update.manifest.tensors)
-
-        def broadcast() -> None:
-            for name, tensor in tensors.items():
-                group.broadcast(tensor.contiguous(), timeout_s, f"sending {name}")
-
-        asking = start(self._routes.ask("POST", UPDATE_ROUTE, message.model_dump(mode="json"), timeout_s))
-        sending = start(run_abandonable(broadcast, "inflight-broadcast"))
-        try:
-            await asyncio.wait({asking, sending}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-            status, answer = await asking
-            if status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
-                raise ProtocolError(f"POST {UPDATE_ROUTE} answered status {status}: {error_text_of(answer)}", self.name)
-            await asyncio.wait({sending}, timeout=_PARTING_S)
-            if not sending.done():
-                raise ProtocolError(f"POST {UPDATE_ROUTE} answered ok before every tensor was sent", self.name)
-            sending.result()
-        except BaseException:
-            group.abort()  # the ranks are out of step
-            raise
-        finally:
-            await cancel_and_wait(asking)
-            await asyncio.wait({sending})
+        assert self._channel is not None  # transports are supported only then
+        await self._channel.send(self._routes, update, tensors)
 
     @property
     def _salt(self) -> str:
@@ -239,8 +221,8 @@ class PipelineRlEndpoint(OwnedEndpoint):
     async def aclose(self) -> None:
         """Leaves the group, after which the server accepts no more updates."""
         await super().aclose()
-        if self._group is not None:
-            self._group.abort()
+        if self._channel is not None:
+            await run_abandonable(self._channel.close, "inflight-leave")
 
 
 class PipelineRlKind(EngineKind):
@@ -259,7 +241,7 @@ class PipelineRlKind(EngineKind):
     ) -> InferenceEndpoint:
         """The query of the URL is `PipelineRlOptions`. The server does not use a token. Raises `ConfigError`."""
         address, _, query = url.partition("?")
-        return PipelineRlEndpoint(
+        return _endpoint(
             address,
             options_of_query(PipelineRlOptions, query),
             control_timeout_s=control_timeout_s,
@@ -275,4 +257,22 @@ def attach(model_dir: Path, *, url: str, **options: Any) -> PipelineRlEndpoint:
 
     Options are those of `PipelineRlOptions`. Raises `ConfigError`.
     """
-    return PipelineRlEndpoint(url, options_of(PipelineRlOptions, options), model_dir=model_dir)
+    return _endpoint(url, options_of(PipelineRlOptions, options), model_dir=model_dir)
+
+
+def _endpoint(url: str, options: PipelineRlOptions, **more: Any) -> PipelineRlEndpoint:
+    def make_channel() -> WeightChannel:
+        from inflight.dialects.broadcast_group import BroadcastGroup
+        from inflight.dialects.pipelinerl.group import place_of
+
+        place = place_of(options.group, rank=0, world_size=options.world_size, timeout_s=options.timeout_s)
+        return PostedBroadcasts(BroadcastGroup(place), options.timeout_s)
+
+    return PipelineRlEndpoint(
+        url,
+        make_channel if options.group else None,
+        dtype=options.dtype,
+        max_concurrent=options.max_concurrent,
+        timeout_s=options.timeout_s,
+        **more,
+    )

@@ -1,154 +1,20 @@
-"""The process group over which PipelineRL sends weights: rank 0 is the trainer, and each server is one rank.
+"""The process group over which PipelineRL sends weights.
 
-The ranks connect through the TCPStore that rank 0 hosts, where PipelineRL's own code waits for all of them
-(``torch_utils._create_stateless_pg``). The group is formed only once: a rank that leaves cannot return. On a CPU it is
-a gloo group under the keys of torch's own groups, as ``torch_utils.init_extra_process_group`` forms it.
+Rank 0 hosts the store, where PipelineRL's own code waits for all ranks (``torch_utils._create_stateless_pg``). On a CPU
+it is a gloo group under the keys of torch's own groups, as ``torch_utils.init_extra_process_group`` forms it.
 
-On GPUs, PipelineRL broadcasts over vLLM's NCCL communicator, whose id rank 0 puts into the store as a pickle. This
-module never unpickles, so it does not join that group.
+On GPUs, PipelineRL broadcasts over vLLM's NCCL communicator, whose id rank 0 puts into the store as a pickle. inflight
+never unpickles, so it does not join that group.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import time
-from concurrent.futures import Future
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
-from urllib.parse import urlsplit
+from inflight.dialects.broadcast_group import GroupRank, group_rank_of
 
-import torch
-import torch.distributed
-
-from inflight.base.threads import run_unless_abandoned
-from inflight.errors import ConfigError, TransferError, transfer_error
-from inflight.weights.transports.groups import (
-    GRACE_S,
-    CollectiveGroup,
-    GlooGroup,
-    local_address_for,
-    new_gloo_group,
-    timeout_of,
-)
-from inflight.weights.transports.store import ABANDONED, abandon
-
-dist: Any = torch.distributed  # its stubs leave out the stores
-NAME = "actor"
-"""The name that PipelineRL gives the group."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRank:
-    """The address of a group, the rank of this process in it, and how long the others may take to join."""
-
-    address: str
-    port: int
-    rank: int
-    world_size: int
-    timeout_s: float = 300.0
+_PREFIXES = ("actor", "actor/", "cpu/")
+"""Prefixes of the keys of a group that ``init_extra_process_group`` forms under the name ``actor``."""
 
 
 def place_of(init_method: str, *, rank: int, world_size: int, timeout_s: float = 300.0) -> GroupRank:
-    """Return the place that ``tcp://HOST:PORT`` names. Raises `ConfigError`."""
-    try:
-        parts = urlsplit(init_method)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if parts.scheme != "tcp" or not host or not port:
-        raise ConfigError(f"{init_method!r} is not the address of a group; write tcp://HOST:PORT")
-    if not 0 <= rank < world_size or world_size < 2:
-        raise ConfigError(f"rank {rank} of {world_size} is not a rank of the group; rank 0 is the trainer's")
-    if not timeout_s > 0:
-        raise ConfigError(f"the timeout of the group must be above 0, not {timeout_s:g}")
-    return GroupRank(host, port, rank, world_size, timeout_s)
-
-
-class BroadcastGroup:
-    """One rank's end of the group. Its calls block; `abort` ends them from another thread."""
-
-    def __init__(self, place: GroupRank) -> None:
-        self._place = place
-        self._abandoned: Future[str] = Future()
-        self._group: CollectiveGroup | None = None
-        self._store: Any = None
-
-    @property
-    def is_formed(self) -> bool:
-        return self._group is not None and not self._abandoned.done()
-
-    def join(self) -> None:
-        """Host the store if this is rank 0, and return once all ranks have joined. Raises `TransferError`."""
-        place = self._place
-        what = f"joining PipelineRL's group at {place.address}:{place.port}"
-        # A client of the store uses its timeout twice: to connect, and to wait for the other ranks.
-        run_unless_abandoned(self._abandoned, lambda: self._form(what), what, place.timeout_s + GRACE_S)
-
-    def broadcast(self, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
-        """Send ``tensor`` as rank 0, or receive into it. It must be contiguous and on the CPU.
-
-        Raises `TransferError`: the ranks are then out of step, and the group is abandoned.
-        """
-        group = self._group
-        if group is None or self._abandoned.done():
-            raise TransferError("PipelineRL's group is not formed, or was abandoned; start trainer and servers again")
-        try:
-            flat = tensor.reshape(-1).view(torch.uint8)  # tensors are sent as bytes
-            run_unless_abandoned(self._abandoned, group.make_broadcast(flat, timeout_s), what, timeout_s + GRACE_S)
-        except (RuntimeError, TransferError) as error:
-            self.abort()
-            raise error if isinstance(error, TransferError) else transfer_error(error, what) from error
-
-    def abort(self) -> None:
-        """Leave the group permanently, which ends pending operations on every rank. Idempotent."""
-        abandon(self._abandoned)
-        group, self._group, self._store = self._group, None, None
-        if group is not None:
-            group.abort()
-
-    def _form(self, what: str) -> None:
-        place, deadline = self._place, time.monotonic() + self._place.timeout_s
-        try:
-            store = _hosted(place) if place.rank == 0 else _found(place)
-            local = place.address if place.rank == 0 else local_address_for(place.address, place.port)
-            prefixes = (NAME, f"{NAME}/", "cpu/")  # those of `init_extra_process_group`
-            keys = store
-            for prefix in prefixes:
-                keys = dist.PrefixStore(prefix, keys)
-            raw = new_gloo_group(keys, place.rank, place.world_size, local, max(deadline - time.monotonic(), 1.0))
-        except (OSError, RuntimeError) as error:
-            raise transfer_error(error, what) from error
-        group = GlooGroup(raw)
-        self._store = store  # kept on rank 0, because the others still read it
-        self._group = group
-        if self._abandoned.done():
-            self.abort()
-            raise TransferError(ABANDONED)
-
-
-def _hosted(place: GroupRank) -> Any:
-    """Return a store that listens on the address only. PipelineRL's own listens on every one."""
-    family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((place.address, place.port))
-        listener.listen(128)
-        return dist.TCPStore(
-            place.address,
-            place.port,
-            world_size=place.world_size,
-            is_master=True,
-            timeout=timedelta(seconds=place.timeout_s),
-            use_libuv=False,
-            master_listen_fd=os.dup(listener.fileno()),
-        )
-
-
-def _found(place: GroupRank) -> Any:
-    """Return rank 0's store, which counts the ranks that have joined."""
-    timeout = timeout_of(place.timeout_s)
-    return dist.TCPStore(
-        place.address, place.port, world_size=place.world_size, is_master=False, timeout=timeout, use_libuv=False
-    )
+    """Return a rank of PipelineRL's group at ``tcp://HOST:PORT``. Raises `ConfigError`."""
+    return group_rank_of(init_method, "PipelineRL", _PREFIXES, rank=rank, world_size=world_size, timeout_s=timeout_s)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from inflight.contracts import WeightSource
-from inflight.dialects.pipelinerl.group import BroadcastGroup
+from inflight.dialects.broadcast_group import BroadcastGroup
 from inflight.dialects.pipelinerl.messages import WeightUpdateRequest
 from inflight.errors import InvalidRequestError, TransferError
 from inflight.types import PublishReport, WeightBucket
