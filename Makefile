@@ -43,7 +43,8 @@ DEEPSPEED := tests/worker/deepspeed.txt
 TRACKERS := tests/trackers/requirements.txt
 # Perfetto, with which tests read traces.
 PERFETTO := tests/exports/perfetto.txt
-# Programs of the system: a browser, in which tests look at the page of a run, and a sandbox, with which they compare ours.
+# Programs of the system: a browser, in which tests look at the page of a run, a sandbox, with which they compare ours, and
+# Redis, through which Fast-LLM's trainer and servers meet.
 SYSTEM := $(VENV)/.system
 # The pretrained model of the demo and of tests/pretrained.
 SMOLLM2 := models/smollm2
@@ -310,9 +311,10 @@ $(SMOLLM2)/SOURCE: | $(STAMP)
 
 $(SYSTEM): $(STAMP)
 	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null && command -v bwrap \
-	  || { apt-get update -qq && apt-get install -y --no-install-recommends bubblewrap chromium fonts-dejavu-core; } \
-	  || { echo "tests need a browser and bubblewrap, and apt-get could not install them: install chromium or Google Chrome," \
-	       "and bubblewrap"; exit 1; }
+	    && command -v redis-server \
+	  || { apt-get update -qq && apt-get install -y --no-install-recommends bubblewrap chromium fonts-dejavu-core redis-server; } \
+	  || { echo "tests need a browser, bubblewrap and Redis 7, and apt-get could not install them: install chromium or Google" \
+	       "Chrome, bubblewrap and redis-server"; exit 1; }
 	touch $@
 
 # The images of docs/watch.md, from a run and from one whose server is killed; takes minutes.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from inflight.commands import dialect_engine, dialect_pipelinerl
+from inflight.commands import dialect_engine, dialect_fast_llm, dialect_pipelinerl
 
 PROTOCOLS = {
+    "fast_llm": (dialect_fast_llm, "publish the weights that Fast-LLM's trainer broadcasts to inference servers"),
     "pipelinerl": (dialect_pipelinerl, "serve the routes of PipelineRL's inference servers"),
     "vllm": (dialect_engine, "serve vLLM's own routes, with pauses and updates from directories"),
     "sglang": (dialect_engine, "serve SGLang's own routes, with pauses and updates from disk"),

@@ -1,0 +1,142 @@
+"""The command ``inflight dialect fast_llm``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from inflight.commands.shared import print_line, require_at_least, require_positive
+from inflight.dialects.fast_llm.redis_streams import DEFAULT_URL, RedisStreams
+from inflight.errors import ConfigError
+from inflight.http.tokens import TOKEN_VARIABLE, read_token
+
+REDIS_VARIABLE = "INFLIGHT_REDIS"
+"""Environment variable with the URL of the Redis server, for URLs with a password."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the protocol."""
+    parser.epilog = (
+        "Samples of the servers reach the trainer through inflight.dialects.fast_llm.samples. The command ends with "
+        "status 0 when the trainer announces the end of training."
+    )
+    parser.add_argument(
+        "urls", nargs="+", metavar="URL", help="inference servers to update, such as http://127.0.0.1:8000"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="MODEL_DIR",
+        help="checkpoint directory of the served model; updates with other tensors are dropped",
+    )
+    parser.add_argument(
+        "--redis",
+        metavar="URL",
+        help="Redis server of the event stream, redis://[:PASSWORD@]HOST:PORT[/DB] "
+        f"(default: ${REDIS_VARIABLE}, or {DEFAULT_URL})",
+    )
+    parser.add_argument(
+        "--group",
+        required=True,
+        metavar="tcp://HOST:PORT",
+        help="rendezvous address of the trainer: callbacks.streaming.broadcast.host and .port",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        default=2,
+        metavar="N",
+        help="number of ranks in the group: callbacks.streaming.broadcast.external_world_size + 1 (default: 2)",
+    )
+    parser.add_argument("--rank", type=int, default=1, metavar="R", help="rank to join the group as (default: 1)")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        help=f"file with the control token of the inference servers (default: ${TOKEN_VARIABLE})",
+    )
+    parser.add_argument("--run-id", default="fast-llm", help="name of the run (default: %(default)s)")
+    parser.add_argument(
+        "--in-flight",
+        choices=("keep", "recompute", "drain", "abort"),
+        default="keep",
+        help="what to do with running requests during an update (default: keep, as in PipelineRL)",
+    )
+    parser.add_argument(
+        "--transport", default="gloo", help="transport from this process to the servers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="time limit for forming the group, for a tensor, and for an update of the servers (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--step-timeout",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="time limit from one event of the trainer to the next; it announces no failure (default: %(default)g)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Update the servers until training has finished, or until a signal."""
+    require_positive(arguments, "timeout", "step_timeout")
+    require_at_least(arguments, rank=1)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.ExitStack() as stack:
+        try:
+            _follow(arguments, stack)
+        except KeyboardInterrupt:
+            print_line("stopped before training had finished; the trainer's next broadcast fails")
+    return 0
+
+
+def _follow(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+    from inflight.dialects.broadcast_group import BroadcastGroup
+    from inflight.dialects.fast_llm.events import EventReader
+    from inflight.dialects.fast_llm.framing import fast_llm_rank_of
+    from inflight.dialects.fast_llm.receiving import FollowedTrainer
+    from inflight.model.checkpoint_specs import tensor_specs_of
+    from inflight.weights.send.publisher import WeightPublisher
+    from inflight.wire import InFlightPolicy
+
+    place = fast_llm_rank_of(
+        arguments.group, rank=arguments.rank, world_size=arguments.world_size, timeout_s=arguments.timeout
+    )
+    redis = RedisStreams(arguments.redis or os.environ.get(REDIS_VARIABLE) or DEFAULT_URL)
+    stack.callback(redis.close)
+    publisher = WeightPublisher.connect(
+        arguments.urls, run_id=arguments.run_id, token=read_token(arguments.token_file), transport=arguments.transport
+    )
+    stack.callback(publisher.close)
+    dtypes = sorted({can.dtype for can in publisher.endpoints.values()})
+    if len(dtypes) != 1:
+        raise ConfigError(f"the servers compute in different dtypes: {', '.join(dtypes)}; serve the model in one")
+    expected = tensor_specs_of(arguments.model, dtypes[0])
+    group = BroadcastGroup(place)
+    stack.callback(group.abort)
+    events = EventReader(redis)  # before the group is formed: the trainer's first event follows that at once
+    print_line("waiting for the trainer's group")
+    group.join()
+    print_line(f"following Fast-LLM's trainer at {arguments.group}, for {', '.join(arguments.urls)}")
+    trainer = FollowedTrainer(
+        group,
+        events,
+        publisher,
+        expected,
+        InFlightPolicy(arguments.in_flight),
+        timeout_s=arguments.timeout,
+        step_timeout_s=arguments.step_timeout,
+    )
+    for version, report in trainer.updates():
+        if isinstance(report, str):
+            print_line(f"version {version} failed: {report}")
+        else:
+            print_line(f"version {version} is served: {report.summary()}")
+    print_line("training has finished")
