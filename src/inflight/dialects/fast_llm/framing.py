@@ -132,9 +132,9 @@ class _Parser:
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 self._fold(int(operation[-1]))
             case "TUPLE":
-                items = next(i for i, value in enumerate(reversed(stack)) if value is _MARK)
-                self._fold(items)
-                del stack[-2]
+                num_items = next((i for i, value in enumerate(reversed(stack)) if value is _MARK), len(stack))
+                self._fold(num_items)
+                del stack[-2]  # the mark, without which this is an IndexError
             case "MEMOIZE":
                 self._memo[len(self._memo)] = stack[-1]
             case "BINPUT" | "LONG_BINPUT":

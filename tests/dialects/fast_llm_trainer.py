@@ -1,0 +1,234 @@
+"""Stands in for Fast-LLM's trainer, in a process of its own: its streams, its group, and its framing of broadcasts.
+
+    python -m tests.dialects.fast_llm_trainer '{"model": ..., "redis": PORT, "port": ..., "world_size": ...}'
+
+Written after ``engine/training/streaming.py``, ``engine/distributed/distributed.py``, ``core/distributed.py`` and
+``data/dataset/streaming.py``: it forms a raw group of gloo, announces and broadcasts its weights before the first step
+and after each one, reads its samples as one consumer of a group, and announces the end. It trains for real, with the
+clipped policy loss. Nothing of inflight is imported.
+
+With ``steps``, it trains that many on ``documents`` samples each, and ends. Otherwise it does what each line of
+standard input says, and can then break the protocol. Unlike Fast-LLM, it prints a line of JSON for each broadcast.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import os
+import pickle
+import sys
+from typing import Any
+
+import redis
+import torch
+from safetensors.torch import load_file
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, rendezvous
+
+TIMEOUT = datetime.timedelta(seconds=60)
+KEEP: list[Any] = []
+
+
+def form_group(port: int, rank: int, world_size: int) -> Any:
+    """What ``ProcessGroupPool(...).get_process_group(range(world_size), rank)`` does with gloo."""
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", rank, world_size, timeout=TIMEOUT))
+    KEEP.append(store)
+    return ProcessGroupGloo(PrefixStore(f"range_0_{world_size}_1/", store), rank, world_size, TIMEOUT)
+
+
+def broadcast(tensor: torch.Tensor, group: Any) -> None:
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([tensor], options).wait()
+
+
+def send_bytes(data: bytes, group: Any, length: int | None = None) -> None:
+    broadcast(torch.full([1], len(data) if length is None else length, dtype=torch.int64), group)
+    broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), group)
+
+
+def send_object(value: Any, group: Any) -> None:
+    stream = io.BytesIO()
+    pickle.Pickler(stream).dump(value)
+    send_bytes(stream.getvalue(), group)
+
+
+def receive_object(group: Any) -> Any:
+    size = torch.empty([1], dtype=torch.int64)
+    broadcast(size, group)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    broadcast(data, group)
+    return pickle.loads(data.numpy().tobytes())
+
+
+def parse_sample(message: dict[bytes, bytes]) -> dict[str, Any]:
+    """What ``RedisDocument.from_message`` does, which refuses unknown fields."""
+    found: dict[str, Any] = {}
+    for key, value in message.items():
+        found.update(json.loads(value) if key == b"data" else {key.decode(): value})
+    known = {"tokens", "loss_masking_spans", "chosen_span", "rejected_span", "advantage", "old_log_probabilities"}
+    assert not found.keys() - known - {"reward", "model_version"}, found.keys()
+    dtypes = {"tokens": torch.int64, "old_log_probabilities": torch.float32, "model_version": torch.int64}
+    for name, dtype in dtypes.items():
+        if isinstance(found.get(name), bytes):
+            found[name] = torch.frombuffer(bytearray(found[name]), dtype=dtype)
+        elif name in found:
+            found[name] = torch.tensor(found[name], dtype=dtype)
+        assert name not in found or len(found[name]) == len(found["tokens"])
+    return found
+
+
+class Evil:
+    """A value whose unpickling runs a command."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+class Trainer:
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.told = told
+        self.client = redis.Redis(port=told["redis"], password=told.get("password"))
+        if told.get("agent_store"):  # the launcher hosts the store, and torchrun makes every rank its client
+            KEEP.append(TCPStore("127.0.0.1", told["port"], is_master=True, wait_for_workers=False, timeout=TIMEOUT))
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        self.group = form_group(told["port"], 0, told["world_size"])
+        self.step = self.documents_seen = 0
+        self.model: Any = None
+        self.weights = dict(sorted(load_file(f"{told['model']}/model.safetensors").items()))
+
+    # ------------------------------------------------------------------------------------------------ weights
+
+    def send_weights(self, odd: dict[str, Any] | None = None) -> dict[str, Any]:
+        odd = odd or {}
+        event = {"type": "weights_ready", "step": self.step, "documents_seen": self.documents_seen}
+        self.client.xadd("fast_llm_events", {"event": json.dumps(event)})
+        if self.model is not None:
+            state = self.model.state_dict()
+            self.weights = {name: state[name].contiguous() for name in self.weights}
+        sent = {name: tensor * odd.get("scale", 1.0) for name, tensor in self.weights.items()}
+        if odd.get("silent"):
+            sent["model.norm.weight"].zero_()
+        if "rename" in odd:
+            sent["model.unknown.weight"] = sent.pop(odd["rename"])
+        if "reshape" in odd:
+            sent[odd["reshape"]] = sent[odd["reshape"]].reshape(1, -1)
+        if "evil" in odd:
+            send_object(("weights", Evil(odd["evil"]), torch.Size([1]), torch.float32), self.group)
+        if "length" in odd:
+            send_bytes(b"x", self.group, length=odd["length"])
+        for index, (name, tensor) in enumerate(sent.items()):
+            if index == odd.get("die_after"):
+                os._exit(1)
+            if index == odd.get("pause_after"):
+                print(json.dumps({"paused": index}), flush=True)
+                sys.stdin.readline()
+            if odd.get("shards"):  # received and dropped
+                send_object(("grads", name, tensor.shape, tensor.dtype), self.group)
+                broadcast(torch.full_like(tensor, float("nan")), self.group)
+            send_object(("weights", name, tensor.shape, tensor.dtype), self.group)
+            broadcast(tensor, self.group)
+        send_object(None, self.group)
+        return event
+
+    def finish(self) -> None:
+        self.client.xadd("fast_llm_events", {"event": json.dumps({"type": "training_finished"})})
+        self.group.shutdown()
+
+    # ----------------------------------------------------------------------------------------------- training
+
+    def samples(self, num_documents: int) -> list[dict[str, Any]]:
+        try:
+            self.client.xgroup_create("fast_llm_streaming", "fast_llm_group", id="0", mkstream=True)
+        except redis.exceptions.ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+        found: list[dict[str, Any]] = []
+        while len(found) < num_documents:
+            for _, messages in self.client.xreadgroup(
+                "fast_llm_group", "fast_llm_consumer_0", {"fast_llm_streaming": ">"}, count=1, block=1000, noack=True
+            ):
+                found += [parse_sample(message) for _, message in messages]
+        return found
+
+    def train(self, num_documents: int) -> dict[str, Any]:
+        from transformers import AutoModelForCausalLM
+
+        if self.model is None:
+            self.model = AutoModelForCausalLM.from_pretrained(self.told["model"], dtype=torch.float32)
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=self.told.get("lr", 1e-3))
+        documents = self.samples(num_documents)
+        errors, num_mixed, staleness = [0.0], 0, []
+        for document in documents:
+            tokens = document["tokens"]
+            is_trained = torch.ones(len(tokens), dtype=torch.bool)
+            for begin, end in document.get("loss_masking_spans") or ():
+                is_trained[begin:end] = False
+            logits = self.model(input_ids=tokens[None]).logits[0, :-1]
+            new = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            mask, old = is_trained[1:], document["old_log_probabilities"][1:]
+            ratio = (new - old).exp()
+            advantage = document["advantage"]
+            gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            (-gain[mask].mean() / num_documents).backward()
+            versions = document["model_version"][1:][mask]
+            num_mixed += len(versions.unique()) > 1
+            staleness.append(float((self.documents_seen - versions).float().mean()))
+            if bool((versions == self.documents_seen).all()):
+                errors.append(float((new - old)[mask].abs().max()))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step, self.documents_seen = self.step + 1, self.documents_seen + num_documents
+        return {
+            "reward": sum(document["reward"] for document in documents) / num_documents,
+            "mixed": num_mixed,
+            "staleness": sum(staleness) / num_documents,
+            "fresh": len(errors) - 1,
+            "fresh_error": max(errors),
+        }
+
+
+def lose_rank(told: dict[str, Any]) -> None:
+    """Join as another rank, and die in the middle of the first update."""
+    group = form_group(told["port"], told["rank"], told["world_size"])
+    for _ in range(told["die_after"]):
+        _, _, shape, dtype = receive_object(group)
+        broadcast(torch.empty(shape, dtype=dtype), group)
+    os._exit(1)
+
+
+def main(told: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    if "rank" in told:
+        return lose_rank(told)
+    trainer = Trainer(told)
+
+    def report(**figures: Any) -> None:
+        print(json.dumps(figures), flush=True)
+
+    report(**trainer.send_weights())
+    for _ in range(told.get("steps", 0)):
+        figures = trainer.train(told["documents"])
+        report(**trainer.send_weights(), **figures)
+    for line in [] if "steps" in told else sys.stdin:
+        odd = json.loads(line)
+        if odd.get("finish"):
+            break
+        if "train" in odd:
+            figures = trainer.train(odd["train"])
+            report(**trainer.send_weights(), **figures)
+            continue
+        trainer.step, trainer.documents_seen = trainer.step + 1, trainer.documents_seen + 32
+        report(**trainer.send_weights(odd))
+    else:
+        if "steps" not in told:
+            return None  # killed, or its input has ended: nothing is announced
+    return trainer.finish()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
