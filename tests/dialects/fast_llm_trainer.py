@@ -99,6 +99,7 @@ class Trainer:
         self.group = form_group(told["port"], 0, told["world_size"])
         self.step = self.documents_seen = 0
         self.model: Any = None
+        self.versions: dict[int, dict[str, torch.Tensor]] = {}  # the weights of each, to check samples with
         self.weights = dict(sorted(load_file(f"{told['model']}/model.safetensors").items()))
 
     # ------------------------------------------------------------------------------------------------ weights
@@ -161,35 +162,49 @@ class Trainer:
         if self.model is None:
             self.model = AutoModelForCausalLM.from_pretrained(self.told["model"], dtype=torch.float32)
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=self.told.get("lr", 1e-3))
+            self.keep_version()
         documents = self.samples(num_documents)
-        errors, num_mixed, staleness = [0.0], 0, []
+        error, swapped_error, num_mixed, staleness = 0.0, 0.0, 0, 0.0
         for document in documents:
-            tokens = document["tokens"]
+            tokens, old = document["tokens"], document["old_log_probabilities"][1:]
             is_trained = torch.ones(len(tokens), dtype=torch.bool)
             for begin, end in document.get("loss_masking_spans") or ():
                 is_trained[begin:end] = False
-            logits = self.model(input_ids=tokens[None]).logits[0, :-1]
-            new = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-            mask, old = is_trained[1:], document["old_log_probabilities"][1:]
+            mask, versions = is_trained[1:], document["model_version"][1:]
+            new = self.logprobs(tokens, None)
             ratio = (new - old).exp()
             advantage = document["advantage"]
             gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             (-gain[mask].mean() / num_documents).backward()
-            versions = document["model_version"][1:][mask]
-            num_mixed += len(versions.unique()) > 1
-            staleness.append(float((self.documents_seen - versions).float().mean()))
-            if bool((versions == self.documents_seen).all()):
-                errors.append(float((new - old)[mask].abs().max()))
+            num_mixed += len(versions[mask].unique()) > 1
+            staleness += float((self.documents_seen - versions[mask]).float().mean()) / num_documents
+            present = versions[mask].unique().tolist()
+            for version in present:
+                errors = (self.logprobs(tokens, version) - old).abs()
+                error = max(error, float(errors[mask & (versions == version)].max()))
+                if len(present) > 1:
+                    swapped_error = max(swapped_error, float(errors[mask & (versions != version)].max()))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step, self.documents_seen = self.step + 1, self.documents_seen + num_documents
-        return {
-            "reward": sum(document["reward"] for document in documents) / num_documents,
-            "mixed": num_mixed,
-            "staleness": sum(staleness) / num_documents,
-            "fresh": len(errors) - 1,
-            "fresh_error": max(errors),
-        }
+        self.keep_version()
+        reward = sum(document["reward"] for document in documents) / num_documents
+        errors_by_name = {"version_error": error, "swapped_error": swapped_error}
+        return {"reward": reward, "mixed": num_mixed, "staleness": staleness} | errors_by_name
+
+    def keep_version(self) -> None:
+        state = self.model.state_dict()
+        self.versions[self.documents_seen] = {name: tensor.clone() for name, tensor in state.items()}
+
+    def logprobs(self, tokens: torch.Tensor, version: int | None) -> torch.Tensor:
+        """Logprobs of all tokens but the first, under the present weights or those of a version."""
+        if version is None:
+            logits = self.model(input_ids=tokens[None]).logits
+        else:
+            with torch.no_grad():
+                arguments = {"input_ids": tokens[None]}
+                logits = torch.func.functional_call(self.model, self.versions[version], (), arguments).logits
+        return logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 
 def lose_rank(told: dict[str, Any]) -> None:
