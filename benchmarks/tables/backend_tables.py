@@ -18,7 +18,10 @@ CERTIFICATES = ROOT / "docs" / "certificates"
 
 @dataclass(frozen=True)
 class Backend:
-    """One row. ``files`` is the glob of its certificates, and ``entry`` its entry point: group and name."""
+    """One row. ``files`` is the glob of its certificates, and ``entry`` its entry point: group and name.
+
+    The entry of a protocol that ``inflight dialect`` speaks to a trainer is ``dialects`` and its name.
+    """
 
     name: str
     side: str
@@ -42,6 +45,14 @@ BACKENDS = (
         has_run=False,
     ),
     Backend(
+        "PipelineRL's servers in fast-llm mode",
+        "generation",
+        "fast_llm-*.json",
+        ("engines", "fast_llm"),
+        "they need GPUs and Fast-LLM, their group of NCCL is not joined, and they never answer an update",
+        has_run=False,
+    ),
+    Backend(
         "Nvidia Dynamo",
         "generation",
         "dynamo-*.json",
@@ -56,8 +67,10 @@ BACKENDS = (
     Backend(
         "Fast-LLM",
         "training",
-        why_not="not on PyPI, and needs flash-attn and Triton; its streams and its broadcast could be tested with a "
-        "stand-in",
+        entry=("dialects", "fast_llm"),
+        why_not="not on PyPI, and needs flash-attn and Triton; the kit has no checks for a trainer that is not a "
+        "worker of the contract",
+        has_run=False,
     ),
     Backend(
         "Megatron-Core",
@@ -123,7 +136,10 @@ def _certificates(files: str) -> list[dict[str, Any]]:
 
 
 def _how(group: str, name: str) -> str:
-    """Return what a user writes, if the entry point exists."""
+    """Return what a user writes, if the entry point or the command exists."""
+    if group == "dialects":
+        module = ROOT / "src" / "inflight" / "commands" / f"dialect_{name}.py"
+        return f"`inflight dialect {name}`" if module.exists() else ""
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     if name not in entries.get(f"inflight.{group}", {}):
         return ""

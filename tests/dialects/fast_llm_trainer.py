@@ -8,7 +8,8 @@ and after each one, reads its samples as one consumer of a group, and announces 
 clipped policy loss. Nothing of inflight is imported.
 
 With ``steps``, it trains that many on ``documents`` samples each, and ends. Otherwise it does what each line of
-standard input says, and can then break the protocol. Unlike Fast-LLM, it prints a line of JSON for each broadcast.
+standard input says, and can then break the protocol. Unlike Fast-LLM, it prints a line of JSON for each broadcast, and
+with ``check`` it keeps the weights of all versions, and computes each sample's logprobs again with them.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Trainer:
             KEEP.append(TCPStore("127.0.0.1", told["port"], is_master=True, wait_for_workers=False, timeout=TIMEOUT))
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         self.group = form_group(told["port"], 0, told["world_size"])
-        self.step = self.documents_seen = 0
+        self.step, self.documents_seen = told.get("resumed", (0, 0))
         self.model: Any = None
         self.versions: dict[int, dict[str, torch.Tensor]] = {}  # the weights of each, to check samples with
         self.weights = dict(sorted(load_file(f"{told['model']}/model.safetensors").items()))
@@ -178,7 +179,7 @@ class Trainer:
             (-gain[mask].mean() / num_documents).backward()
             num_mixed += len(versions[mask].unique()) > 1
             staleness += float((self.documents_seen - versions[mask]).float().mean()) / num_documents
-            present = versions[mask].unique().tolist()
+            present = versions[mask].unique().tolist() if self.told.get("check") else []
             for version in present:
                 errors = (self.logprobs(tokens, version) - old).abs()
                 error = max(error, float(errors[mask & (versions == version)].max()))
@@ -193,6 +194,8 @@ class Trainer:
         return {"reward": reward, "mixed": num_mixed, "staleness": staleness} | errors_by_name
 
     def keep_version(self) -> None:
+        if not self.told.get("check"):
+            return
         state = self.model.state_dict()
         self.versions[self.documents_seen] = {name: tensor.clone() for name, tensor in state.items()}
 

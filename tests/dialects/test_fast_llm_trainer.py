@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import subprocess
 import threading
@@ -23,7 +24,7 @@ from inflight.wire import Completion, GenerateRequest, SamplingParams
 from tests.dialects.programs import Program
 from tests.dialects.redis_server import running_redis
 from tests.gates import SOON_S, BrakedServer, reserved_port
-from tests.servers import ServerProcess
+from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import PROMPT, ask, assert_serves, generate, logprobs, weight_version
 from tests.zygote import python
 
@@ -155,6 +156,32 @@ def test_a_server_that_joins_late_skips_the_events_of_an_earlier_run(
     assert_serves(server, 32)
 
 
+@pytest.mark.parametrize("documents_seen", [32, 64, 96])
+def test_a_trainer_that_resumes_after_it_was_killed_is_followed_by_a_dialect_that_is_started_again(
+    setting: Setting, start_server: Callable[..., ServerProcess], model_dir: Path, documents_seen: int
+) -> None:
+    server = start_server(model_dir)
+    dialect = setting.follow(model_dir, server.url)
+    trainer = setting.train(model_dir)
+    trainer.told()
+    for _ in range(2):
+        trainer.send(silent=True)
+    for version in (0, 32, 64):
+        served(dialect, version)
+    trainer.write(die_after=3)
+    assert status_of(dialect) == 1
+    assert_serves(server, 64)
+
+    setting.group = reserved_port()
+    dialect = setting.follow(model_dir, server.url)
+    trainer = setting.train(model_dir, resumed=(3, documents_seen))
+    trainer.told()
+    served(dialect, documents_seen)
+    trainer.send()
+    served(dialect, documents_seen + 32)
+    assert_serves(server, documents_seen + 32)
+
+
 def test_one_rank_updates_several_servers_and_redis_may_need_a_password(
     tmp_path: Path, start_server: Callable[..., ServerProcess], model_dir: Path
 ) -> None:
@@ -191,7 +218,7 @@ def test_it_trains_on_samples_whose_tokens_say_which_version_sampled_them(
     try:
         server.wait_until_ready()
         dialect = setting.follow(model_dir, server.url, options=("--in-flight", "recompute"))
-        trainer = setting.train(model_dir, lr=3e-3)
+        trainer = setting.train(model_dir, lr=3e-3, check=True)
         trainer.told()
         served(dialect, 0)
         stream, num_documents = SampleStream(setting.streams), 8
@@ -241,6 +268,38 @@ def test_it_trains_on_samples_whose_tokens_say_which_version_sampled_them(
         assert (status_of(dialect), status_of(trainer)) == (0, 0)
     finally:
         server.kill()
+
+
+def test_the_example_loop_and_the_trainer_run_freely_and_the_trainer_learns(
+    setting: Setting, start_server: Callable[..., ServerProcess], model_dir: Path
+) -> None:
+    server = start_server(model_dir, "--max-concurrent", "12")  # sampling is slower than training
+    dialect = setting.follow(model_dir, server.url)
+    num_steps, num_documents = 16, 32
+    trainer = setting.train(model_dir, steps=num_steps, documents=num_documents, lr=1e-2)
+    trainer.told()
+    served(dialect, 0)
+    loop = subprocess.run(
+        [
+            python(),
+            str(ROOT / "examples" / "fast_llm_loop.py"),
+            server.url,
+            f"redis://127.0.0.1:{setting.redis}",
+            str(num_steps * num_documents),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+    )
+    assert loop.returncode == 0, loop.stderr
+    figures = [trainer.told() for _ in range(num_steps)]
+    assert (status_of(dialect), status_of(trainer)) == (0, 0)
+    assert_serves(server, num_steps * num_documents)
+    (num_spanning,) = re.findall(r"(\d+) of 512 completions", loop.stdout)
+    assert sum(it["mixed"] for it in figures) == int(num_spanning)
+    # The mean of a step's 9,600 tokens has a standard deviation of 0.005.
+    assert figures[-1]["reward"] > figures[0]["reward"] + 0.08, figures
 
 
 # -------------------------------------------------------------------------------------------------------------- faults

@@ -15,7 +15,7 @@ from inflight.http.kinds import load_engine_kind
 from inflight.wire import Capabilities
 
 
-@pytest.mark.parametrize("name", ["dynamo", "embedded", "pipelinerl", "sglang", "vllm"])
+@pytest.mark.parametrize("name", ["dynamo", "embedded", "fast_llm", "pipelinerl", "sglang", "vllm"])
 def test_a_kind_has_the_name_under_which_it_is_installed(name: str) -> None:
     assert load_engine_kind(name).name == name
     assert name in find_entry_points("engines")
@@ -36,7 +36,7 @@ def test_the_embedded_engine_loads_what_its_options_say(model_dir: Path) -> None
     assert asyncio.run(capabilities(EngineOptions(model_dir, device="cpu"))).max_concurrent_sequences == 64
 
 
-@pytest.mark.parametrize("name", ["dynamo", "embedded", "pipelinerl"])
+@pytest.mark.parametrize("name", ["dynamo", "embedded", "fast_llm", "pipelinerl"])
 def test_an_engine_that_is_never_a_process_of_its_own_is_not_started_as_one(name: str) -> None:
     with pytest.raises(ConfigError, match=r"not start embedded|starts its own|are started by PipelineRL"):
         start_engine(load_engine_kind(name), EngineOptions(Path("model")))
