@@ -94,8 +94,10 @@ class Trainer:
     def __init__(self, told: dict[str, Any]) -> None:
         self.told = told
         self.client = redis.Redis(port=told["redis"], password=told.get("password"))
-        if told.get("agent_store"):  # the launcher hosts the store, and torchrun makes every rank its client
+        store = told.get("store", "trainer")
+        if store == "launcher":
             KEEP.append(TCPStore("127.0.0.1", told["port"], is_master=True, wait_for_workers=False, timeout=TIMEOUT))
+        if store != "trainer":  # torchrun makes every rank a client
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         self.group = form_group(told["port"], 0, told["world_size"])
         self.step, self.documents_seen = told.get("resumed", (0, 0))

@@ -112,14 +112,14 @@ def status_of(program: Program) -> int:
 # --------------------------------------------------------------------------------------------------------- what works
 
 
-@pytest.mark.parametrize("agent_store", [False, True])
+@pytest.mark.parametrize("store", ["trainer", "launcher", "dialect"])
 def test_its_updates_are_served_until_training_has_finished(
-    setting: Setting, start_server: Callable[..., ServerProcess], model_dir: Path, agent_store: bool
+    setting: Setting, start_server: Callable[..., ServerProcess], model_dir: Path, store: str
 ) -> None:
     server = start_server(model_dir)
     before = logprobs(server)
-    dialect = setting.follow(model_dir, server.url)
-    trainer = setting.train(model_dir, agent_store=agent_store)
+    dialect = setting.follow(model_dir, server.url, options=("--host-store",) if store == "dialect" else ())
+    trainer = setting.train(model_dir, store=store)
     assert trainer.told() == {"type": "weights_ready", "step": 0, "documents_seen": 0}
     served(dialect, 0)
     assert logprobs(server) == pytest.approx(before, abs=1e-5)
@@ -261,7 +261,7 @@ def test_it_trains_on_samples_whose_tokens_say_which_version_sampled_them(
         assert {span.version for completion in batch for span in completion.version_spans} == {24, 32}
         # Under the weights of the version that it names, each token has the logprob with which it was sampled (float32
         # on both sides, in other orders of summation), and not under those of the other version of its completion.
-        assert max(it["version_error"] for it in figures) < 1e-4
+        assert max(it["version_error"] for it in figures) < 1e-5
         assert min(it["swapped_error"] for it in figures[1:]) > 1e-2
         assert figures[0]["staleness"] == 0 < figures[1]["staleness"] < 8
         trainer.write(finish=True)

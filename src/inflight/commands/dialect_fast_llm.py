@@ -54,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rank", type=int, default=1, metavar="R", help="rank to join the group as (default: 1)")
     parser.add_argument(
+        "--host-store",
+        action="store_true",
+        help="host the group's store here: torchrun makes Fast-LLM a client of it (default: the trainer or a launcher "
+        "hosts it)",
+    )
+    parser.add_argument(
         "--token-file",
         type=Path,
         help=f"file with the control token of the inference servers (default: ${TOKEN_VARIABLE})",
@@ -107,7 +113,11 @@ def _follow(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     from inflight.wire import InFlightPolicy
 
     place = fast_llm_rank_of(
-        arguments.group, rank=arguments.rank, world_size=arguments.world_size, timeout_s=arguments.timeout
+        arguments.group,
+        rank=arguments.rank,
+        world_size=arguments.world_size,
+        timeout_s=arguments.timeout,
+        hosts_store=arguments.host_store,
     )
     redis = RedisStreams(arguments.redis or os.environ.get(REDIS_VARIABLE) or DEFAULT_URL)
     stack.callback(redis.close)

@@ -37,7 +37,8 @@ dist: Any = torch.distributed  # its stubs leave out the stores
 class GroupRank:
     """The address of a group, the rank of this process in it, and how long the others may take to join.
 
-    ``prefixes`` are those of the keys in the store, outermost first; ``project`` is for messages.
+    ``prefixes`` are those of the keys in the store, outermost first; ``project`` is for messages. ``hosts_store`` is
+    whether this process hosts the store.
     """
 
     project: str
@@ -47,12 +48,20 @@ class GroupRank:
     rank: int
     world_size: int
     timeout_s: float
+    hosts_store: bool
 
 
 def group_rank_of(
-    init_method: str, project: str, prefixes: tuple[str, ...], *, rank: int, world_size: int, timeout_s: float
+    init_method: str,
+    project: str,
+    prefixes: tuple[str, ...],
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    hosts_store: bool | None = None,
 ) -> GroupRank:
-    """Return a rank of the group at ``tcp://HOST:PORT``. Raises `ConfigError`."""
+    """Return a rank of the group at ``tcp://HOST:PORT``. Rank 0 hosts the store by default. Raises `ConfigError`."""
     try:
         parts = urlsplit(init_method)
         host, port = parts.hostname, parts.port
@@ -64,7 +73,8 @@ def group_rank_of(
         raise ConfigError(f"rank {rank} of {world_size} is not a rank of the group; rank 0 is the trainer's")
     if not timeout_s > 0:
         raise ConfigError(f"the timeout of the group must be above 0, not {timeout_s:g}")
-    return GroupRank(project, prefixes, host, port, rank, world_size, timeout_s)
+    hosts = rank == 0 if hosts_store is None else hosts_store
+    return GroupRank(project, prefixes, host, port, rank, world_size, timeout_s, hosts)
 
 
 class BroadcastGroup:
@@ -81,7 +91,7 @@ class BroadcastGroup:
         return self._group is not None and not self._abandoned.done()
 
     def join(self) -> None:
-        """Host the store if this is rank 0, and return once all ranks have joined. Raises `TransferError`."""
+        """Host the store if it is hosted here, and return once all ranks have joined. Raises `TransferError`."""
         place = self._place
         what = f"joining {place.project}'s group at {place.address}:{place.port}"
         # A client of the store uses its timeout twice: to connect, and to wait for the other ranks.
@@ -114,8 +124,8 @@ class BroadcastGroup:
     def _form(self, what: str) -> None:
         place, deadline = self._place, time.monotonic() + self._place.timeout_s
         try:
-            store = _hosted(place) if place.rank == 0 else _found(place)
-            local = place.address if place.rank == 0 else local_address_for(place.address, place.port)
+            store = _hosted(place) if place.hosts_store else _found(place)
+            local = place.address if place.hosts_store else local_address_for(place.address, place.port)
             keys = store
             for prefix in place.prefixes:
                 keys = dist.PrefixStore(prefix, keys)
@@ -123,7 +133,7 @@ class BroadcastGroup:
         except (OSError, RuntimeError) as error:
             raise transfer_error(error, what) from error
         group = GlooGroup(raw)
-        self._store = store  # kept on rank 0, because the others still read it
+        self._store = store  # kept where it is hosted, because the others still read it
         self._group = group
         if self._abandoned.done():
             self.abort()

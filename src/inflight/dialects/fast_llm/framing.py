@@ -32,10 +32,17 @@ class TensorHeader:
     spec: TensorSpec
 
 
-def fast_llm_rank_of(init_method: str, *, rank: int, world_size: int, timeout_s: float) -> GroupRank:
+def fast_llm_rank_of(init_method: str, *, rank: int, world_size: int, timeout_s: float, hosts_store: bool) -> GroupRank:
     """Return a rank of Fast-LLM's group at ``tcp://HOST:PORT``. Raises `ConfigError`."""
-    prefixes = (f"range_0_{world_size}_1/",)  # of `ProcessGroupPool.get_process_group(range(world_size), rank)`
-    return group_rank_of(init_method, "Fast-LLM", prefixes, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    return group_rank_of(
+        init_method,
+        "Fast-LLM",
+        (f"range_0_{world_size}_1/",),  # of `ProcessGroupPool.get_process_group(range(world_size), rank)`
+        rank=rank,
+        world_size=world_size,
+        timeout_s=timeout_s,
+        hosts_store=hosts_store,
+    )
 
 
 def receive_header(group: BroadcastGroup, timeout_s: float) -> TensorHeader | None:

@@ -141,7 +141,9 @@ def _endpoint(url: str, options: FastLlmOptions, **more: Any) -> PipelineRlEndpo
         from inflight.dialects.broadcast_group import BroadcastGroup
         from inflight.dialects.fast_llm.framing import fast_llm_rank_of
 
-        place = fast_llm_rank_of(options.group, rank=0, world_size=options.world_size, timeout_s=options.timeout_s)
+        place = fast_llm_rank_of(
+            options.group, rank=0, world_size=options.world_size, timeout_s=options.timeout_s, hosts_store=True
+        )
         redis = RedisStreams(options.redis, min(options.timeout_s, _REDIS_TIMEOUT_S))
         return AnnouncedBroadcasts(BroadcastGroup(place), redis, options.timeout_s)
 
