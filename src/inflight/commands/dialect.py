@@ -7,7 +7,7 @@ import argparse
 from inflight.commands import dialect_engine, dialect_fast_llm, dialect_pipelinerl
 
 PROTOCOLS = {
-    "fast_llm": (dialect_fast_llm, "publish the weights that Fast-LLM's trainer broadcasts to inference servers"),
+    "fast_llm": (dialect_fast_llm, "update inference servers with the weights that Fast-LLM's trainer broadcasts"),
     "pipelinerl": (dialect_pipelinerl, "serve the routes of PipelineRL's inference servers"),
     "vllm": (dialect_engine, "serve vLLM's own routes, with pauses and updates from directories"),
     "sglang": (dialect_engine, "serve SGLang's own routes, with pauses and updates from disk"),

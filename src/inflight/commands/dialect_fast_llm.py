@@ -8,10 +8,11 @@ import os
 import signal
 from pathlib import Path
 
+from inflight.commands.dialect_arguments import add_server_arguments, add_update_arguments
 from inflight.commands.shared import print_line, require_at_least, require_positive
 from inflight.dialects.fast_llm.redis_streams import DEFAULT_URL, RedisStreams
 from inflight.errors import ConfigError
-from inflight.http.tokens import TOKEN_VARIABLE, read_token
+from inflight.http.tokens import read_token
 
 REDIS_VARIABLE = "INFLIGHT_REDIS"
 """Environment variable with the URL of the Redis server, for URLs with a password."""
@@ -23,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Samples of the servers reach the trainer through inflight.dialects.fast_llm.samples. The command ends with "
         "status 0 when the trainer announces the end of training."
     )
-    parser.add_argument(
-        "urls", nargs="+", metavar="URL", help="inference servers to update, such as http://127.0.0.1:8000"
-    )
+    add_server_arguments(parser, "update")
     parser.add_argument(
         "--model",
         type=Path,
@@ -59,28 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host the group's store here: torchrun makes Fast-LLM a client of it (default: the trainer or a launcher "
         "hosts it)",
     )
-    parser.add_argument(
-        "--token-file",
-        type=Path,
-        help=f"file with the control token of the inference servers (default: ${TOKEN_VARIABLE})",
-    )
-    parser.add_argument("--run-id", default="fast-llm", help="name of the run (default: %(default)s)")
-    parser.add_argument(
-        "--in-flight",
-        choices=("keep", "recompute", "drain", "abort"),
-        default="keep",
-        help="what to do with running requests during an update (default: keep, as in PipelineRL)",
-    )
-    parser.add_argument(
-        "--transport", default="gloo", help="transport from this process to the servers (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="time limit for forming the group, for a tensor, and for an update of the servers (default: %(default)g)",
-    )
+    add_update_arguments(parser, "fast-llm")
     parser.add_argument(
         "--step-timeout",
         type=float,

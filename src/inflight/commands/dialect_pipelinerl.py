@@ -7,27 +7,20 @@ import asyncio
 import contextlib
 import signal
 import socket
-from pathlib import Path
 from typing import Any
 
+from inflight.commands.dialect_arguments import add_server_arguments, add_update_arguments
 from inflight.commands.shared import print_line, require_at_least
 from inflight.errors import ConfigError, InflightError
-from inflight.http.tokens import TOKEN_VARIABLE, read_token
+from inflight.http.tokens import read_token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.epilog = "The options of the weight update group have the same names as in PipelineRL."
-    parser.add_argument(
-        "urls", nargs="+", metavar="URL", help="inference servers to expose, such as http://127.0.0.1:8000"
-    )
+    add_server_arguments(parser, "expose")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8080, help="port to listen on, 0 for any free one (default: 8080)")
-    parser.add_argument(
-        "--token-file",
-        type=Path,
-        help=f"file with the control token of the inference servers (default: ${TOKEN_VARIABLE})",
-    )
     group = parser.add_argument_group(
         "weight updates", "The weight update route is served only if --weight-update-group-init-method is set."
     )
@@ -40,23 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--actor-llm-idx", type=int, default=0, metavar="I", help="join the group as rank 1 + I (default: 0)"
     )
-    group.add_argument("--run-id", default="pipelinerl", help="name of the run (default: %(default)s)")
-    group.add_argument(
-        "--in-flight",
-        choices=("keep", "recompute", "drain", "abort"),
-        default="keep",
-        help="what to do with running requests during an update (default: keep, as in PipelineRL)",
-    )
-    group.add_argument(
-        "--transport", default="gloo", help="transport from this process to the servers (default: %(default)s)"
-    )
-    group.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="time limit for forming the group, for a tensor, and for an update of the servers (default: %(default)g)",
-    )
+    add_update_arguments(group, "pipelinerl")
 
 
 def run(arguments: argparse.Namespace) -> int:

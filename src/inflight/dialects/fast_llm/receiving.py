@@ -125,17 +125,13 @@ class FollowedTrainer:
         limit_bytes = _MAX_DROPPED_SHARE * sum(it.size_bytes for it in self._expected.values())
         try:
             if spec.size_bytes > limit_bytes:
-                raise TransferError(
-                    f"{spec.name} of {spec.size_bytes} bytes was refused: it is more than {_MAX_DROPPED_SHARE} times "
-                    "as large as the model"
-                )
+                raise RuntimeError(f"more than {_MAX_DROPPED_SHARE} times the size of the model")
             return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
         except RuntimeError as error:
             self._group.abort()
-            raise TransferError(f"receiving {spec.name} failed: no memory for {spec.size_bytes} bytes") from error
-        except TransferError:
-            self._group.abort()
-            raise
+            raise TransferError(
+                f"receiving {spec.name} failed: no memory for {spec.size_bytes} bytes: {error}"
+            ) from error
 
     def _problem_with(self, specs: Sequence[TensorSpec]) -> str | None:
         """Return why the tensors are not those of the model, None if they are."""
