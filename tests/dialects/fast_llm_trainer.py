@@ -123,6 +123,8 @@ class Trainer:
             sent[odd["reshape"]] = sent[odd["reshape"]].reshape(1, -1)
         if "evil" in odd:
             send_object(("weights", Evil(odd["evil"]), torch.Size([1]), torch.float32), self.group)
+        if "huge" in odd:
+            send_object(("weights", "huge", torch.Size([odd["huge"]]), torch.float32), self.group)
         if "length" in odd:
             send_bytes(b"x", self.group, length=odd["length"])
         for index, (name, tensor) in enumerate(sent.items()):

@@ -331,6 +331,23 @@ def test_an_update_that_does_not_fit_is_dropped_and_the_next_one_is_served(
     assert generate(server).completions[0].logprobs == pytest.approx([UNIFORM] * 6)
 
 
+def test_an_update_that_a_server_does_not_take_is_reported_and_the_trainer_is_followed_further(
+    setting: Setting, start_server: Callable[..., ServerProcess], model_dir: Path
+) -> None:
+    servers = [start_server(model_dir) for _ in range(2)]
+    dialect = setting.follow(model_dir, *(server.url for server in servers))
+    trainer = setting.train(model_dir)
+    trainer.told()
+    served(dialect, 0)
+    servers[1].kill()
+    trainer.send(silent=True)
+    line = dialect.line_with("version ")
+    assert "version 32 failed" in line and f"{servers[1].url} unreachable" in line, line
+    assert_serves(servers[0], 0)
+    trainer.write(finish=True)
+    assert (status_of(dialect), status_of(trainer)) == (0, 0)
+
+
 def lost(dialect: Program, server: ServerProcess, reason: str) -> None:
     """The dialect has ended with an error, and the server keeps serving the weights that it had."""
     assert status_of(dialect) == 1
@@ -338,7 +355,9 @@ def lost(dialect: Program, server: ServerProcess, reason: str) -> None:
     assert_serves(server, 0)
 
 
-@pytest.mark.parametrize("odd", [{"evil": "touch WITNESS"}, {"length": 2**40}, {"length": -1}, {"length": 65537}])
+@pytest.mark.parametrize(
+    "odd", [{"evil": "touch WITNESS"}, {"length": 2**40}, {"length": -1}, {"length": 65537}, {"huge": 2**40}]
+)
 def test_a_malicious_header_is_refused_and_runs_nothing(
     setting: Setting, start_server: Callable[..., ServerProcess], model_dir: Path, odd: dict[str, Any]
 ) -> None:
@@ -349,7 +368,11 @@ def test_a_malicious_header_is_refused_and_runs_nothing(
     served(dialect, 0)
     witness = setting.directory / "witness"
     trainer.write(**{key: it.replace("WITNESS", str(witness)) if key == "evil" else it for key, it in odd.items()})
-    lost(dialect, server, "a header (of -?[0-9]+ bytes )?was refused")
+    lost(
+        dialect,
+        server,
+        "a header (of -?[0-9]+ bytes )?was refused|no memory for 4398046511104 bytes: more than 4 times",
+    )
     assert not witness.exists()
 
 

@@ -95,7 +95,7 @@ class AnnouncedBroadcasts(WeightChannel):
             if self._group.is_formed:
                 add_event(self._redis, TrainingFinished())
         except TransferError:
-            pass  # the server is told by the end of the group instead
+            pass  # without Redis, only the end of the group notifies the server
         finally:
             self._group.abort()
             self._redis.close()
