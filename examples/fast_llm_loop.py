@@ -39,9 +39,11 @@ async def main(url: str, redis_url: str, num_documents: int) -> None:
 
     async def sample_groups() -> None:
         nonlocal num_spanning
+        num_seen = 0
         for group in groups:
-            while (group + 1) * SAMPLING.n > (await endpoint.weight_version()).version + MAX_AHEAD:
+            while (group + 1) * SAMPLING.n > num_seen + MAX_AHEAD:
                 await asyncio.sleep(0.02)
+                num_seen = (await endpoint.weight_version()).version
             request = GenerateRequest(request_id=f"group-{group}", prompt_token_ids=PROMPT, sampling=SAMPLING)
             completions = (await endpoint.generate(request)).completions
             rewards = [reward_of(completion.token_ids) for completion in completions]
