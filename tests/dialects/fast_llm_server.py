@@ -29,6 +29,7 @@ from tests.dialects.pipelinerl_server import Server
 class FastLlmServer(Server):
     def __init__(self, told: dict[str, Any]) -> None:
         super().__init__({key: value for key, value in told.items() if key != "group_port"})
+        print("forming the group", flush=True)
         self.model_update_group = form_group(told["group_port"], 1, 2)
         self.events: list[str] = []
 

@@ -99,11 +99,12 @@ class Trainer:
             KEEP.append(TCPStore("127.0.0.1", told["port"], is_master=True, wait_for_workers=False, timeout=TIMEOUT))
         if store != "trainer":  # torchrun makes every rank a client
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        self.weights = dict(sorted(load_file(f"{told['model']}/model.safetensors").items()))
+        print("forming the group", flush=True)
         self.group = form_group(told["port"], 0, told["world_size"])
         self.step, self.documents_seen = told.get("resumed", (0, 0))
         self.model: Any = None
         self.versions: dict[int, dict[str, torch.Tensor]] = {}  # the weights of each, to check samples with
-        self.weights = dict(sorted(load_file(f"{told['model']}/model.safetensors").items()))
 
     # ------------------------------------------------------------------------------------------------ weights
 

@@ -53,6 +53,7 @@ def start(model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Weigh
             told = {"model": str(model_dir), "port": reserved_port(), "group_port": reserved_port()}
             server = Server(tmp_path, redis=redis_port, **told, **odd)
             programs.append(server)
+            server.line_with("forming the group")
             query = f"group=tcp://127.0.0.1:{told['group_port']}&redis=redis://127.0.0.1:{redis_port}"
             endpoint = connect_endpoint(
                 f"fast_llm+http://127.0.0.1:{told['port']}?{query}&timeout_s={timeout_s}", control_timeout_s=10

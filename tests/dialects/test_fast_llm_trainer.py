@@ -81,11 +81,13 @@ class Setting:
         return program
 
     def train(self, model: Path, **more: Any) -> Trainer:
+        """Start the trainer, and return once it forms the group; no limit of the dialect includes its start."""
         told = {"model": str(model), "redis": self.redis, "port": self.group, "world_size": 2} | more
         if self.password:
             told["password"] = self.password
         trainer = Trainer(self.directory / "trainer.log", **told)
         self.programs.append(trainer)
+        trainer.line_with("forming the group")
         return trainer
 
 
@@ -393,8 +395,8 @@ def test_a_trainer_that_stands_still_in_the_middle_of_an_update_ends_the_dialect
     setting: Setting, start_server: Callable[..., ServerProcess], model_dir: Path
 ) -> None:
     server = start_server(model_dir)
-    dialect = setting.follow(model_dir, server.url, options=("--timeout", "5"))
     trainer = setting.train(model_dir)
+    dialect = setting.follow(model_dir, server.url, options=("--timeout", "5"))
     trainer.told()
     served(dialect, 0)
     assert trainer.send(silent=True, pause_after=5) == {"paused": 5}
@@ -405,8 +407,8 @@ def test_a_trainer_that_ends_between_updates_without_a_word_ends_the_dialect(
     setting: Setting, start_server: Callable[..., ServerProcess], model_dir: Path
 ) -> None:
     server = start_server(model_dir)
-    dialect = setting.follow(model_dir, server.url, options=("--step-timeout", "5"))
     trainer = setting.train(model_dir)
+    dialect = setting.follow(model_dir, server.url, options=("--step-timeout", "5"))
     trainer.told()
     served(dialect, 0)
     trainer.process.kill()
