@@ -40,6 +40,7 @@ PAGES = (
             "events",
             "watch",
             "tinker",
+            "doctor",
         )
     ),
 )

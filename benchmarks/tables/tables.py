@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.tables.backend_tables import backends_table
 from benchmarks.tables.campaign_table import campaign_table
+from benchmarks.tables.doctor_table import doctor_table
 from benchmarks.tables.kept import ROOT, kept, kept_rows, milliseconds
 from benchmarks.tables.planner_tables import PLANNER_TABLES
 from benchmarks.tables.replay_tables import REPLAY_TABLES
@@ -514,6 +515,7 @@ TABLES = {
     **REPLAY_TABLES,
     **TINKER_TABLES,
     "campaign": campaign_table,
+    "doctor": doctor_table,
     "presets": presets_table,
     "transitions": transitions_table,
     "head": head_table,

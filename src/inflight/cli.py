@@ -42,6 +42,7 @@ COMMANDS = {
     "plan": Command("plan", "simulate configurations of a run and print the best trade-offs"),
     "bench": Command("bench", "measure weight publishes and token times on this machine"),
     "check": Command("check", "check an endpoint, a worker, a transport or a fleet against the contract"),
+    "doctor": Command("doctor", "find out why an engine's logprobs differ from a trainer's"),
     "replay": Command("replay", "repeat the training or sampling that a run recorded, and compare the results"),
     "import": Command("import_rollouts", "convert the rollouts that another framework stored into a record for replay"),
     "watch": Command("watch", "show active or finished runs on a page in the browser"),

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.base.transport_registry import receivable_transports
+from inflight.base.url_query import options_of_query
 from inflight.contracts import AbortingEndpoint, EngineKind, EngineOptions, InferenceEndpoint, ReleasingEndpoint
-from inflight.dialects.url_query import options_of_query
 from inflight.engines.detached_calls import ignore_engine_errors
 from inflight.engines.requests import protocol_errors
 from inflight.engines.routes import EngineRoutes

@@ -307,7 +307,7 @@ PUBLIC_NAMES = {
         "create_worker",
     ],
     "inflight_sglang": ["KIND", "SglangEndpoint"],
-    "inflight_vllm": ["KIND", "VllmEndpoint"],
+    "inflight_vllm": ["FOUR_PHASES", "FourPhaseEndpoint", "KIND", "VllmEndpoint"],
 }
 
 ORDER = (
@@ -330,6 +330,7 @@ ORDER = (
     "conformance",
     "bench",
     "replay",
+    "doctor",
     "planning",
     "commands",
     "cli",

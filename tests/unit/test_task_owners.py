@@ -17,6 +17,7 @@ OWNERS = {
     "inflight/conformance/fleet/faults.py": "the call that is delivered twice awaits the other one",
     "inflight/conformance/fleet/served.py": "a server owns its return, which `aclose` awaits",
     "inflight/dialects/pipelinerl/channel.py": "the group is aborted between a failure and the end of the sender",
+    "inflight/dialects/running_requests.py": "the registry owns the call of each request, which another route may end",
     "inflight/engines/detached_calls.py": "`AttachOnce` owns what all its callers wait for",
     "inflight/environments/play_loop.py": "one loop per thread of episodes; the loop's owner ends them",
     "inflight/environments/proxy/app.py": "a streamed answer owns what samples it",

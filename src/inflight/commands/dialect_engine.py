@@ -11,26 +11,23 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from inflight.commands.dialect_arguments import add_server_arguments
 from inflight.commands.shared import event_of_signals, print_line, require_positive
 from inflight.errors import ConfigError
-from inflight.http.tokens import TOKEN_VARIABLE, read_token
+from inflight.http.tokens import read_token
 
 _NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of either command."""
-    parser.add_argument(
-        "urls", nargs="+", metavar="URL", help="inference servers to expose, such as http://127.0.0.1:8000"
+    add_server_arguments(parser, "expose")
+    parser.epilog = (
+        "Clients that pause or update the servers send the servers' token as a bearer token. If the servers have none, "
+        "a new one is printed."
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8080, help="port to listen on, 0 for any free one (default: 8080)")
-    parser.add_argument(
-        "--token-file",
-        type=Path,
-        help=f"file with the control token of the inference servers (default: ${TOKEN_VARIABLE}), which clients that "
-        "update or pause them send as a bearer token; without one, a new token for clients is printed",
-    )
     parser.add_argument(
         "--open",
         action="store_true",

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from inflight.base.tasks import finish_all
 from inflight.base.transport_registry import receivable_transports
+from inflight.base.url_query import options_of_query
 from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of
 from inflight.dialects.single_owner import OwnedEndpoint
-from inflight.dialects.url_query import options_of_query
 from inflight.engines.requests import protocol_errors
 from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.engines.version_labels import ServedVersion, label_of, parse_label

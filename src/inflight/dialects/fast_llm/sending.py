@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inflight.base.threads import run_abandonable
+from inflight.base.url_query import options_of, options_of_query
 from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.dialects.fast_llm.events import EVENTS, TrainingFinished, WeightsReady, add_event
 from inflight.dialects.fast_llm.redis_streams import DEFAULT_URL, RedisStreams
 from inflight.dialects.pipelinerl.channel import WeightChannel
 from inflight.dialects.pipelinerl.endpoint import PipelineRlEndpoint
-from inflight.dialects.url_query import options_of, options_of_query
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import ConfigError, TransferError
 from inflight.wire import WeightUpdate

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from inflight.base.tasks import run_together
 from inflight.base.threads import run_abandonable
 from inflight.base.transport_registry import receivable_transports
+from inflight.base.url_query import options_of, options_of_query
 from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of, ids_of_tokens
 from inflight.dialects.pipelinerl.channel import PostedBroadcasts, WeightChannel
 from inflight.dialects.pipelinerl.messages import CHAT_ROUTE
 from inflight.dialects.single_owner import OwnedEndpoint
-from inflight.dialects.url_query import options_of, options_of_query
 from inflight.engines.requests import protocol_errors
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import (
