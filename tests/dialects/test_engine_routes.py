@@ -368,7 +368,7 @@ def test_sglang_updates_from_disk(start: Start, braked: BrakedServer, model_dir:
     assert "pickles" in pickled["message"]
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("lora", marks=pytest.mark.exhaustive)])
 def test_the_async_trainer_of_trl_samples_and_updates(
     mode: str, start: Start, start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:

@@ -272,6 +272,7 @@ def test_it_trains_on_samples_whose_tokens_say_which_version_sampled_them(
         server.kill()
 
 
+@pytest.mark.exhaustive
 def test_the_example_loop_and_the_trainer_run_freely_and_the_trainer_learns(
     setting: Setting, start_server: Callable[..., ServerProcess], model_dir: Path
 ) -> None:

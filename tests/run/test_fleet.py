@@ -200,7 +200,9 @@ def test_servers_that_cannot_be_are_refused_before_anything_is_started(
 def test_an_unknown_engine_leaves_no_run_directory(start_run: Callable[..., RunProcess]) -> None:
     run = start_run("--servers.engine", "vlm")
     assert run.wait(60) == 1
-    assert "unknown engine 'vlm'; known: dynamo, embedded, pipelinerl, sglang, vllm" in run.output()
+    assert (
+        "unknown engine 'vlm'; known: dynamo, embedded, fast_llm, fourphase, pipelinerl, sglang, vllm" in run.output()
+    )
     assert "Traceback" not in run.output()
     assert not run.directory.exists()
 

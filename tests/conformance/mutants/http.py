@@ -84,14 +84,14 @@ MUTANTS = (
         "open control routes",
         "E-50",
         "Control routes require no token.",
-        serving_with(_check_token=lambda *_: None),
+        serving_with(check_token=lambda *_: None),
         over_http=True,
     ),
     Mutant(
         "beginning of the token",
         "E-50",
         "Whatever begins with the token opens the control routes.",
-        serving_with(_check_token=checks_the_beginning),
+        serving_with(check_token=checks_the_beginning),
         over_http=True,
     ),
     Mutant(

@@ -259,8 +259,8 @@ class AdapterModule:
 
 @functools.cache
 def adapter_modules() -> tuple[AdapterModule, ...]:
-    """Return the modules of the adapter."""
-    return tuple(AdapterModule(path) for path in sorted(ADAPTER.glob("*.py")))
+    """Return the modules of the adapter; `four_phases` is for servers of other projects."""
+    return tuple(AdapterModule(path) for path in sorted(ADAPTER.glob("*.py")) if path.stem != "four_phases")
 
 
 @functools.cache

@@ -1,0 +1,64 @@
+"""The command ``inflight doctor``: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inflight.cli import main
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
+from tests.servers import TOKEN, ServerProcess
+from tests.weights.workers import PlainWorker, checkpoint, logprobs, weight_version
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_the_report_names_the_cause_the_place_the_evidence_and_what_mends_it(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "doctor.json"
+    words = ["tests.doctor.planted:start", "--option", "cause=transformed again", "--model", str(model_dir)]
+    assert main(["doctor", *words, "--json", str(file)]) == 1
+    printed = capsys.readouterr().out
+    assert "embedded" in printed and "compared with transformers in float32" in printed
+    assert "Cause 3: the loader changes what it loads." in printed
+    assert "  evidence: with the same weights, logprobs differ by" in printed
+    assert "  mend: load into untransformed parameters" in printed
+    found = json.loads(file.read_text())
+    assert [it["cause"]["number"] for it in found["findings"]] == [3]
+    assert found["examination"]["same"]["same_weights"]["num_tokens"] == 8 * 96
+
+
+def test_a_server_gets_its_weights_back_and_a_healthy_one_is_not_blamed(
+    model_dir: Path,
+    start_server: Callable[..., ServerProcess],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
+    server = start_server(model_dir)
+    before = logprobs(server)
+    assert main(["doctor", server.url, "--model", str(model_dir), "--worker", "fsdp"]) == 0
+    assert "No cause of drift was found: the pair is healthy." in capsys.readouterr().out
+    assert weight_version(server).state == "ready"
+    assert logprobs(server) == pytest.approx(before, abs=1e-5)
+
+
+def test_a_server_with_the_weights_of_a_run_is_refused_and_keeps_them(
+    model_dir: Path,
+    start_server: Callable[..., ServerProcess],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
+    server = start_server(model_dir)
+    with WeightPublisher.connect([server.url], run_id="precious", token=TOKEN) as publisher:
+        publish_weights(PlainWorker(checkpoint(model_dir), 5), publisher)
+    assert main(["doctor", server.url, "--model", str(model_dir)]) == 1
+    assert "serves version 5 of run 'precious'" in capsys.readouterr().err
+    assert (weight_version(server).version, weight_version(server).run_id) == (5, "precious")
+    assert main(["doctor", server.url]) == 1
+    assert "--model DIR" in capsys.readouterr().err
