@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from inflight.commands import doctor_pair
+from inflight.commands import doctor_pair, doctor_records
 from inflight.commands.shared import add_deadline_scale, add_json_argument
 from inflight.conformance.arguments import add_endpoint_arguments
+from inflight.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Find out why the logprobs of an inference engine differ from those of a trainer. Publishes known weights to "
-        "the endpoint, and names the cause, the tensor or the setting, and what mends it. Exit status: 0 if no cause "
-        "was found, 1 otherwise."
+        "Find out why the logprobs of an inference engine differ from those of a trainer. For the directory of a run, "
+        "print the shape of the differences in its records and the first suspects. For an endpoint, publish known "
+        "weights to it, and name the cause, the tensor or the setting, and what mends it. Exit status: 0 if there is "
+        "no drift, 1 otherwise."
     )
     add_endpoint_arguments(parser)
     parser.add_argument(
@@ -36,5 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine a live pair."""
+    """Read the records of a run, or examine a live pair."""
+    target = arguments.target
+    if target is not None and Path(target).is_dir():
+        return doctor_records.run(arguments)
+    if target is not None and ":" not in target:
+        raise ConfigError(
+            f"{target!r} is not a directory: specify the directory of a run, the URL of a server, or module:function"
+        )
     return doctor_pair.run(arguments)
