@@ -25,6 +25,8 @@ NUM_UPDATES = 6
 _NUM_SPAN_UPDATES = 3
 _MAX_PUBLISHES = 40
 """Updates with which the tensors that do not arrive are searched."""
+_NUM_LOST_PARTS = 8
+"""If the changes of that many parts, and of no others, are lost, all are."""
 _TOP_K = 8
 _PREFIX_TOKENS = 192
 
@@ -165,7 +167,7 @@ async def _figures(pair: Pair, weights: ReferenceWeights) -> Figures:
 async def _lost_tensors(
     pair: Pair, other: ReferenceWeights, limits: Limits, report: Callable[[str], None]
 ) -> Sequence[str]:
-    """Return the tensors whose change alone does not arrive, or those that could not be told apart in time."""
+    """Return the tensors whose change alone does not arrive, or the parts that were not divided further in time."""
     weights = pair.subject.reference.weights
     num_publishes = 0
 
@@ -176,16 +178,18 @@ async def _lost_tensors(
         tensors = {name: (other if name in names else weights).tensors[name] for name in weights.tensors}
         return limits.exceeded_by(await _figures(pair, ReferenceWeights(f"part-{num_publishes}", tensors)))
 
-    found: list[str] = []
-    waiting = [list(weights.tensors)]
-    while waiting:
-        names = waiting.pop()
-        if num_publishes >= _MAX_PUBLISHES or len(names) == 1:
-            found += names
-        else:
-            halves = [names[: len(names) // 2], names[len(names) // 2 :]]
-            waiting += [half for half in halves if await is_lost(set(half))]
-    return found
+    parts = [list(weights.tensors)]
+    while any(len(names) > 1 for names in parts) and num_publishes < _MAX_PUBLISHES:
+        halves = [half for names in parts for half in _halves(names)]
+        lost = [half for half in halves if half in parts or await is_lost(set(half))]
+        if len(lost) == len(halves) >= _NUM_LOST_PARTS:
+            break  # no update arrives, wherever it is
+        parts = lost
+    return [name for names in parts for name in names]
+
+
+def _halves(names: list[str]) -> list[list[str]]:
+    return [half for half in (names[: len(names) // 2], names[len(names) // 2 :]) if half]
 
 
 async def _filter_gap(pair: Pair) -> FilterGap | None:
