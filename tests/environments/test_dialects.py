@@ -15,7 +15,9 @@ import httpx
 import httpx2
 import pytest
 
+from inflight.environments.proxy import app
 from tests.environments.proxied import Open, on_engine, on_script, post, qwen, versions_of
+from tests.gates import BrakedServer
 from tests.servers import ServerProcess
 
 pytestmark = pytest.mark.timeout(120)
@@ -112,6 +114,25 @@ def test_streamed_messages_carry_the_tokens_in_their_last_delta(shared_server: S
         assert [span["version"] for span in events[-2]["version_spans"]] == [versions_of(call.completion)[0]]
 
     on_engine(shared_server, model_dir, play)
+
+
+def test_a_stream_that_waits_for_the_engine_is_kept_alive(
+    braked_server: BrakedServer, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_QUIET_S", 0.01)
+
+    async def play(it: Open) -> None:
+        async with anthropic_client(it) as client:
+            asked: Any = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+            async with client.messages.stream(**asked) as stream:
+                said = await stream.get_final_message()
+            assert said.usage.output_tokens == it.episode.recording.calls[0].completion.num_tokens
+            answer = await post(it.url.removesuffix("/v1"), "/v1/messages", asked | {"stream": True})
+        assert ": waiting\n\n" in answer.text
+        assert answer.text.rstrip().endswith("}") and "message_stop" in answer.text
+
+    with braked_server.brake:  # a step takes ten times as long
+        on_engine(braked_server, model_dir, play)
 
 
 def test_tokens_are_counted_and_nothing_is_recorded() -> None:

@@ -51,6 +51,8 @@ from inflight.http.routes import MB, Size
 from inflight.wire import MAX_IMAGES_LENGTH
 
 T = TypeVar("T")
+_QUIET_S = 10.0
+"""How long a stream may be silent before a comment is sent."""
 Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[HttpRequest, "ServedEpisode"], Awaitable[Response]]
 
@@ -281,7 +283,10 @@ async def body_message(kind: type[Body], content: bytes) -> Body:
 async def _streamed(
     request: HttpRequest, served: ServedEpisode, body: Request, form: AnswerFormat, headers: dict[str, str]
 ) -> Response:
-    """Answer with server-sent events. What fails before the first one is raised here; a later error becomes one."""
+    """Answer with server-sent events. What fails before the first one is raised here; a later error becomes one.
+
+    While nothing is sampled, comments keep the connection alive, which relays cut after about a minute of silence.
+    """
     parts: asyncio.Queue[AnswerPiece | Answer | BaseException] = asyncio.Queue()
 
     async def sample() -> None:
@@ -298,9 +303,16 @@ async def _streamed(
         except EpisodeOverError as error:
             parts.put_nowait(error)
 
+    async def next_part() -> AnswerPiece | Answer | BaseException | None:
+        """Return the next part; None if it is late."""
+        try:
+            return await asyncio.wait_for(parts.get(), _QUIET_S)
+        except TimeoutError:
+            return None
+
     running = start(run())
     try:
-        first = await run_while_connected(request, parts.get())
+        first = await run_while_connected(request, next_part())
         if isinstance(first, BaseException):
             raise first
     except BaseException:
@@ -309,12 +321,15 @@ async def _streamed(
 
     async def lines() -> AsyncIterator[str]:
         has_streamed = False
-        part: AnswerPiece | Answer | BaseException = first
-        while isinstance(part, AnswerPiece):
-            has_streamed |= part.chunk is not None
-            for event in form.piece(part):
-                yield _event(event, is_named=form.is_named)
-            part = await parts.get()
+        part: AnswerPiece | Answer | BaseException | None = first
+        while part is None or isinstance(part, AnswerPiece):
+            if part is None:
+                yield ": waiting\n\n"
+            else:
+                has_streamed |= part.chunk is not None
+                for event in form.piece(part):
+                    yield _event(event, is_named=form.is_named)
+            part = await next_part()
         if isinstance(part, Answer):
             for event in form.end(part, has_streamed=has_streamed):
                 yield _event(event, is_named=form.is_named)
