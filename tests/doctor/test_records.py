@@ -144,7 +144,7 @@ def test_raw_logprobs_of_a_lower_temperature_are_named(
     plant(copied, raw)
     status, printed, diagnosis = diagnose(capsys, copied)
     assert status == 1, printed
-    assert diagnosis["findings"][0]["suspects"] == [5], printed
+    assert diagnosis["findings"][0]["suspects"] == [5, 3], printed
     assert "1.43 times as large" in diagnosis["findings"][0]["evidence"]
 
 

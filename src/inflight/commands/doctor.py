@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from inflight.commands import doctor_pair, doctor_records
-from inflight.commands.shared import add_deadline_scale, add_json_argument
+from inflight.commands.shared import add_deadline_scale, add_json_argument, require_at_least
 from inflight.conformance.arguments import add_endpoint_arguments
 from inflight.errors import ConfigError
 
@@ -34,12 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="option for the worker; may be repeated",
     )
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="number of prompts (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=96, metavar="N", help="tokens to sample for each prompt (default: %(default)s)"
+    )
     add_json_argument(parser, "the findings and the results of the experiments")
     add_deadline_scale(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the records of a run, or examine a live pair."""
+    require_at_least(arguments, prompts=1, tokens=4)
     target = arguments.target
     if target is not None and Path(target).is_dir():
         return doctor_records.run(arguments)

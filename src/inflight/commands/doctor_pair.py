@@ -34,7 +34,14 @@ async def _examined(target: Any, arguments: argparse.Namespace) -> int:
 
     started, scale = time.monotonic(), arguments.deadline_scale
     options = keyword_arguments(arguments.worker_option, "--worker-option")
-    opening = open_pair(target, options, prompts=8, tokens=96, start_s=_START_S * scale, report=print_progress)
+    opening = open_pair(
+        target,
+        options,
+        prompts=arguments.prompts,
+        tokens=arguments.tokens,
+        start_s=_START_S * scale,
+        report=print_progress,
+    )
     async with opening as pair:
         served = await pair.subject.endpoint.weight_version()
         if target.url is not None and served.run_id is not None and not served.run_id.startswith("check-"):

@@ -7,6 +7,7 @@ weights meanwhile.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ _MAX_PUBLISHES = 40
 """Updates with which the tensors that do not arrive are searched."""
 _NUM_LOST_PARTS = 8
 """If the changes of that many parts, and of no others, are lost, all are."""
+_RUNNING_S, _LEAST_TOKENS, _MOST_TOKENS = 5.0, 48, 600
+"""How long completions run while weights change, and how many tokens they have."""
 _TOP_K = 8
 _PREFIX_TOKENS = 192
 
@@ -116,7 +119,9 @@ async def examine(pair: Pair, report: Callable[[str], None]) -> Examination:
     subject = pair.subject
     weights = subject.reference.weights
     report("the weights that it was started with")
+    started = time.monotonic()
     before = (await pair.sample()).figures
+    token_s = (time.monotonic() - started) / max(1, before.num_tokens)
     same = await measure(pair, NUM_UPDATES, bisect=False, report=report)
     limits = Limits.of(same.dtype, before)
     filters = await _filter_gap(pair)
@@ -141,7 +146,7 @@ async def examine(pair: Pair, report: Callable[[str], None]) -> Examination:
             equal_experts = await _figures(pair, equal)
         report("matrices of two values")
         two_levels = await _figures(pair, _with_two_levels(weights))
-    wrong_spans = None if is_bad or limits.exceeded_by(changed) else await _wrong_spans(pair, report)
+    wrong_spans = None if is_bad or limits.exceeded_by(changed) else await _wrong_spans(pair, token_s, report)
     return Examination(
         dtype=same.dtype,
         before=before,
@@ -193,18 +198,23 @@ def _halves(names: list[str]) -> list[list[str]]:
 
 
 async def _filter_gap(pair: Pair) -> FilterGap | None:
-    """Compare completions under top-k with the reference; None if the pair has a worker whose logits are not known."""
+    """Compare completions under top-k with the reference; None if no token can be compared."""
     subject, gaps = pair.subject, []
     weights = subject.reference.weights
     for seed in range(4):
         request, completion = await subject.ask(subject.prompt(seed=seed), max_tokens=24, top_k=_TOP_K, seed=seed)
         logits_TV = subject.reference.logits(weights, request.prompt_token_ids, completion.token_ids)
         found_T = torch.tensor(completion.logprobs, dtype=torch.float64)
-        both = [
-            (found_T - chosen(distribution(logits_TV, sampling), completion.token_ids)).abs().mean()
-            for sampling in (request.sampling, None)
-        ]
+        filtered_T, full_T = (
+            chosen(distribution(logits_TV, sampling), completion.token_ids) for sampling in (request.sampling, None)
+        )
+        kept_T = filtered_T.isfinite()  # rounding moves tokens at the edge of the filter to its other side
+        if not bool(kept_T.any()):
+            continue
+        both = [(found_T - it)[kept_T].abs().mean() for it in (filtered_T, full_T)]
         gaps.append([float(torch.nan_to_num(gap, nan=99.0, posinf=99.0)) for gap in both])
+    if not gaps:
+        return None
     filtered, unfiltered = (sum(column) / len(gaps) for column in zip(*gaps, strict=True))
     return FilterGap(filtered, unfiltered)
 
@@ -228,16 +238,20 @@ async def _prefix_gap(pair: Pair, report: Callable[[str], None]) -> PrefixGap:
     return PrefixGap(*gaps)
 
 
-async def _wrong_spans(pair: Pair, report: Callable[[str], None]) -> str | None:
-    """Return what is wrong with the versions that tokens name while weights change (X12), None if nothing is."""
+async def _wrong_spans(pair: Pair, token_s: float, report: Callable[[str], None]) -> str | None:
+    """Return what is wrong with the versions that tokens name while weights change (X12), None if nothing is.
+
+    A token of one request alone takes ``token_s`` seconds.
+    """
     subject = pair.subject
     can = subject.capabilities
     if can.version_binding != "spans" or InFlightPolicy.KEEP not in can.in_flight_policies:
         return None
     report("the versions of tokens while weights change")
+    num_tokens = min(max(int(_RUNNING_S / token_s), _LEAST_TOKENS), _MOST_TOKENS, can.max_model_len // 2)
     published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
-    running = await subject.start_running(4, max_tokens=min(600, subject.capabilities.max_model_len // 2))
+    running = await subject.start_running(4, max_tokens=num_tokens)
     for _ in range(_NUM_SPAN_UPDATES):
         await asyncio.sleep(0.03)
         await publish_next(subject, published, InFlightPolicy.KEEP)
