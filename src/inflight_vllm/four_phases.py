@@ -44,6 +44,8 @@ from inflight_vllm.generating import LABEL, GeneratingEndpoint
 from inflight_vllm.requests import ids_of
 from inflight_vllm.updates import PAUSES
 
+_LOAD = "/load"
+"""The route by which a server may report how many requests it has."""
 _NEEDED = ("/pause", "/resume", "/is_paused", "/start_weight_update", "/update_weights", "/finish_weight_update", LABEL)
 
 
@@ -83,6 +85,7 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
         super().__init__(routes, requests, close_s=30.0, generate_timeout_s=generate_timeout_s)
         self._options = options
         self._paused_since = 0.0
+        self._reports_load = False  # as `_attach` finds
         self._ref: UpdateRef | None = None
         """The update for which sampling was paused last."""
 
@@ -105,6 +108,7 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
             card, settings = models["data"][0], info["vllm_config"]
             dtype = str(settings["model_config"]["dtype"]).removeprefix("torch.")
             model, max_model_len = str(card["id"]), int(card["max_model_len"])
+        self._reports_load = (await self._routes.ask("GET", _LOAD))[0] == 200
         vocab_size, specs = checkpoint_of(self.name, Path(options.model_dir), dtype)
         can = Capabilities(
             engine="fourphase",
@@ -150,6 +154,8 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
             if answer.get("is_paused") and state is EndpointState.READY and session.update is None:
                 state = EndpointState.PAUSED
         running = min(self._gate.num_sent, can.max_concurrent_sequences)
+        if running and self._reports_load:  # a request that was sent has not arrived yet
+            running = min(running, int((await self._routes.get(_LOAD)).get("server_load", running)))
         answer = self._updates.weight_version(num_running=running, last_update=self._last.timings)
         return answer.model_copy(update={"state": state})
 

@@ -45,6 +45,7 @@ class _RunningRequest:
     name: str
     endpoint: InferenceEndpoint
     calling: asyncio.Task[Any]
+    num_completions: int
     is_ended: bool = False
     """Whether it was ended here, without a token."""
 
@@ -59,6 +60,11 @@ class RunningRequests:
         """Pauses that wait until no request runs."""
         self._running: dict[str, _RunningRequest] = {}
         """By the id that the endpoint knows."""
+
+    @property
+    def num_completions(self) -> int:
+        """How many completions running requests have asked for."""
+        return sum(running.num_completions for running in self._running.values())
 
     def refusal(self) -> Response | None:
         """Return the answer to new requests while a pause lets running ones finish or ends them; otherwise None.
@@ -76,7 +82,7 @@ class RunningRequests:
 
     async def generate(self, request: Request, asked: GenerateRequest, name: str | None) -> GenerateResponse:
         """Return the completions of a client's request, which ends if the client disconnects."""
-        answer = await self._run(request, lambda it: it.generate(asked), asked.request_id, name or asked.request_id)
+        answer = await self._run(request, lambda it: it.generate(asked), asked.request_id, name, asked.sampling.n)
         if answer is None:
             nothing = [unsampled_completion(index) for index in range(asked.sampling.n)]
             return GenerateResponse(request_id=asked.request_id, completions=tuple(nothing))
@@ -85,15 +91,20 @@ class RunningRequests:
     async def chat(self, request: Request, asked: ChatCompletionRequest) -> ChatCompletion | None:
         """Return a chat completion; None if it was ended before it had an answer."""
         request_id = f"chat-{uuid.uuid4().hex}"
-        return await self._run(request, lambda it: it.chat_completion(asked), request_id, request_id)
+        return await self._run(request, lambda it: it.chat_completion(asked), request_id, None, asked.n)
 
     async def _run(
-        self, request: Request, call: Callable[[InferenceEndpoint], Awaitable[T]], request_id: str, name: str
+        self,
+        request: Request,
+        call: Callable[[InferenceEndpoint], Awaitable[T]],
+        request_id: str,
+        name: str | None,
+        num: int,
     ) -> T | None:
         """Return the answer of the least loaded endpoint; None if the request was ended here."""
         with self._pool.least_loaded() as endpoint:
             calling = start(run_while_connected(request, call(endpoint)))
-            running = self._running[request_id] = _RunningRequest(name, endpoint, calling)
+            running = self._running[request_id] = _RunningRequest(name or request_id, endpoint, calling, num)
             try:
                 await asyncio.wait({calling})
             finally:

@@ -116,6 +116,9 @@ def vllm_app(
         is_well, versions = await pool.health()
         return JSONResponse({"ok": is_well, "versions": versions}, 200 if is_well else 503)
 
+    async def load(_: Request) -> Response:
+        return ok(server_load=running.num_completions)
+
     adapters: dict[str, int] = {}
     """The version with which each adapter that was not unloaded arrived, by its name."""
 
@@ -142,6 +145,7 @@ def vllm_app(
     served.add("POST", "/v1/chat/completions", chat)
     served.add("GET", "/v1/models", models)
     served.add("GET", "/health", health)
+    served.add("GET", "/load", load)
     if updates is not None:
         _add_updates(served, pool, running, updates, adapters)
     return served.app()
