@@ -68,7 +68,6 @@ class Publish:
         """The stream of buckets to send, with None after the last. Sending to it returns when the previous bucket has
         left."""
         self._to_send: MemoryObjectReceiveStream[WeightBucket | None]
-        self._accepted = asyncio.Event()
         self._sending: asyncio.Timeout | None = None
         self._unfit: dict[str, InflightError] = {}
         """Why endpoints could not join the group."""
@@ -121,7 +120,7 @@ class Publish:
         except ExceptionGroup as group:
             raise combine_failures(group.exceptions) from group
         finally:
-            self._accepted.set()
+            self._gate.accepted.set()
             self._close()
         reports = tuple(task.result() for task in updates)
         is_everywhere = all(report.outcome is EndpointOutcome.APPLIED for report in reports)
@@ -138,7 +137,7 @@ class Publish:
 
     async def wait_until_accepted(self) -> None:
         """Return once every endpoint has accepted, those that are not staged being paused, or the publish has ended."""
-        await self._accepted.wait()
+        await self._gate.accepted.wait()
 
     async def end(self, problem: str) -> None:
         """End the publish for all endpoints; `run` returns when they are resumed."""
@@ -204,7 +203,7 @@ class Publish:
             return
         if not self._problem:
             gate.num_meetings += 1
-            self._accepted.set()
+            self._gate.accepted.set()
         if gate.num_meetings == 2:
             self._begin_pause()
         gate.opened.set()
@@ -327,6 +326,8 @@ class _Gate:
 
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when those that wait now may continue."""
+    accepted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set at the first meeting, or once the publish has ended."""
     num_waiting: int = 0
     num_meetings: int = 0
 
