@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 
 from inflight.cli import main
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
+from tests.gates import wait_until
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import PlainWorker, checkpoint, logprobs, weight_version
+from tests.zygote import python
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,6 +48,19 @@ def test_a_server_gets_its_weights_back_and_a_healthy_one_is_not_blamed(
     assert "No cause of drift was found: the pair is healthy." in capsys.readouterr().out
     assert weight_version(server).state == "ready"
     assert logprobs(server) == pytest.approx(before, abs=1e-5)
+
+
+def test_a_server_that_it_started_ends_with_it(model_dir: Path, tmp_path: Path) -> None:
+    started = tmp_path / "pid"
+    serve = f"{python()} -m inflight serve {{model}} --port {{port}} --token-file {{token_file}}"
+    command = [python(), "-m", "inflight", "doctor", "--model", str(model_dir)]
+    command += ["--serve", f"sh -c 'echo $$ > {started}; exec {serve}'"]
+    doctor = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: started.exists() and started.read_text().strip() != "", "the server was not started")
+    doctor.terminate()
+    doctor.wait(timeout=60)
+    pid = int(started.read_text())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the server still runs")
 
 
 def test_a_server_with_the_weights_of_a_run_is_refused_and_keeps_them(

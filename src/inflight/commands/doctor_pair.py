@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import signal
+import sys
 import time
 from typing import Any
 
@@ -24,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if target.url is not None and target.model is None:
         raise ConfigError("specify the checkpoint that the URL serves with --model DIR")
     check_writable({"json": arguments.json})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a server that it started ends with this process
     return asyncio.run(_examined(target, arguments))
 
 
