@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from inflight.wire import Encoding, PromptImage, RoutedExperts, TensorSpec, UpdateRef, UpdateTimings, VersionSpan
+    from inflight.wire import (
+        Encoding,
+        PromptImage,
+        RoutedExperts,
+        SentBytes,
+        TensorSpec,
+        UpdateRef,
+        UpdateTimings,
+        VersionSpan,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -249,7 +258,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Whole tensors in manifest order, gathered to full shape, in wire dtype. Ranks other than 0 hold none."""
+    """Whole tensors in manifest order, gathered to full shape, in wire dtype. Ranks other than 0 hold none.
+
+    Of a sharded source they are the rank's own boxes of these tensors.
+    """
 
     index: int
     specs: tuple[TensorSpec, ...]
@@ -262,6 +274,8 @@ class WeightBucket:
     """The update that it belongs to; senders refuse a bucket of another update, and do not check None"""
     ready: torch.cuda.Event | None = None
     """Comes after its bytes are there. Readers on another stream wait for it. None: they are there already"""
+    others: tuple[SentBytes, ...] = ()
+    """What the other ranks send of the bucket, by rank from 1 on"""
 
 
 class EndpointOutcome(StrEnum):

@@ -68,11 +68,19 @@ class Sharding:
     @property
     def owners(self) -> dict[int, Box]:
         """The boxes, each with the lowest rank that holds it; together they are the whole tensor."""
-        first: dict[tuple[tuple[int, int], ...], int] = {}
+        return {ranks[0]: tuple(slice(*edges) for edges in key) for key, ranks in self._holders.items()}
+
+    def senders(self, index: int) -> list[int]:
+        """Return a rank for each of the boxes, a different holder for each ``index``, so that all share the work."""
+        return [ranks[index % len(ranks)] for ranks in self._holders.values()]
+
+    @property
+    def _holders(self) -> dict[tuple[tuple[int, int], ...], list[int]]:
+        holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank, box in enumerate(self.boxes):
             if box is not None:
-                first.setdefault(tuple((part.start, part.stop) for part in box), rank)
-        return {rank: tuple(slice(*edges) for edges in key) for key, rank in first.items()}
+                holders.setdefault(tuple((part.start, part.stop) for part in box), []).append(rank)
+        return holders
 
 
 @dataclass(frozen=True, slots=True)

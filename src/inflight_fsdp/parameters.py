@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
+from inflight import wire
 from inflight.types import WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
 from inflight_fsdp.config import WireDtype
 from inflight_fsdp.layout import Layout, ShardedTensor, Sharding
 from inflight_fsdp.parts import ParameterPart
 from inflight_fsdp.sharding import gather_on_first
+from inflight_fsdp.stored_boxes import StoredBox, blocks_of, held_boxes
 
 
 class ShardedParameters:
@@ -59,6 +63,57 @@ class ShardedParameters:
             for layout in self.published.values()
             for name, shape in layout.shapes.items()
         ]
+
+    @functools.cached_property
+    def _held(self) -> list[dict[str, list[StoredBox]]] | None:
+        """What each rank sends of each stored tensor of trained parameters; None if one of them must be gathered.
+
+        Of the ranks that hold the same part of a parameter, another one sends each parameter.
+        """
+        num_ranks = dist.get_world_size()
+        held: list[dict[str, list[StoredBox]]] = [{} for _ in range(num_ranks)]
+        for index, (name, layout) in enumerate(self.published.items()):
+            sharding = self.shardings[name]
+            blocks = blocks_of(layout, sharding.shape)
+            if blocks is None:
+                return None
+            for rank in sharding.senders(index):
+                boxes = held_boxes(blocks, sharding, rank)
+                if boxes is None:
+                    return None
+                for box in boxes:
+                    held[rank].setdefault(box.name, []).append(box)
+        return held
+
+    def wire_shardings(self) -> Sequence[wire.Sharding]:
+        """Return which boxes of each of `specs` each rank sends; empty if they must be gathered. Never communicates."""
+        if self._held is None:
+            return ()
+        return [
+            wire.Sharding(
+                senders=tuple(
+                    tuple(tuple((part.start, part.stop) for part in it.box) for it in held.get(spec.name, ()))
+                    for held in self._held
+                )
+            )
+            for spec in self.specs()
+        ]
+
+    @torch.no_grad()
+    def local(self, specs: Sequence[TensorSpec], buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """Yield the boxes of these tensors that this rank sends, in wire dtype. Never communicates."""
+        assert self._held is not None
+        held = self._held[dist.get_rank()]
+        dtype: torch.dtype = getattr(torch, self.wire_dtype)
+        for bucket in buckets:
+            found, tensors = [], []
+            for spec in specs[bucket.start : bucket.stop]:
+                for it in held.get(spec.name, ()):
+                    shape = tuple(part.stop - part.start for part in it.box)
+                    part = self.parts[self._parameter_of[spec.name]].local
+                    tensors.append(part[it.within].to(dtype).reshape(shape))
+                    found.append(spec.model_copy(update={"shape": shape}))
+            yield WeightBucket(bucket.index, tuple(found), tuple(tensors))
 
     def frozen_names(self) -> Sequence[str]:
         """Return the stored tensors of parameters that are not trained."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from inflight import wire
 from inflight.base.transfer_time import with_transfer_s
 from inflight.contracts import (
     AdjustableWorker,
@@ -26,6 +27,7 @@ from inflight.contracts import (
     PartialWeightSource,
     PrefixSharingWorker,
     ReplayingWorker,
+    ShardedWeightSource,
     TargetScoringWorker,
 )
 from inflight.errors import (
@@ -42,6 +44,7 @@ from inflight_fsdp.background import BackgroundSaves
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.devices import device_of
+from inflight_fsdp.exchange import RankExchange
 from inflight_fsdp.layout import Layout, Sharding
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
 from inflight_fsdp.parameters import ShardedParameters
@@ -58,6 +61,7 @@ Worker = TypeVar("Worker", bound="ShardedWorker")
 class ShardedWorker(
     ModelParallelWorker,
     PartialWeightSource,
+    ShardedWeightSource,
     BackgroundSaver,
     ImageWorker,
     PrefixSharingWorker,
@@ -118,6 +122,7 @@ class ShardedWorker(
         num_elements = sum(math.prod(shape) for layout in layouts.values() for shape in layout.shapes.values())
         size_bytes = 3 * num_elements * stored_dtype.itemsize  # with both moments
         self._saves = BackgroundSaves(with_transfer_s(_SAVE_S, size_bytes))
+        self._between_ranks: RankExchange | None = None
         self._lost_updates = LostUpdates(warns=self.rank == 0) if config.stored_dtype == "bfloat16" else None
         if self.rank == 0:
             kernel = describe_segment_kernel(hf_config, getattr(torch, config.dtype), device)
@@ -271,6 +276,18 @@ class ShardedWorker(
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
         """Yielded tensors share no memory with the parameters."""
         return self._parameters.gather(self.parameter_specs(), buckets)
+
+    def shardings(self) -> Sequence[wire.Sharding]:
+        return self._parameters.wire_shardings() if self.world_size > 1 else ()
+
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        return self._parameters.local(self.parameter_specs(), buckets)
+
+    def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
+        """The first call forms a group of all ranks."""
+        if self._between_ranks is None:
+            self._between_ranks = RankExchange()
+        return self._between_ranks.exchange(message, timeout_s)
 
     def save(self, path: Path) -> None:
         """Every rank writes its shards. A directory that is not a checkpoint of a worker is not replaced.

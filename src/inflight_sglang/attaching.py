@@ -73,6 +73,7 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
             staging=staged,
             encodings=("bfloat16", "float8", "delta") if staged else (),
             partial_updates=staged,
+            sharded=staged,
             partial_rollouts=True,
             lora=staged,
             version_binding="spans",

@@ -149,6 +149,7 @@ class VllmEndpoint(
             staging=True,
             encodings=("bfloat16", "float8", "delta"),
             partial_updates=True,
+            sharded=True,
             lora=True,
             partial_rollouts=flags.can_abort(paths),
             version_binding="spans",

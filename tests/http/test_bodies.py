@@ -137,7 +137,9 @@ def test_the_longest_requests_that_are_valid_are_within_their_bounds() -> None:
 def filled(schema: dict[str, Any], definitions: dict[str, Any], bad: Any, num: int) -> list[Any]:
     """Bodies of a schema in which one list holds ``num`` bad elements, one body for each list anywhere in it."""
     if "$ref" in schema:
-        return filled(definitions[schema["$ref"].rpartition("/")[2]], definitions, bad, num)
+        name = schema["$ref"].rpartition("/")[2]
+        others = {key: it for key, it in definitions.items() if key != name}  # once along a recursive path
+        return filled(definitions[name], others, bad, num) if name in definitions else []
     if "anyOf" in schema or "oneOf" in schema:
         return [it for part in schema.get("anyOf", schema.get("oneOf")) for it in filled(part, definitions, bad, num)]
     if schema.get("type") == "array":

@@ -114,7 +114,7 @@ def test_every_bucket_on_a_device_is_announced_with_the_checksum_of_its_bytes(
     sender = ProcessGroupSender(kind=KIND) if is_on_device else make_sender("gloo")
     group = WeightGroup(sender, run_id="run", encoding=encoding, delta=False, form_timeout_s=5.0)
     for bucket in make_buckets(update)[:2]:
-        sent = group.encode(bucket, update)
+        sent = group.encoder.encode(bucket, update)
         expected = pack(bucket.tensors) if encoding == "raw" else encode(bucket.tensors, bucket.specs, encoding)
         assert sent.checksum == (sums64(expected) if is_on_device else checksum(expected))
         assert not sent.tensors[0].is_cuda  # senders that do not send from the device get the copy of the checksum

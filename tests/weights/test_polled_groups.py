@@ -239,7 +239,7 @@ def test_a_publish_compares_buckets_on_their_device_and_a_damaged_one_ends_it(
     monkeypatch.setattr(ProcessGroupSender, "send", watched)
     with WeightPublisher([local.endpoint], ProcessGroupSender(), run_id="here", connect_timeout_s=20) as publisher:
         for encoding in ("raw", "bfloat16"):
-            publisher.group.encoding = encoding  # type: ignore[assignment]
+            publisher.group.encoder.encoding = encoding  # type: ignore[assignment]
             report = publish_weights(PlainWorker(local.tensors, 1 + len(announced)), publisher, bucket_bytes=30_000)
             assert report is not None and report.applied_everywhere
         assert len(announced) > 4 and all(found is not None and found.startswith("sums64:") for found in announced)

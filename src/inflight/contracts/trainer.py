@@ -12,6 +12,7 @@ from inflight.types import AdamSettings, MicroBatch, StepResult, WeightBucket
 from inflight.wire import (
     BucketSpec,
     LoraSpec,
+    Sharding,
     TensorSpec,
 )
 
@@ -58,6 +59,34 @@ class PartialWeightSource(WeightSource, Protocol):
     @abstractmethod
     def frozen_names(self) -> Sequence[str]:
         """Return the names of the omitted tensors, which equal the checkpoint's. Never communicates."""
+
+
+@runtime_checkable
+class ShardedWeightSource(WeightSource, Protocol):
+    """A source of which every rank can send the boxes of tensors that it holds, instead of gathering them on rank 0."""
+
+    @abstractmethod
+    def shardings(self) -> Sequence[Sharding]:
+        """Return which boxes of each tensor of `parameter_specs` each rank sends, the same on every rank.
+
+        Empty if the tensors have to be gathered. Never communicates.
+        """
+
+    @abstractmethod
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """Yield the boxes that this rank sends of each bucket: in the order of the tensors and of their boxes.
+
+        Never communicates, so that a rank that fails holds up no other. A yielded tensor is in wire dtype, may be the
+        trainer's own memory, and is valid until the next optimizer step.
+        """
+
+    @abstractmethod
+    def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
+        """Return the messages of all ranks, by rank, on rank 0, and on the others that of rank 0 alone; collective.
+
+        Raises `TransferError` within ``timeout_s`` seconds if a rank does not answer. The error names the rank, and
+        the source then exchanges nothing more.
+        """
 
 
 @runtime_checkable

@@ -26,6 +26,7 @@ class Needs:
     encodings: tuple[Encoding, ...] = ()
     staging: bool = False
     partial_updates: bool = False
+    sharded: bool = False
     lora: bool = False
     lora_or_merged: bool = False
     """Updates of a LoRA, sent either as a LoRA or as a partial update of the merged weights."""
@@ -53,6 +54,7 @@ class Needs:
             encodings=tuple(update.encodings),
             staging=update.staged,
             partial_updates=bool(update.manifest.frozen),
+            sharded=bool(update.manifest.shardings),
             lora=update.manifest.lora is not None,
         )
 
@@ -95,6 +97,8 @@ class Capabilities(WireModel):
     """Encodings of buckets that the endpoint understands in addition to ``raw``."""
     partial_updates: bool = False
     """Whether an update may leave tensors out, see `Manifest.frozen`."""
+    sharded: bool = False
+    """Whether several senders may each send a part of every bucket, see `Manifest.shardings`."""
     lora: bool = False
     """Whether an update may be a LoRA, see `Manifest.lora`."""
     partial_rollouts: bool = False

@@ -7,11 +7,11 @@ import json
 import math
 from collections import Counter
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from inflight.wire.fields import Items, Natural, RunId, Seconds, WireModel
+from inflight.wire.fields import Items, Natural, RunId, Seconds, WireModel, is_empty
 
 DTYPE_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Wire dtypes of weights, with the size of one element in bytes."""
@@ -91,10 +91,48 @@ class LoraSpec(WireModel):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+Range = tuple[Natural, Natural]
+Box = Annotated[Items[Range], Field(max_length=64)]
+"""A part of a tensor: where it starts and stops in each dimension."""
+_MAX_BOXES = 1024
+
+
+class Sharding(WireModel):
+    """The boxes of a tensor that each sender sends. Together they are the whole tensor, every element once."""
+
+    senders: Items[Items[Box]] = Field(min_length=2, max_length=_MAX_BOXES)
+
+    def problem(self, shape: tuple[int, ...]) -> str | None:
+        """Return why the boxes are not a tensor of this shape, every element once; None if they are."""
+        boxes = [box for boxes in self.senders for box in boxes]
+        if len(boxes) > _MAX_BOXES:
+            return f"it is cut into {len(boxes)} boxes; at most {_MAX_BOXES} are allowed"
+        for box in boxes:
+            if len(box) != len(shape) or any(not a < b <= size for (a, b), size in zip(box, shape, strict=False)):
+                return f"the box {list(box)} is empty or outside its shape {list(shape)}"
+        for i, box in enumerate(boxes):
+            for other in boxes[:i]:
+                if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
+                    return f"the boxes {list(other)} and {list(box)} overlap"
+        num_sent, num_elements = sum(map(box_size, boxes)), math.prod(shape)
+        if num_sent != num_elements:
+            return f"its boxes have {num_sent} of its {num_elements} elements"
+        return None
+
+
+def box_size(box: Box) -> int:
+    """Return the number of elements of a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
 class Manifest(WireModel):
     """Every tensor of one update, in transfer order, and the tensors of the model that are omitted."""
 
     tensors: Items[TensorSpec] = Field(min_length=1)
+    shardings: Items[Sharding] = Field(default=(), max_length=4096, exclude_if=is_empty)
+    """How tensors are divided among several senders; empty: one sender sends whole tensors."""
+    sharding_of: Items[Natural] = Field(default=(), exclude_if=is_empty)
+    """The index in ``shardings`` of each tensor's sharding."""
     lora: LoraSpec | None = None
     """Set if the tensors are those of a LoRA, which replaces the previous LoRA; None if they are the model's own."""
     frozen: Items[Annotated[str, Field(max_length=1024)]] = ()
@@ -113,6 +151,31 @@ class Manifest(WireModel):
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
             raise ValueError(f"tensor names appear twice in the manifest: {twice[:5]}")
         return self
+
+    @model_validator(mode="after")
+    def _senders_send_every_element_once(self) -> Manifest:
+        num_senders = {len(sharding.senders) for sharding in self.shardings}
+        if len(num_senders) > 1:
+            raise ValueError(f"shardings name different numbers of senders: {sorted(num_senders)}")
+        if len(self.sharding_of) != (len(self.tensors) if self.shardings else 0):
+            raise ValueError(
+                f"sharding_of has {len(self.sharding_of)} entries for {len(self.tensors)} tensors and "
+                f"{len(self.shardings)} shardings"
+            )
+        checked: set[tuple[int, tuple[int, ...]]] = set()
+        for tensor, index in zip(self.tensors, self.sharding_of, strict=False):
+            if index >= len(self.shardings):
+                raise ValueError(f"{tensor.name} has sharding {index} of {len(self.shardings)}")
+            if (index, tensor.shape) not in checked:
+                if problem := self.shardings[index].problem(tensor.shape):
+                    raise ValueError(f"{tensor.name} is not sent once and whole: {problem}")
+                checked.add((index, tensor.shape))
+        return self
+
+    @property
+    def num_senders(self) -> int:
+        """The number of senders, each of which sends a part of every bucket."""
+        return len(self.shardings[0].senders) if self.shardings else 1
 
     @property
     def size_bytes(self) -> int:
@@ -140,12 +203,20 @@ class TransportSpec(WireModel):
     """How weights reach one endpoint. Each transport adds what its receivers need to know.
 
     ``incarnation`` counts the times a run's trainer was started: calls of a replaced incarnation are refused.
+    ``others`` are the specs of further senders, each of which sends a part of every bucket, see `Manifest.shardings`.
     """
 
     run_id: RunId
     incarnation: Natural = 0
     transport: TransportName
     timeout_s: Seconds
+    others: Items[Self] = Field(default=(), max_length=_MAX_BOXES, exclude_if=is_empty)
+
+    @model_validator(mode="after")
+    def _others_have_no_others(self) -> Self:
+        if any(other.others for other in self.others):
+            raise ValueError("a sender in others cannot have others itself")
+        return self
 
     @property
     def group(self) -> str:
@@ -227,18 +298,28 @@ class WeightUpdate(UpdateMessage):
         return self
 
 
-class BucketTransfer(UpdateMessage):
-    """Asks the endpoint to receive one bucket now. The call is pending until the bucket has arrived and was compared.
+class SentBytes(WireModel):
+    """What one sender sends of a bucket.
 
     ``size_bytes`` is the number of bytes sent, None for the bucket's own size (``raw``). ``checksum`` is their
     XXH3-128 in hexadecimal digits, or ``sums64:`` and 32 hexadecimal digits for bytes that are sent from GPU to GPU;
-    None for no comparison.
+    None for no comparison. The checksum of a part begins with where it belongs, see
+    `inflight.weights.encode.parts.places_of`.
     """
 
-    bucket_index: Natural
     encoding: Encoding = "raw"
     size_bytes: Natural | None = None
     checksum: str | None = Field(default=None, pattern=r"^(sums64:)?[0-9a-f]{32}$")
+
+
+class BucketTransfer(UpdateMessage, SentBytes):
+    """Asks the endpoint to receive one bucket now. The call is pending until the bucket has arrived and was compared.
+
+    If several senders send the bucket, ``parts`` states what each of them sends, and the other fields do not apply.
+    """
+
+    bucket_index: Natural
+    parts: Items[SentBytes] = Field(default=(), max_length=_MAX_BOXES, exclude_if=is_empty)
     timeout_s: Seconds
 
 

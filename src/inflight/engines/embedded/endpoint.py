@@ -144,6 +144,7 @@ class EmbeddedEndpoint(
             staging=True,
             encodings=("bfloat16", "float8", "delta"),
             partial_updates=True,
+            sharded=True,
             lora=True,
             partial_rollouts=True,
             version_binding="spans",
@@ -198,7 +199,7 @@ class EmbeddedEndpoint(
             raise
 
     def _make_receiver(self, spec: TransportSpec) -> WeightReceiver:
-        self._is_borrowed = spec.transport == "ipc"
+        self._is_borrowed = spec.transport == "ipc" and not spec.others
         return make_receiver(spec, self._device)
 
     def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, PreparedParameters]:

@@ -35,7 +35,7 @@ from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode import float8
 from inflight.weights.encode.transit import record_event
-from inflight.wire import DTYPE_SIZES, BucketTransfer, Encoding, TensorSpec, UpdateRef
+from inflight.wire import DTYPE_SIZES, BucketTransfer, Encoding, SentBytes, TensorSpec, UpdateRef
 
 Rounding = Literal["raw", "bfloat16", "float8"]
 _WIDE = ("float32", "float64")
@@ -50,7 +50,9 @@ GPU, where each of the two readings is one kernel. Another number gives the same
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of the tensors one after another, uint8 [sum of sizes]; no copy if they already lie that way."""
     joined = _adjacent_view([tensor for tensor in tensors if tensor.nbytes])
-    return torch.cat(_flats(tensors)) if joined is None else joined
+    if joined is not None:
+        return joined
+    return torch.cat(_flats(tensors)) if tensors else torch.empty(0, dtype=torch.uint8)
 
 
 def pack_into(target: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -189,13 +191,15 @@ def _decode_tensor(payload: torch.Tensor, spec: TensorSpec, encoding: Encoding) 
     return pack([values.to(dtype)])
 
 
-def checksum(flat: torch.Tensor) -> str:
-    """Return the XXH3-128 of the bytes as 32 hexadecimal digits; uint8 [size], contiguous, on any device.
+def checksum(flat: torch.Tensor, places: bytes = b"") -> str:
+    """Return the XXH3-128 of ``places`` and the bytes as 32 hexadecimal digits; uint8 [size], contiguous, any device.
 
     It detects corruption in transit; it does not authenticate the sender. Does not copy bytes that are on the host, and
     lets other threads run meanwhile. Raises `TransferError` for a tensor without bytes.
     """
-    return xxhash.xxh3_128_hexdigest(to_host(flat).numpy().data)
+    digest = xxhash.xxh3_128(places)
+    digest.update(to_host(flat).numpy().data)
+    return digest.hexdigest()
 
 
 def to_host(flat: torch.Tensor) -> torch.Tensor:
@@ -220,19 +224,24 @@ def _unreadable_error(flat: torch.Tensor) -> TransferError:
     return TransferError(f"a bucket's {flat.numel()} bytes cannot be read: a {what} holds no data; gather real tensors")
 
 
-def checksum_as(announced: str, flat: torch.Tensor) -> str:
-    """Return the checksum of the bytes, uint8 [size], of the kind that was announced. Raises as `sums64` does."""
-    return sums64(flat) if announced.startswith(_PREFIX) else checksum(flat)
+def checksum_as(announced: str, flat: torch.Tensor, places: bytes = b"") -> str:
+    """Return the checksum of ``places`` and the bytes, uint8 [size], of the kind that was announced.
+
+    Raises as `sums64` does.
+    """
+    return sums64(flat, places) if announced.startswith(_PREFIX) else checksum(flat, places)
 
 
-def sums64(flat: torch.Tensor) -> str:
-    """Return the checksum of the bytes, uint8 [size], computed on their own device: ``sums64:`` and 32 hex digits.
+def sums64(flat: torch.Tensor, places: bytes = b"") -> str:
+    """Return the checksum of ``places`` and the bytes, uint8 [size]: ``sums64:`` and 32 hexadecimal digits.
+
+    The bytes are added up on their own device.
 
     Waits for the device. Raises `TransferError` for a tensor without bytes.
     """
     require_bytes(flat)
     sums = to_host(_sums(flat)).numpy()
-    return _PREFIX + xxhash.xxh3_128_hexdigest(flat.numel().to_bytes(8, "little") + sums.tobytes())
+    return _PREFIX + xxhash.xxh3_128_hexdigest(places + flat.numel().to_bytes(8, "little") + sums.tobytes())
 
 
 def _sums(flat: torch.Tensor) -> torch.Tensor:
@@ -268,36 +277,37 @@ def encode_bucket(
     encoding: Encoding = "raw",
     payload: torch.Tensor | None = None,
     on_device: bool = False,
+    places: bytes = b"",
 ) -> WeightBucket:
     """Return a bucket ready to send: packed, encoded, and with the checksum of its bytes.
 
     ``payload`` (uint8 [size]) holds bytes that are already encoded, such as a delta's. The bytes move to the host,
-    unless ``on_device`` leaves them where they are, and their checksum is then computed there. Raises `TransferError`
-    for tensors without bytes.
+    unless ``on_device`` leaves them where they are, and their checksum is then computed there. ``places`` is where a
+    part of a bucket belongs. Raises `TransferError` for tensors without bytes.
     """
     if payload is None:
         assert encoding != "delta"  # only the publisher knows a delta's base
         payload = encode(bucket.tensors, bucket.specs, encoding)
     flat = payload if on_device else to_host(payload)  # one copy serves the checksum and the transport
-    found = sums64(flat) if on_device else checksum(flat)
+    found = sums64(flat, places) if on_device else checksum(flat, places)
     is_raw = encoding == "raw"
     specs = bucket.specs if is_raw else (payload_spec(flat.numel()),)
     tensors: Sequence[torch.Tensor] = unpack(flat, specs) if is_raw else (flat,)
-    return WeightBucket(bucket.index, specs, tuple(tensors), encoding, found, ref, record_event(flat.device))
+    ready = record_event(flat.device)
+    return WeightBucket(bucket.index, specs, tuple(tensors), encoding, found, ref, ready, bucket.others)
+
+
+def sent_bytes(bucket: WeightBucket) -> SentBytes:
+    """Return what is sent of an encoded bucket by this rank."""
+    size_bytes = sum(spec.size_bytes for spec in bucket.specs)
+    return SentBytes(encoding=bucket.encoding, size_bytes=size_bytes, checksum=bucket.checksum)
 
 
 def bucket_transfer(bucket: WeightBucket, ref: UpdateRef, timeout_s: float) -> BucketTransfer:
-    """Return the message that asks an endpoint to receive an encoded bucket."""
-    return BucketTransfer(
-        run_id=ref.run_id,
-        version=ref.version,
-        session_id=ref.session_id,
-        bucket_index=bucket.index,
-        encoding=bucket.encoding,
-        size_bytes=sum(spec.size_bytes for spec in bucket.specs),
-        checksum=bucket.checksum,
-        timeout_s=timeout_s,
-    )
+    """Return the message that asks an endpoint to receive an encoded bucket, or the parts of all ranks."""
+    own = sent_bytes(bucket)
+    sent = {"parts": (own, *bucket.others)} if bucket.others else own.model_dump()
+    return BucketTransfer(**ref.model_dump(), bucket_index=bucket.index, timeout_s=timeout_s, **sent)
 
 
 def payload_spec(size_bytes: int) -> TensorSpec:

@@ -16,8 +16,10 @@ from inflight.contracts import ReceivesAhead, WeightReceiver
 from inflight.errors import TransferError, UpdateRefusedError
 from inflight.weights.encode.bucket_bytes import checksum_as, decode, payload_spec, unpack
 from inflight.weights.encode.delta import decode_delta, element_runs
+from inflight.weights.encode.parts import part_specs, places_of, read_part, views_of, write_part
 from inflight.weights.encode.transit import ReusedMemory, finished_on_weight_stream
-from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, UpdateRef, WeightUpdate
+from inflight.weights.transports.several import SeveralReceivers
+from inflight.wire import BucketSpec, BucketTransfer, SentBytes, TensorSpec, UpdateRef, WeightUpdate
 
 
 @dataclass(slots=True)
@@ -56,37 +58,90 @@ class Staging:
 
         If it raises `TransferError`, nothing of the bucket is staged.
         """
-        size_bytes = bucket.size_bytes if transfer.size_bytes is None else transfer.size_bytes
-        if transfer.encoding == "raw" and size_bytes != bucket.size_bytes:
-            raise TransferError(f"bucket {bucket.index} has {bucket.size_bytes} bytes, but {size_bytes} were announced")
-        if size_bytes > bucket.size_bytes:
-            raise TransferError(
-                f"bucket {bucket.index} would be sent as {size_bytes} bytes, more than its own {bucket.size_bytes}"
-            )
-        (payload,) = receiver.receive((payload_spec(size_bytes),), transfer.timeout_s)
-        self._receive_ahead(receiver, bucket.index + 1, transfer.timeout_s)
-        with finished_on_weight_stream(payload.device):
-            if (
-                transfer.checksum is not None
-                and (found := checksum_as(transfer.checksum, payload)) != transfer.checksum
-            ):
-                raise TransferError(
-                    f"bucket {bucket.index} was damaged in transit: its checksum is {found}, but {transfer.checksum} "
-                    "was announced; none of it was loaded"
-                )
-            flat = self._decode(transfer, bucket, tensors, payload)
+        if transfer.parts:
+            flat = self._receive_parts(receiver, transfer, bucket)
+        else:
+            payload = self._receive_checked(receiver, transfer, bucket.index, bucket.size_bytes, transfer.timeout_s)
+            with finished_on_weight_stream(payload.device):
+                flat = self._decode(transfer, bucket, tensors, payload)
         with self._lock:
             if self._is_dropped:
                 raise TransferError("the update has ended")
             self._flats.append(flat)
 
-    def _receive_ahead(self, receiver: WeightReceiver, index: int, timeout_s: float) -> None:
+    def _receive_checked(
+        self,
+        receiver: WeightReceiver,
+        sent: SentBytes,
+        index: int,
+        raw_bytes: int,
+        timeout_s: float,
+        next_bytes: int | None = None,
+        places: bytes = b"",
+    ) -> torch.Tensor:
+        """Return what one sender sent of a bucket, whose own size is ``raw_bytes``, once its checksum was compared."""
+        size_bytes = raw_bytes if sent.size_bytes is None else sent.size_bytes
+        if sent.encoding == "raw" and size_bytes != raw_bytes:
+            raise TransferError(f"bucket {index} has {raw_bytes} bytes, but {size_bytes} were announced")
+        if size_bytes > raw_bytes:
+            raise TransferError(f"bucket {index} would be sent as {size_bytes} bytes, more than its own {raw_bytes}")
+        (payload,) = receiver.receive((payload_spec(size_bytes),), timeout_s)
+        self._receive_ahead(receiver, index + 1, timeout_s, next_bytes)
+        with finished_on_weight_stream(payload.device):
+            announced = sent.checksum
+            if announced is not None and (found := checksum_as(announced, payload, places)) != announced:
+                raise TransferError(
+                    f"bucket {index} was damaged in transit: its checksum is {found}, but {announced} "
+                    "was announced; none of it was loaded"
+                )
+        return payload
+
+    def _receive_ahead(
+        self, receiver: WeightReceiver, index: int, timeout_s: float, size_bytes: int | None = None
+    ) -> None:
         """Receive the next bucket while this one is verified, if its size is known before it is announced."""
         update = self.update
         if not isinstance(receiver, ReceivesAhead) or update.encodings or index == len(update.buckets):
             return
+        if size_bytes is None:
+            size_bytes = update.buckets[index].size_bytes
         # The publisher may pause until the lease ends.
-        receiver.receive_ahead((payload_spec(update.buckets[index].size_bytes),), update.lease_s + timeout_s)
+        receiver.receive_ahead((payload_spec(size_bytes),), update.lease_s + timeout_s)
+
+    def _receive_parts(self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec) -> torch.Tensor:
+        """Return the bytes of a bucket, of which every sender sends a part, all at the same time."""
+        manifest = self.update.manifest
+        if not isinstance(receiver, SeveralReceivers) or len(receiver.receivers) != manifest.num_senders:
+            raise TransferError(
+                f"bucket {bucket.index} comes from {manifest.num_senders} senders, but the weight group was formed "
+                "with another number of them"
+            )
+        later = self.update.buckets[bucket.index + 1 : bucket.index + 2]
+        flat = receiver.take(bucket.size_bytes)
+        if self._base is not None:
+            flat.copy_(self._base.flats[bucket.index])
+
+        def receive(sender: int, receiver: WeightReceiver) -> None:
+            sent, specs = transfer.parts[sender], part_specs(manifest, bucket, sender)
+            next_bytes = sum(spec.size_bytes for it in later for spec in part_specs(manifest, it, sender))
+            places = places_of(manifest, bucket, sender)
+            raw_bytes = sum(spec.size_bytes for spec in specs)
+            try:
+                payload = self._receive_checked(
+                    receiver, sent, bucket.index, raw_bytes, transfer.timeout_s, next_bytes, places
+                )
+                views = views_of(flat, manifest, bucket, sender)
+                if sent.encoding == "delta":
+                    part = read_part(views)
+                    decode_delta(payload.cpu(), element_runs(specs)).write(part)
+                else:
+                    part = decode(sent.encoding, payload, specs)
+                write_part(part, views)
+            except TransferError as error:
+                raise TransferError(f"from rank {sender} of the trainer: {error}") from error
+
+        receiver.of_each(receive)
+        return flat
 
     def _decode(
         self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec], payload: torch.Tensor

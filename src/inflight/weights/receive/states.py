@@ -244,8 +244,15 @@ class UpdateStateMachine:
         """Return the bucket that begins to arrive, and its tensors. Buckets come in order, each once."""
         opened = self._require_open(transfer.ref)
         update = opened.update
-        if transfer.encoding not in ("raw", *update.encodings):
-            raise UpdateRefusedError(f"encoding {transfer.encoding} was not announced for version {update.version}")
+        num_parts = update.manifest.num_senders if update.manifest.shardings else 0
+        if len(transfer.parts) != num_parts:
+            raise UpdateRefusedError(
+                f"bucket {transfer.bucket_index} was offered in {len(transfer.parts)} parts, but version "
+                f"{update.version} announced {num_parts}"
+            )
+        for sent in transfer.parts or (transfer,):
+            if sent.encoding not in ("raw", *update.encodings):
+                raise UpdateRefusedError(f"encoding {sent.encoding} was not announced for version {update.version}")
         if opened.is_receiving:
             raise UpdateRefusedError(
                 f"bucket {opened.num_received} is still being received; offer one bucket at a time"

@@ -299,7 +299,7 @@ class Fleet:
                 f"but was {before.model} in {before.dtype} with {before.vocab_size}"
             )
         group = self._publisher.group
-        needs = Needs(in_flight=in_flight, transport=group.transport, encodings=tuple(group.encodings))
+        needs = Needs(in_flight=in_flight, transport=group.transport, encodings=group.encoder.encodings)
         missing = can.missing(needs)
         return f"does not support {', '.join(missing.values())}" if missing else None
 

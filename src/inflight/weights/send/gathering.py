@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from inflight.contracts import LoraSource, PartialWeightSource, WeightSource
+from inflight.contracts import LoraSource, PartialWeightSource, ShardedWeightSource, WeightSource
 from inflight.errors import TrainerError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import Rounding
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from inflight.wire import InFlightPolicy, Manifest, WeightUpdate
+from inflight.weights.encode.parts import part_specs
+from inflight.wire import InFlightPolicy, Manifest, TensorSpec, WeightUpdate
 
 _LEASE_SLACK_S = 5.0
 """How long after the deadline an endpoint keeps an update open without a call from the publisher."""
@@ -29,20 +30,30 @@ def weight_update_of(
     encoding: Rounding = "raw",
     keep: bool = False,
     version: int | None = None,
+    sharded: bool = False,
 ) -> WeightUpdate:
     """Return the message that announces the worker's current weights as a new session.
 
-    ``version`` None is the worker's.
+    ``version`` None is the worker's. ``sharded`` announces that every rank sends its own part of each bucket.
     """
     specs = tuple(worker.parameter_specs())
     frozen = tuple(worker.frozen_names()) if isinstance(worker, PartialWeightSource) else ()
     lora = worker.lora_spec() if isinstance(worker, LoraSource) else None
+    of_tensors = worker.shardings() if sharded and isinstance(worker, ShardedWeightSource) else ()
+    shardings = tuple(dict.fromkeys(of_tensors))
+    index_of = {sharding: index for index, sharding in enumerate(shardings)}
     return WeightUpdate(
         run_id=run_id,
         version=worker.version if version is None else version,
         session_id=uuid.uuid4().hex[:16],
         incarnation=incarnation,
-        manifest=Manifest(tensors=specs, frozen=frozen, lora=lora),
+        manifest=Manifest(
+            tensors=specs,
+            frozen=frozen,
+            lora=lora,
+            shardings=shardings,
+            sharding_of=tuple(index_of[sharding] for sharding in of_tensors),
+        ),
         buckets=plan_buckets(specs, bucket_bytes),
         in_flight=in_flight,
         encodings=() if encoding == "raw" else (encoding,),
@@ -75,7 +86,9 @@ def require_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) ->
                 f"the worker yielded bucket {bucket.index}, but bucket {num_gathered} of {len(update.buckets)} is next"
             )
         announced = update.buckets[bucket.index]
-        specs = update.manifest.tensors[announced.start : announced.stop]
+        specs: Sequence[TensorSpec] = update.manifest.tensors[announced.start : announced.stop]
+        if update.manifest.shardings:
+            specs = part_specs(update.manifest, announced, 0)
         found = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in bucket.tensors]
         wanted = [(spec.shape, str(spec.dtype)) for spec in specs]
         if found != wanted:

@@ -82,7 +82,7 @@ class Publish:
 
     def encode(self, bucket: WeightBucket) -> WeightBucket:
         """Return a gathered bucket ready to send. Called in the training thread."""
-        return self._group.encode(bucket, self._update)
+        return self._group.encoder.encode(bucket, self._update)
 
     async def prepare(self) -> None:
         """Form the group unless there is one, and begin the update on the sender; the report names a failure.
@@ -258,6 +258,7 @@ class Publish:
                 while (bucket := await self._to_send.receive()) is not None:
                     what = f"bucket {bucket.index} of {len(self._update.buckets)}"
                     self._num_sent_bytes += sum(spec.size_bytes for spec in bucket.specs)
+                    self._num_sent_bytes += sum(sent.size_bytes or 0 for sent in bucket.others)
                     with self._travelling:
                         await self._send_one(bucket)
                 for participant in self._participants.values():

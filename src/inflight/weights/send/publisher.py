@@ -21,15 +21,22 @@ import anyio.from_thread
 
 from inflight.base.requirements import require
 from inflight.base.tasks import combine_failures
-from inflight.contracts import InferenceEndpoint, MergingLoraSource, WeightSender, WeightSource
+from inflight.contracts import (
+    InferenceEndpoint,
+    MergingLoraSource,
+    ShardedWeightSource,
+    WeightSender,
+    WeightSource,
+)
 from inflight.errors import ConfigError, DeadlineError, PublishError
 from inflight.http.kinds import connect_endpoint
-from inflight.types import PublishReport, WeightBucket
+from inflight.types import EndpointOutcome, PublishReport, WeightBucket
 from inflight.weights.encode.bucket_bytes import Rounding
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from inflight.weights.send.endpoint_update import query_endpoint
 from inflight.weights.send.gathering import gather_rest, require_announced, weight_update_of
 from inflight.weights.send.publish import CLOSED, Publish, Stopwatch
+from inflight.weights.send.ranks import RankSenders
 from inflight.weights.send.weight_group import WeightGroup
 from inflight.weights.transports import make_sender
 from inflight.wire import Capabilities, InFlightPolicy, Needs, TransportName, WeightUpdate
@@ -44,6 +51,8 @@ class WeightPublisher:
     highest they have seen. None uses one more than that. ``encoding`` rounds weights for the transfer. ``delta`` sends
     only the changes since the last publish that every endpoint applied. It needs one more copy of the weights in host
     memory on each side. ``staged`` lets sampling continue while weights arrive, on endpoints that support staging.
+    ``sharded`` is a source whose ranks all send what they hold, if every endpoint supports that; each rank other than 0
+    then calls `PartSender.send` for each publish, in place of `gather_only`.
     ``connect_timeout_s`` is the longest wait for the endpoints' answers, and for a weight group to form.
 
     Entering asks each endpoint for its capabilities and forms the weight group. If that fails, it raises `ConfigError`,
@@ -62,6 +71,7 @@ class WeightPublisher:
         encoding: Rounding = "raw",
         delta: bool = False,
         staged: bool = True,
+        sharded: ShardedWeightSource | None = None,
         connect_timeout_s: float = 60.0,
     ) -> None:
         names = [endpoint.name for endpoint in endpoints]
@@ -75,8 +85,13 @@ class WeightPublisher:
             raise ConfigError(
                 f"delta sends changed elements without rounding them, so encoding must be 'raw', not {encoding!r}"
             )
+        if sharded is not None and encoding == "float8":
+            raise ConfigError("float8 needs whole tensors, for their scales: omit sharded, or use another encoding")
         self.run_id = run_id
         self.staged = staged
+        self.ranks = None if sharded is None else RankSenders(sender, sharded, delta=delta)
+        """The senders of all ranks, if each of them sends what it holds."""
+        sender = self.ranks or sender
         self.group = WeightGroup(
             sender, run_id=run_id, encoding=encoding, delta=delta, form_timeout_s=connect_timeout_s
         )
@@ -103,6 +118,7 @@ class WeightPublisher:
         encoding: Rounding = "raw",
         delta: bool = False,
         staged: bool = True,
+        sharded: ShardedWeightSource | None = None,
         connect_timeout_s: float = 60.0,
     ) -> WeightPublisher:
         """Return a connected publisher for servers of the contract, or an engine's own servers by ``ENGINE+http://``.
@@ -119,6 +135,7 @@ class WeightPublisher:
             encoding=encoding,
             delta=delta,
             staged=staged,
+            sharded=sharded,
             connect_timeout_s=connect_timeout_s,
         ).__enter__()
 
@@ -222,7 +239,8 @@ class WeightPublisher:
         self._endpoints = {endpoint: can for endpoint, (can, _) in zip(self._connected, answers, strict=True)}
         if self._incarnation is None:
             self._incarnation = 1 + max((v.incarnation for _, v in answers if v.owner_run_id == self.run_id), default=0)
-        await self.group.form(self._endpoints, self.incarnation, self._connect_timeout_s, len(self._endpoints))
+        if self.ranks is None:  # the other ranks join in the first publish
+            await self.group.form(self._endpoints, self.incarnation, self._connect_timeout_s, len(self._endpoints))
 
 
 class OpenPublish:
@@ -316,17 +334,24 @@ def publish_weights(
     no endpoint stays paused: reachable endpoints have aborted, the others resume on their own when their lease ends.
     """
     source = _source_for(worker, publisher, endpoints, bucket_bytes)
-    gathered = source.gather_weights(plan_buckets(source.parameter_specs(), bucket_bytes))
-    try:
+    targets = publisher.endpoints if endpoints is None else endpoints
+    ranks = _sharing_ranks(source, publisher, targets, bucket_bytes)
+    with contextlib.ExitStack() as stack:
+        gathered: Iterator[WeightBucket] = iter(())
+        if ranks is None:
+            gathered = source.gather_weights(plan_buckets(source.parameter_specs(), bucket_bytes))
+            stack.callback(gather_rest, gathered)
+        else:
+            sending = stack.enter_context(ranks.sending(bucket_bytes, deadline_s))
         if worker.rank != 0:
             raise ConfigError(f"publish_weights is for rank 0; rank {worker.rank} calls gather_only(worker)")
-        endpoints = publisher.endpoints if endpoints is None else endpoints
         if not deadline_s > 0:
             raise ConfigError(f"deadline_s must be above 0, not {deadline_s}")
         if quorum is not None and not quorum >= 1:
             raise ConfigError(f"quorum must be at least 1, not {quorum}")
         if in_flight not in list(InFlightPolicy):
             raise ConfigError(f"in_flight must be one of {', '.join(InFlightPolicy)}, not {in_flight!r}")
+        encoder = publisher.group.encoder
         update = weight_update_of(
             source,
             run_id=publisher.run_id,
@@ -334,22 +359,46 @@ def publish_weights(
             bucket_bytes=bucket_bytes,
             deadline_s=deadline_s,
             in_flight=InFlightPolicy(in_flight),
-            encoding=publisher.group.encoding,
+            encoding=encoder.encoding,
             keep=keep_base,
             version=version,
+            sharded=ranks is not None,
         )
-        needs = replace(Needs.of_update(update), encodings=tuple(publisher.group.encodings), staging=False)
-        for endpoint, can in endpoints.items():
+        needs = replace(Needs.of_update(update), encodings=encoder.encodings, staging=False)
+        for endpoint, can in targets.items():
             require(can, needs, endpoint.name)
-        num_needed = len(endpoints) if quorum is None else quorum
-        checked = require_announced(gathered, update)
-        report = publisher.publish(endpoints, update, checked, deadline_s=deadline_s, num_needed=num_needed)
-    finally:
-        gather_rest(gathered)
+        num_needed = len(targets) if quorum is None else quorum
+        if ranks is None:
+            checked = require_announced(gathered, update)
+            report = publisher.publish(targets, update, checked, deadline_s=deadline_s, num_needed=num_needed)
+        else:
+            if not ranks.has_others:
+                publisher.group.lose()
+            opened = publisher.open(
+                targets, update, deadline_s=deadline_s, num_needed=num_needed, staged=publisher.staged
+            )
+            report = opened.send(require_announced(sending.buckets_of(update), update))
+            sending.is_applied = all(part.outcome is EndpointOutcome.APPLIED for part in report.endpoints)
     if not report.succeeded:
         whom = "every endpoint" if quorum is None else f"{quorum} endpoints"
         raise PublishError(f"the publish did not reach {whom}: {report.summary()}", report)
     return report
+
+
+def _sharing_ranks(
+    source: WeightSource,
+    publisher: WeightPublisher,
+    targets: Mapping[InferenceEndpoint, Capabilities],
+    bucket_bytes: int,
+) -> RankSenders | None:
+    """Return the ranks if each of them is to send what it holds, else None; rank 0 then notifies the others."""
+    ranks = publisher.ranks
+    if ranks is None or source.rank != 0:
+        return None
+    if source is ranks.source and ranks.source.shardings() and all(can.sharded for can in targets.values()):
+        return ranks
+    ranks.gather(bucket_bytes)
+    return None
 
 
 def _source_for(

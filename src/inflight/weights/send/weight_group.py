@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
 from inflight.base.tasks import combine_failures
 from inflight.base.threads import run_abandonable, start_in_thread
 from inflight.base.transport_registry import refusal
-from inflight.contracts import InferenceEndpoint, ReservesMemory, SendsFromDevice, WeightSender
+from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.errors import ConfigError, DeadlineError, InflightError, TransferError, UnsupportedError
 from inflight.types import WeightBucket
-from inflight.weights.encode.bucket_bytes import Packer, Rounding, encode_bucket, pack_into, unpack
-from inflight.weights.encode.delta import Snapshot
+from inflight.weights.encode.bucket_bytes import Rounding
+from inflight.weights.send.encoder import BucketEncoder
 from inflight.weights.send.endpoint_update import query_endpoints, retry_unanswered
-from inflight.wire import Capabilities, Encoding, TransportName, TransportSpec, WeightUpdate, WeightVersion
+from inflight.wire import Capabilities, TransportName, TransportSpec, WeightUpdate, WeightVersion
 
 _SLACK_S = 1.0
 """Extra time beyond the transport's own timeout for forming a group, so that the transport's error arrives first."""
@@ -26,19 +25,16 @@ _SLACK_S = 1.0
 class WeightGroup:
     """The weight group of one trainer: formed, used for updates one at a time, and lost after a failure.
 
-    Coroutines run in the publisher's event loop, `encode` in the training thread. Forming takes at most
-    ``form_timeout_s``.
+    Coroutines run in the publisher's event loop. Forming takes at most ``form_timeout_s``.
     """
 
     def __init__(
         self, sender: WeightSender, *, run_id: str, encoding: Rounding, delta: bool, form_timeout_s: float
     ) -> None:
         self.sender = sender
-        self.encoding: Rounding = encoding
+        self.encoder = BucketEncoder(sender, encoding=encoding, delta=delta)
         self._run_id = run_id
         self._form_timeout_s = form_timeout_s
-        self._packer = Packer()
-        self._snapshot = Snapshot() if delta else None
         self._members: frozenset[InferenceEndpoint] = frozenset()
         self._transport: TransportName | None = None
         self._ending: Future[None] | None = None
@@ -52,11 +48,6 @@ class WeightGroup:
     def transport(self) -> TransportName | None:
         """The transport of the last group that was formed, None before the first."""
         return self._transport
-
-    @property
-    def encodings(self) -> tuple[Encoding, ...]:
-        """The encodings in which buckets may travel; every endpoint has to support them."""
-        return (self.encoding,) if self._snapshot is None else ("delta",)
 
     # ------------------------------------------------------------------------------------------------------ forming
 
@@ -75,7 +66,8 @@ class WeightGroup:
             return {}
         self._members = frozenset()
         timeout_s = min(timeout_s, self._form_timeout_s)
-        opened = self.sender.specs(self._run_id, [can.num_ranks for can in endpoints.values()], timeout_s)
+        num_ranks = [can.num_ranks for can in endpoints.values()]
+        opened = await run_abandonable(lambda: self.sender.specs(self._run_id, num_ranks, timeout_s), "inflight-open")
         specs = {
             endpoint: spec.model_copy(update={"incarnation": incarnation})
             for endpoint, spec in zip(endpoints, opened, strict=True)
@@ -143,9 +135,7 @@ class WeightGroup:
     def lose(self) -> None:
         """Drop the group and end its pending calls; the next publish forms a new one. Any thread may call it."""
         self._members = frozenset()
-        self._packer = Packer()  # an abandoned send may still read the buffers
-        if self._snapshot is not None:
-            self._snapshot = Snapshot()  # it is no longer known which endpoints hold its weights
+        self.encoder.forget()  # it is no longer known which weights the endpoints hold
         self.sender.abort()
 
     def remove(self, endpoint: InferenceEndpoint) -> None:
@@ -165,45 +155,23 @@ class WeightGroup:
                 await asyncio.wait_for(asyncio.wrap_future(ending), timeout_s)
             except TimeoutError as error:
                 raise TransferError(f"the previous update was not cleaned up within {timeout_s:g} s") from error
-        if self._snapshot is not None:
-            update = await self._with_base(update, self._snapshot)
+        if self.encoder.is_delta:
+            update = await self._with_base(update)
         await run_abandonable(lambda: self.sender.begin(update), "inflight-begin")
         return update
 
-    async def _with_base(self, update: WeightUpdate, snapshot: Snapshot) -> WeightUpdate:
-        """Return the update as a delta if every member has kept what the snapshot holds, else unchanged."""
-        base = snapshot.ref
-        if base is not None and snapshot.is_cut_as(update):
+    async def _with_base(self, update: WeightUpdate) -> WeightUpdate:
+        """Return the update as a delta if every member has kept its base, else unchanged."""
+        base = self.encoder.base_of(update)
+        if base is not None:
             calls = {e.name: partial(retry_unanswered, e.weight_version) for e in self._members}
             answers = await query_endpoints(calls)  # a silent endpoint is asked again, for the update itself
             kept = [answer.kept for answer in answers.values() if isinstance(answer, WeightVersion)]
             if kept == [base] * len(self._members):
                 update = update.model_copy(update={"base": base, "encodings": ("delta",)})
         update = update.model_copy(update={"keep": True})
-        snapshot.begin(update)
+        self.encoder.begin(update)
         return update
-
-    def encode(self, bucket: WeightBucket, update: WeightUpdate) -> WeightBucket:
-        """Return a gathered bucket ready to send, valid until the second call after this one."""
-        snapshot = self._snapshot
-        if snapshot is None:
-            on_device = isinstance(self.sender, SendsFromDevice) and self.sender.sends_from_device
-            return encode_bucket(self._packed(bucket), update.ref, encoding=self.encoding, on_device=on_device)
-        delta = snapshot.encode(bucket.index, bucket.tensors, bucket.specs)
-        if delta is None or update.base is None:
-            return encode_bucket(bucket, update.ref, payload=snapshot.flat(bucket.index))
-        return encode_bucket(bucket, update.ref, encoding="delta", payload=delta)
-
-    def _packed(self, bucket: WeightBucket) -> WeightBucket:
-        """Return a bucket with its tensors one after another, in memory of the sender if it has some for it."""
-        size_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
-        if (
-            isinstance(self.sender, ReservesMemory)
-            and (target := self.sender.reserve(bucket.index, size_bytes)) is not None
-        ):
-            pack_into(target, bucket.tensors)
-            return replace(bucket, tensors=tuple(unpack(target, bucket.specs)))
-        return self._packer.pack_bucket(bucket)
 
     async def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """Send one bucket; return when it has left. Raises `TransferError`."""
@@ -214,8 +182,8 @@ class WeightGroup:
 
         An endpoint that did not apply it may still read it.
         """
-        if is_applied_everywhere and self._snapshot is not None:
-            self._snapshot.note_applied(update.ref)
+        if is_applied_everywhere:
+            self.encoder.note_applied(update.ref)
         self._ending = start_in_thread(lambda: self.sender.end(is_done=is_applied_everywhere), "inflight-end")
 
     def abort_update(self) -> None:

@@ -39,4 +39,11 @@ def make_sender(transport: TransportName, *, address: str = "127.0.0.1", directo
 
 def make_receiver(spec: TransportSpec, device: torch.device | None = None, rank: int = 0) -> WeightReceiver:
     """Return one endpoint rank's end. ``rank`` and ``device`` as in `Transport.receiver`."""
-    return find_transport(spec.transport).receiver(spec, rank=rank, device=device)
+    transport = find_transport(spec.transport)
+    own = transport.receiver(spec, rank=rank, device=device)
+    if not spec.others:
+        return own
+    from inflight.weights.transports.several import SeveralReceivers
+
+    others = [transport.receiver(other, rank=rank, device=device) for other in spec.others]
+    return SeveralReceivers([own, *others], device, on_device=transport.needs_gpu)

@@ -256,7 +256,8 @@ class BucketStore:
         self._write(opened.path / stored.file, [memoryview(header), bytes_of(flat)], attempt)
         opened.stored.append(stored)
         if len(opened.stored) == len(update.buckets):
-            manifest = StoredUpdate(update=update, buckets=tuple(opened.stored))
+            # Not validated: a part of an update may have empty buckets, which an announced update may not.
+            manifest = StoredUpdate.model_construct(update=update, buckets=tuple(opened.stored))
             self._write(opened.path / MANIFEST, [_json(manifest)], attempt)
             self._write(opened.path.parent / LATEST, [_json(ref)], attempt)
 

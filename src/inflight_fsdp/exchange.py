@@ -1,0 +1,62 @@
+"""Short messages between the ranks of a trainer, over a gloo group of their own, with a deadline for each of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from inflight.errors import TransferError
+
+_MAX_BYTES = 1 << 30
+
+
+class RankExchange:
+    """The exchange of all ranks of the default group; collective, and unusable after a failure.
+
+    Messages of the training itself travel in other groups, and may be under way at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._lost: str | None = None
+
+    def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
+        """Do what `inflight.contracts.ShardedWeightSource.exchange` states."""
+        if self._lost is not None:
+            raise TransferError(f"the ranks of the trainer have lost each other: {self._lost}")
+        deadline = time.monotonic() + timeout_s
+        if dist.get_rank():
+            self._send(message, 0, deadline)
+            return [self._receive(0, deadline)]
+        others = range(1, dist.get_world_size())
+        messages = [message, *(self._receive(rank, deadline) for rank in others)]
+        for rank in others:
+            self._send(message, rank, deadline)
+        return messages
+
+    def _send(self, message: bytes, rank: int, deadline: float) -> None:
+        data = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+        for tensor in (torch.tensor([len(message)]), data):
+            self._wait(dist.isend(tensor, rank, group=self._group), rank, deadline)
+
+    def _receive(self, rank: int, deadline: float) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._wait(dist.irecv(size, rank, group=self._group), rank, deadline)
+        if not 0 <= (size_bytes := int(size)) <= _MAX_BYTES:
+            raise TransferError(f"rank {rank} of the trainer announces a message of {size_bytes} bytes")
+        data = torch.empty(size_bytes, dtype=torch.uint8)
+        self._wait(dist.irecv(data, rank, group=self._group), rank, deadline)
+        return data.numpy().tobytes()
+
+    def _wait(self, work: dist.Work | None, rank: int, deadline: float) -> None:
+        assert work is not None
+        try:
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            is_late = time.monotonic() >= deadline
+            self._lost = f"rank {rank} {'did not answer in time' if is_late else 'is gone'}"
+            raise TransferError(f"{self._lost} ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,94 @@
+"""One rank that publishes what it holds: ``python -m tests.worker.sharded_program DIRECTORY RANK SIZE``.
+
+``cases.json`` in the directory has cases by name. Rank 0 serves the weights itself, and writes for each version
+whether the model that it serves equals what gathering gives, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inflight.base.worker_kinds import load_worker_kind
+from inflight.contracts import ShardedWeightSource, TrainerWorker
+from inflight.weights.send.gathering import gather_only
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
+from inflight.weights.send.ranks import PartSender
+from inflight.weights.transports import make_sender
+from tests.weights.test_abandoned import Local
+from tests.worker.worker_cases import accumulate, make_batch, settings
+
+BUCKET_BYTES = 50_000
+
+
+def sender_of(case: dict[str, Any], directory: Path, rank: int) -> Any:
+    folder = directory / f"rank-{rank}" if case["transport"] == "file" else None
+    return make_sender(case["transport"], directory=folder)
+
+
+def run_case(name: str, case: dict[str, Any], directory: Path, rank: int) -> dict[str, Any]:
+    plain = settings(Path(case["model"]), dtype="float32", wire_dtype="float32")
+    worker: Any = load_worker_kind(case["worker"]).create(plain | case["settings"])
+    assert isinstance(worker, ShardedWeightSource)
+    seen: dict[str, Any] = {"is_sharded": bool(worker.shardings()), "equal": [], "sent": []}
+    encoding = case.get("encoding", "raw")
+    if rank:
+        with PartSender(worker, sender_of(case, directory / name, rank)) as sender:
+            for version in range(3):
+                train(worker, version)
+                sender.send(30.0)
+                gather_only(worker, BUCKET_BYTES)
+    else:
+        local, other = Local(Path(case["model"])), Local(Path(case["model"]))
+        own = sender_of(case, directory / name, rank)
+        delta = case.get("delta", False)
+        with (
+            WeightPublisher(
+                [local.endpoint], own, run_id=name, sharded=worker, encoding=encoding, delta=delta
+            ) as publisher,
+            WeightPublisher([other.endpoint], make_sender("shm"), run_id=name, encoding=encoding) as gathering,
+        ):
+            for version in range(3):
+                train(worker, version)
+                report = publish_weights(worker, publisher, bucket_bytes=BUCKET_BYTES, deadline_s=30.0)
+                publish_weights(worker, gathering, bucket_bytes=BUCKET_BYTES, deadline_s=30.0)
+                served, wanted = weights_of(local), weights_of(other)
+                seen["equal"].append(all(torch.equal(served[key], value) for key, value in wanted.items()))
+                seen["sent"].append(report.sent_bytes / report.size_bytes)
+    worker.close()
+    return seen
+
+
+def weights_of(local: Local) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = local.endpoint._engine.weights.by_name
+    return found
+
+
+def train(worker: TrainerWorker, version: int) -> None:
+    if version:
+        batch = make_batch((9, 4, 17), version)
+        accumulate(worker, [batch])
+        worker.step()
+
+
+def main(directory: Path, rank: int, world_size: int) -> None:
+    torch.set_num_threads(1)
+    # Torch itself, of its compiler, which TorchTitan and DeepSpeed import.
+    warnings.filterwarnings("ignore", message=".torch.jit.script_method. is deprecated")
+    store = dist.FileStore(str(directory / f"store{world_size}"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    cases = json.loads((directory / "cases.json").read_text())
+    seen = {name: run_case(name, case, directory, rank) for name, case in cases.items()}
+    (directory / f"seen{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
