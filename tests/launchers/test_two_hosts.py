@@ -77,7 +77,10 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, timeout=20)
 
 
-def test_ranks_and_servers_on_two_hosts_meet_and_train(hosts: Hosts, tmp_path: Path, model_dir: Path) -> None:
+@pytest.mark.parametrize("updates", [(), ("--updates.sharded", "true", "--updates.transport", "http")], ids=str)
+def test_ranks_and_servers_on_two_hosts_meet_and_train(
+    hosts: Hosts, tmp_path: Path, model_dir: Path, updates: Sequence[str]
+) -> None:
     config = tmp_path / "run.toml"
     config.write_text(CONFIG.format(directory=tmp_path / "run", model=model_dir))
     here = f"{ADDRESSES[0]}"
@@ -86,7 +89,7 @@ def test_ranks_and_servers_on_two_hosts_meet_and_train(hosts: Hosts, tmp_path: P
         "run",
         *("inflight", "train", str(config), "--launcher", "outside", "--run.launcher_options"),
         *(f'{{ port = 8101, address = "{here}" }}', "--servers.attach.join", f"{here}:8100", "--train.num_ranks", "2"),
-        *("--run.num_steps", "3"),
+        *("--run.num_steps", "3", *updates),
     )
     for rank in (0, 1):
         where = {"INFLIGHT_RUN": f"{here}:8101", "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}

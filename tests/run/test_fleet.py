@@ -391,9 +391,19 @@ async def publish(trainers: TrainerGroup, urls: Sequence[str]) -> PublishResult:
     return published
 
 
-@pytest.mark.parametrize("num_ranks", first_of_each([2, 1], lambda _: "any"))
+SHARDED = ("--updates.sharded", "true")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "updates"), first_of_each([(2, ()), (1, ()), (2, SHARDED)], lambda case: case[1]), ids=str
+)
 def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
-    config_file: Path, start_server: Start, model_dir: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+    config_file: Path,
+    start_server: Start,
+    model_dir: Path,
+    num_ranks: int,
+    updates: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It knows of no group: the publish is refused, the group formed again, and the publish done again."""
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
@@ -401,7 +411,7 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
     urls = [steady.url, fickle.url]
 
     async def conversation() -> tuple[PublishResult, ...]:
-        overrides = ["--servers.attach.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)]
+        overrides = ["--servers.attach.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks), *updates]
         config = load_config(config_file, overrides)
         logs = config_file.parent
         trainers = TrainerGroup(config, logs, TOKEN, print)
@@ -427,6 +437,31 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
     assert fourth.notes == ()
     assert (fifth.endpoints, fifth.removed) == (tuple(urls), ())
     assert fifth.changes == ((fickle.url, "dead", "healthy"),)
+
+
+def test_every_rank_stores_what_it_holds(
+    config_file: Path, start_server: Start, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
+    urls, store = [start_server(model_dir).url], tmp_path / "store"
+
+    async def conversation() -> PublishResult:
+        overrides = ["--servers.attach.urls", json.dumps(urls), "--train.num_ranks", "2", *SHARDED]
+        overrides += ["--updates.transport", "file", "--updates.directory", str(store)]
+        trainers = TrainerGroup(load_config(config_file, overrides), config_file.parent, TOKEN, print)
+        await trainers.spawn()
+        try:
+            published = (await trainers.load_and_connect(Members(urls=tuple(urls)), "shards", None)).published
+            assert published is not None
+            return published
+        finally:
+            await trainers.stop()
+
+    published = asyncio.run(conversation())
+    assert published.outcomes == {urls[0]: "applied"}
+    assert published.sent_bytes == published.size_bytes
+    stored = [sum(file.stat().st_size for file in (store / f"rank-{rank}").rglob("*.safetensors")) for rank in (0, 1)]
+    assert max(stored) < 0.6 * sum(stored)
 
 
 @pytest.mark.parametrize("num_ranks", first_of_each([2, 1], lambda _: "any"))

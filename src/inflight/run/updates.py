@@ -9,7 +9,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from inflight.contracts import WeightSource
+from inflight.contracts import TrainerWorker
 from inflight.run.config import RunConfig
 
 if TYPE_CHECKING:
@@ -31,12 +31,8 @@ class Updates(Protocol):
         """Return the run's half."""
 
     @abstractmethod
-    def publishing(self, start: Start, deadline_s: float) -> Publishing:
-        """Return rank 0's half. Raises what connecting to the servers raises."""
-
-    @abstractmethod
-    def gather(self, worker: WeightSource) -> None:
-        """Take part in rank 0's publish. Called by every other rank."""
+    def publishing(self, worker: TrainerWorker, start: Start, deadline_s: float) -> Publishing:
+        """Return the half of a rank. Raises what connecting to the servers raises."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +47,13 @@ class PushUpdates(Updates):
 
         return PushDelivery(servers, trainers)
 
-    def publishing(self, start: Start, deadline_s: float) -> Publishing:
-        from inflight.run.ranks.publishing import PushPublishing
+    def publishing(self, worker: TrainerWorker, start: Start, deadline_s: float) -> Publishing:
+        from inflight.run.ranks.publishing import PushParticipation, PushPublishing
 
+        if worker.rank:
+            return PushParticipation(self.config.updates, worker, deadline_s)
         urls = () if start.members is None else start.members.urls
-        return PushPublishing(self.config.updates, urls, start.run_id, deadline_s)
-
-    def gather(self, worker: WeightSource) -> None:
-        from inflight.weights.send.fleet import take_part
-
-        take_part(worker)
+        return PushPublishing(self.config.updates, worker, urls, start.run_id, deadline_s)
 
 
 @dataclass(frozen=True)
@@ -75,15 +68,12 @@ class PullUpdates(Updates):
 
         return PullDelivery(servers)
 
-    def publishing(self, start: Start, deadline_s: float) -> Publishing:
-        from inflight.run.ranks.publishing import PullPublishing
+    def publishing(self, worker: TrainerWorker, start: Start, deadline_s: float) -> Publishing:
+        from inflight.run.ranks.publishing import PullParticipation, PullPublishing
 
+        if worker.rank:
+            return PullParticipation()
         return PullPublishing(self.config.updates, start.run_id, deadline_s)
-
-    def gather(self, worker: WeightSource) -> None:
-        from inflight.weights.send.gathering import gather_only
-
-        gather_only(worker)
 
 
 def updates_of(config: RunConfig) -> Updates:

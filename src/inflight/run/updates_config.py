@@ -41,6 +41,9 @@ class UpdatesSection(Section):
     delta: bool = False
     """Send only the elements that changed since the last publish. Trainer and servers each keep one more copy of the
     weights."""
+    sharded: bool = False
+    """Let every trainer rank send the weights that it holds, instead of gathering them on rank 0. It is faster where
+    ranks are on several hosts, and the links of the hosts are the limit."""
     staged: bool = True
     """Keep sampling while weights arrive, on servers that support it. They hold a second copy of the weights
     meanwhile."""
@@ -83,6 +86,17 @@ class UpdatesSection(Section):
                 raise ValueError(
                     "updates.mode 'pull' does not wait for servers: leave out updates.delta and updates.quorum"
                 )
+            if self.sharded:
+                raise ValueError("updates.mode 'pull' stores whole tensors: leave out updates.sharded")
+        return self
+
+    @model_validator(mode="after")
+    def _scales_are_of_whole_tensors(self) -> Self:
+        if self.sharded and self.encoding == "float8":
+            raise ValueError(
+                "updates.encoding 'float8' needs whole tensors, for their scales: leave out updates.sharded, or use "
+                "another encoding"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
-"""How trainer rank 0 publishes versions: it pushes them to a fleet, or stores them for servers that pull.
+"""How trainer ranks publish versions: rank 0 pushes them to a fleet, or stores them for servers that pull.
 
-The other ranks only take part in gathering.
+The other ranks take part in gathering, or send the weights that they hold.
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Protocol
 
-from inflight.contracts import TrainerWorker
-from inflight.errors import FencedError
+from inflight.contracts import ShardedWeightSource, TrainerWorker
+from inflight.errors import ConfigError, FencedError
 from inflight.launchers.launcher import ADDRESS_VARIABLE
 from inflight.run.ranks.messages import Members, PublishResult
 from inflight.run.updates_config import UpdatesSection
-from inflight.weights.send.fleet import Fleet
+from inflight.weights.send.fleet import Fleet, take_part
+from inflight.weights.send.gathering import gather_only
 from inflight.weights.send.publisher import WeightPublisher
+from inflight.weights.send.ranks import PartSender
 from inflight.weights.send.storing import newest_incarnation, store_weights
+from inflight.weights.transports import make_sender
 from inflight.weights.transports.files import FileSender
 
 
 class Publishing(Protocol):
-    """Publishes the current version; rank 0 calls it while the other ranks gather."""
+    """The part of one rank in publishing. All ranks publish together."""
 
     @abstractmethod
-    def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
-        """Publish the worker's current version."""
+    def publish(self, worker: TrainerWorker, members: Members) -> PublishResult | None:
+        """Publish the worker's current version; return the result on rank 0."""
 
     def close(self) -> None:
         return
@@ -37,7 +41,9 @@ class Publishing(Protocol):
 class PushPublishing(Publishing):
     """Publishes to the servers of the fleet that can be reached, and waits for them."""
 
-    def __init__(self, updates: UpdatesSection, urls: Sequence[str], run_id: str, deadline_s: float) -> None:
+    def __init__(
+        self, updates: UpdatesSection, worker: TrainerWorker, urls: Sequence[str], run_id: str, deadline_s: float
+    ) -> None:
         self._updates = updates
         self._deadline_s = deadline_s
         token = os.environ.get("INFLIGHT_TOKEN")
@@ -47,10 +53,11 @@ class PushPublishing(Publishing):
             token=token,
             transport=updates.transport,
             address=_own_address(updates),
-            directory=None if updates.directory is None else updates.directory.absolute(),
+            directory=_directory_of(updates, worker),
             encoding=updates.encoding,
             delta=updates.delta,
             staged=updates.staged,
+            sharded=_shards_of(updates, worker),
             connect_timeout_s=deadline_s,
         )
         self._fleet = Fleet(publisher, quorum=updates.quorum, token=token)
@@ -77,6 +84,32 @@ class PushPublishing(Publishing):
 
     def close(self) -> None:
         self._fleet.close()
+
+
+class PushParticipation(Publishing):
+    """Another rank's part in `PushPublishing`."""
+
+    def __init__(self, updates: UpdatesSection, worker: TrainerWorker, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._parts: PartSender | None = None
+        if (shards := _shards_of(updates, worker)) is not None:
+            directory = _directory_of(updates, worker)
+            sender = make_sender(updates.transport, address=_own_address(updates), directory=directory)
+            self._parts = PartSender(shards, sender)
+
+    def publish(self, worker: TrainerWorker, members: Members) -> None:
+        take_part(worker, self._parts, deadline_s=self._deadline_s)
+
+    def close(self) -> None:
+        if self._parts is not None:
+            self._parts.close()
+
+
+class PullParticipation(Publishing):
+    """Another rank's part in `PullPublishing`."""
+
+    def publish(self, worker: TrainerWorker, members: Members) -> None:
+        gather_only(worker)
 
 
 class PullPublishing(Publishing):
@@ -118,6 +151,26 @@ class PullPublishing(Publishing):
             wire_s=report.store_s,
             total_s=ended - started,
         )
+
+
+def _shards_of(updates: UpdatesSection, worker: TrainerWorker) -> ShardedWeightSource | None:
+    """Return the worker if its ranks are to send what they hold. Raises `ConfigError` if it cannot."""
+    if not updates.sharded or worker.world_size == 1:
+        return None
+    if not isinstance(worker, ShardedWeightSource):
+        raise ConfigError(
+            f"updates.sharded is set, but {type(worker).__name__} is not a ShardedWeightSource: its ranks cannot send "
+            "what they hold. Leave out updates.sharded"
+        )
+    return worker
+
+
+def _directory_of(updates: UpdatesSection, worker: TrainerWorker) -> Path | None:
+    """Return where a rank stores weights: each rank that sends has a directory of its own."""
+    if updates.directory is None:
+        return None
+    whole = updates.directory.absolute()
+    return whole if _shards_of(updates, worker) is None else whole / f"rank-{worker.rank}"
 
 
 def _own_address(updates: UpdatesSection) -> str:

@@ -151,13 +151,11 @@ class TrainerRank:
             self._worker.load(start.checkpoint)
         self._hosted = HostedRank(self._worker, start, limits.publish_s, begin)
         self._shares_memory = config.servers.release_memory
-        self._updates = updates_of(config)
         self._publishing: Publishing | None = None
-        """Set on rank 0 only, and only if versions are published."""
-        if self._worker.rank or start.members is None:
-            return
-        self._begin("connecting to the servers")
-        self._publishing = self._updates.publishing(start, limits.publish_s)
+        """None if versions are not published to servers of the run."""
+        if start.members is not None:
+            self._begin("connecting to the servers")
+            self._publishing = updates_of(config).publishing(self._worker, start, limits.publish_s)
 
     def close(self) -> None:
         self._hosted.close()
@@ -198,11 +196,9 @@ class TrainerRank:
                 return Done(version=version, saved=self._finish_save(self._save_timeout_s))
 
     def _publish(self, members: Members) -> PublishResult | None:
+        assert self._publishing is not None
         self._begin(f"publishing version {self._worker.version}")
-        if self._publishing is not None:
-            return self._publishing.publish(self._worker, members)
-        self._updates.gather(self._worker)
-        return None
+        return self._publishing.publish(self._worker, members)
 
     # --------------------------------------------------------------------------------------------- one optimizer step
 

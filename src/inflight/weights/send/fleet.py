@@ -33,6 +33,7 @@ from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
 from inflight.weights.send.endpoint_update import ANSWER_S, query_endpoint, query_endpoints
 from inflight.weights.send.gathering import gather_only
 from inflight.weights.send.publisher import WeightPublisher, close_all, publish_weights
+from inflight.weights.send.ranks import PartSender
 from inflight.wire import Capabilities, EndpointState, InFlightPolicy, Needs, WeightVersion
 
 _NUM_ATTEMPTS = 3
@@ -343,8 +344,16 @@ class Fleet:
         )
 
 
-def take_part(worker: WeightSource, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
-    """Gather for each attempt of rank 0's `Fleet.publish`. Every other rank calls it.
+def take_part(
+    worker: WeightSource,
+    parts: PartSender | None = None,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    deadline_s: float = 60.0,
+) -> None:
+    """Gather for each attempt of rank 0's `Fleet.publish`, or send with ``parts``. Every other rank calls it.
+
+    ``parts`` and ``deadline_s`` are needed if the publisher of rank 0 is sharded.
 
     The ranks agree in torch's default process group. Raises what gathering raises, and `UpdateError` if the publish
     failed on another rank.
@@ -353,7 +362,10 @@ def take_part(worker: WeightSource, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES)
     while verdict is _Verdict.AGAIN:
         failure: Exception | None = None
         try:
-            gather_only(worker, bucket_bytes)
+            if parts is None:
+                gather_only(worker, bucket_bytes)
+            else:
+                parts.send(deadline_s)
         except Exception as error:  # raised below, after notifying the other ranks
             failure = error
         verdict = _agree_on_verdict(worker, _Verdict.DONE if failure is None else _Verdict.FAILED)
