@@ -285,12 +285,14 @@ def line_of(row: dict[str, Any]) -> str:
 
     both = [(mode, {key: median(mode, key) for key in row["rounds"][mode][0]}) for mode in row["rounds"]]
     gigabytes = row["size_bytes"] / 1e9
-    of_modes = [
-        f"{mode} {it['wall_s']:.2f} s, CPU {it['trainer_cpu_s'] / gigabytes:.1f} and "
-        f"{it['server_cpu_s'] / gigabytes / row['num_servers']:.1f} s/GB, rank 0 +{it['rank_0_growth_bytes'] / 1e6:.0f} MB, "
-        f"sent {it['sent_bytes'] / 1e6:.1f} MB, paused {1e3 * it['pause_s']:.0f} ms"
-        for mode, it in both
-    ]
+    of_modes = []
+    for mode, it in both:
+        cpu = it["trainer_cpu_s"] / gigabytes, it["server_cpu_s"] / gigabytes / row["num_servers"]
+        growth, sent = it["rank_0_growth_bytes"] / 1e6, it["sent_bytes"] / 1e6
+        of_modes.append(
+            f"{mode} {it['wall_s']:.2f} s, CPU {cpu[0]:.1f} and {cpu[1]:.1f} s/GB, rank 0 +{growth:.0f} MB, "
+            f"sent {sent:.1f} MB, paused {1e3 * it['pause_s']:.0f} ms"
+        )
     ratio = both[0][1]["wall_s"] / both[1][1]["wall_s"]
     what = f", delta of {row['changed_share']:.0%}" if row["delta"] else ""
     where = f"{row['transport']} M={row['num_ranks']} N={row['num_servers']} at {row['server_mbit']} Mbit/s{what}"

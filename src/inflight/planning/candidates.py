@@ -111,7 +111,7 @@ def simulate_candidate(costs: Costs, candidate: Candidate, num_steps: int) -> Si
             conventional_steps=candidate.conventional_steps,
             burst=candidate.burst,
             trainer=TrainerCost(costs.trainer.per_step, per_token),
-            publish=costs.publish,
+            publish=costs.publish.with_endpoints(candidate.num_endpoints),
             contention=costs.contention,
             whole_requests=True,
             score_time=costs.score_time,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from inflight.errors import ConfigError
 
@@ -84,15 +84,43 @@ class TrainerCost:
         return self.per_step + self.per_token * num_tokens
 
 
+_HEADERS = 1.045
+"""Bytes on an Ethernet link for one byte of payload: headers of TCP, IP and the frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The links over which weights travel from trainer hosts that send to the hosts of endpoints."""
+
+    size_bytes: float
+    num_senders: int
+    sender_bytes_per_s: float
+    """Of each trainer host that sends."""
+    endpoint_bytes_per_s: float
+    """Of each endpoint's host."""
+
+    def transfer_s(self, num_endpoints: int) -> float:
+        """Return how long the links take: each endpoint receives everything, and senders share the sending equally."""
+        sending = num_endpoints * self.size_bytes / (self.num_senders * self.sender_bytes_per_s)
+        return _HEADERS * max(sending, self.size_bytes / self.endpoint_bytes_per_s)
+
+
 @dataclass(frozen=True, slots=True)
 class PublishCost:
-    """The time from the end of a step until its version is served."""
+    """The time from the end of a step until its version is served; ``links`` add their own time to ``total``."""
 
     total: float = 0.0
     pause: float = 0.0
     """The last part of ``total``, during which endpoints sample nothing."""
     turnaround: float = 0.0
     """The time from then until the next step begins, if its batch is ready."""
+    links: Links | None = None
+
+    def with_endpoints(self, num_endpoints: int) -> PublishCost:
+        """Return the cost with this number of endpoints."""
+        if self.links is None:
+            return self
+        return replace(self, total=self.total + self.links.transfer_s(num_endpoints), links=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from inflight.base.toml import Section, load_settings
 from inflight.contracts import DEFAULT_MAX_CONCURRENT
 from inflight.errors import ConfigError
-from inflight.planning.costs import TokenTime
+from inflight.planning.costs import Links, TokenTime
 from inflight.planning.groups import Prompted
 
 
@@ -50,11 +50,30 @@ class TrainingSection(Section):
     """GPU seconds for one token, forward and backward."""
 
 
+class LinksSection(Section):
+    """The links over which weights travel."""
+
+    weights_gb: float = Field(gt=0)
+    sender_gbit_per_s: float = Field(gt=0)
+    """The link of each trainer host that sends."""
+    endpoint_gbit_per_s: float | None = Field(default=None, gt=0)
+    """The link of each endpoint's host. None: the same."""
+    senders: int = Field(default=1, ge=1)
+    """Number of trainer hosts that send: 1 unless ``updates.sharded``."""
+
+    def links(self) -> Links:
+        """Return the links."""
+        of_endpoint = self.endpoint_gbit_per_s or self.sender_gbit_per_s
+        return Links(1e9 * self.weights_gb, self.senders, self.sender_gbit_per_s * 1.25e8, of_endpoint * 1.25e8)
+
+
 class PublishSection(Section):
     """The time from the end of a step until its version is served."""
 
     total_s: float = Field(default=0.0, ge=0)
+    """Without the time of the links, if they are listed."""
     pause_s: float = Field(default=0.0, ge=0)
+    links: LinksSection | None = None
 
 
 class PromptsSection(Section):

@@ -61,7 +61,8 @@ def costs_of(plan: SearchPlan, measured: Costs | None) -> Costs:
     if (training := plan.training) is not None:
         costs = dataclasses.replace(costs, trainer=TrainerCost(training.step_s, training.token_gpu_s))
     if (publish := plan.publish) is not None:
-        costs = dataclasses.replace(costs, publish=PublishCost(publish.total_s, publish.pause_s))
+        links = None if publish.links is None else publish.links.links()
+        costs = dataclasses.replace(costs, publish=PublishCost(publish.total_s, publish.pause_s, links=links))
     if (prompts := plan.prompts) is not None:
         seed = plan.search.seed
         costs = dataclasses.replace(
