@@ -14,10 +14,8 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import write_results
+from tests.namespaces import Host, hosts_with_links
 
-ROOT = Path(__file__).parents[1]
 LINK_MBIT = 200
 MODEL_BYTES = 100_000_000
-BUCKET_BYTES = 8 << 20
-ROUTER = "10.214.0"
+BUCKET_BYTES = 16 << 20
 TOKEN = "benchmark"
 DEADLINE_S = 120.0
 START_S = 300.0
@@ -64,85 +61,34 @@ def cases(*, is_quick: bool) -> Iterator[Case]:
             yield Case("http", 4, 1, 4 * LINK_MBIT, delta=True, changed_share=share)
 
 
-# ----------------------------------------------------------------------------------------------------------- the hosts
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, timeout=20)
-
-
-@contextlib.contextmanager
-def hosts(limits_mbit: list[int]) -> Iterator[list[tuple[str, str]]]:
-    """Make a host for each limit of its link, and yield their names and addresses; they end with the block."""
-    word = uuid.uuid4().hex[:5]
-    router = f"inflight-{word}-r"
-    with contextlib.ExitStack() as stack:
-        ip("netns", "add", router)
-        stack.callback(ip, "netns", "del", router)
-        ip("netns", "exec", router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-        made = []
-        for number, limit in enumerate(limits_mbit):
-            name, subnet = f"inflight-{word}-{number}", f"{ROUTER[:-1]}{number}"
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-            inner, outer = f"e{word}{number}", f"r{word}{number}"
-            ip("link", "add", inner, "netns", name, "type", "veth", "peer", "name", outer, "netns", router)
-            for space, device, address in ((name, inner, f"{subnet}.2/24"), (router, outer, f"{subnet}.1/24")):
-                ip("-n", space, "addr", "add", address, "dev", device)
-                for up in ("lo", device):
-                    ip("-n", space, "link", "set", up, "up")
-                rate = ("rate", f"{limit}mbit", "burst", "256kb", "latency", "100ms")
-                command = ["tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *rate]
-                subprocess.run(command, check=True, timeout=20)
-            ip("-n", name, "route", "add", "default", "via", f"{subnet}.1")
-            made.append((name, f"{subnet}.2"))
-        yield made
-
-
-@contextlib.contextmanager
-def process_on(host: str, log: Path, *command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            ["ip", "netns", "exec", host, sys.executable, "-m", *command],
-            env={**variables, "INFLIGHT_TOKEN": TOKEN, **environment},
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-        ) as process,
-    ):
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def measure(case: Case, model: Path, folder: Path) -> dict[str, Any]:
     """Run the publishes of one case, and return what rank 0 wrote."""
     limits = [LINK_MBIT] * case.num_ranks + [case.server_mbit] * case.num_servers
-    with hosts(limits) as made, contextlib.ExitStack() as stack:
+    with hosts_with_links(limits) as made, contextlib.ExitStack() as stack:
+
+        def start(host: Host, name: str, *words: str) -> subprocess.Popen[bytes]:
+            process = stack.enter_context(host.start(folder / f"{name}.log", *words, INFLIGHT_TOKEN=TOKEN))
+            stack.callback(process.kill)
+            return process
+
         ranks, servers = made[: case.num_ranks], made[case.num_ranks :]
-        for number, (host, address) in enumerate(servers):
-            words = ("inflight", "serve", str(model), "--host", address, "--port", "8000", "--threads", "1")
+        for number, host in enumerate(servers):
+            words = ("inflight", "serve", str(model), "--host", host.address, "--port", "8000", "--threads", "1")
             ready = ("--ready-file", str(folder / f"ready-{number}"), "--exit-with-stdin")
-            stack.enter_context(process_on(host, folder / f"server-{number}.log", *words, *ready))
+            start(host, f"server-{number}", *words, *ready)
         wait_for(lambda: all((folder / f"ready-{number}").exists() for number in range(len(servers))), folder)
         pids = [json.loads((folder / f"ready-{number}").read_text())["pid"] for number in range(len(servers))]
         settings = {
             "case": asdict(case),
             "model": str(model),
-            "ranks": [address for _, address in ranks],
-            "servers": [f"http://{address}:8000" for _, address in servers],
+            "ranks": [host.address for host in ranks],
+            "servers": [f"http://{host.address}:8000" for host in servers],
             "pids": pids,
         }
         (folder / "settings.json").write_text(json.dumps(settings))
         running = [
-            stack.enter_context(
-                process_on(host, folder / f"rank-{rank}.log", "benchmarks.sharded", "--rank", str(rank), str(folder))
-            )
-            for rank, (host, _) in enumerate(ranks)
+            start(host, f"rank-{rank}", "benchmarks.sharded", "--rank", str(rank), str(folder))
+            for rank, host in enumerate(ranks)
         ]
         wait_for(lambda: (folder / "result.json").exists() or any(it.poll() for it in running), folder)
         if not (folder / "result.json").exists():

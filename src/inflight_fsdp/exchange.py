@@ -1,17 +1,49 @@
-"""Short messages between the ranks of a trainer, over a gloo group of their own, with a deadline for each of them."""
+"""What ranks need to publish while they train: messages of their own, and weights that wait until they are read."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from inflight.errors import TransferError
+from inflight.errors import TrainerError, TransferError
 
 _MAX_BYTES = 1 << 30
+_READ_S = 600.0
+"""How long a step may wait for a publish to read the weights."""
+
+
+class Readers:
+    """Those that read weights in other threads, and for which a change of the weights waits."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._num_readers = 0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._condition:
+            self._num_readers += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._num_readers -= 1
+                self._condition.notify_all()
+
+    def wait(self, what: str) -> None:
+        """Return once nothing reads. Raises `TrainerError` after ten minutes."""
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._num_readers == 0, _READ_S):
+                raise TrainerError(
+                    f"{what} waited for {_READ_S:g} s for a publish that still reads the weights: exhaust or close its "
+                    "local_weights()"
+                )
 
 
 class RankExchange:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ from inflight_fsdp.background import BackgroundSaves
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.devices import device_of
-from inflight_fsdp.exchange import RankExchange
+from inflight_fsdp.exchange import RankExchange, Readers
 from inflight_fsdp.layout import Layout, Sharding
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
 from inflight_fsdp.parameters import ShardedParameters
@@ -123,6 +123,7 @@ class ShardedWorker(
         size_bytes = 3 * num_elements * stored_dtype.itemsize  # with both moments
         self._saves = BackgroundSaves(with_transfer_s(_SAVE_S, size_bytes))
         self._between_ranks: RankExchange | None = None
+        self._readers = Readers()
         self._lost_updates = LostUpdates(warns=self.rank == 0) if config.stored_dtype == "bfloat16" else None
         if self.rank == 0:
             kernel = describe_segment_kernel(hf_config, getattr(torch, config.dtype), device)
@@ -252,6 +253,7 @@ class ShardedWorker(
         self._forget_whole_parameters()
         watch = self._lost_updates if learning_rate != 0.0 else None
         before = [] if watch is None else spread_sample(parameters.owned_shards())
+        self._readers.wait("the step")
         self._optimizer.step(gradients, learning_rate, settings)
         self._version += 1
         if watch is None:
@@ -280,8 +282,9 @@ class ShardedWorker(
     def shardings(self) -> Sequence[wire.Sharding]:
         return self._parameters.wire_shardings() if self.world_size > 1 else ()
 
-    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        return self._parameters.local(self.parameter_specs(), buckets)
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
+        with self._readers.reading():
+            yield from self._parameters.local(self.parameter_specs(), buckets)
 
     def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
         """The first call forms a group of all ranks."""
@@ -315,6 +318,7 @@ class ShardedWorker(
         Waits for a save in the background, which may be to ``path``; `finish_save` still reports how it ended.
         """
         self._saves.wait()
+        self._readers.wait("loading")
         if optimizer:
             states = self._optimizer.states
             self._version, num_steps = load_checkpoint(path, self._state(states))

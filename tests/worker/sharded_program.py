@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,8 @@ def run_case(name: str, case: dict[str, Any], directory: Path, rank: int) -> dic
                 train(worker, version)
                 sender.send(30.0)
                 gather_only(worker, BUCKET_BYTES)
+            if case.get("overlaps"):
+                seen["overlap"] = train_during(worker, lambda: sender.send(30.0))
     else:
         local, other = Local(Path(case["model"])), Local(Path(case["model"]))
         own = sender_of(case, directory / name, rank)
@@ -62,8 +67,46 @@ def run_case(name: str, case: dict[str, Any], directory: Path, rank: int) -> dic
                 served, wanted = weights_of(local), weights_of(other)
                 seen["equal"].append(all(torch.equal(served[key], value) for key, value in wanted.items()))
                 seen["sent"].append(report.sent_bytes / report.size_bytes)
+            if not case.get("overlaps"):
+                worker.close()
+                return seen
+            before = {name: tensor.clone() for name, tensor in weights_of(local).items()}
+
+            def publish() -> None:
+                publish_weights(worker, publisher, bucket_bytes=BUCKET_BYTES, deadline_s=30.0)
+
+            seen["overlap"] = train_during(worker, publish)
+            served = weights_of(local)
+            seen["overlap"]["is_as_before"] = all(torch.equal(served[name], it) for name, it in before.items())
     worker.close()
     return seen
+
+
+def train_during(worker: Any, publish: Callable[[], None]) -> dict[str, Any]:
+    """Run a forward and a backward, and begin a step, while a publish has read one part; return what waited."""
+    parts, has_read, may_continue = worker._parameters.local, threading.Event(), threading.Event()
+
+    def held(*arguments: Any) -> Iterator[Any]:
+        for number, bucket in enumerate(parts(*arguments)):
+            yield bucket
+            if number == 0:
+                has_read.set()
+                assert may_continue.wait(60)
+
+    worker._parameters.local = held
+    with ThreadPoolExecutor(2) as pool:
+        publishing = pool.submit(publish)
+        assert has_read.wait(60)
+        accumulate(worker, [make_batch((9, 4, 17), 8)])
+        stepping = pool.submit(worker.step)
+        dist.barrier()
+        is_waiting = not wait([stepping], timeout=0.3).done
+        dist.barrier()
+        may_continue.set()
+        publishing.result(60)
+        stepped = stepping.result(60).version
+    worker._parameters.local = parts
+    return {"is_waiting": is_waiting, "version": stepped}
 
 
 def weights_of(local: Local) -> dict[str, torch.Tensor]:

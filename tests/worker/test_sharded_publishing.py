@@ -20,7 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 HTTP: dict[str, Any] = {"worker": "fsdp", "model": "qwen3", "settings": {}, "transport": "http"}
 FEW: Cases = {
-    "fsdp by http": HTTP,
+    "fsdp by http": {**HTTP, "overlaps": True},
     "fsdp by gloo": {**HTTP, "transport": "gloo"},
     "changes of fsdp": {**HTTP, "delta": True, "settings": {"learning_rate": 1e-9}},
     "experts of torchtitan": {
@@ -100,6 +100,8 @@ def test_servers_serve_what_gathering_gives(tmp_path: Path, cases: Cases) -> Non
     seen = seen_by_ranks(tmp_path, cases)
     assert_equal(seen)
     if cases is FEW:
+        overlap = {"is_waiting": True, "version": 3, "is_as_before": True}
+        assert seen["fsdp by http"]["overlap"] == overlap, "a step waits until the publish has read the weights"
         assert seen["changes of fsdp"]["sent"][0] == 1.0
         assert max(seen["changes of fsdp"]["sent"][1:]) < 0.9
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
@@ -73,11 +73,12 @@ class ShardedWeightSource(WeightSource, Protocol):
         """
 
     @abstractmethod
-    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
         """Yield the boxes that this rank sends of each bucket: in the order of the tensors and of their boxes.
 
-        Never communicates, so that a rank that fails holds up no other. A yielded tensor is in wire dtype, may be the
-        trainer's own memory, and is valid until the next optimizer step.
+        Never communicates, so that a rank that fails holds up no other. A yielded tensor is in wire dtype, and may be
+        the trainer's own memory. Forwards and backwards may run meanwhile in another thread; `TrainerWorker.step` and
+        `TrainerWorker.load` wait until the iterator is exhausted or closed.
         """
 
     @abstractmethod

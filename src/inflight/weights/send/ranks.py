@@ -8,9 +8,9 @@ before its answer, and one that all receive at once leaves after it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Literal, TypeVar
 
 import torch
@@ -204,16 +204,18 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
             yield sending
         finally:
             self._is_sending = False
+            sending.close()
             with contextlib.suppress(TransferError):  # a rank that is gone has been reported
                 self._order(EndOrder(is_applied=sending.is_applied, leaves=self._is_lost))
 
-    def _parts(self, update: WeightUpdate) -> Iterator[WeightBucket]:
+    def _parts(self, update: WeightUpdate) -> Generator[WeightBucket, None, None]:
         num_left = len(update.buckets)
         self._order(PartOrder(timeout_s=self._deadline_s))
-        for bucket in self.source.local_weights(update.buckets):
-            num_left -= 1
-            answers = self._order(PartOrder(timeout_s=self._deadline_s) if num_left else AnswerOrder())
-            yield replace(bucket, others=tuple(answer.sent or SentBytes() for answer in answers))
+        with contextlib.closing(self.source.local_weights(update.buckets)) as local:
+            for bucket in local:
+                num_left -= 1
+                answers = self._order(PartOrder(timeout_s=self._deadline_s) if num_left else AnswerOrder())
+                yield replace(bucket, others=tuple(answer.sent or SentBytes() for answer in answers))
 
     def _order(self, order: Order, timeout_s: float | None = None) -> list[Answer]:
         """Give an order; return the other ranks' answers to the previous one. Raises `TransferError` for an error."""
@@ -225,15 +227,23 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
         return answers
 
 
-@dataclass
 class PartsInSending:
-    """One update that every rank sends a part of, and whether every endpoint has applied it.
+    """One update that every rank sends a part of. Set ``is_applied`` if every endpoint has applied it."""
 
-    ``buckets_of`` returns rank 0's parts of an update, with what the others send of the same buckets.
-    """
+    def __init__(self, parts_of: Callable[[WeightUpdate], Generator[WeightBucket, None, None]]) -> None:
+        self.is_applied = False
+        self._parts_of = parts_of
+        self._parts: Generator[WeightBucket, None, None] | None = None
 
-    buckets_of: Callable[[WeightUpdate], Iterator[WeightBucket]]
-    is_applied: bool = False
+    def buckets_of(self, update: WeightUpdate) -> Iterator[WeightBucket]:
+        """Return rank 0's parts of an update, with what the others send of the same buckets."""
+        self._parts = self._parts_of(update)
+        return self._parts
+
+    def close(self) -> None:
+        """Read no more of the weights."""
+        if self._parts is not None:
+            self._parts.close()
 
 
 class PartSender:
@@ -365,6 +375,7 @@ class _Parts:
             self._leaving = start_in_thread(waiting, "inflight-send-part")
 
     def end(self, *, is_applied: bool) -> None:
+        self._local.close()
         try:
             if self._leaving is not None:
                 self._leaving.result()
