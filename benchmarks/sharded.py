@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ MODEL_BYTES = 100_000_000
 BUCKET_BYTES = 16 << 20
 TOKEN = "benchmark"
 DEADLINE_S = 120.0
+FORWARD_TOKENS = 2_000
 START_S = 300.0
 
 
@@ -44,6 +46,12 @@ class Case:
     num_rounds: int = 3
     delta: bool = False
     changed_share: float = 1.0
+    overlaps: bool = False
+    """Whether forwards run after and during sharded publishes, in place of gathered and sharded publishes."""
+
+    @property
+    def modes(self) -> tuple[str, str]:
+        return ("before forwards", "during forwards") if self.overlaps else ("gathered", "sharded")
 
 
 def cases(*, is_quick: bool) -> Iterator[Case]:
@@ -59,6 +67,7 @@ def cases(*, is_quick: bool) -> Iterator[Case]:
     if not is_quick:
         for share in (0.01, 0.1):
             yield Case("http", 4, 1, 4 * LINK_MBIT, delta=True, changed_share=share)
+        yield Case("http", 2, 1, 2 * LINK_MBIT, overlaps=True)
 
 
 def measure(case: Case, model: Path, folder: Path) -> dict[str, Any]:
@@ -112,6 +121,7 @@ def rank_main(rank: int, folder: Path) -> None:
     """Publish gathered and sharded in turns; rank 0 writes the times."""
     import torch
     import torch.distributed as dist
+    from tests.worker.worker_cases import make_batch
 
     from inflight.weights.send.publisher import WeightPublisher, publish_weights
     from inflight.weights.send.ranks import PartSender
@@ -127,8 +137,12 @@ def rank_main(rank: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=case.num_ranks, timeout=timedelta(seconds=DEADLINE_S)
     )
-    worker = create_worker({"model_path": settings["model"], "dtype": "float32", "device": "cpu"})
-    rounds: dict[str, list[dict[str, float]]] = {"gathered": [], "sharded": []}
+    # With a copy on each host, forwards do not use the links.
+    copies = {"shard_size": 1} if case.overlaps else {}
+    worker = create_worker({"model_path": settings["model"], "dtype": "float32", "device": "cpu", **copies})
+    rounds: dict[str, list[dict[str, float]]] = {mode: [] for mode in case.modes}
+    firsts: dict[str, float] = {}
+    batch = make_batch((FORWARD_TOKENS,), 0)
     with contextlib.ExitStack() as stack:
         if rank:
             parts = stack.enter_context(PartSender(worker, make_sender(case.transport, address=address)))
@@ -137,31 +151,43 @@ def rank_main(rank: int, folder: Path) -> None:
             sharded = worker if case.num_ranks > 1 else None
             publisher = WeightPublisher.connect(settings["servers"], **options, delta=case.delta, sharded=sharded)
             stack.callback(publisher.close)
-        turns = [mode for _ in range(case.num_rounds + 1) for mode in rounds]
+
+        def publish(mode: str, version: int) -> Any:
+            if rank:
+                return parts.send(DEADLINE_S)
+            can = {"sharded": mode != "gathered"}
+            targets = {it: known.model_copy(update=can) for it, known in publisher.endpoints.items()}
+            limits = {"deadline_s": DEADLINE_S, "bucket_bytes": BUCKET_BYTES}
+            return publish_weights(worker, publisher, endpoints=targets, version=version, **limits)
+
+        def forwards() -> None:
+            if case.overlaps:
+                with torch.no_grad():
+                    worker.forward(batch)
+
+        # Sharded first, since what it leaves in memory is less.
+        turns = [mode for _ in range(case.num_rounds + 1) for mode in reversed(case.modes)]
         if case.delta:  # a delta follows an update that was cut in the same way
             turns.sort()
+        pool = stack.enter_context(ThreadPoolExecutor(1))
         for number, mode in enumerate(turns):
             change(worker, case.changed_share, number)
             measured = Measured(settings["pids"])
             dist.barrier()
             measured.begin()
-            if rank:
-                parts.send(DEADLINE_S)
+            if mode == "during forwards":
+                publishing = pool.submit(publish, mode, number + 1)
+                forwards()
+                report = publishing.result()
             else:
-                can = {"sharded": mode == "sharded"}
-                targets = {it: known.model_copy(update=can) for it, known in publisher.endpoints.items()}
-                report = publish_weights(
-                    worker,
-                    publisher,
-                    endpoints=targets,
-                    deadline_s=DEADLINE_S,
-                    bucket_bytes=BUCKET_BYTES,
-                    version=number + 1,
-                )
+                report = publish(mode, number + 1)
+                forwards()
             found = measured.end()
             everyone: list[Any] = [None] * case.num_ranks
             dist.all_gather_object(everyone, found)
-            if not rank and mode in turns[:number]:  # the first one touches new memory
+            if mode not in turns[:number]:  # it touches new memory
+                firsts[mode] = found["growth_bytes"]
+            elif not rank:
                 rounds[mode].append(
                     {
                         "wall_s": found["wall_s"],
@@ -169,12 +195,13 @@ def rank_main(rank: int, folder: Path) -> None:
                         "pause_s": report.spans.pause_s,
                         "trainer_cpu_s": sum(it["cpu_s"] for it in everyone),
                         "server_cpu_s": found["server_cpu_s"],
-                        "rank_0_growth_bytes": found["growth_bytes"],
                     }
                 )
     if not rank:
         size_bytes = sum(spec.size_bytes for spec in worker.parameter_specs())
-        (folder / "result.tmp").write_text(json.dumps({"size_bytes": size_bytes, "rounds": rounds}))
+        (folder / "result.tmp").write_text(
+            json.dumps({"size_bytes": size_bytes, "rank_0_growth_bytes": firsts, "rounds": rounds})
+        )
         (folder / "result.tmp").rename(folder / "result.json")
     dist.destroy_process_group()
 
@@ -234,7 +261,7 @@ def line_of(row: dict[str, Any]) -> str:
     of_modes = []
     for mode, it in both:
         cpu = it["trainer_cpu_s"] / gigabytes, it["server_cpu_s"] / gigabytes / row["num_servers"]
-        growth, sent = it["rank_0_growth_bytes"] / 1e6, it["sent_bytes"] / 1e6
+        growth, sent = row["rank_0_growth_bytes"][mode] / 1e6, it["sent_bytes"] / 1e6
         of_modes.append(
             f"{mode} {it['wall_s']:.2f} s, CPU {cpu[0]:.1f} and {cpu[1]:.1f} s/GB, rank 0 +{growth:.0f} MB, "
             f"sent {sent:.1f} MB, paused {1e3 * it['pause_s']:.0f} ms"
