@@ -85,6 +85,26 @@ def test_ranks_whose_host_is_lost_start_again_elsewhere_from_the_last_checkpoint
     ledger_adds_up(run)
 
 
+def test_a_run_whose_ranks_all_send_continues_when_the_host_of_one_is_lost_and_comes_back(
+    start_run: Callable[..., RunProcess], cluster: RayCluster
+) -> None:
+    for _ in range(2):  # a host for each rank
+        cluster.add("sender", 1)
+    fleet = '[{ place = "host_a" }, { place = "host_b" }]'
+    ranks = ("--train.place", "sender", "--train.num_ranks", "2")
+    updates = ("--updates.sharded", "true", "--updates.transport", "http")
+    settings = ("--run.restarts", "1", "--run.checkpoint_every_steps", "2", "--run.num_steps", "8")
+    run = start_run("--servers.fleet", fleet, *ranks, *updates, *settings)
+    run.wait_for_steps(3, 400)
+    cluster.kill("sender")
+    cluster.add("sender", 1)
+    run.wait_for_output("all trainer ranks restart from the last checkpoint", 400)
+    assert run.wait(700) == 0, run.output()
+    assert [row["version"] for row in run.rows()] == list(range(1, 9))
+    assert {outcome for row in run.rows() for outcome in row["publish"]["outcomes"].values()} == {"applied"}
+    ledger_adds_up(run)
+
+
 def ledger_adds_up(run: RunProcess) -> None:
     """Every item that was issued is trained on, dropped with a reason, or waits; none is lost or counted twice."""
     last = json.loads(max((run.directory / "checkpoints").glob("version-*.json")).read_text())["ledger"]
