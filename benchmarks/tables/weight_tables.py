@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
+from benchmarks.sharded import LINK_MBIT
 from benchmarks.tables.kept import kept, kept_rows, milliseconds
+
+from inflight.planning.plan import LinksSection
 
 
 def weights_spans_table() -> str:
@@ -213,7 +217,62 @@ WEIGHT_TABLES = {
     "vllm_pauses": vllm_pauses_table,
     "weights_engines": weights_engines_table,
     "weights_repeat": weights_repeat_table,
+    "sharded": sharded_table,
+    "sharded_overlap": sharded_overlap_table,
     "chaos": chaos_table,
     "fleets_checked": fleets_checked_table,
     "fleet": fleet_table,
 }
+
+
+def sharded_table() -> str:
+    """Return gathered and sharded publishes between hosts with limited links."""
+    lines = [
+        "| transport | trainer hosts M | servers | link of a server | gathered | sharded | ratio | planned | "
+        "CPU of the trainer | of each server | memory | sent |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in kept_rows("rows", "sharded"):
+        if row["overlaps"]:
+            continue
+        gathered, sharded = (_medians(row, mode) for mode in ("gathered", "sharded"))
+        planned = "" if row["delta"] else f"{planned_s(row):.2f} s"
+        what = f", delta of {row['changed_share']:.0%}" if row["delta"] else ""
+        growth = [row["rank_0_growth_bytes"][mode] / 1e6 for mode in ("gathered", "sharded")]
+        gigabytes = row["size_bytes"] / 1e9
+        cpu = [it["trainer_cpu_s"] / gigabytes for it in (gathered, sharded)]
+        of_server = [it["server_cpu_s"] / gigabytes / row["num_servers"] for it in (gathered, sharded)]
+        lines.append(
+            f"| {row['transport']}{what} | {row['num_ranks']} | {row['num_servers']} | {row['server_mbit']} Mbit/s "
+            f"| {gathered['wall_s']:.2f} s | {sharded['wall_s']:.2f} s "
+            f"| **{gathered['wall_s'] / sharded['wall_s']:.2f}** | {planned} "
+            f"| {cpu[0]:.1f} and {cpu[1]:.1f} s/GB | {of_server[0]:.1f} and {of_server[1]:.1f} s/GB "
+            f"| {growth[0]:.0f} and {growth[1]:.0f} MB "
+            f"| {gathered['sent_bytes'] / 1e6:.1f} and {sharded['sent_bytes'] / 1e6:.1f} MB |"
+        )
+    return "\n".join(lines)
+
+
+def sharded_overlap_table() -> str:
+    """Return publishes before and during forwards."""
+    lines = ["| publish | publish and forwards |", "|---|---|"]
+    for row in kept_rows("rows", "sharded"):
+        if row["overlaps"]:
+            lines += [f"| {mode} | {_medians(row, mode)['wall_s']:.2f} s |" for mode in row["rounds"]]
+    return "\n".join(lines)
+
+
+def planned_s(row: dict[str, Any]) -> float:
+    """Return what the planner computes for the sharded publish of a case."""
+    links = LinksSection(
+        weights_gb=row["size_bytes"] / 1e9,
+        sender_gbit_per_s=LINK_MBIT / 1000,
+        endpoint_gbit_per_s=row["server_mbit"] / 1000,
+        senders=row["num_ranks"],
+    )
+    return links.links().transfer_s(row["num_servers"])
+
+
+def _medians(row: dict[str, Any], mode: str) -> dict[str, float]:
+    rounds = row["rounds"][mode]
+    return {key: statistics.median(it[key] for it in rounds) for key in rounds[0]}

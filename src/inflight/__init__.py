@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from inflight.weights.send.gathering import gather_only
     from inflight.weights.send.module import LoraWeights, ModuleWeights
     from inflight.weights.send.publisher import WeightPublisher, publish_weights
+    from inflight.weights.send.ranks import PartSender
     from inflight.weights.send.storing import store_weights
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ __all__ = [
     "LoraWeights",
     "ModelParallelWorker",
     "ModuleWeights",
+    "PartSender",
     "PublishReport",
     "ReleasingEndpoint",
     "SamplingParams",
@@ -89,6 +91,7 @@ _LOADED_ON_USE = {
     "follow": "inflight.weights.receive.following",
     "ModuleWeights": "inflight.weights.send.module",
     "UpdateReceiver": "inflight.weights.receive.receiver",
+    "PartSender": "inflight.weights.send.ranks",
     "WeightPublisher": "inflight.weights.send.publisher",
     "gather_only": "inflight.weights.send.gathering",
     "publish_weights": "inflight.weights.send.publisher",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,3 +50,19 @@ def test_weight_transports_example_sends_what_changed(
     assert len(sent) == 3
     assert sent[0][0] == sent[0][1]  # nobody has a base yet
     assert all(small < full / 10 for small, full in sent[1:])
+
+
+def test_every_rank_of_the_example_sends_what_it_holds(
+    model_dir: Path, start_server: Callable[..., ServerProcess]
+) -> None:
+    server = start_server(model_dir)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    finished = subprocess.run(
+        [*torchrun, str(ROOT / "examples" / "every_rank_sends.py"), str(model_dir), server.url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert [line.partition(":")[0] for line in finished.stdout.splitlines()] == ["version 0", "version 1", "version 2"]

@@ -37,6 +37,7 @@ PUBLIC_NAMES = {
         "LoraWeights",
         "ModelParallelWorker",
         "ModuleWeights",
+        "PartSender",
         "PublishReport",
         "ReleasingEndpoint",
         "SamplingParams",
