@@ -210,21 +210,6 @@ def fleet_table() -> str:
     return "\n".join(lines)
 
 
-WEIGHT_TABLES = {
-    "weights_spans": weights_spans_table,
-    "weights_targets": weights_targets_table,
-    "pauses": pauses_table,
-    "vllm_pauses": vllm_pauses_table,
-    "weights_engines": weights_engines_table,
-    "weights_repeat": weights_repeat_table,
-    "sharded": sharded_table,
-    "sharded_overlap": sharded_overlap_table,
-    "chaos": chaos_table,
-    "fleets_checked": fleets_checked_table,
-    "fleet": fleet_table,
-}
-
-
 def sharded_table() -> str:
     """Return gathered and sharded publishes between hosts with limited links."""
     lines = [
@@ -276,3 +261,18 @@ def planned_s(row: dict[str, Any]) -> float:
 def _medians(row: dict[str, Any], mode: str) -> dict[str, float]:
     rounds = row["rounds"][mode]
     return {key: statistics.median(it[key] for it in rounds) for key in rounds[0]}
+
+
+WEIGHT_TABLES = {
+    "weights_spans": weights_spans_table,
+    "weights_targets": weights_targets_table,
+    "pauses": pauses_table,
+    "vllm_pauses": vllm_pauses_table,
+    "weights_engines": weights_engines_table,
+    "weights_repeat": weights_repeat_table,
+    "sharded": sharded_table,
+    "sharded_overlap": sharded_overlap_table,
+    "chaos": chaos_table,
+    "fleets_checked": fleets_checked_table,
+    "fleet": fleet_table,
+}

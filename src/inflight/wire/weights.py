@@ -95,6 +95,9 @@ Range = tuple[Natural, Natural]
 Box = Annotated[Items[Range], Field(max_length=64)]
 """A part of a tensor: where it starts and stops in each dimension."""
 _MAX_BOXES = 1024
+_MAX_SHARDINGS = 512
+_MAX_COMPARED = 5_000
+"""How many pairs of boxes of a tensor are compared: those that share rows. Enough for 100 boxes with all rows."""
 
 
 class Sharding(WireModel):
@@ -104,16 +107,22 @@ class Sharding(WireModel):
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         """Return why the boxes are not a tensor of this shape, every element once; None if they are."""
-        boxes = [box for boxes in self.senders for box in boxes]
-        if len(boxes) > _MAX_BOXES:
-            return f"it is cut into {len(boxes)} boxes; at most {_MAX_BOXES} are allowed"
+        boxes = sorted(box for boxes in self.senders for box in boxes)
         for box in boxes:
             if len(box) != len(shape) or any(not a < b <= size for (a, b), size in zip(box, shape, strict=False)):
                 return f"the box {list(box)} is empty or outside its shape {list(shape)}"
-        for i, box in enumerate(boxes):
-            for other in boxes[:i]:
+        num_compared = 0
+        beside: list[Box] = []
+        """The earlier boxes that share rows with the next one."""
+        for box in boxes:
+            beside = [other for other in beside if box and other[0][1] > box[0][0]]
+            num_compared += len(beside)
+            if num_compared > _MAX_COMPARED:
+                return f"it is cut into too many boxes, {len(boxes)}"
+            for other in beside:
                 if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
                     return f"the boxes {list(other)} and {list(box)} overlap"
+            beside.append(box)
         num_sent, num_elements = sum(map(box_size, boxes)), math.prod(shape)
         if num_sent != num_elements:
             return f"its boxes have {num_sent} of its {num_elements} elements"
@@ -129,7 +138,7 @@ class Manifest(WireModel):
     """Every tensor of one update, in transfer order, and the tensors of the model that are omitted."""
 
     tensors: Items[TensorSpec] = Field(min_length=1)
-    shardings: Items[Sharding] = Field(default=(), max_length=4096, exclude_if=is_empty)
+    shardings: Items[Sharding] = Field(default=(), max_length=_MAX_SHARDINGS, exclude_if=is_empty)
     """How tensors are divided among several senders; empty: one sender sends whole tensors."""
     sharding_of: Items[Natural] = Field(default=(), exclude_if=is_empty)
     """The index in ``shardings`` of each tensor's sharding."""
