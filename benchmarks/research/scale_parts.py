@@ -107,6 +107,7 @@ def sampling(directory: Path) -> Sampling:
         curriculum=None,
         journal=Journal(directory, None),
         note=print,
+        run_id="run",
     )
 
 

@@ -635,3 +635,30 @@ def test_raw_logprobs_are_refused_at_any_temperature_but_one(
             asyncio.run(ask())
     else:
         assert asyncio.run(ask()).logprob_kind == "raw"
+
+
+def test_two_runs_on_one_server_never_train_on_each_other_s_tokens(
+    tmp_path: Path, model_dir: Path, start_server: Start
+) -> None:
+    server = start_server(model_dir)
+    words = ("--servers.attach.urls", json.dumps([server.url]))
+    runs: list[RunProcess] = []
+    try:
+        for name, num_steps in (("first", "100000"), ("second", "12")):
+            directory = tmp_path / name
+            settings = ("--run.num_steps", num_steps, "--run.start_timeout_s", "20")
+            runs.append(RunProcess(directory, model_dir, *words, *settings, environment={"INFLIGHT_TOKEN": TOKEN}))
+            runs[-1].wait_for_steps(4)
+        first, second = runs
+        assert second.wait() == 0
+        assert first.wait() == 1
+    finally:
+        for run in runs:
+            run.kill()
+    owner = (second.directory / "run_id").read_text().strip()
+    assert f"was taken over by run '{owner}': give each run its own servers" in first.output()
+    for run in runs:
+        assert all(row["lag_mean"] >= 0 for row in run.rows())
+        ids = {event["request_id"] for event in run.events("request")}
+        assert ids
+        assert all(id.startswith((run.directory / "run_id").read_text().strip()) for id in ids)

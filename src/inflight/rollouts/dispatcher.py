@@ -72,11 +72,13 @@ class Dispatcher:
         is_one_request: bool = True,
         knows_versions: bool = True,
         is_enough: Callable[[Sequence[Any]], bool] = all_whole,
+        request_prefix: str = "",
     ) -> None:
         """``is_one_request``: whether the completions of an item that are issued together are sent in one request.
 
         ``knows_versions``: whether requests begin with the version that was published last; if not, groups that look
-        too old are not stopped. ``is_enough`` returns whether a group can be scored.
+        too old are not stopped. ``is_enough`` returns whether a group can be scored. ``request_prefix`` begins the ids
+        of requests, which must differ from those of other runs on the same endpoint.
         """
         self.scheduler = scheduler
         self.history = history
@@ -90,6 +92,7 @@ class Dispatcher:
         """Tokens of aborted completions that were continued."""
         self._is_one_request = is_one_request
         self._is_enough = is_enough
+        self._request_prefix = request_prefix
         self._stops_stale = knows_versions and type(staleness).can_train is not StalenessPolicy.can_train
         self._saved: dict[int, Sequence[SampledTokens | None]] = {}
         """Completions of an earlier process's unfinished groups that have not been offered again yet, by item."""
@@ -268,7 +271,7 @@ class Dispatcher:
         for i in numbers:
             # A request that is sent during an update may begin with the next version.
             group.sent_version[i] = slots.version + (not slots.keeps_partials)
-        request_id = f"item-{group.item}-{group.serial}-{group.num_requests}"
+        request_id = f"{self._request_prefix}item-{group.item}-{group.serial}-{group.num_requests}"
         request = SendRequest(request_id, group.item, group.content, numbers, slots.name, partial)
         group.requests[request_id] = request
         self.endpoints.hold(request, slots, now)

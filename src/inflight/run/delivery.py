@@ -17,7 +17,7 @@ from inflight.run.record.journal import Journal
 from inflight.run.sampling.sampling_endpoint import version_of
 from inflight.run.servers.servers import REAP_S, Servers, no_server_left
 from inflight.weights.send.fleet import MemberState
-from inflight.wire import EndpointState
+from inflight.wire import EndpointState, WeightVersion
 
 _ASK_AGAIN_S = 0.5
 """Interval at which servers are asked for their versions."""
@@ -142,7 +142,7 @@ class PullDelivery(Delivery):
         answers = await run_together(*(version_of(endpoint, _VERSION_S) for endpoint in endpoints))
         before = self.serving
         self.serving = {
-            endpoint.name: answer.version if answer is not None and answer.state in _SAMPLES else None
+            endpoint.name: answer.version if answer is not None and self._may_sample(answer) else None
             for endpoint, answer in zip(endpoints, answers, strict=True)
         }
         for name, version in self.serving.items():
@@ -155,6 +155,14 @@ class PullDelivery(Delivery):
                 events.ServedVersions, trainer=self.servers.journal.version, servers=self.serving
             )
         self.servers.actor.serve([name for name, version in self.serving.items() if version is not None], 0)
+
+    def _may_sample(self, served: WeightVersion) -> bool:
+        """Return whether a server has weights of this run that an earlier incarnation has not trained further."""
+        return (
+            served.state in _SAMPLES
+            and served.run_id in (None, self.servers.membership.run_id)
+            and served.version <= self.servers.journal.version + 1
+        )
 
 
 def _record(published: PublishResult | None, journal: Journal) -> None:

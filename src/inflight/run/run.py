@@ -179,6 +179,7 @@ class _Run:
             curriculum=prepared.task if isinstance(prepared.task, Curriculum) else None,
             journal=self.journal,
             note=note,
+            run_id=directory.run_id,
             teachers=self.teachers,
         )
         if state is not None:

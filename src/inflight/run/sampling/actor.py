@@ -109,6 +109,8 @@ class Actor:
     on_outcome: Callable[[Outcome], None]
     teachers: Teachers | None = None
     """They score the rollouts of each finished group."""
+    run_id: str | None = None
+    """The run whose versions endpoints may sample from; None: any."""
     clock: Callable[[], float] = time.monotonic
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while no endpoint receives work, after the first call of `serve`."""
@@ -135,7 +137,9 @@ class Actor:
             limit = min(limit, capabilities.max_concurrent_sequences)
         capacity = max(limit, self.work.size if self.work.is_one_request else 1)
         keeps = self.work.is_one_request and capabilities is not None and capabilities.partial_rollouts
-        self._endpoints[endpoint.name] = SamplingEndpoint(endpoint, capabilities, drafted=self._drafted)
+        self._endpoints[endpoint.name] = SamplingEndpoint(
+            endpoint, capabilities, drafted=self._drafted, run_id=self.run_id
+        )
         self.dispatcher.endpoints.add(endpoint.name, capacity, keeps_partials=keeps, now=self.clock())
 
     def serve(self, names: Collection[str], version: int) -> None:

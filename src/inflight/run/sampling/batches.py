@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight.contracts import BatchComposer, StalenessPolicy
+from inflight.errors import TrainerError
 from inflight.losses import collate
 from inflight.model.images import ImageProcessor
 from inflight.rollouts import AdvantageEstimator, Credit, TurnCritic, token_advantages, trained_mask
@@ -90,6 +91,16 @@ def make_batch(
         for span in sample.rollout.version_spans:
             lags[version - span.version] += sum(sample.loss_mask[span.start : span.end])
     return StepBatch(groups, shaped, version, +lags, num_stale, kept)
+
+
+def refuse_newer(groups: Sequence[Group], version: int) -> None:
+    """Raise `TrainerError` if a step that starts from ``version`` would train on tokens of a later version."""
+    newest = max((span.version for it in groups for r in it.rollouts for span in r.version_spans), default=version)
+    if newest > version:
+        raise TrainerError(
+            f"the step that starts from version {version} has tokens of version {newest}, which this run has not "
+            "trained: another trainer updates the same servers. Give each run its own servers"
+        )
 
 
 def frames_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from inflight.run.config import RunConfig
 from inflight.run.machines.time_limits import STEP_S
 from inflight.run.record.journal import Journal
 from inflight.run.sampling.actor import Actor, EndedRequest, FailedEpisode, Outcome
-from inflight.run.sampling.batches import StepBatch, make_batch
+from inflight.run.sampling.batches import StepBatch, make_batch, refuse_newer
 from inflight.run.sampling.drafts import FinishedGroups
 from inflight.run.sampling.policies import Policies
 from inflight.run.sampling.teachers import Teachers
@@ -34,6 +35,9 @@ from inflight.run.sampling.work import Sampled, Work
 from inflight.run.updates import updates_of
 from inflight.types import Group
 from inflight.wire import Completion
+
+_RUN_ID_LENGTH = 128
+"""The number of characters of the run's id in the ids of requests, which are limited."""
 
 
 def _step_rules(config: RunConfig, work: Work) -> StepRules:
@@ -66,6 +70,7 @@ class Sampling:
         curriculum: Curriculum | None,
         journal: Journal,
         note: Callable[[str], None],
+        run_id: str,
         teachers: Teachers | None = None,
     ) -> None:
         self._config = config
@@ -85,9 +90,15 @@ class Sampling:
             is_one_request=work.is_one_request,
             knows_versions=updates_of(config).knows_versions,
             is_enough=work.is_enough,
+            request_prefix=f"{run_id[-_RUN_ID_LENGTH:]}-{uuid.uuid4().hex[:8]}-",
         )
         self.actor = Actor(
-            work, self.dispatcher, seed=config.run.seed, on_outcome=self._record_outcome, teachers=teachers
+            work,
+            self.dispatcher,
+            seed=config.run.seed,
+            on_outcome=self._record_outcome,
+            teachers=teachers,
+            run_id=run_id,
         )
         self.warnings = SamplingWarnings(note, ledger.num_dropped)
         self.draft_source = FinishedGroups()
@@ -171,6 +182,7 @@ class Sampling:
 
     def batch_of(self, groups: Sequence[Group], version: int) -> StepBatch:
         """Return the batch of one step, and record that its training has begun."""
+        refuse_newer(groups, version)
         self.is_training = True
         rollouts = self._config.rollouts
         return make_batch(

@@ -58,6 +58,12 @@ class SamplingEndpoint:
     """Draft counts of answered completions, if the endpoint reports them; shared by the endpoints of an actor."""
     on_idle: Callable[[], None] | None = None
     """Called once the endpoint is retired and has no running request."""
+    run_id: str | None = None
+    """The run whose versions it may sample from; None: any."""
+    _num_arrived: int = 0
+    """Number of completions whose run was to be checked; of them, ``_num_checked`` belong to this run."""
+    _num_checked: int = 0
+    _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def name(self) -> str:
@@ -88,6 +94,7 @@ class SamplingEndpoint:
             completions = (
                 await self.endpoint.generate(without_unsupported_seed(request, await self.capabilities()))
             ).completions
+            await self._check_run()
         _check_versions(self.name, version, [span.version for it in completions for span in it.version_spans])
         self.drafted += [it.draft_counts for it in completions if it.draft_counts is not None]
         return completions
@@ -107,7 +114,35 @@ class SamplingEndpoint:
                 async for chunk in chunks:
                     if chunk.token_ids:
                         _check_versions(self.name, version, [chunk.version])
+                    if chunk.finish_reason is not None:
+                        await self._check_run()
                     yield chunk
+
+    async def _check_run(self) -> None:
+        """Raise `EndpointError` if tokens that have arrived may come from another run's weights.
+
+        The endpoint is asked after the tokens have arrived, once for all that arrive meanwhile. The trainer never takes
+        back an endpoint from another run, so an endpoint that is this run's now was so when it sampled them.
+        """
+        if self.run_id is None:
+            return
+        self._num_arrived += 1
+        number = self._num_arrived
+        async with self._checking:
+            if self._num_checked >= number:
+                return
+            num_arrived, answer = self._num_arrived, await version_of(self.endpoint, _HEALTHY_S)
+            if answer is None:
+                raise EndpointError(
+                    f"it did not report within {_HEALTHY_S:g} s whose weights it sampled from", self.name
+                )
+            if answer.run_id not in (None, self.run_id):
+                raise EndpointError(
+                    f"it serves version {answer.version} of run {answer.run_id!r}, which has taken it over: give each "
+                    "run its own servers",
+                    self.name,
+                )
+            self._num_checked = num_arrived
 
     @contextlib.asynccontextmanager
     async def _translate_errors(self) -> AsyncIterator[None]:

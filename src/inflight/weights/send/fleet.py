@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from inflight.base.backoff import Backoff
 from inflight.contracts import InferenceEndpoint, WeightSource
-from inflight.errors import ConfigError, PublishError, UpdateError
+from inflight.errors import ConfigError, PublishError, UpdateError, UpdateRefusedError
 from inflight.http.kinds import connect_endpoint
 from inflight.types import EndpointOutcome, EndpointReport, PublishReport, PublishSpans
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
@@ -76,6 +76,10 @@ class _Member:
     """Its capabilities when it answered last; None until then."""
     state: MemberState = MemberState.JOINING
     backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S))
+    has_held: bool = False
+    """Whether it has held a version of this run since it became a member."""
+    is_taken_over: bool = False
+    """Whether another run has published to it since."""
     is_on_trial: bool = False
     """It joined for the current publish, and leaves again if it makes the publish fail."""
     why: str = ""
@@ -225,6 +229,8 @@ class Fleet:
                 num_failed += 1
                 self._notes.append(report.summary())
                 may_help = self._judge(report, had_group=had_group, may_fail=num_failed < _NUM_ATTEMPTS)
+                calls = {m.endpoint.name: m.endpoint.weight_version for m in self._members.values() if m.takes_part}
+                self._leave_out_taken_over(self._publisher.run(query_endpoints, calls))
                 verdict = self._is_possible() if may_help else _Verdict.FAILED
             except Exception as error:  # raised below, after notifying the other ranks
                 verdict, failure = _Verdict.FAILED, error
@@ -235,6 +241,8 @@ class Fleet:
         if verdict is _Verdict.TOO_FEW:
             for member in self._members.values():
                 member.state = MemberState.JOINING if member.state is MemberState.HEALTHY else member.state
+            if lost := [member.why for member in self._members.values() if member.is_taken_over]:
+                raise UpdateRefusedError("; ".join(lost))
         self._note_changes()
         return self._report_absence(worker) if report is None else report
 
@@ -258,7 +266,7 @@ class Fleet:
             member = self._members[part.endpoint]
             was_spoilt = part.outcome is EndpointOutcome.ABORTED and silent
             if part.outcome is EndpointOutcome.APPLIED:
-                member.state, member.is_on_trial = MemberState.HEALTHY, False
+                member.state, member.is_on_trial, member.has_held = MemberState.HEALTHY, False, True
                 member.backoff.reset()
             elif part.endpoint in silent or (member.is_on_trial and not was_spoilt):
                 is_anybody_gone = True
@@ -293,6 +301,8 @@ class Fleet:
         """Return why a member that answers cannot take part."""
         if serves.state is EndpointState.RELEASED:
             return _RELEASED
+        if problem := self._taken_over(member, serves):
+            return problem
         before = member.capabilities or can
         if (can.dtype, can.vocab_size) != (before.dtype, before.vocab_size):
             return (
@@ -318,10 +328,27 @@ class Fleet:
             if isinstance(answer, WeightVersion) and answer.state is EndpointState.RELEASED:
                 present[name].mark_dead(f"{name} {_RELEASED}")
                 self._notes.append(present[name].why)
+        self._leave_out_taken_over(found)
         for name in present.keys() - found.keys():
             why = f"did not report within {ANSWER_S:g} s which version it serves: left out of this publish"
             present[name].leave_out(EndpointOutcome.TIMED_OUT, why)
             self._notes.append(f"{name} {why}")
+
+    def _leave_out_taken_over(self, found: Mapping[str, WeightVersion | Exception]) -> None:
+        """Leave out members that another run has taken over; taking them back would mix the tokens of both runs."""
+        for name, answer in found.items():
+            member = self._members[name]
+            if isinstance(answer, WeightVersion) and (problem := self._taken_over(member, answer)):
+                member.mark_dead(f"{name} {problem}")
+                self._notes.append(member.why)
+
+    def _taken_over(self, member: _Member, serves: WeightVersion) -> str | None:
+        """Return the problem if a member that has held a version of this run belongs to another run now."""
+        others = {serves.owner_run_id, serves.run_id} - {None, self._publisher.run_id}
+        member.is_taken_over = member.has_held and bool(others)
+        if not member.is_taken_over:
+            return None
+        return f"was taken over by run {', '.join(sorted(filter(None, others)))!r}: give each run its own servers"
 
     def _note_changes(self) -> None:
         before, self._known = self._known, self.states
