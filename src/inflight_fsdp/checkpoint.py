@@ -19,12 +19,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from inflight.errors import CheckpointError
+from inflight.model.checksums import CHECKSUMS, TRAINER, check_file, checksums_in, checksums_of
 from inflight_fsdp.agreement import first_failure
 from inflight_fsdp.layout import ShardedTensor
 from inflight_fsdp.sharding import gather_on_first, local_part, runs_of
 
 _EDITION = 1
-_WEIGHTS, _TRAINER = "model.safetensors", "trainer.json"
+_WEIGHTS = "model.safetensors"
 _OPTIMIZER = "trainer/optimizer.safetensors"
 """In its own directory, since inference servers read every safetensors file next to config.json as weights."""
 _LORA, _LORA_CONFIG = "adapter/adapter_model.safetensors", "adapter/adapter_config.json"
@@ -73,6 +74,7 @@ def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | 
     failure: str | None = None
     device = state.device
     files = state.files
+    checksums: dict[str, list[int]] = {}
     is_writer = dist.get_rank() == 0
     if is_writer:
         try:
@@ -85,10 +87,12 @@ def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | 
     for name, tensors in files:
         if failure is None:
             failure = first_failure(_write_own(fresh / name, tensors, device, group), device, group)
+        if failure is None:
+            checksums[name], failure = _checksums_of(fresh / name, device, group)
     if is_writer and failure is None:
         try:
             counters = {"edition": _EDITION, "version": state.version, "optimizer_steps": state.optimizer_steps}
-            _write_file(fresh / _TRAINER, json.dumps(counters, indent=2) + "\n")
+            _write_file(fresh / TRAINER, json.dumps({**counters, CHECKSUMS: checksums}) + "\n")
             _put_in_place(fresh, path)
         except OSError as error:
             failure = _reason(error)
@@ -113,7 +117,10 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
         counters = _read_counters(source)
         if state.lora_config:
             _check_lora(source / _LORA_CONFIG, state.lora_config)
+        checksums = checksums_in(source)
         for name, tensors in state.files:
+            if name in checksums:
+                check_file(source / name, checksums[name], dist.get_rank(), dist.get_world_size())
             staged += _read_shards(source / name, tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         failure = _reason(error)
@@ -128,7 +135,7 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
 
 def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
     """Make the directory to write in, with every file that holds no tensor."""
-    if path.exists() and not (path / _TRAINER).is_file() and not (path.is_dir() and not any(path.iterdir())):
+    if path.exists() and not (path / TRAINER).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise FileExistsError("the path exists but is not a checkpoint of a worker; move it or choose another path")
     shutil.rmtree(fresh, ignore_errors=True)
     (fresh / _OPTIMIZER).parent.mkdir(parents=True)
@@ -194,6 +201,20 @@ def _write_own(
     return failure
 
 
+def _checksums_of(file: Path, device: torch.device, group: dist.ProcessGroup | None) -> tuple[list[int], str | None]:
+    """Return the checksums of a file that all ranks have written, or the failure to read it; collective."""
+    found, failure = torch.zeros(0, dtype=torch.int64), None
+    try:
+        found = torch.tensor(checksums_of(file, dist.get_rank(), dist.get_world_size()), dtype=torch.int64)
+    except OSError as error:
+        failure = _reason(error)
+    failure = first_failure(failure, device, group)
+    if failure is None:
+        found = found.to(device)
+        dist.all_reduce(found, group=group)
+    return found.tolist(), failure
+
+
 def _write_at(descriptor: int, content: memoryview, position: int) -> None:
     while content:
         num_bytes = os.pwrite(descriptor, content, position)  # at most 2 GiB at a time
@@ -242,13 +263,13 @@ def _header(tensors: Sequence[ShardedTensor]) -> tuple[bytes, dict[str | None, i
 
 
 def _read_counters(source: Path) -> dict[str, int]:
-    if not (source / _TRAINER).is_file():
-        raise FileNotFoundError(f"it has no {_TRAINER}; pass a directory that a worker saved")
-    counters = json.loads((source / _TRAINER).read_text())
+    if not (source / TRAINER).is_file():
+        raise FileNotFoundError(f"it has no {TRAINER}; pass a directory that a worker saved")
+    counters = json.loads((source / TRAINER).read_text())
     if not isinstance(counters, dict) or counters.get("edition") != _EDITION:
-        raise ValueError(f"{_TRAINER} does not have edition {_EDITION}: {str(counters)[:200]}")
+        raise ValueError(f"{TRAINER} does not have edition {_EDITION}: {str(counters)[:200]}")
     if not all(isinstance(counters.get(key), int) for key in ("version", "optimizer_steps")):
-        raise ValueError(f"{_TRAINER} must have an integer version and optimizer_steps: {str(counters)[:200]}")
+        raise ValueError(f"{TRAINER} must have an integer version and optimizer_steps: {str(counters)[:200]}")
     return counters
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.attention import heads_of, register_segment_attention
 from inflight.model.checkpoints import EXPERT_PARTS, empty_causal_lm, fitting_tensors, stored_shapes, stored_tensors
+from inflight.model.checksums import check_checkpoint
 from inflight.model.compiler import check_compiler
 from inflight.model.images import takes_images
 from inflight.model.routing import REPLAYED, Routers, decoder_layers, replay_routing, routers_of
@@ -80,8 +81,8 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     """Return the configured model with its parameters on the meta device, unsharded, dropout off.
 
     Raises `ConfigError` if there is none, its weights do not fit it, or it cannot be frozen or compiled as configured,
-    `UnsupportedError` if it is of a kind that this worker cannot train. Of the weights only the files' headers are
-    read.
+    `UnsupportedError` if it is of a kind that this worker cannot train. Of weights that
+    have no checksums, only the files' headers are read.
     """
     if config.compile:
         check_compiler(device, "compile = true")
@@ -101,6 +102,7 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     wanted = {name: shape for layout in layouts.values() for name, shape in layout.shapes.items()}
     ignored = tuple(causal_lm._keys_to_ignore_on_load_unexpected or ())
     fitting_tensors(config.model_path, wanted, known=known, ignored=ignored)
+    check_checkpoint(config.model_path, only_weights=True)
     # Compiled parts of layers would be compiled again for each choice of experts.
     routers = None if config.compile else routers_of(causal_lm)
     policy = PolicyModel(causal_lm.eval(), routers)

@@ -23,6 +23,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.utils import set_default_dtype
 
 from inflight.model.checkpoints import fitting_tensors
+from inflight.model.checksums import check_checkpoint
 from inflight.model.compiler import check_compiler
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.compiled import compile_layers
@@ -77,6 +78,7 @@ class TorchTitanWorker(ShardedWorker):
         wanted = {name: shape for layout in layouts.values() for name, shape in layout.shapes.items()}
         known = (HEAD,) if hf_config.tie_word_embeddings else ()
         stored = on_every_rank(lambda: fitting_tensors(config.model_path, wanted, known=known), device)
+        on_every_rank(lambda: check_checkpoint(config.model_path, only_weights=True), device)
         dims = _parallel_dims(config, device)
         tensor_mesh = dims.get_optional_mesh("tp")
         # The row of the padding has no gradient, as in transformers.

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from inflight.errors import ConfigError
+from inflight.model.checkpoints import load_causal_lm
 from inflight.run.config import load_config
 from inflight.run.record.run_directory import RunDirectory, claim
 from inflight.run.run import train
@@ -190,7 +191,60 @@ def test_a_broken_checkpoint_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
             own(tmp_path / "run", resume=resume)
 
 
+@pytest.mark.parametrize("pointer", [None, "", '{"version": 6', '{"version": 7}'])
+def test_nothing_is_deleted_and_nothing_begins_anew_where_the_pointer_is_missing_or_damaged(
+    tmp_path: Path, pointer: str | None
+) -> None:
+    own(tmp_path / "run").release()
+    checkpointed(tmp_path / "run", 3, 6)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    latest = checkpoints / "latest.json"
+    latest.unlink() if pointer is None else latest.write_text(pointer)
+    before = sorted(checkpoints.iterdir())
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"latest.json' is missing" if pointer is None else "cannot be read"):
+            own(tmp_path / "run", resume=resume)
+        assert sorted(checkpoints.iterdir()) == before
+
+
+def test_a_later_checkpoint_that_is_complete_and_files_of_the_user_are_kept(tmp_path: Path) -> None:
+    own(tmp_path / "run").release()
+    checkpointed(tmp_path / "run", 6, 3)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "version-000006-copy").mkdir()
+    (checkpoints / "notes.txt").touch()
+    own(tmp_path / "run", resume=True).release()
+    names = sorted(path.name for path in checkpoints.iterdir() if not path.name.startswith("unused-"))
+    assert names == ["latest.json", "notes.txt", "version-000003", "version-000003.json", "version-000006-copy"]
+    unused = sorted(path.name.split("-", 2)[2] for path in checkpoints.glob("unused-*"))
+    assert unused == ["version-000006", "version-000006.json"]
+
+
 # --------------------------------------------------------------------------------------------------- as a user sees it
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer/optimizer.safetensors"])
+def test_a_checkpoint_with_flipped_bytes_is_refused_and_the_intact_one_before_it_is_offered(
+    start_run: Callable[..., RunProcess], file: str
+) -> None:
+    words = ("--run.checkpoint_every_steps", "1")
+    run = start_run("--run.num_steps", "2", *words)
+    assert run.wait() == 0, run.output()
+    checkpoints = run.directory / "checkpoints"
+    damaged = checkpoints / "version-000002" / file
+    content = bytearray(damaged.read_bytes())
+    content[-64:] = bytes(255 - byte for byte in content[-64:])
+    damaged.write_bytes(content)
+    again = start_run("--run.num_steps", "3", "--resume", *words)
+    assert again.wait() == 1
+    assert f"{damaged.name} is damaged: bytes 0 to {len(content) - 1} differ" in again.output()
+    assert 'The checkpoint of version 1 is intact: to continue from it, write {"version": 1}' in again.output()
+    if file == "model.safetensors":
+        with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+            load_causal_lm(checkpoints / "version-000002", attention="sdpa")
+    (checkpoints / "latest.json").write_text('{"version": 1}')
+    last = start_run("--run.num_steps", "2", "--resume", *words)
+    assert last.wait() == 0, last.output()
 
 
 def test_a_run_that_is_killed_and_resumed_has_each_step_once(start_run: Callable[..., RunProcess]) -> None:

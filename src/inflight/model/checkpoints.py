@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.attention import check_model_is_supported
+from inflight.model.checksums import check_checkpoint
 from inflight.model.images import check_family, takes_images
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -103,6 +104,7 @@ def load_causal_lm(
     """Return the model of a directory. ``attention`` is a registered attention function; ``dtype`` None: as stored."""
     config = load_config(path)
     _weight_files(path)
+    check_checkpoint(path, only_weights=True)
     wanted = "auto" if dtype is None else getattr(torch, dtype)
     try:
         model, loading = _model_class(config).from_pretrained(

@@ -28,6 +28,7 @@ from inflight.run.machines.placement import Placement, place, place_elsewhere, u
 from inflight.run.machines.time_limits import TimeLimits, time_limits
 from inflight.run.model_defaults import with_model_defaults
 from inflight.run.ranks.workers import check_lora
+from inflight.run.record.checkpoints import offer_intact_checkpoint
 from inflight.run.record.run_directory import RunDirectory, StartingPoint, starting_point
 from inflight.run.sampling.groups import check_system_prompt, check_task
 from inflight.run.sampling.policies import Policies
@@ -186,7 +187,8 @@ def preflight(config: RunConfig, machine: Machine, *, resume: bool = False) -> P
         machine.check_port(host, port, remedy)
     start = machine.starting_point(config.run.directory, resume)
     if start.checkpoint is not None:
-        machine.check_weights(start.checkpoint)
+        with offer_intact_checkpoint(config.run.directory, start.checkpoint):
+            machine.check_weights(start.checkpoint)
     return Prepared(
         config,
         model,

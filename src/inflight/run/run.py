@@ -26,6 +26,7 @@ from inflight.run.interrupt import Interrupt, Interrupted
 from inflight.run.preflight import Machine, Prepared, hosts_of, preflight
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import Members, Trained
+from inflight.run.record.checkpoints import offer_intact_checkpoint
 from inflight.run.record.console import Progress
 from inflight.run.record.journal import open_journal
 from inflight.run.record.observers import Observers
@@ -280,9 +281,10 @@ class _Run:
         await run_together(self.servers.start(self.directory), *beginning)
         if self.memory is not None:
             await self.memory.to_servers()  # an earlier run may have been killed when it was the trainers' turn
-        started = await self.trainers.load_and_connect(
-            self.servers.members(), self.directory.run_id, self.directory.checkpoint
-        )
+        with offer_intact_checkpoint(self.directory.path, self.directory.checkpoint):
+            started = await self.trainers.load_and_connect(
+                self.servers.members(), self.directory.run_id, self.directory.checkpoint
+            )
         self.journal.version = started.version
         await self.delivery.start(started.published)
         if self.sampling.actor.unserved.is_set():
