@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from inflight import __version__
 from inflight.base.openmp import WAIT_ASLEEP
 from inflight.base.tasks import text_of
 from inflight.errors import InflightError
+
+_LEFT_S = 5.0
+"""How long threads of user code may outlive the command."""
 
 
 class Command(NamedTuple):
@@ -79,12 +83,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif overrides:
         parsers[name].error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
-        return int(module.run(arguments))
+        status = int(module.run(arguments))
     except InflightError as error:
         print(f"inflight: {text_of(error)}", file=sys.stderr)
-        return 1
+        status = 1
     except KeyboardInterrupt:
-        return 130
+        status = 130
+    _end_in_time(status)
+    return status
+
+
+def _end_in_time(status: int) -> None:
+    """End the process even if threads that user code has left do not, some seconds after the main thread has ended."""
+    left = [it for it in threading.enumerate() if not it.daemon and it is not threading.main_thread()]
+
+    def end() -> None:
+        threading.main_thread().join()
+        for thread in left:
+            thread.join(_LEFT_S / len(left))
+        if names := ", ".join(thread.name for thread in left if thread.is_alive()):
+            print(f"inflight: these threads have not ended and are abandoned: {names}", file=sys.stderr, flush=True)
+            os._exit(status)
+
+    if left and threading.current_thread() is threading.main_thread():
+        threading.Thread(target=end, name="inflight-end", daemon=True).start()
 
 
 def _set_library_defaults() -> None:

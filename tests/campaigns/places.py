@@ -25,6 +25,8 @@ def processes(place: Path) -> dict[str, int]:
     for pid, directory in _all():
         with contextlib.suppress(OSError):
             log = os.readlink(directory / "fd" / "1")
+            if log.endswith("/output.log") and os.readlink(directory / "fd" / "0").startswith("pipe:"):
+                continue  # the process of a task, which shares the output of the controller
             if log.startswith(f"{place}/") and log.endswith(".log") and is_alive(pid) and not _is_shim(directory):
                 found["controller" if log.endswith("/output.log") else Path(log).stem] = pid
     return found

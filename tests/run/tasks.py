@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import random
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -107,3 +111,62 @@ class OnPolicyWithoutAdmission(TrajectoryLag):
 
     def max_outstanding_groups(self, groups_per_step: float) -> int:
         return 1000
+
+
+class Hostile(CountLetters):
+    """Does one of the things that no task should do, from its third item on."""
+
+    def __init__(self, seed: int, how: str) -> None:
+        super().__init__(seed)
+        self._how = how
+        if how == "a thread that never ends":
+            threading.Thread(target=threading.Event().wait, name="left-by-the-task").start()
+
+    def item(self, index: int) -> TaskItem:
+        item = super().item(index)
+        if index < 2:
+            return item
+        match self._how:
+            case "item holds the lock":
+                hold_the_lock()
+            case "item blocks":
+                time.sleep(3600)
+            case "item exits":
+                sys.exit(3)
+            case "no item":
+                return None  # type: ignore[return-value]
+            case "another index":
+                return TaskItem(index + 1, item.prompt)
+            case "a number as prompt":
+                return TaskItem(index, 7)  # type: ignore[arg-type]
+            case "a lone surrogate" if index % 2:
+                return TaskItem(index, f"{item.prompt}\ud800")
+        return item
+
+    def score(self, item: TaskItem, completion: str) -> float:
+        if item.index >= 2:
+            match self._how:
+                case "reward holds the lock":
+                    hold_the_lock()
+                case "reward is cancelled":
+                    raise asyncio.CancelledError
+                case "reward exits":
+                    sys.exit(3)
+                case "reward interrupts":
+                    raise KeyboardInterrupt
+                case "reward stops an iteration":
+                    raise StopIteration
+                case "reward times out":
+                    raise TimeoutError
+                case "reward raises 10 MB":
+                    raise ValueError("x" * 10_000_000)
+        return super().score(item, completion)
+
+
+def hold_the_lock() -> None:
+    """Block without releasing the interpreter's lock, as code in C may."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def hostile(seed: int, how: str) -> Hostile:
+    return Hostile(seed, how)

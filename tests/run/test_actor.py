@@ -428,7 +428,9 @@ def test_rewards_that_fail_together_are_both_reported() -> None:
         are_both: asyncio.Event
         items: list[int] = field(default_factory=list)
 
-        async def rewards(self, item: int, token_ids: Sequence[Sequence[int]], timeout_s: float) -> list[float]:
+        async def rewards(
+            self, item: int, token_ids: Sequence[Sequence[int]], timeout_s: float, what: str
+        ) -> list[float]:
             self.items.append(item)
             if len(self.items) == 2:
                 self.are_both.set()

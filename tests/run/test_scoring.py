@@ -43,10 +43,12 @@ async def pool(tmp_path: Path, **params: Any) -> AsyncIterator[ScoringPool]:
 def test_a_process_scores_as_the_run_does_and_goes_on_after_an_exception(tmp_path: Path) -> None:
     async def score() -> None:
         async with pool(tmp_path, fail_from=2) as rewards:
-            assert await rewards.rewards(TaskItem(0, ""), COMPLETIONS, 60) == REWARDS
+            assert await rewards.rewards(TaskItem(0, ""), COMPLETIONS, 60, "the reward") == REWARDS
             with pytest.raises(TaskError, match="raised on item 2: ZeroDivisionError"):
-                await rewards.rewards(TaskItem(2, ""), COMPLETIONS, 60)
-            several = await asyncio.gather(*(rewards.rewards(TaskItem(1, ""), COMPLETIONS, 60) for _ in range(20)))
+                await rewards.rewards(TaskItem(2, ""), COMPLETIONS, 60, "the reward")
+            several = await asyncio.gather(
+                *(rewards.rewards(TaskItem(1, ""), COMPLETIONS, 60, "the reward") for _ in range(20))
+            )
             assert several == [REWARDS] * 20
 
     asyncio.run(score())
@@ -57,17 +59,17 @@ def test_a_process_that_hangs_or_is_killed_is_replaced(tmp_path: Path) -> None:
     async def score() -> None:
         gate = Gate(tmp_path / "gate").close()
         async with pool(tmp_path, hang_from=2, gate=str(gate.path)) as rewards:
-            with pytest.raises(TimeoutError):
-                await rewards.rewards(TaskItem(2, ""), COMPLETIONS, 0.5)
+            with pytest.raises(TaskError, match=r"the reward took longer than 0.5 s"):
+                await rewards.rewards(TaskItem(2, ""), COMPLETIONS, 0.5, "the reward")
             gate.close()  # nobody has come to it since
-            assert await rewards.rewards(TaskItem(0, ""), COMPLETIONS, 60) == REWARDS
-            hanging = asyncio.ensure_future(rewards.rewards(TaskItem(3, ""), COMPLETIONS, 60))
+            assert await rewards.rewards(TaskItem(0, ""), COMPLETIONS, 60, "the reward") == REWARDS
+            hanging = asyncio.ensure_future(rewards.rewards(TaskItem(3, ""), COMPLETIONS, 60, "the reward"))
             await asyncio.to_thread(gate.wait_for_somebody)
             (process,) = rewards._all
             process.child.kill()
-            with pytest.raises(TaskError, match="ended with status -9 while item 3 was scored"):
+            with pytest.raises(TaskError, match="ended with status -9: the reward"):
                 await hanging
-            assert await rewards.rewards(TaskItem(1, ""), COMPLETIONS, 60) == REWARDS
+            assert await rewards.rewards(TaskItem(1, ""), COMPLETIONS, 60, "the reward") == REWARDS
 
     asyncio.run(score())
 
@@ -81,7 +83,7 @@ def test_a_process_makes_the_items_of_a_curriculum_at_their_level(tmp_path: Path
         try:
             for level in (0, 4):
                 item = task.item_at(level, 7)
-                assert await made.rewards(item, [tuple((item.answer or "").encode())], 60) == [1.0]
+                assert await made.rewards(item, [tuple((item.answer or "").encode())], 60, "it") == [1.0]
         finally:
             await made.aclose()
 

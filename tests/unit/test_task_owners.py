@@ -28,6 +28,7 @@ OWNERS = {
     "inflight/run/ranks/group.py": "all ranks are asked, and their failures are weighed after a grace period",
     "inflight/run/record/recording.py": "the recording owns the step that it writes, which `written` awaits",
     "inflight/run/sampling/actor.py": "the actor owns what it samples and scores",
+    "inflight/run/sampling/scoring.py": "the process of a task owns what reads its answers, which `stop` awaits",
     "inflight/run/servers/leases.py": "a leased server owns its watch, which `stop` awaits",
 }
 

@@ -354,7 +354,9 @@ class Scores:
     world: World
     score_time: float
 
-    async def rewards(self, item: TaskItem, token_ids: Sequence[Sequence[int]], timeout_s: float) -> list[float]:
+    async def rewards(
+        self, item: TaskItem, token_ids: Sequence[Sequence[int]], timeout_s: float, what: str
+    ) -> list[float]:
         await asyncio.sleep(self.score_time)
         return self.world.rewards(item.index)
 
@@ -367,6 +369,9 @@ class VirtualWork(Completions):
     """Real prompts, requests and continuations; endpoints may look up which completions a request is for."""
 
     orders: dict[str, Order] = field(default_factory=dict)
+
+    async def item(self, index: int) -> TaskItem:
+        return self.task.item(index)
 
     async def sample(self, endpoint: SamplingEndpoint, order: Order) -> list[Sampled]:
         self.orders[order.request_id] = order

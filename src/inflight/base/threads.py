@@ -56,5 +56,7 @@ def _settle(result: Future[T], call: Callable[[], T]) -> None:
     try:
         result.set_result(call())
     except BaseException as raised:  # raised in the caller
-        result.set_exception(raised)
+        # A future cannot hold the first, and the others would end the caller's task or its loop.
+        is_control = isinstance(raised, StopIteration) or not isinstance(raised, Exception)
+        result.set_exception(RuntimeError(f"the call raised {raised!r}") if is_control else raised)
         del result, call  # as above

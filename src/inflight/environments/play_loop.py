@@ -148,8 +148,11 @@ class _Thread:
 
     def _ended(self, played: asyncio.Future[T], task: asyncio.Task[T]) -> None:
         self._running.pop(played, None)
-        if task.cancelled():
+        if task.cancelled() and task.cancelling():
             played.cancel()
+        elif task.cancelled():
+            if not played.done():
+                played.set_exception(RuntimeError("it raised CancelledError, although nothing cancelled it"))
         elif (error := task.exception()) is not None:
             if not played.done():
                 played.set_exception(error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}"))

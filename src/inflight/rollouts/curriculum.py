@@ -52,9 +52,13 @@ class Curriculum(Task):
         return self._stretches[bisect_right(self._first_items, index) - 1]
 
     def item(self, index: int) -> TaskItem:
+        return self.item_at(self.begin_item(index), index)
+
+    def begin_item(self, index: int) -> int:
+        """Return the level of an item that is about to be made, which it keeps."""
         if index < FIRST_EVALUATION_ITEM:
             self._next_item = max(self._next_item, index + 1)
-        return self.item_at(self.level_of(index), index)
+        return self.level_of(index)
 
     def item_at(self, level: int, index: int) -> TaskItem:
         """Return item ``index`` of a level; its metadata contains the level."""

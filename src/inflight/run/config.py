@@ -93,10 +93,11 @@ class TaskSection(TaskSettings):
     """The system message before each problem of a task. None: no system message, for which some chat templates insert
     one of their own; an empty string replaces that one."""
     reward_timeout_s: float = Field(default=60.0, gt=0)
-    """How long the rewards of one group may take."""
-    reward_processes: int = Field(default=0, ge=0)
-    """Number of processes that compute the rewards of a task. 0: rewards are computed in threads of the run, which
-    slows the run down if they are computed in Python."""
+    """How long an item, or the rewards of one group, may take."""
+    reward_processes: int | None = Field(default=None, ge=0)
+    """Number of processes that make the items of a task and compute its rewards, one group at a time each. None: one
+    process, which computes the rewards of several groups at once, each in a thread. 0: threads of the run, which slow
+    the run down if rewards are computed in Python, and stop it if they hold the interpreter's lock."""
     episode_timeout_s: float = Field(default=600.0, gt=0)
     """How long an episode of an environment may take."""
     extra_episodes: int = Field(default=0, ge=0)

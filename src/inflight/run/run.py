@@ -275,7 +275,9 @@ class _Run:
         self.notes.doing = "starting servers and trainers"
         self.progress.note(self.notes.doing)
         await self.trainers.spawn()
-        beginning = [] if self.recording is None else [self.recording.begin(self.journal.version)]
+        beginning = [self.sampling.actor.work.open()]
+        if self.recording is not None:
+            beginning.append(self.recording.begin(self.journal.version))
         if self.teachers is not None:
             beginning.append(self.teachers.connect(self.prepared.model.vocab_size, self.prepared.longest_sequence))
         await run_together(self.servers.start(self.directory), *beginning)
@@ -330,7 +332,8 @@ class _Run:
                 await self.recording.written()
 
     def _closing(self) -> list[Coroutine[Any, Any, None]]:
-        return [] if self.teachers is None else [self.teachers.aclose()]
+        teachers = [] if self.teachers is None else [self.teachers.aclose()]
+        return [self.sampling.actor.work.aclose(), *teachers]
 
     def _kill(self) -> None:
         for rank in self.trainers.ranks:

@@ -112,6 +112,8 @@ class Actor:
     run_id: str | None = None
     """The run whose versions endpoints may sample from; None: any."""
     clock: Callable[[], float] = time.monotonic
+    making: tuple[int, float] | None = field(default=None, init=False)
+    """The item that the task is making, and when that began."""
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while no endpoint receives work, after the first call of `serve`."""
     _endpoints: dict[str, SamplingEndpoint] = field(default_factory=dict, init=False)
@@ -196,7 +198,7 @@ class Actor:
         since = self.clock()
         while True:
             while (item := self.dispatcher.next_item()) is not None:
-                self._offer(item)
+                await self._offer(item)
                 self.carry_out_commands()
                 if self.clock() - since > _RENDER_S:
                     await asyncio.sleep(0)
@@ -206,15 +208,21 @@ class Actor:
             if not has_decided:
                 return
 
-    def _offer(self, index: int) -> None:
-        """Render the prompt of an item and offer it, or refuse it if it can never be trained on."""
+    async def _offer(self, index: int) -> None:
+        """Make an item, render its prompt and offer it, or refuse it if it can never be trained on."""
+        self.making = (index, self.clock())
         try:
-            item = self.work.item(index)
+            item = await self.work.item(index)
             prompt_token_ids = self.work.prompt_of(item)
+            why = self.work.too_long(prompt_token_ids)
+        except UnusableItem as error:
+            why = str(error)
         except BaseException:
             self.dispatcher.return_item(index, self.clock())
             raise
-        if (why := self.work.too_long(prompt_token_ids)) is not None:
+        finally:
+            self.making = None
+        if why is not None:
             self.dispatcher.refuse_item(index, why, self.clock())
             return
         prompt = hashlib.blake2b(repr(prompt_token_ids).encode(), digest_size=12).hexdigest()

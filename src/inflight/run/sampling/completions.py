@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.base.threads import run_abandonable
 from inflight.contracts import Task
 from inflight.environments.transcripts import ChatTemplate
-from inflight.errors import InflightError, TaskError
 from inflight.rollouts import continuation, joined
+from inflight.rollouts.curriculum import Curriculum
 from inflight.rollouts.driver_commands import ScoredGroup
-from inflight.run.sampling.sampling_endpoint import SamplingEndpoint, request_of
+from inflight.run.sampling.sampling_endpoint import SamplingEndpoint, UnusableItem, request_of
 from inflight.run.sampling.scoring import ScoringPool
+from inflight.run.sampling.user_code import in_thread, item_of, rewards_of
 from inflight.run.sampling.work import Order, Sampled, Work
 from inflight.types import Message, Rollout, TaskItem
 from inflight.wire import Completion, SamplingParams
@@ -37,9 +36,9 @@ class Completions(Work):
     max_sequence_tokens: int
     """An item whose prompt and completion may exceed this length together is not used."""
     timeout_s: float
-    """How long the rewards of one group may take."""
+    """How long an item, or the rewards of one group, may take."""
     pool: ScoringPool | None = None
-    """Processes that compute rewards. None: a thread for each group."""
+    """Processes that make items and compute rewards. None: a thread for each item and each group."""
     routed_experts: bool = False
     """Whether requests ask which experts computed each token."""
     system_prompt: str | None = None
@@ -58,13 +57,18 @@ class Completions(Work):
     def size(self) -> int:
         return self.sampling.n
 
-    def item(self, index: int) -> TaskItem:
-        try:
-            return self.task.item(index)
-        except Exception as error:  # tasks are user code
-            raise TaskError(f"task {self.task.name!r} failed to make item {index}: {error!r}") from error
+    async def item(self, index: int) -> TaskItem:
+        level = self.task.begin_item(index) if isinstance(self.task, Curriculum) else 0
+        what = f"making item {index} of task {self.task.name!r}"
+        if self.pool is not None:
+            return await self.pool.item(index, level, self.timeout_s, what)
+        return await in_thread(what, lambda: item_of(self.task, index, level), self.timeout_s)
 
     def prompt_of(self, item: TaskItem) -> tuple[int, ...]:
+        try:
+            item.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UnusableItem(f"its prompt has a lone surrogate at character {error.start}") from error
         return self._template.opening(opening_messages(self.system_prompt, item.prompt)).token_ids
 
     def too_long(self, prompt_token_ids: Sequence[int]) -> str | None:
@@ -114,27 +118,22 @@ class Completions(Work):
 
     async def rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
         """Compute rewards outside the event loop, which a slow function would block. `TaskError` if it hangs."""
-        try:
-            if self.pool is not None:
-                token_ids = [completion.token_ids for completion in completions]
-                return await self.pool.rewards(item, token_ids, self.timeout_s)
-            async with asyncio.timeout(self.timeout_s):
-                return await run_abandonable(lambda: self._compute_rewards(item, completions), "inflight-reward")
-        except TimeoutError as error:
-            raise TaskError(
-                f"the reward of task {self.task.name!r}, item {item.index}, took longer than {self.timeout_s:g} s"
-            ) from error
-        except InflightError:
-            raise
-        except Exception as error:  # rewards are user code
-            raise TaskError(f"the reward of task {self.task.name!r} raised on item {item.index}: {error!r}") from error
+        what = f"the reward of task {self.task.name!r}, item {item.index},"
+        if self.pool is not None:
+            token_ids = [completion.token_ids for completion in completions]
+            return await self.pool.rewards(item, token_ids, self.timeout_s, what)
+        return await in_thread(what, lambda: self._compute_rewards(item, completions), self.timeout_s)
 
     def _compute_rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
-        return [float(self.task.score(item, self.text_of(completion))) for completion in completions]
+        return rewards_of(self.task, item, [self.text_of(completion) for completion in completions])
 
     def text_of(self, completion: Completion) -> str:
         """Return the text that is scored, without special tokens."""
         return str(self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
+
+    async def open(self) -> None:
+        if self.pool is not None:
+            await self.pool.open()
 
     async def aclose(self) -> None:
         if self.pool is not None:

@@ -15,9 +15,10 @@ from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, Proxy, play
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
-from inflight.errors import EndpointError, TaskError
+from inflight.errors import EndpointError
 from inflight.rollouts.driver_commands import ScoredGroup
 from inflight.run.sampling.sampling_endpoint import SamplingEndpoint, SlowRequest
+from inflight.run.sampling.user_code import in_thread, item_of
 from inflight.run.sampling.work import Order, Sampled, Work
 from inflight.types import TaskItem
 from inflight.wire import Completion, GenerateRequest, SamplingParams
@@ -98,16 +99,14 @@ class Episodes(Work):
     def size(self) -> int:
         return self.num_needed + self.num_extra
 
-    def item(self, index: int) -> TaskItem:
-        try:
-            return self.environment.item(index)
-        except Exception as error:  # environments are user code
-            raise TaskError(f"environment {self.name!r} failed to make item {index}: {error!r}") from error
+    async def item(self, index: int) -> TaskItem:
+        what = f"making item {index} of environment {self.name!r}"
+        return await in_thread(what, lambda: item_of(self.environment, index), self.timeout_s)
 
     def prompt_of(self, item: TaskItem) -> tuple[int, ...]:
         """Return numbers that identify the start state; the environment itself determines the actual prompt."""
         text = item.prompt or f"item {item.index}"
-        return tuple(hashlib.blake2b(text.encode(), digest_size=12).digest())
+        return tuple(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).digest())
 
     def too_long(self, prompt_token_ids: Sequence[int]) -> str | None:
         return None

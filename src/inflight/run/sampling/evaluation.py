@@ -50,9 +50,9 @@ async def sample_item(work: Completions, endpoint: InferenceEndpoint, index: int
     Raises `TaskError` if the task or its reward fails, or if the item cannot be used, and the errors of
     `InferenceEndpoint.generate`.
     """
-    item = work.item(index)
-    prompt_token_ids = work.prompt_of(item)
+    item = await work.item(index)
     try:
+        prompt_token_ids = work.prompt_of(item)
         if (reason := work.too_long(prompt_token_ids)) is not None:
             raise UnusableItem(reason)
         request = request_of(f"evaluate-{index}-{secrets.token_hex(4)}", prompt_token_ids, work.sampling)

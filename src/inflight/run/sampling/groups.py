@@ -81,13 +81,15 @@ def work_of(
             routed_experts=config.train.router_replay,
         )
     pool: ScoringPool | None = None
-    if config.task.reward_processes:
+    num_processes = config.task.reward_processes
+    if num_processes != 0:
         pool = ScoringPool(
-            config.task.reward_processes,
+            num_processes or 1,
             TaskSettings.model_validate(config.task.model_dump(include=set(TaskSettings.model_fields))),
             config.run.seed,
             config.model.path,
             config.run.start_timeout_s,
+            how="together" if num_processes is None else "in turn",
         )
     return Completions(
         task,

@@ -161,7 +161,17 @@ class Sampling:
         )
         return (
             f"{self.dispatcher.steps.waiting.num_tokens:,} of {self._config.tokens_per_step:,} tokens are ready, "
-            f"{self.num_running} groups are running{scoring}{self.warnings.drops()}"
+            f"{self.num_running} groups are running{scoring}{self._waits_for_the_task()}{self.warnings.drops()}"
+        )
+
+    def _waits_for_the_task(self) -> str:
+        """Return as text what the user's code has not returned yet."""
+        num_scoring = sum(group.is_scoring for group in self.dispatcher.open.values())
+        making = self.actor.making
+        return (f", {num_scoring} of them wait for rewards" if num_scoring else "") + (
+            ""
+            if making is None
+            else f", the task has been making item {making[0]} for {self.actor.clock() - making[1]:.0f} s"
         )
 
     async def batch(self, version: int) -> StepBatch:

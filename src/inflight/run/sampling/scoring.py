@@ -1,15 +1,17 @@
-"""Computes rewards in separate processes: ``python -m inflight.run.sampling.scoring FD TASK SEED MODEL``.
+"""Makes items and computes rewards in separate processes: ``python -m inflight.run.sampling.scoring FD HOW TASK ...``.
 
-A reward function in a thread of the run holds the interpreter lock for up to 5 ms at a time, which delays the event
-loop that feeds every server. Each process constructs the task and the same items, and decodes completions. A call is
-the number of an item, its level in a curriculum, the lengths of its completions and their token ids as 32-bit integers.
-Answers, and the message that the process is ready, are JSON. A process ends when its standard input ends, even while it
-computes rewards.
+Code that blocks, or holds the interpreter's lock, would stop the run; a process can be given up. Each process
+constructs the task and the same items, and decodes completions. A call is its number, the number of an item, its level
+in a curriculum, and the lengths of its completions and their token ids as 32-bit integers, or -1 instead for the item
+itself. Answers, and the message that the process is ready, are JSON. A process ends when its standard input ends, even
+while it computes rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -18,61 +20,78 @@ import struct
 import sys
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
-from inflight.base.tasks import finish_all
+from inflight.base.tasks import cancel_and_wait, finish_all, start
 from inflight.contracts import Task
 from inflight.errors import TaskError
 from inflight.model.checkpoints import load_tokenizer
-from inflight.rollouts.curriculum import Curriculum
 from inflight.rollouts.tasks import TaskSettings
+from inflight.run.sampling.user_code import describe_error, item_of, json_of, rewards_of
 from inflight.types import TaskItem
 
-_HEAD = struct.Struct("<QII")
-"""Index of the item, its level (0 without a curriculum) and number of its completions; their lengths follow."""
+_HEAD = struct.Struct("<QQIi")
+"""Number of the call, index of the item, its level (0 without a curriculum) and number of its completions."""
+_ITEM = -1
+"""Stands for the number of completions where the item is wanted."""
+_READY = 0
+"""The call that is answered once the process is ready."""
 _SIZE = struct.Struct("<I")
 _STOP_S = 2.0
+_PR_SET_PDEATHSIG = 1
+_NUM_KEPT = 4096
+"""Items that a process keeps until it scores them."""
+
+How = Literal["together", "in turn"]
+"""Whether a process answers each call in a thread of its own, or one after another in its main thread."""
 
 
 @dataclass(eq=False)
 class ScoringPool:
-    """Up to ``size`` processes, started when they are needed. Belongs to one event loop."""
+    """Up to ``size`` processes, started when they are needed. Belongs to one event loop.
+
+    With ``how`` "together" there is one process for all calls.
+    """
 
     size: int
     task: TaskSettings
     seed: int
     model: Path
     start_timeout_s: float
+    how: How = "in turn"
     _idle: list[_Process] = field(default_factory=list, init=False)
     _all: set[_Process] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.size)
+        self._starting = asyncio.Lock()
 
-    async def rewards(self, item: TaskItem, completions: Sequence[Sequence[int]], timeout_s: float) -> list[float]:
+    async def open(self) -> None:
+        """Start the first process. Raises `TaskError`."""
+        async with self._process():
+            pass
+
+    async def item(self, index: int, level: int, timeout_s: float, what: str) -> TaskItem:
+        """Return an item, with the metadata that JSON can hold. Raises as `rewards` does."""
+        answer = await self._ask(_HEAD.pack(0, index, level, _ITEM), timeout_s, what)
+        return TaskItem(**answer["item"])
+
+    async def rewards(
+        self, item: TaskItem, completions: Sequence[Sequence[int]], timeout_s: float, what: str
+    ) -> list[float]:
         """Return the reward of each completion of an item. A process that does not become idle again is killed.
 
-        Raises `TaskError`, or ``TimeoutError`` if scoring takes too long, not counting the wait for a process.
+        Raises `TaskError`, also if ``what`` takes too long, not counting the wait for a process.
         """
-        async with self._room:
-            process = self._idle.pop() if self._idle else await self._start()
-            is_idle = False
-            try:
-                async with asyncio.timeout(timeout_s):
-                    answer = await process.ask(item, completions)
-                is_idle = True
-            finally:
-                if is_idle:
-                    self._idle.append(process)
-                else:
-                    await process.stop()
-                    self._all.discard(process)
-        if "error" in answer:
-            raise TaskError(answer["error"])
-        return [float(reward) for reward in answer["rewards"]]
+        level = item.metadata.get("level", 0)
+        lengths = array("I", map(len, completions))
+        ids = [array("I", token_ids).tobytes() for token_ids in completions]
+        request = b"".join((_HEAD.pack(0, item.index, level, len(lengths)), lengths.tobytes(), *ids))
+        return [float(reward) for reward in (await self._ask(request, timeout_s, what))["rewards"]]
 
     async def aclose(self) -> None:
         """End the processes; those that are computing rewards are killed."""
@@ -80,10 +99,40 @@ class ScoringPool:
         self._all.clear()
         self._idle.clear()
 
+    async def _ask(self, request: bytes, timeout_s: float, what: str) -> dict[str, Any]:
+        try:
+            async with self._process() as process, asyncio.timeout(timeout_s):
+                answer = await process.ask(request, what)
+        except TimeoutError as error:
+            raise TaskError(f"{what} took longer than {timeout_s:g} s") from error
+        if "error" in answer:
+            raise TaskError(answer["error"])
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _process(self) -> AsyncIterator[_Process]:
+        if self.how == "together":
+            async with self._starting:
+                process = next((it for it in self._all if it.is_running), None) or await self._start()
+            yield process
+            return
+        async with self._room:
+            process = self._idle.pop() if self._idle else await self._start()
+            is_idle = False
+            try:
+                yield process
+                is_idle = True
+            finally:
+                if is_idle:
+                    self._idle.append(process)
+                else:
+                    await process.stop()
+                    self._all.discard(process)
+
     async def _start(self) -> _Process:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "inflight.run.sampling.scoring", str(theirs.fileno())]
+            command = [sys.executable, "-m", "inflight.run.sampling.scoring", str(theirs.fileno()), self.how]
             command += [self.task.model_dump_json(), str(self.seed), str(self.model)]
             child = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True
@@ -92,38 +141,59 @@ class ScoringPool:
         self._all.add(process)
         try:
             async with asyncio.timeout(self.start_timeout_s):
-                await process.answer("a scoring process was starting")
+                await process.answer(_READY, "the task was being loaded")
         except TimeoutError as error:
-            raise TaskError(f"a scoring process was not ready within {self.start_timeout_s:g} s") from error
+            raise TaskError(f"the process of the task was not ready within {self.start_timeout_s:g} s") from error
         return process
 
 
-@dataclass(eq=False)
 class _Process:
-    child: asyncio.subprocess.Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    def __init__(
+        self, child: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.child = child
+        self._reader = reader
+        self._writer = writer
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {_READY: asyncio.get_running_loop().create_future()}
+        self._num_calls = 0
+        self._reading = start(self._read())
 
-    async def ask(self, item: TaskItem, completions: Sequence[Sequence[int]]) -> dict[str, Any]:
+    @property
+    def is_running(self) -> bool:
+        return not self._reading.done()
+
+    async def ask(self, request: bytes, what: str) -> dict[str, Any]:
         """Return the answer of a call. Raises `TaskError` if the process ends."""
-        lengths = array("I", map(len, completions))
-        ids = [array("I", token_ids).tobytes() for token_ids in completions]
-        head = _HEAD.pack(item.index, item.metadata.get("level", 0), len(lengths))
-        self.writer.write(b"".join((head, lengths.tobytes(), *ids)))
-        return await self.answer(f"item {item.index} was being scored")
+        self._num_calls += 1
+        number = self._num_calls
+        self._answers[number] = asyncio.get_running_loop().create_future()
+        with contextlib.suppress(OSError):  # the process has ended, which is noticed below
+            self._writer.write(number.to_bytes(8, "little") + request[8:])
+            await self._writer.drain()
+        return await self.answer(number, what)
 
-    async def answer(self, during: str) -> dict[str, Any]:
+    async def answer(self, number: int, during: str) -> dict[str, Any]:
+        answer = self._answers[number]
         try:
-            await self.writer.drain()
-            (size,) = _SIZE.unpack(await self.reader.readexactly(_SIZE.size))
-            answer: dict[str, Any] = json.loads(await self.reader.readexactly(size))
-        except (OSError, asyncio.IncompleteReadError) as error:
-            code = await self.child.wait()
-            raise TaskError(f"the process ended with status {code} while {during}; its output states why") from error
-        return answer
+            ends: list[asyncio.Future[Any]] = [answer, self._reading]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                code = await self.child.wait()
+                raise TaskError(f"the process of the task ended with status {code}: {during}; its output states why")
+            return answer.result()
+        finally:
+            del self._answers[number]
+
+    async def _read(self) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                (size,) = _SIZE.unpack(await self._reader.readexactly(_SIZE.size))
+                answer: dict[str, Any] = json.loads(await self._reader.readexactly(size))
+                if (asked := self._answers.get(answer["call"])) is not None and not asked.done():
+                    asked.set_result(answer)
 
     async def stop(self) -> None:
-        self.writer.close()
+        self._writer.close()
         assert self.child.stdin is not None
         self.child.stdin.close()
         try:
@@ -132,29 +202,70 @@ class _Process:
         except TimeoutError:
             self.child.kill()
             await self.child.wait()
+        finally:
+            await cancel_and_wait(self._reading)
 
 
 # --------------------------------------------------------------------------------------------------- in the process
 
 
-def answer_calls(stream: BinaryIO, connection: socket.socket, task: Task, tokenizer: Any) -> None:
-    """Answer calls until the run closes its end. An exception of the task is sent as the answer."""
-    while head := stream.read(_HEAD.size):
-        index, level, num_completions = _HEAD.unpack(head)
-        lengths = array("I", stream.read(4 * num_completions))
-        completions = [array("I", stream.read(4 * length)) for length in lengths]
+class _Answering:
+    """Answers calls until the run closes its end."""
+
+    def __init__(self, connection: socket.socket, task: Task, tokenizer: Any) -> None:
+        self._connection = connection
+        self._task = task
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._items: OrderedDict[tuple[int, int], TaskItem] = OrderedDict()
+        """Items that were made and not scored yet, by level and index: a task need not make the same one again."""
+
+    def answer_calls(self, stream: BinaryIO, how: How) -> None:
+        self._send({"call": _READY})
+        while head := stream.read(_HEAD.size):
+            number, index, level, num_completions = _HEAD.unpack(head)
+            completions = None
+            if num_completions != _ITEM:
+                lengths = array("I", stream.read(4 * num_completions))
+                completions = [array("I", stream.read(4 * length)) for length in lengths]
+            call = (number, level, index, completions)
+            if how == "together":
+                threading.Thread(target=self._answer, args=call, daemon=True, name=f"item-{index}").start()
+            else:
+                self._answer(*call)
+
+    def _answer(self, number: int, level: int, index: int, completions: Sequence[Sequence[int]] | None) -> None:
+        """Answer one call. An exception of the task is sent as the answer."""
+        answer: dict[str, Any] = {"call": number}
         try:
-            item = task.item_at(level, index) if isinstance(task, Curriculum) else task.item(index)
-            texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in completions]
-            answer: dict[str, Any] = {"rewards": [float(task.score(item, text)) for text in texts]}
-        except Exception as error:  # rewards are user code
-            answer = {"error": f"the reward of task {task.name!r} raised on item {index}: {error!r}"}
-        _send(connection, answer)
+            if completions is None:
+                item = item_of(self._task, index, level)
+                answer["item"] = json_of(item)
+                self._keep((level, index), item)
+            else:
+                item = self._kept((level, index)) or item_of(self._task, index, level)
+                texts = [self._tokenizer.decode(list(ids), skip_special_tokens=True) for ids in completions]
+                answer["rewards"] = rewards_of(self._task, item, texts)
+        except TaskError as error:
+            answer["error"] = str(error)
+        except Exception as error:  # such as token ids that the tokenizer does not have
+            answer["error"] = f"item {index} of task {self._task.name!r} cannot be scored: {describe_error(error)}"
+        self._send(answer)
 
+    def _kept(self, key: tuple[int, int]) -> TaskItem | None:
+        with self._lock:
+            return self._items.pop(key) if key in self._items else None
 
-def _send(connection: socket.socket, answer: Mapping[str, Any]) -> None:
-    content = json.dumps(answer).encode()
-    connection.sendall(_SIZE.pack(len(content)) + content)
+    def _keep(self, key: tuple[int, int], item: TaskItem) -> None:
+        with self._lock:
+            self._items[key] = item
+            if len(self._items) > _NUM_KEPT:
+                self._items.popitem(last=False)
+
+    def _send(self, answer: Mapping[str, Any]) -> None:
+        content = json.dumps(answer).encode()
+        with self._lock:
+            self._connection.sendall(_SIZE.pack(len(content)) + content)
 
 
 def _end_with_the_run() -> None:
@@ -164,18 +275,18 @@ def _end_with_the_run() -> None:
 
 
 def main() -> None:
-    """Run one scoring process. It ignores SIGINT, which the run handles."""
+    """Run one process of a task. It ignores SIGINT, which the run handles."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # code that holds the lock keeps all threads waiting
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
-    descriptor, settings, seed, model = sys.argv[1:]
+    descriptor, how, settings, seed, model = sys.argv[1:]
     connection = socket.socket(fileno=int(descriptor))
     os.set_inheritable(connection.fileno(), False)  # so that processes started by the task do not keep it open
     task = TaskSettings.model_validate_json(settings).load(int(seed))
     assert isinstance(task, Task), "environments are played in the process of the run"
     tokenizer = load_tokenizer(Path(model))
     with connection.makefile("rb") as stream:
-        _send(connection, {})
-        answer_calls(stream, connection, task, tokenizer)
+        _Answering(connection, task, tokenizer).answer_calls(stream, "together" if how == "together" else "in turn")
 
 
 if __name__ == "__main__":

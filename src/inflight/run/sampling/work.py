@@ -47,12 +47,15 @@ class Work(Protocol):
         """Return the number of completions or episodes in a group."""
 
     @abstractmethod
-    def item(self, index: int) -> TaskItem:
-        """Return an item. Raises `TaskError`."""
+    async def item(self, index: int) -> TaskItem:
+        """Return an item, which is made outside the event loop. Raises `TaskError`, also if that takes too long."""
 
     @abstractmethod
     def prompt_of(self, item: TaskItem) -> tuple[int, ...]:
-        """Return the prompt as token ids; for an environment, ids of its start state. Raises `TaskError`."""
+        """Return the prompt as token ids; for an environment, ids of its start state.
+
+        Raises `UnusableItem` if it cannot be encoded.
+        """
 
     @abstractmethod
     def too_long(self, prompt_token_ids: Sequence[int]) -> str | None:
@@ -84,6 +87,10 @@ class Work(Protocol):
     @abstractmethod
     def parse(self, saved: Any) -> Sampled:
         """Return a sampled result from its JSON value. Raises ``ValueError``."""
+
+    async def open(self) -> None:
+        """Start the processes that run user code. Raises `TaskError`."""
+        return
 
     async def aclose(self) -> None:
         """End all user code that still runs."""

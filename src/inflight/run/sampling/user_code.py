@@ -1,0 +1,82 @@
+"""Calls of a user's task: what it returns is checked, and whatever it raises becomes a `TaskError`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from inflight.base.threads import run_abandonable
+from inflight.contracts import Environment, Task
+from inflight.errors import InflightError, TaskError
+from inflight.rollouts.curriculum import Curriculum
+from inflight.types import TaskItem
+
+T = TypeVar("T")
+
+_MAX_TEXT = 2000
+"""The number of characters of an exception's text that are shown."""
+
+
+def item_of(task: Task | Environment, index: int, level: int = 0) -> TaskItem:
+    """Return an item, of a level if the task is a curriculum. Raises `TaskError`."""
+    kind = "environment" if isinstance(task, Environment) else "task"
+    what = f"{kind} {task.name!r} failed to make item {index}"
+    item = call_user(what, lambda: task.item_at(level, index) if isinstance(task, Curriculum) else task.item(index))
+    if not isinstance(item, TaskItem) or not isinstance(item.prompt, str):
+        raise TaskError(f"{what}: it returned {shortened(repr(item))}, not a TaskItem with a text as its prompt")
+    if item.index != index:
+        raise TaskError(f"{what}: it returned an item with index {item.index}")
+    return item
+
+
+def rewards_of(task: Task, item: TaskItem, texts: Sequence[str]) -> list[float]:
+    """Return the reward of each text. Raises `TaskError`."""
+    what = f"the reward of task {task.name!r} raised on item {item.index}"
+    return call_user(what, lambda: [float(task.score(item, text)) for text in texts])
+
+
+def call_user(what: str, call: Callable[[], T]) -> T:
+    """Return what a user's code returns. Raises `TaskError`, which begins with ``what``, for anything that it raises.
+
+    To be called in a thread or process of its own, where nothing but the user's code raises `SystemExit`,
+    `KeyboardInterrupt` or `CancelledError`.
+    """
+    try:
+        return call()
+    except InflightError:
+        raise
+    except BaseException as error:
+        raise TaskError(f"{what}: {describe_error(error)}") from error
+
+
+async def in_thread(what: str, call: Callable[[], T], timeout_s: float) -> T:
+    """Return what ``call`` returns in a thread of its own. Raises `TaskError` if it takes too long, and as it does."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await run_abandonable(call, "inflight-task")
+    except TimeoutError as error:
+        raise TaskError(f"{what} took longer than {timeout_s:g} s") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the representation of a user's exception, shortened."""
+    try:
+        return shortened(repr(error))
+    except Exception:  # a user's exception may fail even at that
+        return type(error).__name__
+
+
+def shortened(text: str) -> str:
+    """Return a text with its middle left out if it is long."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    half = _MAX_TEXT // 2
+    return f"{text[:half]} ... ({len(text) - _MAX_TEXT:,} characters left out) ... {text[-half:]}"
+
+
+def json_of(item: TaskItem) -> dict[str, Any]:
+    """Return an item without the metadata that JSON cannot hold, which stays where its rewards are computed."""
+    kept = {key: value for key, value in item.metadata.items() if isinstance(value, (str, int, float, bool))}
+    answer = None if item.answer is None else str(item.answer)
+    return {"index": item.index, "prompt": str(item.prompt), "answer": answer, "metadata": kept}
