@@ -191,6 +191,43 @@ def test_a_broken_checkpoint_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
             own(tmp_path / "run", resume=resume)
 
 
+SETTINGS = {"run": {"seed": 0, "mode": "pipeline"}, "task": {"name": "a", "params": {}}, "sampling": {"group_size": 4}}
+
+
+@pytest.mark.parametrize(("section", "key", "value"), [("task", "name", "b"), ("run", "seed", 1)])
+def test_a_run_is_not_continued_with_another_task_or_seed(
+    tmp_path: Path, section: str, key: str, value: object
+) -> None:
+    claim(tmp_path / "run", json.dumps(SETTINGS), resume=False, note=print).release()
+    checkpointed(tmp_path / "run", 3)
+    before = (tmp_path / "run" / "config.json").read_text()
+    changed = {**SETTINGS, section: {**SETTINGS[section], key: value}}
+    with pytest.raises(ConfigError, match=rf"cannot be continued .*: {section}\.{key} .* -> {value!r}"):
+        claim(tmp_path / "run", json.dumps(changed), resume=True, note=print)
+    assert (tmp_path / "run" / "config.json").read_text() == before
+
+
+def test_settings_that_have_changed_are_told_and_written_down_and_no_completion_of_other_prompts_is_continued(
+    tmp_path: Path,
+) -> None:
+    claim(tmp_path / "run", json.dumps(SETTINGS), resume=False, note=print).release()
+    checkpointed(tmp_path / "run", 3)
+    state = tmp_path / "run" / "checkpoints" / "version-000003.json"
+    state.write_text(json.dumps({"version": 3, "partials": {"7": [None]}}))
+    for changed, partials in (
+        ({**SETTINGS, "sampling": {"group_size": 8}, "run": {"seed": 0, "mode": "conventional"}}, {"7": [None]}),
+        ({**SETTINGS, "task": {"name": "a", "params": {"hard": True}}}, {}),
+    ):
+        notes: list[str] = []
+        owned = claim(tmp_path / "run", json.dumps(changed), resume=True, note=notes.append)
+        owned.release()
+        assert json.loads((tmp_path / "run" / "config.json").read_text()) == changed
+        assert owned.state == {"version": 3, "partials": partials}
+        assert "settings that have changed since this run was started" in notes[0]
+        assert ("sampling.group_size 4 -> 8" in notes[0]) == bool(partials)
+        assert ("task.params {} -> {'hard': True}" in notes[0]) == (not partials)
+
+
 @pytest.mark.parametrize("pointer", [None, "", '{"version": 6', '{"version": 7}'])
 def test_nothing_is_deleted_and_nothing_begins_anew_where_the_pointer_is_missing_or_damaged(
     tmp_path: Path, pointer: str | None

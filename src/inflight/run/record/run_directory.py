@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
+from inflight.run.record.changes import changed_settings, describe_change, without_partials, write_config
 from inflight.run.record.checkpoints import latest_checkpoint, remove_unfinished
 
 _ORPHANS_S = 20.0
@@ -100,7 +101,8 @@ def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], N
 
     A run that ended before its first checkpoint starts over, with or without ``resume``. Remaining processes of a
     killed run are killed if they do not end in time. Raises `ConfigError` if another process owns the directory, if it
-    contains a run and ``resume`` is false, or if it contains none and ``resume`` is true; it is then unchanged.
+    contains a run and ``resume`` is false, if it contains none and ``resume`` is true, or if that run cannot be
+    continued with the new settings; it is then unchanged.
     """
     if resume and not (path / "config.json").exists():
         raise ConfigError(f"{str(path)!r} holds no run to resume: start one without --resume")
@@ -111,17 +113,25 @@ def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], N
             lock = _take_lock(path / "lock", note)
             undo.callback(os.close, lock)
             start = _last_checkpoint(path, resume=resume)
+            state = start.state
+            if state is not None:
+                changes = changed_settings(path, config_json)
+                state = without_partials(state, changes)
+                if changes:
+                    described = "; ".join(describe_change(key, values) for key, values in changes.items())
+                    note(f"settings that have changed since this run was started: {described}")
+                write_config(path, config_json)
             if start.checkpoint is None:
                 if (path / "config.json").exists():
                     note(f"the run in {path} ended before its first checkpoint, so it starts over")
-                (path / "config.json").write_text(config_json + "\n")
+                write_config(path, config_json)
                 (path / "run_id").write_text(f"{path.name}-{uuid.uuid4().hex[:8]}\n")
             remove_unfinished(path)
             run_id = (path / "run_id").read_text().strip()
             undo.pop_all()
     except OSError as error:
         raise ConfigError(f"run directory {str(path)!r} cannot be used: {error.strerror}") from error
-    return RunDirectory(path, run_id, lock, start.checkpoint, start.state)
+    return RunDirectory(path, run_id, lock, start.checkpoint, state)
 
 
 def _take_lock(path: Path, note: Callable[[str], None]) -> int:
