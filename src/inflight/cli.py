@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -90,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = 130
     _end_in_time(status)
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # one Ctrl-C too many changes nothing any more
     return status
 
 

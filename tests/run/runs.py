@@ -56,6 +56,7 @@ class RunProcess:
         environment: dict[str, str] | None = None,
         max_file_bytes: int | None = None,
         config: Path | None = None,
+        stdout: int | None = None,
     ) -> None:
         self.directory = directory / "run"
         directory.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ class RunProcess:
             self.process = subprocess.Popen(
                 [*limit, python(), "-m", "inflight", "train", str(config), *overrides],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=output if stdout is None else stdout,
                 stderr=output,
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **(environment or {})},

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first ends a run after its current step, and the second ends it immediately."""
+"""Ctrl-C and other signals: the first ends a run after its current step, and the second ends it immediately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Interrupted(Exception):  # noqa: N818 - a request, not an error
 
 
 class Interrupt:
-    """Turns SIGINT and SIGTERM into a state. ``note`` shows a line; ``kill`` ends the run's processes."""
+    """Turns the signals that ask to end into a state. ``note`` shows a line; ``kill`` ends the run's processes."""
 
     def __init__(self, note: Callable[[str], None], kill: Callable[[], None]) -> None:
         self._note = note
@@ -27,8 +27,10 @@ class Interrupt:
         """Whether the user has asked twice, and the run's processes were killed."""
 
     def listen(self) -> None:
-        """Handle both signals in the running event loop."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        """Handle the signals in the running event loop. ``nohup`` keeps its effect."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:

@@ -140,6 +140,7 @@ async def _save_step(run: _Run, batch: StepBatch, trained: Sequence[Trained]) ->
 
 def _settle_step(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
     """Settle the groups of a step, give work to the servers that have its version, and record the step."""
+    run.directory.check_present()
     run.sampling.settle(batch)
     items = [group.item_index for group in batch.groups]
     run.journal.trained(trained[0].version, [rank.span for rank in trained], items)
@@ -267,7 +268,12 @@ class _Run:
             with add_failures_to(error):
                 self.notes.finish(text_of(error), interrupted=self.interrupt.is_set())
             raise
-        await self._stop()
+        try:
+            await self._stop()
+        except InflightError:
+            if not self.interrupt.is_immediate:
+                raise
+        self.directory.check_present()
         self.notes.finish(None, interrupted=self.interrupt.is_set())
         return 130 if self.interrupt.is_set() else 0
 

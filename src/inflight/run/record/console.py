@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,12 +20,34 @@ _WAIT_S = 10.0
 """After this long without output, the run reports what it is waiting for."""
 
 
+class _Console(Console):
+    """Standard output for as long as it can be written: a reader that has gone or a full device ends no run."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            self._go_silent(error)
+
+    def on_broken_pipe(self) -> None:
+        self._go_silent(BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)))
+
+    def _go_silent(self, error: OSError) -> None:
+        self.quiet = True
+        with contextlib.suppress(OSError, ValueError):  # what is still buffered would fail again at the end
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"inflight: nothing more is shown: standard output: {error.strerror}", file=sys.stderr, flush=True)
+
+
 class Progress:
     """Shows rows as they arrive. Call `close` before printing anything else."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._console = Console()
+        self._console = _Console()
         self._live: Live | None = None
         self._first: Mapping[str, Any] | None = None
         """The first row since this process started, from which the remaining time is estimated."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from inflight.errors import ConfigError
+from inflight.errors import CheckpointError, ConfigError
 from inflight.run.record.changes import changed_settings, describe_change, without_partials, write_config
 from inflight.run.record.checkpoints import latest_checkpoint, remove_unfinished
 
@@ -60,9 +60,22 @@ class RunDirectory:
 
     def at_latest_checkpoint(self) -> RunDirectory:
         """Return this directory, still owned, with the latest checkpoint as its starting point."""
+        self.check_present()
         checkpoint, state = latest_checkpoint(self.path)
         remove_unfinished(self.path)
         return replace(self, checkpoint=checkpoint, state=state)
+
+    def check_present(self) -> None:
+        """Raise `CheckpointError` if the directory was deleted, or replaced by another one."""
+        try:
+            is_present = (self.path / "lock").stat().st_ino == os.fstat(self.lock).st_ino
+        except OSError:
+            is_present = False
+        if not is_present:
+            raise CheckpointError(
+                f"run directory {str(self.path)!r} was deleted or replaced while the run was writing to it: what it "
+                "held is lost. Start the run again"
+            )
 
     def release(self) -> None:
         """Release the directory; surviving children still hold it."""
