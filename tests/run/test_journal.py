@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -27,6 +28,23 @@ def test_what_runs_is_noted_when_it_changes_and_not_by_the_clock(tmp_path: Path)
         journal.running(num_groups)
     journal.close()
     assert [event["num_groups"] for event in read_events(tmp_path, ["running_groups"])] == [0, 3, 2, 0]
+
+
+def test_durations_do_not_change_when_the_clock_of_the_machine_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path, None)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 30.0)
+    journal.group_finished(group(1.0))
+    row = journal.step(Counter({0: 2}), 2, {}, [0], SlotSeconds(), DraftCounts())
+    assert 0 <= row["time_s"] < 30
+    assert row["completion_tokens_per_s"] == pytest.approx(2 / row["time_s"], rel=0.5)
+    resumed = Journal(tmp_path, journal.state())
+    assert 0 <= resumed.elapsed_s() < 30
+    journal.close()
+    resumed.close()
+    assert all(event["start_s"] >= 0 for event in read_events(tmp_path, ["step"]))
 
 
 def test_events_are_bounded_on_disk_and_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

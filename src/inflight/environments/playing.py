@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from inflight.base.clock import unix_time
 from inflight.contracts import Conversation, Environment, Episode
 from inflight.environments.play_loop import BlockedError, OverdueError, PlayLoop
 from inflight.environments.recording import EpisodeRecording, PlayedEpisode, completion_of
@@ -118,13 +118,13 @@ class PlayingEpisode(Episode):
         sampling: SamplingParams | None,
         images: Sequence[PromptImage],
     ) -> tuple[int, Completion]:
-        request, began = self._request(prompt_token_ids, sampling, images), time.time()
+        request, began = self._request(prompt_token_ids, sampling, images), unix_time()
         try:
             completion = await self.generate(request)
         except Exception as error:
             self.error = self.error or error
             raise
-        return self.recording.add(prompt_token_ids, completion, role, images, (began, time.time())), completion
+        return self.recording.add(prompt_token_ids, completion, role, images, (began, unix_time())), completion
 
     async def sample_stream(
         self,
@@ -141,7 +141,7 @@ class PlayingEpisode(Episode):
         if self.stream is None:
             yield await self.sample(prompt_token_ids, role, sampling, images)
             return
-        request, began = self._request(prompt_token_ids, sampling, images), time.time()
+        request, began = self._request(prompt_token_ids, sampling, images), unix_time()
         chunks: list[CompletionChunk] = []
         try:
             async with aclosing(self.stream(request)) as stream:
@@ -152,7 +152,7 @@ class PlayingEpisode(Episode):
         except Exception as error:
             self.error = self.error or error
             raise
-        yield self.recording.add(prompt_token_ids, completion, role, images, (began, time.time())), completion
+        yield self.recording.add(prompt_token_ids, completion, role, images, (began, unix_time())), completion
 
     def _request(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None, images: Sequence[PromptImage]

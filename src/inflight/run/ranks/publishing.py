@@ -6,13 +6,13 @@ The other ranks take part in gathering, or send the weights that they hold.
 from __future__ import annotations
 
 import os
-import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
+from inflight.base.clock import unix_time
 from inflight.contracts import ShardedWeightSource, TrainerWorker
 from inflight.errors import ConfigError, FencedError
 from inflight.launchers.launcher import ADDRESS_VARIABLE
@@ -63,13 +63,13 @@ class PushPublishing(Publishing):
         self._fleet = Fleet(publisher, quorum=updates.quorum, token=token)
 
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
-        started = time.time()
+        started = unix_time()
         self._fleet.set_members(members.urls)
         if members.ask_all:
             self._fleet.ask_all()
         report = self._fleet.publish(worker, in_flight=self._updates.in_flight, deadline_s=self._deadline_s)
         return PublishResult(
-            span=(started, time.time()),
+            span=(started, unix_time()),
             is_published=bool(self._fleet.healthy),
             version=report.version,
             size_bytes=report.size_bytes,
@@ -126,7 +126,7 @@ class PullPublishing(Publishing):
 
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
         """Raises `FencedError` if a later incarnation has stored a version; servers refuse older incarnations."""
-        started = time.time()
+        started = unix_time()
         newest = newest_incarnation(self._directory, self._run_id)
         report = store_weights(
             worker,
@@ -141,7 +141,7 @@ class PullPublishing(Publishing):
                 f"the trainer of run {self._run_id!r} was replaced: this is its incarnation {self._incarnation}, and "
                 f"incarnation {newest} has taken over. Stop this trainer"
             )
-        ended = time.time()
+        ended = unix_time()
         return PublishResult(
             span=(started, ended),
             version=report.ref.version,

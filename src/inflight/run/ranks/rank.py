@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from inflight.base.clock import unix_time
 from inflight.base.progress import report_log_records
 from inflight.base.worker_kinds import load_worker_kind
 from inflight.contracts import (
@@ -204,7 +204,7 @@ class TrainerRank:
 
     def _train(self, request: Train, batches: Sequence[MicroBatch]) -> Trained:
         """Run forward and backward over the micro-batches, take one optimizer step, and publish if asked."""
-        started = time.time()
+        started = unix_time()
         number = f"step {self._worker.version + 1}"
         self._begin(f"counting the targets of {number}")
         if any(batch.image_rows_M is not None for batch in batches):
@@ -222,7 +222,7 @@ class TrainerRank:
         result = self._worker.step()
         if result.rounded_away is not None:
             metrics = add_metrics(metrics, {"rounded_away": Metric(result.rounded_away, 1.0)})
-        trained = time.time()
+        trained = unix_time()
         return Trained(
             version=result.version,
             gradient_norm=result.gradient_norm,

@@ -6,7 +6,6 @@ import contextlib
 import json
 import platform
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from inflight import __version__
+from inflight.base.clock import unix_time
 from inflight.errors import CheckpointError
 from inflight.observe.trace import events
 from inflight.observe.trace.files import EventWriter, begin_files, resume_files
@@ -97,7 +97,7 @@ class Journal:
         self.version = version
         """The last trained version."""
         self._counts = _Counts.model_validate(state or {})
-        self._started = time.time() - self._counts.elapsed_s
+        self._started = unix_time() - self._counts.elapsed_s
         self._rewards_since: list[float] = []
         self._lengths_since: list[int] = []
         """Lengths of the completions that finished since the last step; rewards likewise."""
@@ -111,7 +111,7 @@ class Journal:
 
     def elapsed_s(self) -> float:
         """Return the seconds since the run began, excluding the time between its processes."""
-        return time.time() - self._started
+        return unix_time() - self._started
 
     def group_finished(self, group: Group) -> None:
         counts = self._counts
@@ -125,7 +125,7 @@ class Journal:
 
     def event(self, of: type[events.Event], span: tuple[float, float] | None = None, /, **facts: Any) -> None:
         """Write an event; ``span`` is its start and end in wall-clock seconds. None: now."""
-        start_s, end_s = map(self.since, span or (time.time(),) * 2)
+        start_s, end_s = map(self.since, span or (unix_time(),) * 2)
         # Readers ignore unknown facts, so they are rejected here.
         self._write(of.model_validate({"start_s": start_s, "end_s": end_s, **facts}, extra="forbid"))
 

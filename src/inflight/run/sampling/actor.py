@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from inflight.base.clock import unix_time
 from inflight.base.tasks import combine_failures
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import EndpointError, InflightError, TaskError
@@ -279,7 +280,7 @@ class Actor:
             seed_of(self.seed, index, *parts),
             command.partial,
         )
-        request = _LiveRequest(command, order, self._endpoints[command.endpoint], time.time())
+        request = _LiveRequest(command, order, self._endpoints[command.endpoint], unix_time())
         self._requests[command.request_id] = request
         request.task = self._start(self._sample(request))
 

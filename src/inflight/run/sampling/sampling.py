@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from inflight.base.clock import unix_time
 from inflight.errors import TrainerError
 from inflight.observe.trace import events
 from inflight.rollouts import Ledger, TurnCritic
@@ -270,7 +270,7 @@ class Sampling:
         parts = tuple(_part(number, one, since) for number, one in zip(order.numbers, ended.sampled, strict=False))
         self._journal.event(
             events.RequestEnded,
-            (ended.began_at, time.time()),
+            (ended.began_at, unix_time()),
             endpoint=ended.endpoint,
             item=order.item.index,
             request_id=order.request_id,

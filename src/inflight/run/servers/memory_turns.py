@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from inflight.base.clock import unix_time
 from inflight.base.tasks import run_together
 from inflight.contracts import InferenceEndpoint, ReleasingEndpoint
 from inflight.errors import BusyError, InflightError, UnsupportedError
@@ -57,10 +58,10 @@ class MemoryTurns:
         ask: Callable[[ReleasingEndpoint], Awaitable[object]],
         endpoints: Sequence[InferenceEndpoint],
     ) -> None:
-        started = time.time()
+        started = unix_time()
         problems = await run_together(*(self._ask(endpoint, ask) for endpoint in endpoints))
         done = [endpoint.name for endpoint, why in zip(endpoints, problems, strict=True) if why is None]
-        self.servers.journal.event(events.MemoryMoved, (started, time.time()), kind=kind, servers=tuple(done))
+        self.servers.journal.event(events.MemoryMoved, (started, unix_time()), kind=kind, servers=tuple(done))
         for endpoint, why in zip(endpoints, problems, strict=True):
             if why is not None and endpoint.name not in self.servers.actor.dispatcher.endpoints.lost:
                 self.servers.note(f"{endpoint.name} did not {what} its memory and is left out: {why}")
