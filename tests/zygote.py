@@ -352,6 +352,7 @@ def _run(argv: list[str], shim: Path) -> NoReturn:
     status: object = 0
     try:
         if is_module:
+            warnings.filterwarnings("ignore", message=r".* found in sys\.modules", category=RuntimeWarning)
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(words[0], run_name="__main__")

@@ -385,6 +385,22 @@ def test_a_run_whose_attached_servers_stay_away_ends_with_how_each_was_lost(
     assert (run.directory / "summary.json").exists()
 
 
+def test_a_server_that_comes_back_with_another_model_is_named_with_it_when_the_run_ends(
+    start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path, tmp_path: Path
+) -> None:
+    server = start_server(model_dir, "--port", str(reserved_port()))
+    limits = ("--run.num_steps", "100000", "--run.start_timeout_s", "15")
+    run = start_run("--servers.attach.urls", json.dumps([server.url]), *limits)
+    run.wait_for_steps(1)
+    other = make_model(tmp_path / "other", vocab_size=300)
+    replaced(run, server, start_server, other)
+    assert run.wait(90) == 1
+    end = run.output().splitlines()[-1]
+    assert f"no inference server is left ({server.url}: " in end
+    assert "came back with" in end
+    assert "with 300 tokens" in end
+
+
 async def publish(trainers: TrainerGroup, urls: Sequence[str]) -> PublishResult:
     published = (await trainers.publish(Members(urls=tuple(urls)))).published
     assert published is not None

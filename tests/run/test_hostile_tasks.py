@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from inflight.base.threads import run_abandonable
 from inflight.engines.embedded.tiny import byte_tokenizer
+from inflight.environments.play_loop import PlayLoop
 from inflight.errors import TaskError
 from inflight.rollouts.tasks import TaskSettings
 from inflight.run.sampling.completions import Completions
@@ -83,6 +85,27 @@ def test_whatever_a_task_raises_or_returns_is_an_error_of_the_task_that_names_th
     for (how, expected), text in zip(RAISED.items(), asyncio.run(fail_all()), strict=True):
         assert expected in text, how
         assert len(text) < 3000, how
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, StopIteration])
+def test_no_error_of_user_code_in_a_thread_stops_what_waits_for_it(error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error
+
+    async def play() -> None:
+        fail()
+
+    async def wait() -> None:
+        with pytest.raises(RuntimeError, match=error.__name__):
+            await asyncio.wait_for(run_abandonable(fail, "test"), 30)
+        loop = PlayLoop()
+        try:
+            with pytest.raises(RuntimeError, match=error.__name__):
+                await loop.run(play, 30.0)
+        finally:
+            await loop.aclose()
+
+    asyncio.run(wait())
 
 
 @pytest.mark.parametrize(

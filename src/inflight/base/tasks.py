@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
+_MAX_MESSAGE = 20_000
+"""The number of characters of one message that `text_of` returns."""
 _END_S = 30.0
 """How long the cancelled tasks of a `TaskOwner` may take to end."""
 
@@ -227,5 +229,13 @@ def _add_note(first: BaseException, other: Exception) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the message of an error and its notes, one on each line."""
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    """Return the message of an error and its notes, one on each line; very long ones are shortened."""
+    return "\n".join(shortened(text, _MAX_MESSAGE) for text in (str(error), *getattr(error, "__notes__", ())))
+
+
+def shortened(text: str, max_length: int = 2000) -> str:
+    """Return a text with its middle left out if it has more characters than ``max_length``."""
+    if len(text) <= max_length:
+        return text
+    half = max_length // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half:,} characters left out) ... {text[-half:]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,6 +54,8 @@ class PushDelivery(Delivery):
     trainers: TrainerGroup
     serving: Mapping[str, int | None] = field(default_factory=dict)
     noted: set[str] = field(default_factory=set)
+    problems: Sequence[str] = ()
+    """The problems of servers that the last publishes found; empty once a server has a version."""
     known: set[str] = field(default_factory=set)
     """The servers that took part from the start or have since held a version."""
 
@@ -68,6 +70,7 @@ class PushDelivery(Delivery):
         version = self.servers.journal.version
         news = [text for text in published.notes if text not in self.noted]
         self.noted.update(news)
+        self.problems = () if published.endpoints else published.notes or self.problems
         for text in news:
             self.servers.note(f"a server was left out: {text}")
         came = sorted(change for change in published.changes if change.after is MemberState.HEALTHY)
@@ -105,7 +108,7 @@ class PushDelivery(Delivery):
                 self.record((await self.trainers.publish(self.servers.members())).published)
                 if actor.unserved.is_set():
                     if is_late:
-                        raise no_server_left(actor)
+                        raise no_server_left(actor, self.problems)
                     await asyncio.sleep(_ASK_AGAIN_S)
 
 

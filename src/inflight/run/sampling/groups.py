@@ -17,6 +17,9 @@ from inflight.run.sampling.scoring import ScoringPool
 from inflight.run.sampling.work import Work
 from inflight.wire import SamplingParams
 
+_LOAD_S = 120.0
+"""How long the process of a task may take to load it, at least."""
+
 
 def check_task(config: RunConfig, task: Task | Environment) -> None:
     """Raise `ConfigError` if the configuration has settings of environments for a task, or vice versa."""
@@ -88,7 +91,7 @@ def work_of(
             TaskSettings.model_validate(config.task.model_dump(include=set(TaskSettings.model_fields))),
             config.run.seed,
             config.model.path,
-            config.run.start_timeout_s,
+            max(_LOAD_S, config.run.start_timeout_s),
             how="together" if num_processes is None else "in turn",
         )
     return Completions(

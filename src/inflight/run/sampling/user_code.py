@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from inflight.base.tasks import shortened
 from inflight.base.threads import run_abandonable
 from inflight.contracts import Environment, Task
 from inflight.errors import InflightError, TaskError
@@ -13,9 +14,6 @@ from inflight.rollouts.curriculum import Curriculum
 from inflight.types import TaskItem
 
 T = TypeVar("T")
-
-_MAX_TEXT = 2000
-"""The number of characters of an exception's text that are shown."""
 
 
 def item_of(task: Task | Environment, index: int, level: int = 0) -> TaskItem:
@@ -65,14 +63,6 @@ def describe_error(error: BaseException) -> str:
         return shortened(repr(error))
     except Exception:  # a user's exception may fail even at that
         return type(error).__name__
-
-
-def shortened(text: str) -> str:
-    """Return a text with its middle left out if it is long."""
-    if len(text) <= _MAX_TEXT:
-        return text
-    half = _MAX_TEXT // 2
-    return f"{text[:half]} ... ({len(text) - _MAX_TEXT:,} characters left out) ... {text[-half:]}"
 
 
 def json_of(item: TaskItem) -> dict[str, Any]:

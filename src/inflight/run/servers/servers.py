@@ -212,7 +212,8 @@ class Servers:
         self.membership.add(endpoint, server.url, server.spec.options.num_slots, can)
 
 
-def no_server_left(actor: Actor) -> EndpointError:
-    """Return the error that states how every endpoint was lost."""
+def no_server_left(actor: Actor, news: Collection[str] = ()) -> EndpointError:
+    """Return the error that states how every endpoint was lost, and the ``news`` about them since then."""
     causes = "; ".join(f"{lost}: {why}" for lost, why in actor.dispatcher.endpoints.lost.items())
-    return EndpointError(f"no inference server is left ({causes})")
+    since = f". Since then: {'; '.join(news)}" if news else ""
+    return EndpointError(f"no inference server is left ({causes}){since}")
