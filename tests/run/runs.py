@@ -21,6 +21,8 @@ CONFIG = """
 directory = "{directory}"
 num_steps = 6
 checkpoint_every_steps = 3
+checkpoint_every_s = 100_000
+restarts = 0
 
 [model]
 path = "{model}"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from inflight.errors import CheckpointError, TrainerError, UnreachableError, WorkerDiedError
 from inflight.losses import decode_metrics, metric_values
-from inflight.run.config import RunConfig, load_config
+from inflight.run.config import RunConfig, RunSection, load_config
 from inflight.run.ranks.channel import encode
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import Members, Train, Trained, tensors_of
@@ -250,6 +250,26 @@ def test_all_ranks_start_again_from_the_last_checkpoint_while_the_servers_stay(
     settled = last["num_trained"] + sum(last["num_dropped"].values())
     assert last["next_new"] == settled + len(last["unsettled"])
     assert all(ends_within(pid, 5.0) for pid in run.servers())
+
+
+def test_a_run_saves_after_a_time_and_survives_a_lost_rank_by_default(start_run: Callable[..., RunProcess]) -> None:
+    assert (RunSection(directory=Path("run")).restarts, RunSection(directory=Path("run")).checkpoint_every_s) == (3, 60)
+    settings = ("--run.checkpoint_every_steps", "100000", "--run.checkpoint_every_s", "0.001", "--run.restarts", "3")
+    run = start_run("--run.num_steps", "100000", *settings)
+    run.wait_for_events("checkpoint_saved", lambda event: True)
+    os.kill(run.processes()["trainer-0"], signal.SIGKILL)
+    run.wait_for_output("all trainer ranks restart from the last checkpoint")
+    run.wait_for_events("run_started", lambda event: event["version"] > 0)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+
+
+def test_a_rank_that_is_lost_before_the_first_step_ends_the_run(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--run.restarts", "3", "--task.name", "tests.run.tasks:always_zero", "--run.num_steps", "100000")
+    run.wait_for_output("groups are running")
+    os.kill(run.processes()["trainer-0"], signal.SIGKILL)
+    assert run.wait() == 1, run.output()
+    assert "restart from the last checkpoint" not in run.output()
 
 
 def test_a_run_ends_at_once_when_a_rank_is_killed_that_the_others_wait_for(

@@ -48,15 +48,18 @@ class RunSection(Section):
     in the group ``inflight.launchers``, or ``module:attribute``."""
     launcher_options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the launcher, such as ``{ address = "10.0.0.1:6379" }`` for ``ray``."""
-    restarts: int = Field(default=0, ge=0)
+    restarts: int = Field(default=3, ge=0)
     """How many times in a row, without a new checkpoint in between, the run may restart all trainer ranks from the last
-    checkpoint after one of them is lost. The servers keep running. With 0, the run ends, and ``--resume`` continues
-    it."""
+    checkpoint after one of them is lost. The servers keep running. A rank that is lost before the first step ends the
+    run. With 0, the run always ends, and ``--resume`` continues it."""
     num_steps: int = Field(default=100, ge=1)
     stop_at_reward: float | None = None
     """End the run early once the mean reward over the last ten steps reaches this value. None: never."""
     seed: int = 0
     checkpoint_every_steps: int = Field(default=50, ge=1)
+    checkpoint_every_s: float = Field(default=60.0, gt=0)
+    """Also save a checkpoint after a step if so many seconds, and 20 times as long as the last save took, have passed
+    since then."""
     keep_checkpoints: int = Field(default=2, ge=1)
     background_saves: bool = False
     """Keep training while a checkpoint is written. The workers first copy their state to host memory."""

@@ -68,8 +68,9 @@ async def _run_until_over(prepared: Prepared, machine: Machine, directory: RunDi
     """Run to the end; when a rank is lost, restart from the last checkpoint if ``run.restarts`` allows it."""
     config, token = prepared.config, token_of(prepared.config, directory.path)
     run = _Run(prepared, directory, launcher, token)
-    num_left = config.run.restarts
-    while (status := await run.run(may_restart=num_left > 0)) is None:
+    num_left, is_first = config.run.restarts, True
+    while (status := await run.run(may_restart=num_left > 0, is_first=is_first)) is None:
+        is_first = False
         latest = directory.at_latest_checkpoint()
         num_left = num_left - 1 if latest.checkpoint == directory.checkpoint else config.run.restarts
         directory = latest
@@ -164,6 +165,7 @@ class _Run:
         config, policies, path, state = prepared.config, prepared.policies, directory.path, directory.state
         version = 0 if state is None else state["version"]
         self.prepared = prepared
+        self.first_version = version
         self.directory = directory
         self.progress = Progress(config.run.num_steps)
         note = self.progress.note
@@ -223,19 +225,20 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------- start and stop
 
-    async def run(self, *, may_restart: bool) -> int | None:
+    async def run(self, *, may_restart: bool, is_first: bool) -> int | None:
         """Start everything, train, stop everything and write the summary, even after a failure.
 
-        Returns None if a rank was lost and ``may_restart`` is set; only the servers keep running then.
+        Returns None if a rank was lost and ``may_restart`` is set; only the servers keep running then. The first
+        incarnation does not restart before it has trained a step.
         """
         self.interrupt.listen()
         waiting = self.notes.show_what_is_waited_for()
         async with self.proxy, run_in_background(waiting, *self.observers.calls()), self.observers:
             if self.prepared.placement.placed:
                 self.progress.note("; ".join(map(str, self.prepared.placement.placed)))
-            return await self._run(may_restart=may_restart)
+            return await self._run(may_restart=may_restart, is_first=is_first)
 
-    async def _run(self, *, may_restart: bool) -> int | None:
+    async def _run(self, *, may_restart: bool, is_first: bool) -> int | None:
         try:
             with contextlib.suppress(Interrupted):  # before the first step, or after the last one
                 await self.interrupt.unless(self._start())
@@ -254,6 +257,7 @@ class _Run:
                     await self._stop()
                 self.notes.finish(None, interrupted=True)
                 return 130
+            may_restart = may_restart and not (is_first and self.journal.version == self.first_version)
             if may_restart and isinstance(error, WorkerDiedError) and not self.interrupt.is_set():
                 self.progress.note(f"{text_of(error)}\nall trainer ranks restart from the last checkpoint")
                 self.progress.close()

@@ -5,6 +5,7 @@ The ranks save before the next step, or in the background while they keep traini
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import RankAnswer
 from inflight.run.record.checkpoints import checkpoint_path, finish_checkpoint
 from inflight.run.record.recording import RunRecording
+
+_LONGEST_SHARE = 20
+"""Saves because of the time take at most one part of so many."""
 
 
 @dataclass(slots=True)
@@ -39,11 +43,16 @@ class Saving:
     """Called with each version whose checkpoint is complete."""
     recording: RunRecording | None = None
     """Awaited before a checkpoint begins, so that all its steps are recorded."""
+    saved_at_s: float = field(default_factory=time.monotonic)
+    """When the last save ended; ``took_s`` is how long the ranks waited for it."""
+    took_s: float = 0.0
     begun: dict[int, _IncompleteCheckpoint] = field(default_factory=dict)
     """Incomplete checkpoints by version."""
 
     async def save_if_due(self, version: int) -> None:
-        if version - self.last >= self.settings.checkpoint_every_steps:
+        passed_s = time.monotonic() - self.saved_at_s
+        is_late = passed_s >= max(self.settings.checkpoint_every_s, _LONGEST_SHARE * self.took_s)
+        if is_late or version - self.last >= self.settings.checkpoint_every_steps:
             await self._save(version)
 
     async def finish(self, version: int) -> None:
@@ -66,7 +75,10 @@ class Saving:
         """Write a checkpoint, or start writing it. Its ledger lists untrained work, which is issued again on resume."""
         if self.recording is not None:
             await self.recording.written()
+        began_s = time.monotonic()
         answers = await self.trainers.save(checkpoint_path(self.directory, version))
         self.begun[version] = _IncompleteCheckpoint(self.state())
         self.last = version
+        self.saved_at_s = time.monotonic()
+        self.took_s = self.saved_at_s - began_s
         self.note(answers)
