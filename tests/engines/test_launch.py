@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import os
 import re
 import signal
@@ -156,6 +157,42 @@ def test_descendants_of_an_engine_that_ended_are_ended_too(tmp_path: Path) -> No
         with pytest.raises(EndpointError, match="ended with status 7"):
             asyncio.run(engine.watch())
         assert not any(map(is_alive, members))
+
+
+SHARING = """
+import mmap, multiprocessing, os, pathlib, sys, time
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+loads = pathlib.Path(f"/dev/shm/sglang_loads_{os.getpid()}.shm")
+loads.write_bytes(bytes(4096))
+of_another = pathlib.Path(sys.argv[2])
+maps = [mmap.mmap(os.open(path, os.O_RDWR), 4096) for path in (loads, of_another)]
+pathlib.Path(sys.argv[3]).write_text(f"{os.getpid()} {loads} /dev/shm/{semaphore._semlock.name.strip('/')}"
+    .replace("/dev/shm/mp-", "/dev/shm/sem.mp-"))
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
+def test_what_a_killed_engine_leaves_in_shared_memory_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    in_use, alike = (Path(f"/dev/shm/sglang_loads_test-{os.getpid()}-{name}.shm") for name in ("in-use", "alike"))
+    ready = tmp_path / "ready"
+    try:
+        in_use.write_bytes(bytes(4096))
+        alike.write_bytes(bytes(4096))
+        options = EngineOptions(model=Path("model"), arguments=(str(in_use), str(ready)))
+        with in_use.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+            engine = start_engine(FakeKind("sharing", SHARING), options)
+            wait_until(lambda: ready.exists() and bool(ready.read_text()))
+            pid, *left = ready.read_text().split()
+            assert all(Path(path).exists() for path in left)
+            engine.stop(at_once=True)
+            assert not is_alive(int(pid))
+            assert [path for path in left if Path(path).exists()] == []
+            assert in_use.exists()
+            assert alike.exists()
+    finally:
+        in_use.unlink(missing_ok=True)
+        alike.unlink(missing_ok=True)
 
 
 def test_an_engine_ends_when_the_process_that_stands_between_is_killed(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ On SIGQUIT, or when the command itself ends, the remaining processes get half a 
 
 An engine starts processes of its own, and an owner that is killed cannot end them. This process stands between the two
 and does nothing else: its input ends however its owner ends. On Linux it adopts descendants whose parent ended, so it
-loses track of none, and if it is killed itself the command dies with it. It runs as a file, with the standard library
-only: it must start at once and stay small.
+loses track of none, and if it is killed itself the command dies with it. Processes that are killed leave semaphores
+and shared memory behind; those that this one has seen in their maps are removed by name. It runs as a file, with the
+standard library only: it must start at once and stay small.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import subprocess
@@ -27,6 +29,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
 _SHORT_S = 0.5
 _NOT_FOUND = 127
+_LOOK_EVERY_S = 5.0
+_SHARED = re.compile(r"/dev/shm/(?:sem\.mp-|psm_|sglang_loads_)[^/\s]+$", re.MULTILINE)
+"""Semaphores and memory of Python's multiprocessing, and SGLang's own, in the maps of a process."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,12 +47,17 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
         return _NOT_FOUND
-    status = None
+    status, shared, look_at = None, set[str](), 0.0
     while status is None and not asked_to_end and not _input_ended():
+        if time.monotonic() > look_at:
+            shared |= _shared_by(_remaining_processes(child))
+            look_at = time.monotonic() + _LOOK_EVERY_S
         status = _reap(child)
+    shared |= _shared_by(_remaining_processes(child))
     ended_with = _end_all(
         child, lambda: min(patience_s, _SHORT_S) if status is not None or signal.SIGQUIT in asked_to_end else patience_s
     )
+    _remove(shared)
     code = os.waitstatus_to_exitcode(status if status is not None else ended_with or 0)
     return code if code >= 0 else 128 - code
 
@@ -109,6 +119,23 @@ def _remaining_processes(child: int) -> list[int]:
                 descendants.append(pid)
                 break
     return descendants
+
+
+def _shared_by(pids: Sequence[int]) -> set[str]:
+    """Return the semaphores and shared memory in the maps of processes; none without /proc."""
+    found = set[str]()
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
+            found |= {*_SHARED.findall(file.read())}
+    return found
+
+
+def _remove(shared: set[str]) -> None:
+    """Remove what the engine's processes have left, except what another live process uses."""
+    left = {name for name in shared if os.path.exists(name)}
+    for name in left - (_shared_by([pid for pid, _ in _live_processes()]) if left else set()):
+        with contextlib.suppress(OSError):
+            os.unlink(name)
 
 
 def _live_processes() -> list[tuple[int, int]]:
