@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import ClientDisconnect
 
 from inflight.errors import InflightError, UnauthorizedError
 from inflight.http.client import HttpEndpoint
@@ -107,5 +110,38 @@ def test_a_server_in_the_loop_answers_once_it_has_started_and_reports_that_it_ha
             await server.aclose()
             with pytest.raises(InflightError, match="has ended"):
                 await server.started()
+
+    asyncio.run(run())
+
+
+def test_a_streamed_request_has_ended_when_the_answer_to_a_client_that_left_is_over(model_dir: Path) -> None:
+    """The connection is lost while the second event is sent, so that the stream is suspended at that time."""
+
+    async def run() -> None:
+        async with serving(model_dir) as endpoint:
+            app, sent = create_app(endpoint, token="secret"), 0
+            body = make_request("r", [72, 105], max_tokens=900, ignore_eos=True).model_copy(update={"stream": True})
+            received = iter([{"type": "http.request", "body": body.model_dump_json().encode(), "more_body": False}])
+
+            async def receive() -> dict[str, Any]:
+                return next(received, None) or await asyncio.get_running_loop().create_future()
+
+            async def send(message: MutableMapping[str, Any]) -> None:
+                nonlocal sent
+                sent += message["type"] == "http.response.body"
+                if sent == 2:
+                    raise OSError("the connection is lost")
+
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/v1/generate",
+                "headers": [(b"host", b"app")],
+                "query_string": b"",
+            }
+            with pytest.raises((OSError, ExceptionGroup, ClientDisconnect)) as failed:
+                await app(scope, receive, send)
+            running = endpoint._engine.call(lambda: len(endpoint._engine.scheduler.running)).result(10)
+            assert running == 0, failed
 
     asyncio.run(run())

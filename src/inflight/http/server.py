@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import pydantic
@@ -194,7 +194,7 @@ async def _events(request: Request, chunks: AsyncIterator[WireModel]) -> Respons
     """Answer with server-sent events. An error before the first event is raised here; a later one becomes an event."""
     first = await run_while_connected(request, anext(chunks))
 
-    async def lines() -> AsyncIterator[str]:
+    async def lines() -> AsyncGenerator[str, None]:
         yield f"data: {first.model_dump_json()}\n\n"
         try:
             async for chunk in chunks:
@@ -203,7 +203,19 @@ async def _events(request: Request, chunks: AsyncIterator[WireModel]) -> Respons
             yield f"data: {_error_body(error).model_dump_json()}\n\n"
         yield "data: [DONE]\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream")
+    return _EventStream(lines(), chunks)
+
+
+class _EventStream(StreamingResponse):
+    """The events of a stream of chunks, which has ended when they have been sent, or the client has disconnected."""
+
+    def __init__(self, events: AsyncGenerator[str, None], chunks: Any) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events, self._chunks = events, chunks
+
+    async def __call__(self, *arguments: Any) -> None:
+        async with contextlib.aclosing(self._chunks), contextlib.aclosing(self._events):
+            await super().__call__(*arguments)
 
 
 def _json(model: WireModel, status: int = 200) -> Response:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -310,7 +310,7 @@ class EmbeddedEndpoint(
             self._refuse_non_finite(completion.logprobs)
         return GenerateResponse.model_construct(request_id=request.request_id, completions=tuple(completions))
 
-    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
+    async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         """Yields one chunk per step: one token, or several with drafts. Closing the iterator ends the request."""
         self._updates.session.refuse_to_sample()
         if request.routed_experts:
@@ -401,8 +401,9 @@ class EmbeddedEndpoint(
         if request.logprobs:
             raise InvalidRequestError("logprobs=true cannot be streamed; every chunk carries token_logprobs")
         writer = ChatChunkWriter(self._chat_format(), request)
-        async for chunk in self.generate_stream(generate_request):
-            yield writer.write(chunk)
+        async with contextlib.aclosing(self.generate_stream(generate_request)) as chunks:
+            async for chunk in chunks:
+                yield writer.write(chunk)
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
         """Return the token request that a chat request is rendered to."""
