@@ -526,7 +526,7 @@ def test_rewards_are_of_the_episode_or_of_one_answer() -> None:
         assert [turn.reward for turn in rollout.turns] == [0.5, None]
         wrong = await post(it.url, "/reward", {"reward": 1, "turn": "chatcmpl-99"})
         assert (wrong.status_code, "chatcmpl-99" in wrong.text) == (400, True)
-        for reward in (b"NaN", b"1e999", b"true", b'"1"', b"null"):
+        for reward in (b"NaN", b"1e999", b"1e308", b"-2e9", b"true", b'"1"', b"null"):
             assert (await post(it.url, "/reward", b'{"reward": %s}' % reward)).status_code == 400, reward
         assert it.episode.posted_reward == 2.0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,8 +101,9 @@ def test_an_episode_is_the_same_after_a_checkpoint() -> None:
     assert PlayedEpisode.model_validate_json(played.model_dump_json()) == played
 
 
-def test_the_reward_of_a_turn_must_be_finite() -> None:
+@pytest.mark.parametrize("reward", [float("nan"), 1e308])
+def test_the_reward_of_a_turn_must_be_usable(reward: float) -> None:
     recording = EpisodeRecording()
     recording.add([1], said(10))
-    with pytest.raises(ValueError, match="finite number, not nan"):
-        recording.reward(0, float("nan"))
+    with pytest.raises(ValueError, match=re.escape(f"finite number, not {reward}, and at most 1e+09")):
+        recording.reward(0, reward)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
 from inflight.contracts import Task
 from inflight.errors import ConfigError, TaskError
 from inflight.losses import PRESETS, Kl, PolicyLoss, Score
 from inflight.rollouts import load_task
 from inflight.rollouts.tasks import AnswerFormat
-from inflight.run.config import load_config
+from inflight.run.config import RunConfig, load_config
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = '[run]\ndirectory = "runs/x"\n[model]\npath = "models/x"\n[task]\nname = "spell_backward"\n'
@@ -158,3 +161,40 @@ def test_unknown_tasks_and_parameters_are_named_with_the_nearest_known() -> None
         load_task("nowhere:task", {}, 0)
     with pytest.raises(TaskError, match="not a Task or Environment: it needs item, name, score, or item, name, play"):
         load_task("builtins:dict", {}, 0)
+
+
+def numeric_settings(kind: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every setting that may be a number and can be set alone, in sections of any depth."""
+    for name, field in kind.model_fields.items():
+        parts = {field.annotation, *get_args(field.annotation)}
+        if parts & {int, float}:
+            yield (*path, name)
+        sections = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+        if len(sections) == 1 and get_origin(field.annotation) is not tuple and name != "policy":
+            yield from numeric_settings(sections[0], (*path, name))
+
+
+NUMBERS = [".".join(path) for path in numeric_settings(RunConfig)]
+
+
+def test_the_settings_that_are_numbers_are_found() -> None:
+    assert {"train.learning_rate", "run.num_steps", "sampling.temperature", "train.lora.alpha"} <= {*NUMBERS}
+    assert len(NUMBERS) > 40
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("value", ["1e308", "inf", "nan", "99999999999999999999", "-99999999999999999999"])
+def test_a_number_that_no_run_can_use_is_refused_by_name(config_file: Path, key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{key}: ")):
+        load_config(config_file, [f"--{key}", value])
+
+
+def test_a_temperature_that_no_trainer_can_use_is_refused(config_file: Path) -> None:
+    for value in ("1e-300", "101"):
+        with pytest.raises(ConfigError, match=r"sampling\.temperature: Input should be"):
+            load_config(config_file, ["--sampling.temperature", value])
+
+
+def test_a_duration_that_no_message_can_carry_is_refused(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match="episode_timeout_s: Input should be at most 604800 seconds, a week"):
+        load_config(config_file, ["--task.episode_timeout_s", "604801"])

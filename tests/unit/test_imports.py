@@ -263,6 +263,8 @@ PUBLIC_NAMES = {
         "MAX_ALTERNATIVES",
         "MAX_IMAGES",
         "MAX_IMAGES_LENGTH",
+        "MAX_REWARD",
+        "MIN_TEMPERATURE",
         "Manifest",
         "ModelCard",
         "ModelList",
@@ -302,6 +304,7 @@ PUBLIC_NAMES = {
         "check_images",
         "check_spans",
         "is_empty",
+        "is_reward",
         "longest_record",
     ],
     "inflight_fsdp": [

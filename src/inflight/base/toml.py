@@ -7,16 +7,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from inflight.base.validation import describe_problems
 from inflight.errors import ConfigError
 
+MAX_NUMBER = 1e12
+"""Largest magnitude of a setting other than a seed: no count, size or rate needs more, and float64 counts so far."""
+MAX_DURATION_S = 7 * 24 * 3600
+"""Longest duration of a setting: those of messages may not be longer, and system clocks can count it."""
+
 
 class Section(BaseModel):
-    """Base of all settings: immutable, refuses unknown keys and infinite numbers."""
+    """Base of all settings: immutable, refuses unknown keys, and numbers that are infinite or too large to be used."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*")
+    @classmethod
+    def _is_usable(cls, value: Any, info: ValidationInfo) -> Any:
+        name = info.field_name or ""
+        most = 2**63 - 1 if name == "seed" else MAX_DURATION_S if name.endswith("_s") else MAX_NUMBER
+        if isinstance(value, int | float) and abs(value) > most:
+            unit = " seconds, a week" if most == MAX_DURATION_S else ""
+            raise ValueError(f"Input should be at most {most:g}{unit}, in magnitude")
+        return value
 
 
 S = TypeVar("S", bound=BaseModel)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
@@ -18,7 +17,15 @@ from inflight.environments.role_urls import RoleUrls
 from inflight.environments.transcripts import ChatTemplate, Prompt, Transcript
 from inflight.errors import ContextFullError, InvalidRequestError, UnsupportedError
 from inflight.types import Message, Reply, TaskItem, Tool
-from inflight.wire import Completion, CompletionChunk, GenerateRequest, PromptImage, SamplingParams
+from inflight.wire import (
+    MAX_REWARD,
+    Completion,
+    CompletionChunk,
+    GenerateRequest,
+    PromptImage,
+    SamplingParams,
+    is_reward,
+)
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
 """Samples the one completion of a request."""
@@ -300,8 +307,8 @@ async def play(
 def _problem(reward: Any, episode: PlayingEpisode) -> tuple[str, str] | None:
     rewards = {"": reward, **episode.role_rewards}
     for value in rewards.values():
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            return "bad reward", f"its reward is {value!r}, which is not a finite number"
+        if not is_reward(value):
+            return "bad reward", f"its reward is {value!r}, not a finite number of at most {MAX_REWARD:g} in magnitude"
     if not len(episode.recording):
         return "no turn", "it ended without a turn of the model"
     return None

@@ -7,7 +7,6 @@ trained on twice.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import Field
@@ -15,6 +14,7 @@ from pydantic import Field
 from inflight.errors import ProtocolError
 from inflight.types import Rollout, Turn
 from inflight.wire import (
+    MAX_REWARD,
     Completion,
     CompletionChunk,
     PromptImage,
@@ -22,6 +22,7 @@ from inflight.wire import (
     VersionSpan,
     WireModel,
     is_empty,
+    is_reward,
     longest_record,
 )
 
@@ -122,9 +123,11 @@ class EpisodeRecording:
         self._calls[number] = self._calls[number].model_copy(update=update)
 
     def reward(self, number: int, reward: float) -> None:
-        """Give a turn a reward of its own. Raises ``ValueError`` if it is not finite."""
-        if not math.isfinite(reward):
-            raise ValueError(f"the reward of a turn must be a finite number, not {reward}")
+        """Give a turn a reward of its own. Raises ``ValueError`` if it cannot be trained on."""
+        if not is_reward(reward):
+            raise ValueError(
+                f"the reward of a turn must be a finite number, not {reward}, and at most {MAX_REWARD:g} in magnitude"
+            )
         self._calls[number] = self._calls[number].model_copy(update={"reward": float(reward)})
 
     @property

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
+
+from inflight.base.toml import Section
 
 
-class Piece(BaseModel):
+class Piece(Section):
     """Settings of one piece of a loss; its ``kind`` names it. ``"unbounded"`` is None, which TOML cannot hold."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

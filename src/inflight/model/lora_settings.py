@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from inflight.base.toml import Section
 from inflight.errors import ConfigError
 from inflight.wire import LoraSpec
 
 
-class LoraSettings(BaseModel):
+class LoraSettings(Section):
     """A LoRA as a worker trains it, in PEFT's terms: ``r``, ``lora_alpha``, ``target_modules``, ``lora_dropout``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     rank: int = Field(ge=1, le=65536)
     alpha: float = Field(gt=0, le=1_000_000)

@@ -12,7 +12,7 @@ from inflight.base.toml import Section
 class OptimizerSettings(Section):
     """The settings that determine the step size of an optimizer."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0, le=1e3)
     """The default suits full training of models of billions of parameters. A run chooses it by the size of the model:
     see `inflight.run.model_defaults`."""
     weight_decay: float = Field(default=0.0, ge=0)

@@ -6,7 +6,6 @@ and sampled again, but not trained on.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from inflight.observe.trace.steps import RecordedStep
 from inflight.rollouts import AdvantageEstimator, MaxLag
 from inflight.run.sampling.batches import make_batch
 from inflight.types import Group, Rollout
+from inflight.wire import is_reward
 
 _ANY_LAG = 1 << 40
 
@@ -81,12 +81,12 @@ def field_of(values: Mapping[str, Any], name: str, is_valid: Callable[[Any], boo
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a stored value is a finite number, and not a boolean."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a stored value is a number in the range of rewards, and not a boolean."""
+    return is_reward(value) and not isinstance(value, bool)
 
 
 def are_numbers(value: Any) -> bool:
-    """Return whether a stored value is a list of finite numbers."""
+    """Return whether a stored value is a list of such numbers."""
     return isinstance(value, list) and all(map(is_number, value))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, assert_never
 
 from inflight.errors import InvalidRequestError, TaskError
+from inflight.wire import MAX_REWARD
 
 AdvantageEstimator = Literal[
     "mean", "leave_one_out", "std", "population_std", "leave_one_out_std", "batch_std", "opo", "maxrl", "zero"
@@ -57,11 +58,11 @@ def group_advantages(
     rewards: Sequence[float], estimator: AdvantageEstimator, lengths: Sequence[int] | None = None
 ) -> list[float]:
     """Return one advantage per completion of a single group. Raises as `batch_advantages`, also for ``batch_std``."""
-    wrong = [i for i, reward in enumerate(rewards) if not math.isfinite(reward)]
+    wrong = [i for i, reward in enumerate(rewards) if not abs(reward) <= MAX_REWARD]
     if wrong:
         raise TaskError(
             f"reward {wrong[0]} of a group of {len(rewards)} is {rewards[wrong[0]]}: Task.score must return a finite "
-            "number"
+            f"number of at most {MAX_REWARD:g} in magnitude"
         )
     if len(set(rewards)) < 2:
         return [0.0] * len(rewards)

@@ -20,6 +20,7 @@ from inflight.rollouts.tasks import TaskSettings
 from inflight.run.distillation_config import DistillationSection
 from inflight.run.fleet_config import ServersSection
 from inflight.run.updates_config import UpdatesSection
+from inflight.wire import MIN_TEMPERATURE
 
 
 def _split_commas(value: object) -> object:
@@ -124,7 +125,7 @@ class SamplingSection(Section):
     """How completions are sampled."""
 
     group_size: int = Field(default=8, ge=2)
-    temperature: float = Field(default=1.0, gt=0.0)
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=100.0)
     max_tokens: int = Field(default=128, ge=1)
     generate_timeout_s: float = Field(default=600.0, gt=0)
     """How long a server may take to answer one request."""

@@ -30,6 +30,8 @@ from inflight.wire.discovery import (
     Needs,
 )
 from inflight.wire.fields import (
+    MAX_REWARD,
+    MIN_TEMPERATURE,
     PROTOCOL_VERSION,
     Items,
     Natural,
@@ -41,6 +43,7 @@ from inflight.wire.fields import (
     TokenId,
     WireModel,
     is_empty,
+    is_reward,
 )
 from inflight.wire.generation import (
     MAX_ABORTED,
@@ -102,6 +105,8 @@ __all__ = [
     "MAX_ALTERNATIVES",
     "MAX_IMAGES",
     "MAX_IMAGES_LENGTH",
+    "MAX_REWARD",
+    "MIN_TEMPERATURE",
     "PROTOCOL_VERSION",
     "AbortRequests",
     "Acknowledgement",
@@ -178,5 +183,6 @@ __all__ = [
     "check_images",
     "check_spans",
     "is_empty",
+    "is_reward",
     "longest_record",
 ]

@@ -38,6 +38,20 @@ Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 """How long something may take: at most a week, which every system clock and wait can count."""
 
 
+MAX_REWARD = 1e9
+"""Largest magnitude of a reward: float32, in which advantages travel, cannot tell larger ones apart usefully, and the
+squares of their sums overflow."""
+
+
+MIN_TEMPERATURE = 1e-3
+"""Lowest temperature to train at: below, logits divided by it overflow or round away every other token."""
+
+
+def is_reward(value: object) -> bool:
+    """Return whether a value is a number, and small enough to train on."""
+    return isinstance(value, int | float) and abs(value) <= MAX_REWARD
+
+
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from inflight.wire.fields import Items, Natural, RequestId, Seed, TokenCount, TokenId, WireModel, is_empty
+from inflight.wire.fields import MAX_REWARD, Items, Natural, RequestId, Seed, TokenCount, TokenId, WireModel, is_empty
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -302,7 +302,7 @@ class PromptHistory(WireModel):
 
     prompt_token_ids: Items[TokenId] = Field(min_length=1)
     completions: Items[Items[TokenId]] = Field(max_length=1024)
-    rewards: Items[Annotated[float, Field(allow_inf_nan=False)]]
+    rewards: Items[Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]]
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> PromptHistory:

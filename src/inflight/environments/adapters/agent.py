@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +19,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from inflight.base.extensions import resolve
+from inflight.base.tasks import cancel_and_wait
 from inflight.contracts import Environment, Episode
 from inflight.errors import TaskError
 from inflight.types import TaskItem
+from inflight.wire import is_reward
 
 _SECRETS = ("INFLIGHT_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "ANTHROPIC_AUTH_TOKEN")
 """Variables that an agent does not inherit."""
@@ -90,12 +91,14 @@ class AgentCommand(Environment):
             status = await _ended(agent)
         finally:
             _end_group(agent.pid)
-            await _ended(agent)
-            await asyncio.wait({reading}, timeout=_PARTING_S)
-            if not reading.done():  # something outside of the group holds its output open
-                reading.cancel()
-                agent._transport.close()  # type: ignore[attr-defined]
-            await asyncio.gather(reading, return_exceptions=True)
+            try:
+                await _ended(agent)
+                await asyncio.wait({reading}, timeout=_PARTING_S)
+            finally:
+                if not reading.done():  # something outside of the group holds its output open
+                    agent._transport.close()  # type: ignore[attr-defined]
+                reading.add_done_callback(lambda it: it.cancelled() or it.exception())  # marks it as retrieved
+                await cancel_and_wait(reading)
         return self._reward(episode.posted_reward, status, bytes(said), bytes(complained))
 
     async def _started(self, url: str) -> asyncio.subprocess.Process:
@@ -182,7 +185,7 @@ def _last_reward(said: bytes) -> float | None:
     except ValueError:
         return None
     reward = value.get("reward") if isinstance(value, dict) else None
-    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
+    is_number = is_reward(reward) and not isinstance(reward, bool)
     return float(reward) if is_number and reward is not None else None
 
 

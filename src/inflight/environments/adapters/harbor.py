@@ -18,6 +18,7 @@ from inflight.environments.tools.processes import CommandResult
 from inflight.environments.tools.tool_loop import use_tools
 from inflight.errors import ConfigError, ContextFullError, TaskError
 from inflight.types import TaskItem
+from inflight.wire import is_reward
 
 _MAX_REWARD_BYTES = 64 * 1024
 _TAIL_CHARACTERS = 200
@@ -110,7 +111,7 @@ def read_reward(logs: Path, result: CommandResult) -> float:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_reward(value) and not isinstance(value, bool)
 
 
 def _read_regular_file(path: Path) -> str | None:

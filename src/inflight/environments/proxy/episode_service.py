@@ -43,6 +43,7 @@ from inflight.errors import BusyError, EndpointError, EpisodeOverError, InvalidR
 from inflight.http.receiving import content_of
 from inflight.types import Rollout
 from inflight.wire import (
+    MIN_TEMPERATURE,
     Capabilities,
     Completion,
     CompletionChunk,
@@ -64,7 +65,7 @@ class OpenRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    temperature: float | None = Field(default=None, gt=0, le=100)
+    temperature: float | None = Field(default=None, ge=MIN_TEMPERATURE, le=100)
     max_tokens: TokenCount | None = None
     seed: Seed | None = None
     roles: Annotated[Items[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)] = ()

@@ -17,7 +17,7 @@ from inflight.base.validation import describe_problems
 from inflight.environments.proxy.histories import read_arguments
 from inflight.errors import InvalidRequestError
 from inflight.types import Message
-from inflight.wire import ImageAddress, Items, SamplingParams, StopString, TokenCount, TokenId
+from inflight.wire import MAX_REWARD, ImageAddress, Items, SamplingParams, StopString, TokenCount, TokenId
 
 _DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
 """How tokens are drawn, which the run decides."""
@@ -229,8 +229,8 @@ def chat_request(kind: type[Chat], **fields: Any) -> Chat:
         raise InvalidRequestError(f"this request cannot be used: {describe_problems(error)}") from error
 
 
-Reward = Annotated[float, Field(strict=True)]
-"""A finite number, as a number: neither true nor "1"."""
+Reward = Annotated[float, Field(strict=True, ge=-MAX_REWARD, le=MAX_REWARD)]
+"""A number that can be trained on, as a number: neither true nor "1"."""
 
 
 class RewardRequest(ProxyBody):
