@@ -9,16 +9,21 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from inflight import __version__
 from inflight.base.openmp import WAIT_ASLEEP
+from inflight.base.printable import printable
 from inflight.base.tasks import text_of
 from inflight.errors import InflightError
 
 _LEFT_S = 5.0
 """How long threads of user code may outlive the command."""
+TRACEBACK_VARIABLE = "INFLIGHT_TRACEBACK"
+"""If this environment variable is set, an unexpected exception is raised with its traceback."""
+_MAX_CHARACTERS = 1000
 
 
 class Command(NamedTuple):
@@ -87,10 +92,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = int(module.run(arguments))
     except InflightError as error:
-        print(f"inflight: {text_of(error)}", file=sys.stderr)
+        print(f"inflight: {printable(text_of(error))}", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError:  # whoever read the output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except Exception as error:  # the last catch: a defect, or an error of a plugin
+        if os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        print(_describe_defect(error), file=sys.stderr)
+        status = 1
     _end_in_time(status)
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # one Ctrl-C too many changes nothing any more
     return status
@@ -110,6 +123,16 @@ def _end_in_time(status: int) -> None:
 
     if left and threading.current_thread() is threading.main_thread():
         threading.Thread(target=end, name="inflight-end", daemon=True).start()
+
+
+def _describe_defect(error: Exception) -> str:
+    """Return a line that says where an exception that no code expects was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    what = printable(text_of(error)[:_MAX_CHARACTERS])
+    return (
+        f"inflight: unexpected {type(error).__name__}: {what} (raised in {frame.filename}, line {frame.lineno}); "
+        f"set {TRACEBACK_VARIABLE}=1 for the traceback"
+    )
 
 
 def _set_library_defaults() -> None:

@@ -17,7 +17,7 @@ import pytest
 from inflight.cli import main
 from inflight.errors import ConfigError
 from inflight.http.server_spec import ServerSpec
-from inflight.launchers.emit import jobset
+from inflight.launchers.emit import jobset, sbatch
 from inflight.launchers.plan import Gang, JobPlan
 from inflight.run.config import load_config
 from inflight.run.machines.manifests import plan_of
@@ -280,3 +280,15 @@ def test_an_emitted_batch_job_trains_where_its_tasks_start_on_this_machine(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("directory", ["a\ntouch /tmp/owned\n#", "a b", "$(id)"])
+def test_a_name_or_an_option_never_becomes_a_line_of_the_script(
+    config_file: Path, capsys: pytest.CaptureFixture[str], directory: str
+) -> None:
+    plan = JobPlan(directory, Gang("controller", 1, ["inflight"], 1, 0), ())
+    assert re.fullmatch(r"#SBATCH --job-name=[\w.-]+", sbatch(plan).splitlines()[1])
+    with pytest.raises(ConfigError, match="has a control character"):
+        sbatch(plan, [f"--comment={directory}\n"])
+    assert main(["launch", str(config_file), "--emit", "sbatch", "--run.directory", f"{directory}\n"]) == 1
+    assert "run.directory: a path may not contain the control character '\\n'" in capsys.readouterr().err

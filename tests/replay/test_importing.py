@@ -258,3 +258,14 @@ def test_a_dump_of_verl_that_cannot_be_read_is_named(
         words = ["import", "verl", str(path), "--to", str(tmp_path / "record"), "--tokenizer", str(model_dir)]
         assert main(words) == 1
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["tokens", "reward"])
+def test_tensors_that_are_larger_than_their_file_are_refused_before_they_are_expanded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    many = torch.zeros(1, dtype=torch.int64).expand(10**9)
+    value = {"exact": many} if field == "reward" else many
+    dump = slime_dump(tmp_path / "0.pt", 0, slime_sample(**{field: value}))
+    assert main(["import", "slime", dump, "--to", str(tmp_path / "record"), "--reward-key", "exact"]) == 1
+    assert "its tensors would have 8000000000: it is damaged" in capsys.readouterr().err

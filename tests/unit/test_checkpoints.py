@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from inflight.errors import ConfigError, UnsupportedError
+from inflight.model.checkpoint_specs import tensor_specs_of
 from inflight.model.checkpoints import check_weights
+from inflight.model.untrusted import TRUST_VARIABLE
 from tests.models import TRAINED_FAMILIES, make_model
 
 NORM = "model.norm.weight"
@@ -129,3 +133,35 @@ def test_gpt2_is_told_what_it_lacks_and_which_models_do_not(tmp_path: Path) -> N
     says = r"holds a GPT2LMHeadModel, .* its attention ignores where sequences end.*Qwen3ForCausalLM"
     with pytest.raises(UnsupportedError, match=says):
         check_weights(tmp_path / "gpt2")
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/part.safetensors", ".."])
+def test_an_index_that_leaves_its_directory_is_refused(tmp_path: Path, name: str) -> None:
+    path = in_parts(tmp_path / "parts")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {NORM: name}}))
+    for read in (check_weights, lambda it: tensor_specs_of(it, "float32")):
+        with pytest.raises(ConfigError, match=re.escape(f"it lists {name!r}, which is not the name of a file beside")):
+            read(path)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_code_of_a_model_directory_runs_only_if_the_user_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    """Without a prompt: standard input answers yes to everything."""
+    path = make_model(tmp_path / "model")
+    (path / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig\nclass Own(LlamaConfig): pass\n"
+    )
+    config = json.loads((path / "config.json").read_text())
+    own = {**config, "model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (path / "config.json").write_text(json.dumps(own))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    imports = "import sys; from pathlib import Path; from inflight.model.checkpoints import load_config"
+    code = f"{imports}; load_config(Path(sys.argv[1]))"
+    env = {**os.environ, **({TRUST_VARIABLE: "1"} if allowed else {})}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(path)], input="y\n" * 9, text=True, capture_output=True, timeout=120, env=env
+    )
+    assert (tmp_path / "ran").exists() == allowed, ended.stderr
+    assert allowed or TRUST_VARIABLE in ended.stderr

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from inflight.cli import COMMANDS, main
+from inflight.commands.shared import print_line, print_progress
+from inflight.run.record.console import Progress
 
 
 def test_a_command_is_imported_only_when_it_is_used() -> None:
@@ -66,3 +68,17 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(words: list[st
     answer = subprocess.run([sys.executable, "-c", code, package, *words], capture_output=True, text=True, timeout=60)
     assert answer.returncode == 1
     assert f"{package} is not installed; pip install 'inflight[{extra}]'" in answer.stderr
+
+
+def test_what_a_server_says_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "gone\x1b]0;owned\x07\x1b[2J\x9b1m\u202e\ud800\r"
+    for say in (print_line, print_progress, Progress(1).note, lambda text: say_error(text)):
+        say(hostile)
+    said = "".join(capsys.readouterr())
+    assert said.count("gone") == 4
+    assert not set(hostile) & set(said) - set("gone]0;wd[2J1m")
+
+
+def say_error(text: str) -> None:
+    """Let the command line print an error with this text."""
+    assert main(["losses", text]) == 1

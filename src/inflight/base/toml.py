@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from inflight.errors import ConfigError
 
 MAX_NUMBER = 1e12
 """Largest magnitude of a setting other than a seed: no count, size or rate needs more, and float64 counts so far."""
+_MAX_BYTES = 16 << 20
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 MAX_DURATION_S = 7 * 24 * 3600
 """Longest duration of a setting: those of messages may not be longer, and system clocks can count it."""
 
@@ -26,6 +29,8 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _is_usable(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, Path) and (control := _CONTROL.search(str(value))):
+            raise ValueError(f"a path may not contain the control character {control[0]!r}")
         name = info.field_name or ""
         most = 2**63 - 1 if name == "seed" else MAX_DURATION_S if name.endswith("_s") else MAX_NUMBER
         if isinstance(value, int | float) and abs(value) > most:
@@ -64,10 +69,16 @@ def check_settings(kind: type[S], values: Mapping[str, Any], what: str) -> S:
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """Return the values in a TOML file. Raises `ConfigError`, which describes the file as ``what``."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ConfigError(f"{what} {str(path)!r} is longer than {_MAX_BYTES >> 20} MB: it is not TOML")
+        return tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{what} {str(path)!r} is nested too deeply") from error
+    except ValueError as error:  # a syntax error, a number of too many digits, bytes that are not UTF-8, or a NUL
         raise ConfigError(f"{what} {str(path)!r} is not valid TOML: {error}") from error
 
 
@@ -86,7 +97,7 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _set(values: dict[str, Any], key: str, text: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     *sections, name = key.split(".")
     for section in sections:

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from inflight.base.json_files import check_writable, write_json
+from inflight.base.printable import printable
 from inflight.commands.shared import print_progress
 from inflight.conformance.arguments import endpoint_of
 from inflight.engines.factories import keyword_arguments
@@ -57,7 +58,7 @@ async def _examined(target: Any, arguments: argparse.Namespace) -> int:
         can = pair.subject.capabilities
     findings = diagnose(found)
     trainer = target.worker or "transformers in float32"
-    print(f"{can.engine} {can.engine_version} in {can.dtype}, compared with {trainer}")
+    print(printable(f"{can.engine} {can.engine_version} in {can.dtype}, compared with {trainer}"))
     same = found.same.same_weights
     print(
         f"With the same weights, {same.num_tokens} tokens differ by {same.mean:.2g} nats on average "

@@ -14,17 +14,18 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from inflight.base.printable import printable
 from inflight.errors import ConfigError
 
 
 def print_line(line: str) -> None:
     """Print a line about what the command does, on standard output."""
-    print(f"inflight: {line}", flush=True)
+    print(f"inflight: {printable(line)}", flush=True)
 
 
 def print_progress(line: str) -> None:
     """Print a line of progress on standard error; standard output is for the result."""
-    print(f"inflight: {line}", file=sys.stderr, flush=True)
+    print(f"inflight: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def add_json_argument(parser: argparse.ArgumentParser, what: str = "the figures") -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
-from inflight.conformance.report.text import printable
+from inflight.base.printable import printable
 from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
 from inflight.errors import ConfigError
 from inflight.wire import WireModel

@@ -15,11 +15,16 @@ from inflight.launchers.plan import MEET_PORT, Gang, JobPlan
 def sbatch(plan: JobPlan, directives: Sequence[str] = ()) -> str:
     """Return a heterogeneous batch job, with one component for the controller and one for each gang.
 
-    ``directives`` are further options for every component, such as ``--partition=gpu``.
+    ``directives`` are further options for every component, such as ``--partition=gpu``. Raises `ConfigError` if one is
+    not a line.
     """
+    if unusable := [option for option in directives if not option.isprintable()]:
+        raise ConfigError(
+            f"option {unusable[0]!r} contains a control character, which would begin a line of the script"
+        )
     lines = ["#!/bin/bash"]
     for index, gang in enumerate((plan.controller, *plan.gangs)):
-        lines += ["#SBATCH hetjob"] if index else [f"#SBATCH --job-name={plan.name}"]
+        lines += ["#SBATCH hetjob"] if index else [f"#SBATCH --job-name={re.sub(r'[^A-Za-z0-9_.-]+', '-', plan.name)}"]
         lines += [f"#SBATCH {option}" for option in (*_options(gang), *directives)]
     lines += [
         "",

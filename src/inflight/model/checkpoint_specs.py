@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
+from inflight.model.untrusted import name_of_file_beside
 from inflight.wire import DTYPE_SIZES, TensorSpec
 
 _INDEX = "model.safetensors.index.json"
@@ -69,7 +70,9 @@ def tensor_specs_of(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:
 def _listed_in_the_index(directory: Path) -> set[str]:
     """Return the names of the files in a checkpoint's index, empty if it has none."""
     try:
-        return {str(name) for name in json.loads((directory / _INDEX).read_text())["weight_map"].values()}
+        return {
+            name_of_file_beside(name) for name in json.loads((directory / _INDEX).read_text())["weight_map"].values()
+        }
     except FileNotFoundError:
         return set()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

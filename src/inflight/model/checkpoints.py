@@ -19,6 +19,7 @@ from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.attention import check_model_is_supported
 from inflight.model.checksums import check_checkpoint
 from inflight.model.images import check_family, takes_images
+from inflight.model.untrusted import TRUST_VARIABLE, name_of_file_beside, trusts_remote_code
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INDEX = "model.safetensors.index.json"
@@ -39,7 +40,7 @@ def load_config(path: Path) -> Any:
     if not (path / "config.json").is_file():
         raise ConfigError(f"model directory {str(path)!r} has no config.json; is it a Hugging Face checkpoint?")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trusts_remote_code())
     except Exception as error:  # transformers may raise anything
         raise ConfigError(f"{path / 'config.json'} cannot be read: {_one_line(error)}") from error
     architectures = config.architectures or []
@@ -113,6 +114,7 @@ def load_causal_lm(
             dtype=wanted,
             attn_implementation=_attention_of(config, attention),
             local_files_only=True,
+            trust_remote_code=trusts_remote_code(),
             use_safetensors=True,
             output_loading_info=True,
             **_experts_of(dtype),
@@ -218,7 +220,7 @@ def load_tokenizer(path: Path) -> Any | None:
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusts_remote_code())
     except Exception as error:  # tokenizers raises plain exceptions
         raise ConfigError(f"the tokenizer in {str(path)!r} cannot be loaded: {_one_line(error)}") from error
 
@@ -229,6 +231,8 @@ def max_model_len_of(config: Any) -> int:
 
 
 def _one_line(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return f"it brings Python code of its own, which is not run unless {TRUST_VARIABLE}=1 is set"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:250]
 
 
@@ -295,7 +299,7 @@ def _weight_files(path: Path) -> list[Path]:
         return sorted(path.glob("*.safetensors"))
     try:
         named: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
-        files = sorted({path / file for file in named.values()})
+        files = sorted({path / name_of_file_beside(file) for file in named.values()})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{str(path / _INDEX)!r} cannot be read: {_one_line(error)}") from error
     for file in files:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inflight.errors import ConfigError, InvalidRequestError, UnsupportedError
+from inflight.model.untrusted import trusts_remote_code
 from inflight.types import Message
 from inflight.wire import ImageUrl, PromptImage
 
@@ -156,8 +157,8 @@ def load_image_processor(path: Path) -> ImageProcessor | None:
     from transformers import AutoConfig, AutoProcessor
 
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trusts_remote_code())
+        processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=trusts_remote_code())
     except Exception as error:  # transformers may raise anything
         raise ConfigError(f"the processor in {str(path)!r} cannot be loaded: {error}") from error
     return ImageProcessor(processor, config)

@@ -154,8 +154,10 @@ def _load(directory: Path, name: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
-    restored = AutoModelForCausalLM.from_pretrained(directory, gguf_file=name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name, trust_remote_code=False)
+    restored = AutoModelForCausalLM.from_pretrained(
+        directory, gguf_file=name, dtype=torch.float32, trust_remote_code=False
+    )
     settings = restored.config.to_dict()
     settings.pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(type(restored.config).from_dict(settings), dtype=torch.float32)

@@ -21,6 +21,8 @@ from inflight.replay.importing import Found, are_ids, are_numbers, field_of, gro
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
 
+_MAX_EXPANSION = 8
+"""How many times the size of a file its tensors may have together, since several may share what is stored."""
 _FINISH = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "abort"}
 
 
@@ -92,8 +94,20 @@ def _load(path: Path) -> dict[str, Any]:
         and all(isinstance(sample, dict) for sample in dump["samples"])
     ):
         raise ConfigError(f"{str(path)!r} is not a rollout of slime: it has no rollout_id and list of samples")
+    _refuse_expansion(path, (value for sample in dump["samples"] for value in sample.values()))
     samples = [{name: _plain(value) for name, value in sample.items()} for sample in dump["samples"]]
     return {"rollout_id": dump["rollout_id"], "samples": samples}
+
+
+def _refuse_expansion(path: Path, values: Iterator[Any]) -> None:
+    """Raise `ConfigError` if arrays are larger than the file: a few bytes can stand for a tensor of any shape."""
+    parts = (part for it in values for part in (it.values() if isinstance(it, dict) else (it,)))
+    arrays = (it for it in parts if isinstance(it, torch.Tensor | np.ndarray))
+    size_bytes = sum(math.prod(it.shape) * it.itemsize for it in arrays)
+    if size_bytes > _MAX_EXPANSION * path.stat().st_size:
+        raise ConfigError(
+            f"{str(path)!r} has {path.stat().st_size} bytes, but its tensors would have {size_bytes}: it is damaged"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
+from inflight.base.printable import printable
 from inflight.conformance.report.summary import by_level, title, total_seconds
-from inflight.conformance.report.text import fact_lines, printable
+from inflight.conformance.report.text import fact_lines
 from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
 
 _ELEMENTS = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from inflight.base.printable import printable
 from inflight.conformance.report.summary import (
     by_level,
     caveats,
@@ -17,7 +18,7 @@ from inflight.conformance.report.summary import (
     title,
     total_seconds,
 )
-from inflight.conformance.report.text import fact_lines, fact_text, printable
+from inflight.conformance.report.text import fact_lines, fact_text
 from inflight.conformance.verdicts import BAD_OUTCOMES, Certificate, CheckOutcome, Verdict
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from inflight.base.printable import printable
 from inflight.conformance.checks import Check
 from inflight.conformance.report.summary import caveats, duration, headline, slowest, time_spent, title
-from inflight.conformance.report.text import fact_lines, printable
+from inflight.conformance.report.text import fact_lines
 from inflight.conformance.verdicts import BAD_OUTCOMES, Certificate, CheckOutcome, Verdict
 
 _STYLES = {

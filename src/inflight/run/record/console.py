@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from inflight.base.printable import printable
+
 _LINE_EVERY_S = 5.0
 _WAIT_S = 10.0
 """After this long without output, the run reports what it is waiting for."""
@@ -63,7 +65,7 @@ class Progress:
 
     def _print(self, text: str) -> None:
         self._last_word = time.monotonic()
-        self._console.print(f"inflight: {text}", highlight=False, markup=False, soft_wrap=True)
+        self._console.print(f"inflight: {printable(text)}", highlight=False, markup=False, soft_wrap=True)
 
     def waiting(self, text: str) -> None:
         """Print one line with the time since the last event, unless something was printed recently."""

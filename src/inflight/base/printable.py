@@ -1,0 +1,15 @@
+"""Makes text from other processes and machines safe to display: it may contain anything, even terminal commands."""
+
+from __future__ import annotations
+
+import re
+
+_UNPRINTABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+"""Control characters except tab and line feed, line separators, changes of direction, and what XML 1.0 cannot hold."""
+
+
+def printable(text: str) -> str:
+    """Return the text with a replacement for every character that controls a terminal or breaks XML."""
+    return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))

@@ -1,0 +1,22 @@
+"""What a model directory from elsewhere may not do: run code of its own, and name files outside."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TRUST_VARIABLE = "INFLIGHT_TRUST_REMOTE_CODE"
+"""If this environment variable is 1, transformers runs the Python files that a model directory brings for its config,
+tokenizer and processor. Otherwise such a directory is refused, without a prompt."""
+
+
+def trusts_remote_code() -> bool:
+    """Return whether the user has allowed code of model directories, by `TRUST_VARIABLE`."""
+    return os.environ.get(TRUST_VARIABLE) == "1"
+
+
+def name_of_file_beside(name: str) -> str:
+    """Return a name that an index lists. Raises ``ValueError`` if it leaves the directory of the index."""
+    if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        raise ValueError(f"it lists {name!r}, which is not the name of a file beside it")
+    return name
