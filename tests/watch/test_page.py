@@ -19,7 +19,7 @@ from inflight.observe.trace.files import EventFollower, begin_files
 from inflight.observe.watch.model import RunModel
 from inflight.observe.watch.report import write_report
 from inflight.observe.watch.serving import create_app, follow_runs
-from tests.gates import SOON_S
+from tests.gates import SOON_S, wait_until
 from tests.watch.recorded import OTHER, WrittenRun, browser
 from tests.watch.test_model import a_run, folded
 
@@ -262,3 +262,16 @@ def test_runs_of_every_shape_are_drawn_without_an_error(tmp_path: Path) -> None:
         opened.page.fill("#metrics-body input", "reward lag")
         opened.page.locator("#metrics-body figure").nth(1).wait_for()
         assert opened.errors == []
+
+
+@pytest.mark.parametrize("line", ["{", '{"kind": "group", "item": [], "start_s": "a", "end_s": {}}'])
+def test_a_run_whose_events_are_damaged_is_not_shown_as_running(tmp_path: Path, line: str) -> None:
+    a_run(tmp_path)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with follow_runs([tmp_path]) as runs:
+        (run,) = runs
+        wait_until(lambda: run.reading.problem)
+        assert run.status == "unreadable"
+        shown = TestClient(create_app(runs, TOKEN)).get("/api/runs/0", headers={"authorization": f"Bearer {TOKEN}"})
+        assert (shown.json()["status"], bool(shown.json()["unreadable"])) == ("unreadable", True)

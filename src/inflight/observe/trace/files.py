@@ -8,6 +8,7 @@ are removed. Steps are never removed. A line that a killed process left incomple
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from io import BytesIO, FileIO
@@ -25,6 +26,9 @@ PART_BYTES = 32 * 1024 * 1024
 NUM_PARTS = 8
 """``events.jsonl`` is renamed at ``PART_BYTES``; ``NUM_PARTS`` event files are kept, including ``events.jsonl``."""
 _CHUNK_BYTES = 1 << 17
+_MAX_LINE_BYTES = 64 << 20
+"""Of an event, and of a compressed part, which is twice as long as a part can be."""
+_PART = re.compile(r"events\.(\d{1,9})\.jsonl(?:\.zst)?", re.ASCII)
 _COMPRESS_S = 10.0
 """How long compressing the last file may take once the run has ended."""
 
@@ -132,7 +136,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete rows of a file; none if the file does not exist."""
     if path.exists():
         with _open_file(path) as file:
-            yield from (from_json(line) for line in _lines_of(file))
+            yield from (_row_of(line, path) for line in _lines_of(file))
 
 
 def check_schema(began: dict[str, Any], directory: Path) -> None:
@@ -280,7 +284,7 @@ class _Tail:
             return False
         if self._path.suffix == ".zst":
             with self._file as compressed:
-                self._file = BytesIO(compressed.read())
+                self._file = BytesIO(_read(compressed, _MAX_LINE_BYTES))
         return True
 
     def read(self) -> Iterator[dict[str, Any]]:
@@ -290,7 +294,7 @@ class _Tail:
         self._file.seek(self._offset)
         for line in _lines_of(self._file):
             self._offset += len(line) + 1
-            yield from_json(line)
+            yield _row_of(line, self._path)
 
     def is_replaced(self) -> bool:
         """Return whether the path now names another file; False if it names none."""
@@ -343,7 +347,8 @@ def event_files(directory: Path) -> list[Path]:
 def _parts(directory: Path) -> dict[int, Path]:
     """Return the full event files by number."""
     found = sorted(directory.glob("events.*.jsonl*"))[::-1]
-    return {int(path.name.split(".")[1]): path for path in found if path.name.endswith((".jsonl", ".jsonl.zst"))}
+    named = [(_PART.fullmatch(path.name), path) for path in found]
+    return {int(name[1]): path for name, path in named if name is not None}
 
 
 def _unfinished(directory: Path) -> list[Path]:
@@ -361,9 +366,34 @@ def _open_file(path: Path) -> IO[bytes]:
 
 def _lines_of(file: IO[bytes]) -> Iterator[bytes]:
     rest = b""
-    while chunk := file.read(_CHUNK_BYTES):
+    while chunk := _read(file, _CHUNK_BYTES):
         *lines, rest = (rest + chunk).split(b"\n")
         yield from lines
+        if len(rest) > _MAX_LINE_BYTES:
+            raise ConfigError(f"{_name_of(file)} has a line of more than {_MAX_LINE_BYTES >> 20} MB: it is damaged")
+
+
+def _row_of(line: bytes, path: Path) -> dict[str, Any]:
+    """Return the object in a line. Raises `ConfigError` if it is damaged."""
+    try:
+        row = from_json(line)
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error} in the line {line[:80]!r}; remove the line") from error
+    if not isinstance(row, dict) or ("version" if path.name == STEPS else "kind") not in row:
+        raise ConfigError(f"{path} is damaged: the line {line[:80]!r} is not an event; remove the line")
+    return row
+
+
+def _read(file: IO[bytes], size_bytes: int) -> bytes:
+    """Return the next bytes of a file. Raises `ConfigError` if they cannot be read or decompressed."""
+    try:
+        return file.read(size_bytes)
+    except Exception as error:  # zstandard is imported only for compressed files
+        raise ConfigError(f"{_name_of(file)} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _name_of(file: IO[bytes]) -> str:
+    return str(getattr(file, "name", "an event file"))
 
 
 def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
@@ -372,7 +402,7 @@ def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
     with partial.open("wb") as kept:
         if path.exists():
             with path.open("rb") as file:
-                kept.writelines(line + b"\n" for line in _lines_of(file) if is_kept(from_json(line)))
+                kept.writelines(line + b"\n" for line in _lines_of(file) if is_kept(_row_of(line, path)))
     partial.replace(path)
 
 

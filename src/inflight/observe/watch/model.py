@@ -79,7 +79,7 @@ class RunModel:
         self.end_s = 0.0
         """Time of the newest event."""
         self.status = "empty"
-        """``empty``, ``running``, ``finished``, ``interrupted`` or ``failed``."""
+        """``empty``, ``running``, ``finished``, ``interrupted``, ``failed``, or ``unreadable`` after damaged events."""
         self.steps = StepTable()
         self.counts = {"ages": VersionCounts(), "lags": VersionCounts()}
         self.ledger: Event = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import re
 from collections.abc import Sequence
@@ -32,9 +33,8 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
         if not any((directory / name).exists() for name in (EVENTS, STEPS)):
             raise ConfigError(f"{str(directory)!r} contains no events of a run: pass the run.directory of a run")
         run = RunModel(directory)
-        follower = EventFollower(directory)
-        run.fold(follower.read())
-        follower.close()
+        with contextlib.closing(EventFollower(directory)) as follower:
+            run.fold(follower.read())
         run.reading.is_complete = True
         runs.append(_embedded(run))
     try:

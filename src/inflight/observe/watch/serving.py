@@ -72,10 +72,17 @@ class Follower(threading.Thread):
                 self.run_model.reading.is_complete = True
                 self._stop_it.wait(FOLLOW_S)
         except InflightError as error:
-            self.run_model.reading.problem = str(error)
+            self._end(str(error))
+        except Exception as error:  # of events that are damaged, whose fields nothing has checked
+            self._end(f"its events cannot be read: {type(error).__name__}: {error}")
         finally:
             self.run_model.reading.has_steps.set()
             follower.close()
+
+    def _end(self, problem: str) -> None:
+        """Show why nothing more is read."""
+        self.run_model.reading.problem, self.run_model.status = problem, "unreadable"
+        self.run_model.revision += 1
 
     def stop(self) -> None:
         self._stop_it.set()

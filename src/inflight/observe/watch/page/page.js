@@ -135,7 +135,7 @@
   const SILENT_S = 60;
 
   function showStatus(overview) {
-    const words = { running: "● running", finished: "✓ finished", interrupted: "◼ interrupted", failed: "✕ failed", empty: "○ no events yet" };
+    const words = { running: "● running", finished: "✓ finished", interrupted: "◼ interrupted", failed: "✕ failed", unreadable: "✕ unreadable", empty: "○ no events yet" };
     const element = byId("status");
     element.className = `status ${overview.status}`;
     element.textContent = overview.is_read ? words[overview.status] || overview.status : "… reading events";
