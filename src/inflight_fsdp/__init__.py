@@ -1,9 +1,18 @@
 """Trainer workers on torch's ``fully_shard``: their classes, and the kinds that entry points name."""
 
 from inflight_fsdp.config import WorkerConfig
-from inflight_fsdp.kinds import DEEPSPEED, FSDP, TORCHTITAN
+from inflight_fsdp.kinds import DEEPSPEED, FSDP, MEGATRON, TORCHTITAN
 from inflight_fsdp.lora_worker import FsdpLoraWorker
 from inflight_fsdp.making import create_worker
 from inflight_fsdp.worker import FsdpWorker
 
-__all__ = ["DEEPSPEED", "FSDP", "TORCHTITAN", "FsdpLoraWorker", "FsdpWorker", "WorkerConfig", "create_worker"]
+__all__ = [
+    "DEEPSPEED",
+    "FSDP",
+    "MEGATRON",
+    "TORCHTITAN",
+    "FsdpLoraWorker",
+    "FsdpWorker",
+    "WorkerConfig",
+    "create_worker",
+]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 from inflight.contracts import MemoryTerm, TrainerWorker, TrainingLoad, WorkerKind
+from inflight.errors import ConfigError
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.memory import memory_terms
 from inflight_fsdp.torchtitan_config import TorchTitanConfig
@@ -45,4 +47,17 @@ class DeepSpeedKind(WorkerKind):
         return create_worker(settings)
 
 
-FSDP, TORCHTITAN, DEEPSPEED = FsdpKind(), TorchTitanKind(), DeepSpeedKind()
+class MegatronKind(WorkerKind):
+    """Workers of Megatron-Core's models. Their memory is not known."""
+
+    def create(self, settings: Mapping[str, object]) -> TrainerWorker:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of each optional package that Megatron-Core does not find
+                from inflight_fsdp.megatron import create_worker
+        except ImportError as error:
+            raise ConfigError(f"the Megatron worker needs megatron-core ({error}): see docs/trainers.md") from error
+        return create_worker(settings)
+
+
+FSDP, TORCHTITAN, DEEPSPEED, MEGATRON = FsdpKind(), TorchTitanKind(), DeepSpeedKind(), MegatronKind()

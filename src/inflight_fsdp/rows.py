@@ -49,6 +49,17 @@ class HeadTargets:
             chunk_size=self.chunk_size,
         )
 
+    def shared_logprobs(
+        self, hidden_1RH: torch.Tensor, weight_VH: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        """Return the logprobs [N], or [N, K], of which each rank of a group computes some, with the whole weight.
+
+        Hidden states are the same on all of them; gradients of both arguments are those of a rank's own targets.
+        """
+        mine = torch.arange(len(self.rows_N), device=weight_VH.device)[group.rank() :: group.size()]
+        logprobs_N = self.some(mine).logprobs(hidden_1RH, weight_VH, None)
+        return sum_over_group(logprobs_N.new_zeros(self.token_ids_N.shape).index_copy(0, mine, logprobs_N), group)
+
 
 @dataclass(frozen=True, slots=True)
 class PackedImages:

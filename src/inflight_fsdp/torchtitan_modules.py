@@ -22,7 +22,7 @@ from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.module import Module
 
 from inflight.model.attention import SegmentPlan, exclude_from_graphs, segment_attention
-from inflight_fsdp.rows import HeadTargets, Row, sum_over_group
+from inflight_fsdp.rows import HeadTargets, Row
 
 
 class TitanPolicy(nn.Module):
@@ -82,10 +82,7 @@ class LogprobHead(Linear):  # type: ignore[misc]
         assert isinstance(hidden_1LD, DTensor)
         weight_VD = self.weight.full_tensor(grad_placements=[Partial()])
         hidden_1LD = hidden_1LD.to_local(grad_placements=[Partial()])
-        group = self.weight.device_mesh.get_group()
-        mine = torch.arange(len(targets.rows_N), device=weight_VD.device)[group.rank() :: group.size()]
-        logprobs_N = targets.some(mine).logprobs(hidden_1LD, weight_VD, None)
-        return sum_over_group(logprobs_N.new_zeros(targets.token_ids_N.shape).index_copy(0, mine, logprobs_N), group)
+        return targets.shared_logprobs(hidden_1LD, weight_VD, self.weight.device_mesh.get_group())
 
 
 class SegmentAttention(Module):  # type: ignore[misc]

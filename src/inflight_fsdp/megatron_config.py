@@ -1,0 +1,43 @@
+"""The settings of a Megatron worker, checked."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from inflight_fsdp.config import RankLayout, WorkerConfig
+
+_UNSUPPORTED = ("frozen", "lora", "float8", "compile", "cpu_offload", "shard_size", "reduce_dtype")
+
+
+class MegatronConfig(WorkerConfig):
+    """Settings of one Megatron worker; the same on every rank."""
+
+    LABEL: ClassVar[str] = "Megatron"
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Neighbouring ranks that share each matrix of the layers and the vocabulary, with the same micro-batches."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the layers, in stages of equal numbers. They receive the same micro-batches."""
+    pipeline_chunks: int | None = Field(default=None, ge=1)
+    """Parts that a pipeline cuts each micro-batch into, between segments, so that stages compute at the same time;
+    None: twice the stages."""
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> MegatronConfig:
+        if self.dtype == "float64":
+            raise ValueError("dtype 'float64': the Megatron worker trains in float32 or bfloat16")
+        if self.context_parallel > 1:
+            raise ValueError(
+                "context_parallel is not supported by the Megatron worker; use tensor_parallel or pipeline_parallel, "
+                "or the worker 'fsdp' or 'torchtitan'"
+            )
+        for name in _UNSUPPORTED:
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported by the Megatron worker; omit it")
+        return self
+
+    def rank_layout(self, num_ranks: int) -> RankLayout:
+        layout = RankLayout(num_ranks, tensor=self.tensor_parallel, stages=self.pipeline_parallel)
+        return self._checked_layout(layout, num_ranks)
