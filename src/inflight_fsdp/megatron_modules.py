@@ -12,11 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from inflight.model.attention import SegmentPlan, segment_attention
 from inflight_fsdp.rows import Row
@@ -81,5 +79,5 @@ class MegatronPolicy(nn.Module):
             return row.targets.logprobs(hidden_1RH, weight_VH, None)
         hidden_1RH = copy_to_tensor_model_parallel_region(hidden_1RH, self._group)
         # Its backward sums, and leaves each rank its rows; those above the vocabulary are for equal parts.
-        whole_VH = gather_from_sequence_parallel_region(weight_VH, tensor_parallel_output_grad=True, group=self._group)
+        whole_VH = all_gather_tensor_autograd(weight_VH, 0, self._group)
         return row.targets.shared_logprobs(hidden_1RH, whole_VH[: self._vocab_size], self._group)
