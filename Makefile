@@ -30,8 +30,8 @@ FLOOR = $(1)==$(shell sed -n 's/^ *"$(1)>=\([0-9.]*\)",$$/\1/p' pyproject.toml |
 OLDEST_TESTS := tests/losses tests/weights tests/engine tests/worker
 # TorchTitan needs a newer torch; the tests of background saves use its worker too.
 OLDEST_TESTS += --ignore tests/worker/test_torchtitan.py --ignore tests/worker/test_background_saves.py
-# DeepSpeed is not installed there.
-OLDEST_TESTS += --ignore tests/worker/test_deepspeed.py
+# DeepSpeed and Megatron-Core are not installed there.
+OLDEST_TESTS += --ignore tests/worker/test_deepspeed.py --ignore tests/worker/test_megatron.py
 # Frameworks that tests compare losses with.
 ANCHORS := tests/losses/anchors/requirements.txt
 # Libraries of environments that tests play.
@@ -160,10 +160,11 @@ $(call STANDS,$(1)-$(2)) $(BIN)/inflight check endpoint $(PATIENT) --json $(CERT
 endef
 
 # Trainer and number of ranks.
-TRAINERS := fsdp-1 fsdp-2 fsdp-4 torchtitan-1 torchtitan-2
-# Of TorchTitan: number of ranks, and what they share.
-LAYOUTS := 2-tensor_parallel=2 2-context_parallel=2 2-pipeline_parallel=2 2-expert_parallel=2 \
-  4-tensor_parallel=2 4-shard_size=2
+TRAINERS := fsdp-1 fsdp-2 fsdp-4 torchtitan-1 torchtitan-2 megatron-1
+# Trainer, number of ranks, and what they share.
+LAYOUTS := torchtitan-2-tensor_parallel=2 torchtitan-2-context_parallel=2 torchtitan-2-pipeline_parallel=2 \
+  torchtitan-2-expert_parallel=2 torchtitan-4-tensor_parallel=2 torchtitan-4-shard_size=2 \
+  megatron-2-tensor_parallel=2 megatron-2-pipeline_parallel=2
 # Stages of DeepSpeed, on two ranks.
 STAGES := 2 3
 
@@ -172,9 +173,10 @@ certificates-trainers: $(STAMP)
 	$(foreach it,$(TRAINERS),{ $(call STANDS,$(it)-ranks) $(BIN)/inflight check worker $(PATIENT) \
 	  $(firstword $(subst -, ,$(it))) \
 	  --ranks $(lastword $(subst -, ,$(it))) --option device=cpu --json $(CERTIFICATES)/$(it)-ranks.json; } &&) true
-	$(foreach it,$(LAYOUTS),{ $(call STANDS,torchtitan-$(subst =,-,$(it))) $(BIN)/inflight check worker $(PATIENT) torchtitan \
-	  --ranks $(firstword $(subst -, ,$(it))) --ranks-option $(lastword $(subst -, ,$(it))) --option device=cpu \
-	  $(if $(findstring expert,$(it)),--experts) --json $(CERTIFICATES)/torchtitan-$(subst =,-,$(it)).json; } &&) true
+	$(foreach it,$(LAYOUTS),{ $(call STANDS,$(subst =,-,$(it))) $(BIN)/inflight check worker $(PATIENT) \
+	  $(firstword $(subst -, ,$(it))) --ranks $(word 2,$(subst -, ,$(it))) \
+	  --ranks-option $(lastword $(subst -, ,$(it))) --option device=cpu \
+	  $(if $(findstring expert,$(it)),--experts) --json $(CERTIFICATES)/$(subst =,-,$(it)).json; } &&) true
 	$(foreach it,$(STAGES),{ $(call STANDS,deepspeed-2-zero_stage-$(it)) PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed \
 	  $(BIN)/inflight check worker $(PATIENT) deepspeed --ranks 2 --option zero_stage=$(it) --option device=cpu \
 	  --json $(CERTIFICATES)/deepspeed-2-zero_stage-$(it).json; } &&) true

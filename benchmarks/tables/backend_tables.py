@@ -72,12 +72,7 @@ BACKENDS = (
         "worker of the contract",
         has_run=False,
     ),
-    Backend(
-        "Megatron-Core",
-        "training",
-        why_not="megatron-core 0.16.1 runs on a CPU, except sequence parallelism, once some functions of torch.cuda "
-        "are replaced",
-    ),
+    Backend("Megatron-Core", "training", "megatron-*.json", ("workers", "megatron")),
 )
 
 
@@ -121,8 +116,8 @@ def _release(certificate: Mapping[str, Any]) -> str:
     if certificate["kind"] == "endpoint":
         return str(certificate["implementation_version"])
     environment = certificate["environment"]
-    for library in ("deepspeed", "torchtitan"):
-        if library in certificate["implementation"].lower():
+    for library in ("deepspeed", "torchtitan", "megatron-core"):
+        if library.partition("-")[0] in certificate["implementation"].lower():
             return str(environment.get(library) or "release not named")
     return f"torch {environment['torch'].split('+')[0]}"
 

@@ -81,6 +81,7 @@ def certified_table() -> str:
         name, release = {
             "inflight_fsdp.torchtitan": ("TorchTitan", versions["torchtitan"]),
             "inflight_fsdp.deepspeed": ("DeepSpeed", versions.get("deepspeed", "")),
+            "inflight_fsdp.megatron": ("Megatron-Core", versions.get("megatron-core", "")),
         }.get(module, ("FSDP2", f"torch {versions['torch'].split('+')[0]}"))
         shared = shared_by_ranks(certificate)
         rows[f"{name}, {shared}" if shared else name] = (

@@ -312,6 +312,7 @@ PUBLIC_NAMES = {
         "FSDP",
         "FsdpLoraWorker",
         "FsdpWorker",
+        "MEGATRON",
         "TORCHTITAN",
         "WorkerConfig",
         "create_worker",

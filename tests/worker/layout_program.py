@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-import inflight_fsdp
+from inflight.base.worker_kinds import load_worker_kind
 from inflight.contracts.trainer import data_ranks_of
 from inflight.types import MicroBatch
 from inflight.weights.encode.buckets import plan_buckets
@@ -41,13 +41,11 @@ ADAM = {"betas": (0.8, 0.95), "max_gradient_norm": 0.5, "weight_decay": 0.1, "le
 
 
 def factory(name: str) -> Callable[[Mapping[str, object]], ShardedWorker]:
-    """Return what makes workers; TorchTitan takes seconds to import."""
-    if name == "fsdp":
-        return inflight_fsdp.create_worker
-    warnings.filterwarnings("ignore", message=".torch.jit.script_method. is deprecated")  # torch itself, on this import
-    from inflight_fsdp.torchtitan import create_worker
-
-    return create_worker
+    """Return what makes workers; TorchTitan and Megatron-Core take seconds to import."""
+    # torch itself, when TorchTitan is imported; Megatron-Core's advice for CUDA.
+    for message in (".torch.jit.script_method. is deprecated", "When using async grad allreduce"):
+        warnings.filterwarnings("ignore", message=message)
+    return cast(Callable[[Mapping[str, object]], ShardedWorker], load_worker_kind(name).create)
 
 
 def shares(seed: int, size: int) -> list[list[MicroBatch]]:

@@ -18,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3"},
     "tied qwen3": {"family": "qwen3", "tied": True},
     "llama": {"family": "llama"},
+    "qwen2": {"family": "qwen2"},
     "qwen3-moe": {"family": "qwen3_moe"},
 }
 
@@ -44,6 +45,12 @@ LAYOUTS = {
     "PP 2, tied": Layout(2, {"pipeline_parallel": 2}, "tied qwen3"),
     "PP 2, experts": Layout(2, {"pipeline_parallel": 2, "pipeline_chunks": 3}, "qwen3-moe"),
     "EP 2": Layout(2, {"expert_parallel": 2}, "qwen3-moe"),
+    "DP 2, Megatron": Layout(2, worker="megatron"),
+    "TP 2, Megatron": Layout(2, {"tensor_parallel": 2}, worker="megatron"),
+    "TP 2, tied, Megatron": Layout(2, {"tensor_parallel": 2}, "tied qwen3", "megatron"),
+    "TP 2, Qwen2, Megatron": Layout(2, {"tensor_parallel": 2}, "qwen2", "megatron"),
+    "PP 2, Megatron": Layout(2, {"pipeline_parallel": 2, "pipeline_chunks": 3}, worker="megatron"),
+    "PP 2, tied, Megatron": Layout(2, {"pipeline_parallel": 2}, "tied qwen3", "megatron"),
     "TP 2 x shards 2": Layout(4, {"tensor_parallel": 2}),
     "TP 2 x shards 2, tied": Layout(4, {"tensor_parallel": 2}, "tied qwen3"),
     "2 copies x shards 2": Layout(4, {"shard_size": 2}),
@@ -56,9 +63,15 @@ LAYOUTS = {
     "PP 2 x CP 2": Layout(4, {"pipeline_parallel": 2, "context_parallel": 2}),
     "EP 2 x shards 2": Layout(4, {"expert_parallel": 2}, "qwen3-moe"),
     "EP 2 x CP 2": Layout(4, {"expert_parallel": 2, "context_parallel": 2}, "qwen3-moe"),
+    "TP 2 x DP 2, Megatron": Layout(4, {"tensor_parallel": 2}, worker="megatron"),
+    "PP 2 x TP 2, Megatron": Layout(4, {"pipeline_parallel": 2, "tensor_parallel": 2}, worker="megatron"),
+    "PP 2 x DP 2, tied, Megatron": Layout(4, {"pipeline_parallel": 2}, "tied qwen3", "megatron"),
     "TP 2 x 2 copies x shards 2": Layout(8, {"tensor_parallel": 2, "shard_size": 2}),
     "PP 2 x TP 2 x CP 2, Llama": Layout(
         8, {"pipeline_parallel": 2, "tensor_parallel": 2, "context_parallel": 2}, "llama"
+    ),
+    "PP 2 x TP 2 x DP 2, tied, Megatron": Layout(
+        8, {"pipeline_parallel": 2, "tensor_parallel": 2}, "tied qwen3", "megatron"
     ),
 }
 
@@ -85,9 +98,10 @@ def run_layouts(directory: Path, names: Sequence[str], deadline_s: float) -> Non
     for model in models:
         # An odd vocabulary: its rows cannot be shared out evenly.
         make_model(directory / "models" / model, **MODELS[model], vocab_size=259, tokenizer=False)
-    runs = {f"one rank, {model}": Layout(1, {}, model, "torchtitan") for model in models} | layouts
-    if {layout.worker for layout in layouts.values()} == {"fsdp"}:
-        runs |= {f"one rank, {model}": Layout(1, {}, model, "fsdp") for model in models}
+    one_rank = "torchtitan" if any(layout.worker == "torchtitan" for layout in layouts.values()) else "fsdp"
+    # TorchTitan has no Qwen2.
+    runs = {f"one rank, {model}": Layout(1, {}, model, "fsdp" if model == "qwen2" else one_rank) for model in models}
+    runs |= layouts
     (directory / "layouts.json").write_text(json.dumps({name: vars(layout) for name, layout in runs.items()}))
     for num_ranks in sorted({layout.ranks for layout in runs.values()}):
         run_ranks(directory, "layout_program", num_ranks, deadline_s)

@@ -127,7 +127,7 @@ def environment() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version(), "platform": platform.platform(), "cpus": str(os.cpu_count())}
-    for package in ("torch", "transformers", "vllm", "sglang", "torchtitan", "deepspeed"):
+    for package in ("torch", "transformers", "vllm", "sglang", "torchtitan", "deepspeed", "megatron-core"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -135,7 +135,7 @@ class TrainSection(OptimizerSettings):
     """The workers and their optimizer."""
 
     trainer: str = "fsdp"
-    """``fsdp``, ``torchtitan``, ``deepspeed``, another entry point in the group ``inflight.workers``, or
+    """``fsdp``, ``torchtitan``, ``deepspeed``, ``megatron``, another entry point in the group ``inflight.workers``, or
     ``module:attribute``: an `inflight.contracts.WorkerKind`."""
     trainer_options: dict[str, Any] = Field(default_factory=dict)
     """Further settings of the workers, such as ``{ cpu_offload = true }``. For ``fsdp``, see

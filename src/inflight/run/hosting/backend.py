@@ -140,7 +140,7 @@ class HostedBackend(Backend):
                 if not (ready.takes_step_settings and ready.scores_target_ids):
                     raise ConfigError(
                         f"trainer {config.train.trainer!r} cannot be used here: it takes no settings with each step, "
-                        "or scores no target ids; use fsdp, torchtitan or deepspeed"
+                        "or scores no target ids; use fsdp, torchtitan, deepspeed or megatron"
                     )
             except BaseException:
                 await trainers.stop()
