@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from inflight.model.attention import SegmentPlan, segment_attention
 from inflight_fsdp.rows import Row
@@ -78,6 +77,23 @@ class MegatronPolicy(nn.Module):
         if self._group.size() == 1:
             return row.targets.logprobs(hidden_1RH, weight_VH, None)
         hidden_1RH = copy_to_tensor_model_parallel_region(hidden_1RH, self._group)
-        # Its backward sums, and leaves each rank its rows; those above the vocabulary are for equal parts.
-        whole_VH = all_gather_tensor_autograd(weight_VH, 0, self._group)
+        whole_VH: torch.Tensor = _RowsOfAll.apply(weight_VH, self._group)  # type: ignore[no-untyped-call]
+        # Rows above the vocabulary only make the parts of ranks equal.
         return row.targets.shared_logprobs(hidden_1RH, whole_VH[: self._vocab_size], self._group)
+
+
+class _RowsOfAll(torch.autograd.Function):
+    """The rows of all ranks of a group; the backward sums their gradients, and returns those of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(rows) for _ in range(group.size())]
+        dist.all_gather(parts, rows.detach(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size())[ctx.group.rank()], None

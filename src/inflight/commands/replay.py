@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("record", type=Path, metavar="RUN_DIR_OR_RECORD", help="run directory, or the record in it")
     parser.add_argument(
-        "--trainer", help="trainer to use: fsdp, torchtitan, deepspeed, megatron or another (default: the run's)"
+        "--trainer", help="trainer to use: fsdp, torchtitan, deepspeed, megatron, ... (default: the run's)"
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="number of trainer ranks (default: the run's)")
     parser.add_argument(
