@@ -94,6 +94,7 @@ def run_layout(directory: Path, layout: Mapping[str, Any], model: Path, one_rank
 
 def main(directory: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
+    assert "megatron" not in sys.modules, "it is to be imported when a worker of its kind is made"
     store = dist.FileStore(str(directory / f"store{world_size}"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=100))
     for name, layout in json.loads((directory / "layouts.json").read_text()).items():
