@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import nn
 
 from inflight.model.attention import SegmentPlan, segment_attention
-from inflight_fsdp.rows import Row
+from inflight_fsdp.rows import Row, sum_over_group
 
 
 class SegmentAttention(nn.Module):
@@ -76,24 +77,12 @@ class MegatronPolicy(nn.Module):
         weight_VH: torch.Tensor = self.gpt.output_layer.weight
         if self._group.size() == 1:
             return row.targets.logprobs(hidden_1RH, weight_VH, None)
-        hidden_1RH = copy_to_tensor_model_parallel_region(hidden_1RH, self._group)
-        whole_VH: torch.Tensor = _RowsOfAll.apply(weight_VH, self._group)  # type: ignore[no-untyped-call]
+        # Padded and summed: the rows of all ranks. What is copied has the sum of the ranks' gradients.
+        rank, num_rows = self._group.rank(), len(weight_VH)
+        placed_VH = F.pad(weight_VH, (0, 0, rank * num_rows, (self._group.size() - 1 - rank) * num_rows))
+        whole_VH, hidden_1RH = (
+            copy_to_tensor_model_parallel_region(x, self._group)
+            for x in (sum_over_group(placed_VH, self._group), hidden_1RH)
+        )
         # Rows above the vocabulary only make the parts of ranks equal.
         return row.targets.shared_logprobs(hidden_1RH, whole_VH[: self._vocab_size], self._group)
-
-
-class _RowsOfAll(torch.autograd.Function):
-    """The rows of all ranks of a group; the backward sums their gradients, and returns those of this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(rows) for _ in range(group.size())]
-        dist.all_gather(parts, rows.detach(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(ctx.group.size())[ctx.group.rank()], None
