@@ -1,6 +1,6 @@
 """The Megatron worker against the FSDP worker, on one rank and on ranks that share tensors, layers and data.
 
-`tests.worker.test_layouts` runs more layouts.
+`tests.worker.test_layouts` runs the other layouts.
 """
 
 from __future__ import annotations
@@ -129,15 +129,6 @@ def test_layers_that_are_computed_again_have_the_same_gradients(tmp_path: Path, 
 def test_ranks_that_share_tensors_compute_what_one_does_and_resume_its_checkpoint(tmp_path: Path) -> None:
     run_layouts(tmp_path, ["TP 2, Megatron"], 170.0)
     assert_like_one_rank(tmp_path, "TP 2, Megatron")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)
-def test_ranks_that_share_tensors_layers_and_data_compute_what_one_does(tmp_path: Path) -> None:
-    names = ["DP 2, Megatron", "PP 2, Megatron", "PP 2, tied, Megatron", "PP 2 x TP 2, Megatron"]
-    run_layouts(tmp_path, names, 400.0)
-    for name in names:
-        assert_like_one_rank(tmp_path, name)
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
