@@ -81,7 +81,7 @@ class MegatronWorker(ShardedWorker):
             parts=parts,
             shardings=shardings,
             layouts=layouts,
-            optimizer=on_every_rank(lambda: make_adamw(parts, config), device),
+            optimizer=make_adamw(parts, config),
             hf_config=hf_config,
             summed_over={name: group for name in parts if (group := groups.summing(name, is_tied)) is not None},
         )
@@ -112,7 +112,10 @@ class MegatronWorker(ShardedWorker):
 
 
 class _Groups:
-    """The process groups of this rank, which every rank makes: torch requires it. Numbered as `RankLayout` says."""
+    """The process groups of this rank. Every rank makes all groups, since torch requires it.
+
+    Ranks are numbered as `RankLayout` describes: S stages, D ranks with data of their own, T that share tensors.
+    """
 
     def __init__(self, layout: RankLayout) -> None:
         ranks_SDT = torch.arange(layout.num_ranks).view(layout.stages, layout.data_size, layout.tensor)

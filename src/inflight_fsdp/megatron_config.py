@@ -33,6 +33,8 @@ class MegatronConfig(WorkerConfig):
                 "context_parallel is not supported by the Megatron worker; use tensor_parallel or pipeline_parallel, "
                 "or the worker 'fsdp' or 'torchtitan'"
             )
+        if self.optimizer != "adamw":
+            raise ValueError(f"optimizer {self.optimizer!r} is supported only by the worker 'fsdp'; omit it")
         for name in _UNSUPPORTED:
             if getattr(self, name):
                 raise ValueError(f"{name} is not supported by the Megatron worker; omit it")

@@ -30,7 +30,7 @@ from inflight_fsdp.megatron_modules import SegmentAttention
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
 _FAMILIES = ("llama", "qwen2", "qwen3")
-_ROPE_TYPES = ("default", "linear", "llama3")
+_ROPE_TYPES = ("default", "llama3")
 """Those that only change the frequencies, for all lengths alike."""
 
 
@@ -134,7 +134,7 @@ def rope_frequencies(hf: Any, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeParameter:
     """A parameter of the whole model, over all tensor-parallel ranks."""
 
     shape: tuple[int, ...]
@@ -152,12 +152,12 @@ class Whole:
         )
 
 
-def whole_parameters(hf: Any) -> dict[str, Whole]:
+def whole_parameters(hf: Any) -> dict[str, WholeParameter]:
     """Return the parameters of the whole model by their names in a model of one stage."""
     vocabulary = (hf.vocab_size, hf.hidden_size)
     names = [(EMBEDDING, "model.embed_tokens.weight")]
     names += [] if hf.tie_word_embeddings else [(HEAD, "lm_head.weight")]
-    found = {name: Whole(vocabulary, Layout({stored: vocabulary}), 0) for name, stored in names}
+    found = {name: WholeParameter(vocabulary, Layout({stored: vocabulary}), 0) for name, stored in names}
     found["decoder.final_layernorm.weight"] = _norm(hf.hidden_size, "model.norm")
     for index in range(hf.num_hidden_layers):
         found |= {
@@ -166,7 +166,7 @@ def whole_parameters(hf: Any) -> dict[str, Whole]:
     return found
 
 
-def _of_layer(hf: Any, stored: str) -> dict[str, Whole]:
+def _of_layer(hf: Any, stored: str) -> dict[str, WholeParameter]:
     num_heads, num_kv_heads, head_dim = heads_of(hf)
     hidden, inner = hf.hidden_size, hf.intermediate_size
     attention, mlp = f"{stored}.self_attn", f"{stored}.mlp"
@@ -188,15 +188,15 @@ def _of_layer(hf: Any, stored: str) -> dict[str, Whole]:
     }
 
 
-def _norm(size: int, stored: str) -> Whole:
-    return Whole((size,), Layout({f"{stored}.weight": (size,)}))
+def _norm(size: int, stored: str) -> WholeParameter:
+    return WholeParameter((size,), Layout({f"{stored}.weight": (size,)}))
 
 
-def _by_columns(shape: tuple[int, int], stored: str) -> Whole:
-    return Whole(shape, Layout({f"{stored}.weight": shape}), 1)
+def _by_columns(shape: tuple[int, int], stored: str) -> WholeParameter:
+    return WholeParameter(shape, Layout({f"{stored}.weight": shape}), 1)
 
 
-def _queries_keys_values(attention: str, kind: str, groups: tuple[int, int, int], *others: int) -> Whole:
+def _queries_keys_values(attention: str, kind: str, groups: tuple[int, int, int], *others: int) -> WholeParameter:
     """Return the parameter [groups, rows, ...] that has the queries, the key and the value of each group in turn.
 
     ``groups`` are their number, the queries of one, and the rows of a head.
@@ -213,17 +213,17 @@ def _queries_keys_values(attention: str, kind: str, groups: tuple[int, int, int]
         return torch.cat([stored[name].reshape(num_groups, -1, *others) for name in names], 1)
 
     shapes = {name: (num_groups * size, *others) for name, size in zip(names, rows, strict=True)}
-    return Whole((num_groups, sum(rows), *others), Layout(shapes, split, join), 0)
+    return WholeParameter((num_groups, sum(rows), *others), Layout(shapes, split, join), 0)
 
 
-def _gate_and_up(names: Sequence[str], inner: int, hidden: int) -> Whole:
+def _gate_and_up(names: Sequence[str], inner: int, hidden: int) -> WholeParameter:
     def split(whole: torch.Tensor) -> Stored:
         return dict(zip(names, whole.unbind(0), strict=True))
 
     def join(stored: Stored) -> torch.Tensor:
         return torch.stack([stored[name] for name in names])
 
-    return Whole((2, inner, hidden), Layout(dict.fromkeys(names, (inner, hidden)), split, join), 1)
+    return WholeParameter((2, inner, hidden), Layout(dict.fromkeys(names, (inner, hidden)), split, join), 1)
 
 
 def parameters_of_stage(

@@ -146,6 +146,7 @@ def test_ranks_that_share_tensors_compute_what_one_does_and_resume_its_checkpoin
         ({"cpu_offload": True}, "cpu_offload is not supported"),
         ({"shard_size": 2}, "shard_size is not supported"),
         ({"reduce_dtype": "bfloat16"}, "reduce_dtype is not supported"),
+        ({"optimizer": "adamw8bit"}, "optimizer 'adamw8bit' is supported only by the worker 'fsdp'"),
         ({"sequence_parallel": True}, "Megatron worker: unknown key 'sequence_parallel'"),
     ],
 )
