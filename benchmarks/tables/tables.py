@@ -84,10 +84,9 @@ def certified_table() -> str:
             "inflight_fsdp.megatron": ("Megatron-Core", versions.get("megatron-core", "")),
         }.get(module, ("FSDP2", f"torch {versions['torch'].split('+')[0]}"))
         shared = shared_by_ranks(certificate)
-        rows[f"{name}, {shared}" if shared else name] = (
-            f"{release}, {certificate['flags']['ranks']} ranks",
-            certificate,
-        )
+        ranks = int(certificate["flags"]["ranks"])
+        release += f", {ranks} rank{'s' if ranks > 1 else ''}"
+        rows[f"{name}, {shared}" if shared else name] = (release, certificate)
     lines = [
         "| engine or trainer | release | requirements of the contract that hold | unsupported |",
         "|---|---|---|---|",
