@@ -54,6 +54,14 @@ MORE: Cases = {
             ("experts", {"tensor_parallel": 2}),
         )
     },
+    **{
+        f"megatron, {model}, {options}": {**HTTP, "worker": "megatron", "model": model, "settings": options}
+        for model, options in (
+            ("qwen3", {"tensor_parallel": 2}),
+            ("llama", {"tensor_parallel": 2}),
+            ("tied", {"pipeline_parallel": 2}),
+        )
+    },
 }
 """On two ranks."""
 HYBRID: Cases = {
