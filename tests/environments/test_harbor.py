@@ -186,12 +186,27 @@ def test_a_folder_of_tasks_is_refused_with_the_reasons_of_each(tmp_path: Path) -
     write_task(tmp_path / "a", toml="[environment]\ngpus = 2")
     write_task(tmp_path / "b", toml="[metadata]\nanything = { goes = 1979-05-27 }")
     write_task(tmp_path / "c", toml="[environment]\nallow_internet = true")
-    with pytest.raises(ConfigError, match=r"2 of 3 Harbor tasks cannot be run: .*a: .*gpus is 2.*c: .*allow_internet"):
+    with pytest.raises(ConfigError, match=r"2 of 3 Harbor tasks cannot be run:\n.*/a: .*gpus is 2.*\n.*/c: .*allow_internet"):
         read_tasks(tmp_path)
     with pytest.raises(TaskError, match="2 of 3 Harbor tasks"):
         load_task("inflight.environments.adapters.harbor:HarborEnvironment", {"tasks": str(tmp_path)}, 0)
     with pytest.raises(ConfigError, match="contains no Harbor task"):
+        read_tasks(tmp_path / "a" / "tests")
+    with pytest.raises(ConfigError, match="nothing does not exist"):
         read_tasks(tmp_path / "nothing")
+
+
+def test_what_the_machine_lacks_is_listed_with_the_other_reasons(
+    tmp_path: Path, stand_in: Callable[..., Callable[[], list[list[str]]]]
+) -> None:
+    stand_in()
+    write_task(tmp_path / "a", toml="[environment]\ndocker_image = 'absent'\ngpus = 2")
+    write_task(tmp_path / "b", toml="[environment]\ndocker_image = 'absent'")
+    with pytest.raises(ConfigError, match="2 of 2") as caught:
+        HarborEnvironment(0, str(tmp_path))
+    lines = [line.removeprefix(f"{tmp_path}/") for line in str(caught.value).splitlines()[1:]]
+    assert [line.partition(" is ")[0] for line in lines if "gpus" in line] == ["a: environment.gpus"]
+    assert [line.partition(":")[0] for line in lines if "the image 'absent'" in line] == ["a", "b"]
 
 
 def test_tasks_come_by_name_and_again_after_the_last() -> None:

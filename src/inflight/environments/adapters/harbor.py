@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.contracts import Environment, Episode
-from inflight.environments.adapters.harbor_sandboxes import TaskSandbox, check_machine, open_sandbox
+from inflight.environments.adapters.harbor_sandboxes import TaskSandbox, machine_problem, open_sandbox
 from inflight.environments.adapters.harbor_tasks import read_tasks
 from inflight.environments.tools.processes import CommandResult
 from inflight.environments.tools.tool_loop import use_tools
@@ -46,9 +46,7 @@ class HarborEnvironment(Environment):
         for name, limit in limits.items():
             if not 0 < limit < math.inf:
                 raise ConfigError(f"{name} is {limit}; it must be positive and finite")
-        self._tasks = read_tasks(Path(tasks))
-        for task in self._tasks:
-            check_machine(task)
+        self._tasks = read_tasks(Path(tasks), machine_problem)
         self._name = Path(tasks).resolve().name
         self._max_turns = max_turns
         self._command_timeout_s = command_timeout_s

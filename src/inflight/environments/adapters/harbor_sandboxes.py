@@ -72,17 +72,17 @@ async def open_sandbox(task: HarborTask, max_output_bytes: int) -> AsyncIterator
         await asyncio.to_thread(thread.shutdown)
 
 
-def check_machine(task: HarborTask) -> None:
-    """Raise `ConfigError` that states why this machine cannot run a task."""
-    if task.image is not None:
-        container_engine(task.image)
-        return
-    problem = _bubblewrap_problem()
-    if problem:
-        raise ConfigError(
-            f"{task.folder} needs bubblewrap 0.8 or later with unprivileged user namespaces and Linux 5.14 or later: "
-            f"{problem}"
-        )
+def machine_problem(image: str | None) -> str | None:
+    """Return why this machine cannot run a task with an image, or with none; None if it can."""
+    if image is not None:
+        try:
+            container_engine(image)
+        except ConfigError as error:
+            return str(error)
+        return None
+    if problem := _bubblewrap_problem():
+        return f"needs bubblewrap 0.8 or later with unprivileged user namespaces and Linux 5.14 or later: {problem}"
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -33,6 +34,8 @@ _REFUSED = {
     ("verifier", "collect"): "files are not collected",
 }
 
+MachineProblem = Callable[[str | None], str | None]
+"""Returns why this machine cannot run a task with an image, or with none."""
 Positive = Annotated[float, Field(gt=0)]
 Megabytes = Annotated[int, Field(ge=64, le=2**20)]
 Environ = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
@@ -106,30 +109,34 @@ class HarborTask:
         return self.file.environment.docker_image
 
 
-def read_tasks(path: Path) -> tuple[HarborTask, ...]:
+def read_tasks(path: Path, machine_problem: MachineProblem = lambda image: None) -> tuple[HarborTask, ...]:
     """Return the task of a folder, or those of the folders in it, by name.
 
-    Raises `ConfigError` that lists every reason against every task, also if there is no task.
+    Raises `ConfigError` that lists every reason against every task, one on each line, also if there is no task.
     """
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: tasks is a Harbor task folder, or a folder of them")
     folders = [path] if (path / "task.toml").exists() else sorted(file.parent for file in path.glob("*/task.toml"))
     if not folders:
         raise ConfigError(f"{path} contains no Harbor task: neither it nor a folder in it has a task.toml")
     tasks, problems = [], []
     for folder in folders:
         try:
-            tasks.append(read_task(folder))
+            tasks.append(read_task(folder, machine_problem))
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        raise ConfigError(f"{len(problems)} of {len(folders)} Harbor tasks cannot be run: " + "; ".join(problems))
+        raise ConfigError(f"{len(problems)} of {len(folders)} Harbor tasks cannot be run:\n" + "\n".join(problems))
     return tuple(tasks)
 
 
-def read_task(folder: Path) -> HarborTask:
+def read_task(folder: Path, machine_problem: MachineProblem = lambda image: None) -> HarborTask:
     """Return the task of a folder. Raises `ConfigError` that lists every reason why it cannot be run."""
     file = load_settings(TaskFile, folder / "task.toml", "Harbor task")
     environment = folder / "environment"
     problems = reasons_against(file)
+    if reason := machine_problem(file.environment.docker_image):
+        problems.append(reason)
     problems += [f"environment/{name}: services are not composed" for name in _COMPOSE if (environment / name).exists()]
     problems += [f"{name} is missing" for name in ("instruction.md", "tests/test.sh") if not (folder / name).is_file()]
     workdir, copies = "/app", [(".", "/app")] if environment.is_dir() else []
@@ -137,7 +144,7 @@ def read_task(folder: Path) -> HarborTask:
         workdir, copies, reasons = _read_dockerfile(environment)
         problems += [f"environment/Dockerfile: {reason}" for reason in reasons]
     if problems:
-        raise ConfigError(f"{folder}: " + "; ".join(problems))
+        raise ConfigError("\n".join(f"{folder}: {problem}" for problem in problems))
     instruction = (folder / "instruction.md").read_text(encoding="utf-8", errors="replace").strip()
     return HarborTask(folder.resolve(), instruction, file, workdir, tuple(copies))
 
