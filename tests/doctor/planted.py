@@ -69,6 +69,13 @@ def transform_again(model: Any) -> None:
     norm.mul_(1.05)
 
 
+def started_elsewhere(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Start with weights that are not the checkpoint's; updates arrive as they should."""
+    with torch.no_grad():
+        transform_again(weights_of(endpoint))
+    return endpoint
+
+
 def quantise(model: Any) -> None:
     """Round the matrices of decoder layers to 15 levels for each output channel."""
     for layer in model.base_model.layers:
@@ -130,6 +137,7 @@ CAUSES: dict[str, Callable[[EmbeddedEndpoint], Any]] = {
     "lost tensor": keeping("layers.1.self_attn.o_proj.weight"),
     "update not applied": keeping(),
     "transformed again": after_loading(transform_again),
+    "started elsewhere": started_elsewhere,
     "tied head": mutant("tied head left old"),
     "raw logprobs": raw_logprobs,
     "rounded head": DISAGREEING["rounds logits"],

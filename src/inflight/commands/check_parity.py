@@ -109,6 +109,7 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
     from inflight.conformance.parity.measuring import measure
     from inflight.conformance.parity.opening import open_pair
     from inflight.conformance.parity.report import row_of, text_of
+    from inflight.conformance.parity.served import check_served
 
     def report(what: str) -> None:
         print_progress(what if dtype is None else f"{dtype}: {what}")
@@ -125,6 +126,7 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
         report=report,
     )
     async with opening as pair, asyncio.timeout(_MEASURE_S * scale):
+        await check_served(pair)
         measured = await measure(pair, arguments.updates, bisect=arguments.bisect, report=report)
     can = pair.subject.capabilities
     names = (can.engine, can.engine_version, trainer)

@@ -15,7 +15,7 @@ from inflight.base.printable import printable
 from inflight.commands.shared import print_progress
 from inflight.conformance.arguments import endpoint_of
 from inflight.engines.factories import keyword_arguments
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, DeadlineError
 
 _START_S = 120.0
 _EXAMINE_S = 1200.0
@@ -47,14 +47,12 @@ async def _examined(target: Any, arguments: argparse.Namespace) -> int:
         report=print_progress,
     )
     async with opening as pair:
-        served = await pair.subject.endpoint.weight_version()
-        if target.url is not None and served.run_id is not None and not served.run_id.startswith("check-"):
-            raise ConfigError(
-                f"{target.label} serves version {served.version} of run {served.run_id!r}; the examination would "
-                "replace its weights. Start another server from the same checkpoint, and examine that"
-            )
-        async with asyncio.timeout(_EXAMINE_S * scale):
-            found = await examine(pair, print_progress)
+        try:
+            async with asyncio.timeout(_EXAMINE_S * scale):
+                found = await examine(pair, print_progress)
+        except TimeoutError as error:
+            words = f"the examination did not end within {_EXAMINE_S * scale:g} s; it has more time with"
+            raise DeadlineError(f"{words} --deadline-scale", target.label) from error
         can = pair.subject.capabilities
     findings = diagnose(found)
     trainer = target.worker or "transformers in float32"

@@ -98,6 +98,14 @@ def diagnose(found: Examination) -> list[Finding]:
 def _findings(found: Examination) -> Iterator[Finding]:
     limits, same = found.limits, found.same
     differs = limits.exceeded_by(same.same_weights)
+    if not differs and limits.exceeded_by(found.before):
+        yield Finding(
+            CAUSES[3],
+            f"logprobs of the weights that the engine was started with differ by {found.before.mean:.3g} nats on "
+            f"average, after an update with those of the checkpoint by {same.same_weights.mean:.3g}: it was started "
+            "from another checkpoint, or changes it while loading",
+            "the load at the start",
+        )
     if (filters := found.filters) is not None and filters.filtered > limits.mean and not differs:
         kind = "those of the unfiltered distribution" if filters.unfiltered <= limits.mean else "neither"
         yield Finding(

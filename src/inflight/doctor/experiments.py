@@ -15,9 +15,10 @@ import torch
 
 from inflight.conformance.checks import CheckFailed
 from inflight.conformance.endpoint.versions import check_spans, publish_next
-from inflight.conformance.parity.figures import Figures, figures_of
+from inflight.conformance.parity.figures import Figures, Limits, figures_of
 from inflight.conformance.parity.measuring import PairMeasurements, measure
 from inflight.conformance.parity.pair import Pair
+from inflight.conformance.parity.served import check_served
 from inflight.conformance.reference import ReferenceWeights, chosen, distribution
 from inflight.wire import InFlightPolicy
 
@@ -32,30 +33,6 @@ _RUNNING_S, _LEAST_TOKENS, _MOST_TOKENS = 5.0, 48, 600
 """How long completions run while weights change, and how many tokens they have."""
 _TOP_K = 8
 _PREFIX_TOKENS = 192
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """From which figures on a pair differs, for the dtype that the endpoint computes in.
-
-    Float32 differs by 1e-6 (the same kernels) to 1e-4 nats on average. In 16 bits single tokens differ by up to 0.7
-    nats on healthy pairs, so only the mean and k3 are judged. A healthy baseline is exceeded tenfold by a fault.
-    """
-
-    mean: float
-    k3: float
-
-    @classmethod
-    def of(cls, dtype: str, baseline: Figures | None = None) -> Limits:
-        """Return the limits of a dtype, which a baseline below them may raise."""
-        mean, k3 = (0.02, 1e-3) if dtype in ("bfloat16", "float16") else (2e-4, 1e-6)
-        if baseline is None or baseline.mean > mean or baseline.k3 > k3:
-            return cls(mean, k3)
-        return cls(max(mean, 10 * baseline.mean), max(k3, 10 * baseline.k3))
-
-    def exceeded_by(self, figures: Figures) -> bool:
-        """Return whether the two sides differ."""
-        return not (figures.mean <= self.mean and figures.k3 <= self.k3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +85,24 @@ class Examination:
 
     @property
     def limits(self) -> Limits:
-        return Limits.of(self.dtype, self.before)
+        """Raised only by what both kinds of the same weights show, those of the start and published ones."""
+        return Limits.of(self.dtype, self.before, self.same.same_weights)
 
 
 async def examine(pair: Pair, report: Callable[[str], None]) -> Examination:
     """Return the results of all experiments that the results before them call for.
 
-    Afterwards the endpoint serves test weights. Errors of the endpoint and the worker propagate.
+    Afterwards the endpoint serves test weights. Errors of the endpoint and the worker propagate; raises what
+    `check_served` raises before anything is published.
     """
     subject = pair.subject
     weights = subject.reference.weights
     report("the weights that it was started with")
     started = time.monotonic()
-    before = (await pair.sample()).figures
+    before = await check_served(pair)
     token_s = (time.monotonic() - started) / max(1, before.num_tokens)
     same = await measure(pair, NUM_UPDATES, bisect=False, report=report)
-    limits = Limits.of(same.dtype, before)
+    limits = Limits.of(same.dtype, before, same.same_weights)
     filters = await _filter_gap(pair)
     is_bad = limits.exceeded_by(same.same_weights)
     prefix = None if is_bad else await _prefix_gap(pair, report)
