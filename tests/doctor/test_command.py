@@ -12,6 +12,7 @@ import pytest
 from inflight.cli import main
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from tests.gates import wait_until
+from tests.models import make_model
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import PlainWorker, checkpoint, logprobs, weight_version
 from tests.zygote import python
@@ -73,8 +74,58 @@ def test_a_server_with_the_weights_of_a_run_is_refused_and_keeps_them(
     server = start_server(model_dir)
     with WeightPublisher.connect([server.url], run_id="precious", token=TOKEN) as publisher:
         publish_weights(PlainWorker(checkpoint(model_dir), 5), publisher)
-    assert main(["doctor", server.url, "--model", str(model_dir)]) == 1
+    assert main(["doctor", server.url, "--model", str(model_dir)]) == 2
     assert "serves version 5 of run 'precious'" in capsys.readouterr().err
     assert (weight_version(server).version, weight_version(server).run_id) == (5, "precious")
-    assert main(["doctor", server.url]) == 1
+    assert main(["doctor", server.url]) == 2
     assert "--model DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["doctor", "check parity"])
+@pytest.mark.parametrize("vocab_size", [258, 300])
+def test_a_server_of_another_checkpoint_is_refused_and_keeps_its_weights(
+    command: str,
+    vocab_size: int,
+    model_dir: Path,
+    tmp_path: Path,
+    start_server: Callable[..., ServerProcess],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
+    server = start_server(model_dir)
+    other = make_model(tmp_path / "other", seed=5, vocab_size=vocab_size)
+    before = logprobs(server)
+    assert main([*command.split(), server.url, "--model", str(other), "--prompts", "2", "--tokens", "16"]) in (1, 2)
+    error = capsys.readouterr().err
+    assert f"{server.url} does not serve {str(other)!r}" in error and "Nothing was published" in error
+    assert vocab_size != 258 or "nats on average" in error
+    assert (weight_version(server).version, weight_version(server).run_id) == (0, None)
+    assert logprobs(server) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{run}", "--model", "x", "--worker", "fsdp"], "leave out --model, --worker"),
+        (["{run}", "--prompts", "3"], "leave out --prompts"),
+        ([], "specify what to examine: the directory of a run"),
+        (["http://127.0.0.1:9", "--model", "{run}"], "127.0.0.1:9"),
+    ],
+)
+def test_what_cannot_be_examined_has_status_2(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *(word.format(run=tmp_path) for word in words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_token_is_reported_with_how_to_give_it(
+    model_dir: Path,
+    start_server: Callable[..., ServerProcess],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("INFLIGHT_TOKEN", raising=False)
+    assert main(["doctor", start_server(model_dir).url, "--model", str(model_dir), "--prompts", "2"]) == 2
+    assert "--token-file FILE or $INFLIGHT_TOKEN" in capsys.readouterr().err

@@ -217,6 +217,6 @@ def test_a_boundary_is_a_change_of_version_within_a_turn(
 def test_directories_without_a_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="contains neither a run nor a record"):
         read_differences(tmp_path)
-    assert main(["doctor", str(tmp_path)]) == 1
-    assert main(["doctor", str(tmp_path / "missing")]) == 1
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert main(["doctor", str(tmp_path / "missing")]) == 2
     assert "is not a directory: specify the directory of a run" in capsys.readouterr().err

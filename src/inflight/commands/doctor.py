@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from inflight.base.tasks import text_of
 from inflight.commands import doctor_pair, doctor_records
 from inflight.commands.shared import add_deadline_scale, add_json_argument, require_at_least
 from inflight.conformance.arguments import add_endpoint_arguments
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, InflightError, UnauthorizedError
+from inflight.http.tokens import TOKEN_VARIABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,9 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Find out why the logprobs of an inference engine differ from those of a trainer. For the directory of a run, "
         "print the shape of the differences in its records and the first suspects. For an endpoint, publish known "
         "weights to it, and name the cause, the tensor or the setting, and what mends it. Exit status: 0 if there is "
-        "no drift, 1 otherwise."
+        "no drift, 1 if there is drift or a warning, 2 if nothing can be concluded."
     )
-    add_endpoint_arguments(parser)
+    add_endpoint_arguments(parser, "directory of a run, URL of a server, or module:function; a URL needs --model")
+    parser.set_defaults(parser=parser)
     parser.add_argument(
         "--option",
         action="append",
@@ -43,10 +47,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the records of a run, or examine a live pair."""
+    """Read the records of a run, or examine a live pair; returns 2 if that is impossible."""
+    try:
+        return _run(arguments)
+    except InflightError as error:
+        is_token = isinstance(error, UnauthorizedError)
+        hint = f". Give the server's token with --token-file FILE or ${TOKEN_VARIABLE}" if is_token else ""
+        print(f"inflight: {text_of(error)}{hint}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
     require_at_least(arguments, prompts=1, tokens=4)
-    target = arguments.target
+    target, parser = arguments.target, arguments.parser
+    if target is None and arguments.serve is None:
+        raise ConfigError(
+            "specify what to examine: the directory of a run, the URL of a server, module:function, or --serve COMMAND"
+        )
     if target is not None and Path(target).is_dir():
+        given = [name for name, value in vars(arguments).items() if value != parser.get_default(name)]
+        if others := [name for name in given if name not in ("command", "target", "json")]:
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+            raise ConfigError(f"{target!r} is the directory of a run, whose records are read alone: leave out {named}")
         return doctor_records.run(arguments)
     if target is not None and ":" not in target:
         raise ConfigError(

@@ -24,7 +24,7 @@ _COLUMNS = ("", "tokens", "mean |d|", "trimmed", "mean d", "k3", "k3 reverse", "
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what differs and the first suspects; returns 1 unless there is no drift."""
+    """Print what differs and the first suspects; returns 1 for drift or a warning, 2 for too little data."""
     from inflight.doctor.records import read_differences
     from inflight.doctor.shapes import diagnose
 
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     diagnosis = diagnose(read_differences(Path(arguments.target)))
     print("\n".join(_lines_of(diagnosis)))
     write_json(arguments.json, asdict(diagnosis))
-    return int(diagnosis.verdict != "no drift")
+    return {"no drift": 0, "too little data": 2}.get(diagnosis.verdict, 1)
 
 
 def _lines_of(diagnosis: Diagnosis) -> Iterator[str]:

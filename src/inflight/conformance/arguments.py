@@ -13,16 +13,21 @@ from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 
-def add_endpoint_arguments(endpoint: argparse.ArgumentParser) -> None:
-    """Add the arguments that `endpoint_of` reads, except ``--option``."""
-    endpoint.add_argument("target", nargs="?", metavar="TARGET", help="URL of a server, or module:factory")
+def add_endpoint_arguments(
+    endpoint: argparse.ArgumentParser, target: str = "URL of a server, or module:function"
+) -> None:
+    """Add the arguments that `endpoint_of` reads, except ``--option``. ``target`` is the help of the target."""
+    endpoint.add_argument("target", nargs="?", metavar="TARGET", help=target)
     endpoint.add_argument(
         "--serve",
         metavar="COMMAND",
         help="command that starts a server, with the placeholders {model}, {port} and {token_file}",
     )
     endpoint.add_argument(
-        "--model", type=Path, metavar="DIR", help="checkpoint that the server loads (default: one that the kit makes)"
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint that the server loads (default: one that the kit makes, but for a URL none)",
     )
     endpoint.add_argument(
         "--token-file",
@@ -43,7 +48,7 @@ def add_endpoint_arguments(endpoint: argparse.ArgumentParser) -> None:
 def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> EndpointTarget:
     """Return the endpoint that these arguments name. Raises `ConfigError`."""
     if (arguments.target is None) == (arguments.serve is None):
-        raise ConfigError("specify which endpoint to check: exactly one of a URL, module:factory and --serve COMMAND")
+        raise ConfigError("specify which endpoint to check: exactly one of a URL, module:function and --serve COMMAND")
     if arguments.model is not None and not arguments.model.is_dir():
         raise ConfigError(
             f"--model {str(arguments.model)!r} is not a directory; pass one that contains a Hugging Face checkpoint"

@@ -1,4 +1,4 @@
-"""The targets of the kit: endpoints, workers and transports, by URL, command or ``module:factory``."""
+"""The targets of the kit: endpoints, workers and transports, by URL, command or ``module:function``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ Target = EndpointTarget | WorkerTarget | TransportTarget
 
 
 def endpoint_target(text: str, **others: Any) -> EndpointTarget:
-    """Return the target that a URL or ``module:factory`` names. Raises `ConfigError`."""
+    """Return the target that a URL or ``module:function`` names. Raises `ConfigError`."""
     if "://" in text:
         try:
             parts = urlsplit(text)

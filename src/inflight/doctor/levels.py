@@ -20,7 +20,7 @@ WARNING, FAULT = 3.0, 10.0
 """How many times its baseline a level must reach for a warning, and for a fault."""
 _TRIMMED = 0.05
 _MAX_BINS = 24
-_CERTAIN = -0.05
+CERTAIN = -0.05
 """Tokens with a higher logprob differ little whatever the fault."""
 
 
@@ -116,7 +116,7 @@ def levels_apart(seen: Observations, label_N: Integers, *, same_versions: bool =
     have, with equal weights for each label, so that it does not depend on when each label was seen; None if a label has
     too few tokens in these versions.
     """
-    is_informative = seen.behaviour_N < _CERTAIN
+    is_informative = seen.behaviour_N < CERTAIN
     if all((label_N == it)[is_informative].sum() >= MIN_TOKENS for it in np.unique(label_N[label_N >= 0])):
         seen, label_N = seen.select(is_informative), label_N[is_informative]
     labels = [int(it) for it in np.unique(label_N) if it >= 0 and (label_N == it).sum() >= MIN_TOKENS]
@@ -138,7 +138,7 @@ def levels_apart(seen: Observations, label_N: Integers, *, same_versions: bool =
 
 def informative(seen: Observations) -> Observations:
     """Return the tokens that were not nearly certain, unless these are too few."""
-    is_informative = seen.behaviour_N < _CERTAIN
+    is_informative = seen.behaviour_N < CERTAIN
     return seen.select(is_informative) if is_informative.sum() >= MIN_TOKENS else seen
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from inflight.doctor.levels import (
+    CERTAIN,
     FAULT,
     MIN_TOKENS,
     WARNING,
@@ -127,14 +128,19 @@ def _diagnose_tokens(records: TokenRecords) -> Diagnosis:
         findings.append(finding)
         seen = seen.select(~np.isin(seen.endpoint_N, culprits))
     if len(seen) >= MIN_TOKENS:
-        versions = levels_by_version(informative(seen))
+        compared = informative(seen)
+        versions = levels_by_version(compared)
         differs = limits.exceeded_by(figures_of(seen.difference_N))
         if differs:
             shapes = (_by_temperature(seen, limits), _sign(seen, limits), _by_position(seen, limits))
             findings += [it for it in shapes if it is not None]
         findings += _over_time(versions, settings, limits, differs=differs)
-        if versions[0].first > 0 or versions[0].num_tokens < MIN_TOKENS:
-            notes.append("Too few tokens were sampled before the first update to judge that time.")
+        if (num_before := versions[0].num_tokens if versions[0].first == 0 else 0) < MIN_TOKENS:
+            which = f" with a logprob below {CERTAIN}" if len(compared) < len(seen) else ""
+            notes.append(
+                f"{num_before} tokens{which} before the first update are too few to judge that time: {MIN_TOKENS} are "
+                "needed."
+            )
     num_later = int((seen.version_N > 0).sum())
     if _verdict_of(findings) == "no drift" and num_later < MIN_TOKENS:
         notes.append(f"Before the first update both sides agree, but {num_later} later tokens are too few. {_MORE}")
