@@ -9,6 +9,8 @@ from ipaddress import ip_address
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from inflight.engines.routes import listed
+
 MODULE = "sglang.launch_server"
 NEEDED_ARGUMENTS = ("--disable-overlap-schedule",)
 """Arguments without which inflight refuses to attach."""
@@ -69,9 +71,7 @@ def missing_routes(paths: Mapping[str, Any]) -> Problem | None:
     missing = [route for route in NEEDED_ROUTES if route not in paths]
     if not missing:
         return None
-    return Problem(
-        f"it does not offer {', '.join(missing)}: this release of SGLang has a different interface than 0.5.23"
-    )
+    return Problem(f"it does not offer {listed(missing)}: this release of SGLang has a different interface than 0.5.23")
 
 
 def offers_chat(paths: Mapping[str, Any], info: Mapping[str, Any]) -> bool:

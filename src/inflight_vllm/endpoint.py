@@ -183,7 +183,7 @@ class VllmEndpoint(
 
     async def _refusal(self, problem: str) -> ConfigError:
         models = await self._routes.get("/v1/models")
-        model = models["data"][0]["root"] if models.get("data") else "MODEL"
+        model = models["data"][0].get("root", "MODEL") if models.get("data") else "MODEL"
         return ConfigError(
             f"{self.name}: cannot attach to this vLLM server: {problem}. Restart it with\n"
             f"    {flags.restart_command(self.name, str(model))}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from inflight.base.tasks import run_in_background
 from inflight.errors import (
+    ConfigError,
     DeadlineError,
     EndpointError,
     InvalidRequestError,
@@ -16,6 +17,7 @@ from inflight.errors import (
     UnauthorizedError,
     UnreachableError,
 )
+from inflight.http import routes
 from inflight.http.bounded_client import BoundedClient
 
 Answer = Coroutine[Any, Any, tuple[int, Any]]
@@ -88,10 +90,12 @@ class EngineRoutes:
         return status, answer
 
     async def fetch_paths(self) -> Mapping[str, Any]:
-        """Return the server's routes by their paths."""
+        """Return the server's routes by their paths. Raises `ConfigError` for a server that speaks the contract."""
         paths = (await self.get("/openapi.json")).get("paths")
         if not isinstance(paths, dict):
             raise ProtocolError("GET /openapi.json listed no routes: is this the engine's own server?", self.url)
+        if routes.CAPABILITIES.path in paths and routes.WEIGHT_VERSION.path in paths:
+            raise ConfigError(f"{self.url} is an inflight server, not the engine's own: use the URL {self.url}")
         return paths
 
     async def aclose(self) -> None:
@@ -120,3 +124,9 @@ def error_text_of(answer: Any) -> str:
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]
     return " ".join(str(answer).split())[:400]
+
+
+def listed(missing: Sequence[str]) -> str:
+    """Return the first of some missing routes, and how many others there are."""
+    more = f" and {len(missing) - 3} others" if len(missing) > 4 else ""
+    return ", ".join(missing[:3] if more else missing) + more
