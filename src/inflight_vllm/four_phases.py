@@ -94,8 +94,6 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
         from inflight.weights.transports import make_receiver
 
         options = self._options
-        if not options.model_dir or not options.directory:
-            raise ConfigError(f"{self.name}: add ?model_dir=DIRECTORY&directory=DIRECTORY to the URL")
         models, info = await asyncio.gather(
             self._routes.get("/v1/models"), self._routes.get("/server_info?config_format=json")
         )
@@ -237,9 +235,16 @@ class FourPhaseKind(EngineKind):
     ) -> InferenceEndpoint:
         """The query of the URL is `FourPhaseOptions`. Raises `ConfigError`."""
         address, _, query = url.partition("?")
+        options = options_of_query(FourPhaseOptions, query)
+        for name in ("model_dir", "directory"):
+            if not Path(given := getattr(options, name)).is_dir() or not given:
+                is_not = f"{given!r}, which is not a directory" if given else "missing"
+                raise ConfigError(
+                    f"{address}: {name} is {is_not}: add ?model_dir=DIRECTORY&directory=DIRECTORY to the URL"
+                )
         return FourPhaseEndpoint(
             address,
-            options_of_query(FourPhaseOptions, query),
+            options,
             api_key=token,
             control_timeout_s=control_timeout_s,
             generate_timeout_s=generate_timeout_s,

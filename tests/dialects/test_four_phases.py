@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from inflight.cli import main
+from inflight.commands import check
 from inflight.errors import ConfigError
 from inflight_vllm.four_phases import FOUR_PHASES
 from tests.dialects.programs import Program
@@ -95,8 +98,41 @@ def test_a_server_without_the_routes_or_a_url_without_directories_is_refused(
 
         return asyncio.run(attach())
 
-    with pytest.raises(ConfigError, match="model_dir=DIRECTORY&directory=DIRECTORY"):
-        refusal("")
+    for query in ("", f"?model_dir={model_dir}", f"?model_dir={model_dir}&directory={tmp_path}/missing"):
+        with pytest.raises(ConfigError, match="model_dir=DIRECTORY&directory=DIRECTORY"):
+            refusal(query)
     with pytest.raises(Exception, match="/server_info"):
         refusal(f"?model_dir={model_dir}&directory={tmp_path}")
     assert weight_version(shared_server).state == "ready"
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [("?model_dir=.", "directory is missing"), ("?model_dir=.&directory=.", "is the server running?")],
+)
+def test_a_check_that_cannot_attach_ends_before_the_kit_is_loaded(
+    query: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "_load_checks", lambda kind: pytest.fail("the kit was loaded"))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"fourphase+http://127.0.0.1:{unused.getsockname()[1]}{query}"
+        assert main(["check", "endpoint", url]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_label_that_another_client_gave_is_refused_when_attaching(
+    start: Start,  # noqa: F811
+    start_server: Callable[..., ServerProcess],
+    model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
+    monkeypatch.setattr(check, "_load_checks", lambda kind: pytest.fail("the kit was loaded"))
+    client = start(model_dir, start_server(model_dir))
+    client.post("/update_weight_version", {"new_version": "step-7"})
+    url = f"{client.url.replace('http', 'fourphase+http')}?model_dir={model_dir}&directory={tmp_path / 'updates'}"
+    assert main(["check", "endpoint", url]) == 1
+    assert "'step-7'" in (said := capsys.readouterr().err) and "Restart the inference server" in said

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext, suppress
 from pathlib import Path
 
 from inflight.base.extensions import check_reference
@@ -19,9 +20,10 @@ from inflight.conformance.checks import Check, select
 from inflight.conformance.compare import compare, comparison_text
 from inflight.conformance.expected import load_expected
 from inflight.conformance.report.files import REPORTS, read_certificate, write_reports
-from inflight.conformance.targets import Target, TransportTarget, WorkerTarget
+from inflight.conformance.targets import EndpointTarget, Target, TransportTarget, WorkerTarget
 from inflight.engines.factories import keyword_arguments
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, DeadlineError
+from inflight.http.kinds import connect_endpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,6 +158,8 @@ def _check(arguments: argparse.Namespace) -> int:
     scale = arguments.deadline_scale
     files = {report.name: file for report in REPORTS if (file := getattr(arguments, report.name)) is not None}
     check_writable(files)
+    if isinstance(target, EndpointTarget) and target.url is not None:
+        asyncio.run(_attach(target.url, target.token))
     known = _load_checks(arguments.kind)
     checks = select(known, arguments.check, arguments.level)
     expected = load_expected(arguments.expected_failures, known) if arguments.expected_failures else {}
@@ -184,6 +188,14 @@ def _check(arguments: argparse.Namespace) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+async def _attach(url: str, token: str | None) -> None:
+    """Attach to a server once, so that what it is refused for is reported before anything is loaded."""
+    endpoint = connect_endpoint(url, token=token, control_timeout_s=10.0)
+    async with aclosing(endpoint):
+        with suppress(DeadlineError):  # which the kit explains
+            await endpoint.capabilities()
 
 
 def _compare(old: Path, new: Path) -> int:

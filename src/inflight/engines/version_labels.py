@@ -66,7 +66,7 @@ def parse_label(label: str) -> ServedVersion:
     if not separator or not run_id or not (version.isascii() and version.isdigit()):
         raise ProtocolError(
             f"the engine labels its weights {label!r}: something other than inflight updates them. "
-            "Restart it, so that one publisher owns its weights"
+            "Restart the inference server from its checkpoint, so that one publisher owns its weights"
         )
     if session_id.startswith(_UNNAMED):
         session_id = ""
