@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from inflight.cli import main
 from tests.dialects.programs import Program
 from tests.gates import BrakedServer, wait_until
 from tests.models import make_model
@@ -113,6 +114,9 @@ def test_prime_rl_updates_from_a_directory_between_pause_and_resume(
     written(model_dir, Path(directory), checkpoint(model_dir))
     assert client.post("/update_weights", {"weight_dir": directory, "weight_version": "step-2"})
     assert client.get("/weight_info") == {"weight_version": "step-2"}
+    hello = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    (choice,) = client.post("/v1/chat/completions", hello, token="")["choices"]
+    assert {it["version"] for it in choice["weight_versions"]} == {"step-2"}
     assert logprobs(servers[0]) == pytest.approx(before, abs=1e-5)
 
 
@@ -182,12 +186,28 @@ def test_a_directory_is_checked_whole_before_a_server_is_asked(
     faults[str(cut.parent)] = "bytes before that tensor's end"
     client.post("/pause", mode="keep")
     for directory, why in faults.items():
-        answer = client.post("/update_weights", {"weight_dir": directory}, status=None)
+        answer = client.post("/update_weights", {"weight_dir": directory}, status=400)
         assert why in answer["error"]["message"], (directory, answer)
     assert client.get("/is_paused") == {"is_paused": True}
     client.post("/resume")
     assert_serves(server, 0)
     assert logprobs(server) == pytest.approx(before)
+
+
+def test_the_checkpoint_of_another_model_is_refused_at_the_start(
+    shared_server: ServerProcess,
+    model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
+    command = ["dialect", "vllm", shared_server.url, "--port", "0", "--directory", str(tmp_path), "--model"]
+    other = make_model(tmp_path / "other", vocab_size=300)
+    assert main([*command, str(other)]) == 1
+    assert f"serves a model of 258 tokens, but {str(other)!r} has 300" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "absent")]) == 1
+    assert "--model" in (said := capsys.readouterr().err) and "is not a directory" in said
 
 
 def test_control_routes_need_the_token_unless_they_are_open_on_loopback(
@@ -297,8 +317,17 @@ def test_completions_and_prompt_logprobs_are_those_of_the_endpoint(
     assert found == pytest.approx(answer["choices"][0]["logprobs"]["token_logprobs"], abs=1e-4)
     assert all(len(row) in (2, 3) for row in rows[1:])
 
+    as_text = client.post("/v1/completions", body | {"prompt": bytes(PROMPT).decode()}, token="")
+    assert as_text["choices"][0]["prompt_token_ids"] == list(PROMPT)
+    assert as_text["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
     assert "not served" in client.post("/v1/completions", body | {"model": "gpt"}, status=400)["error"]["message"]
-    for odd in ({"repetition_penalty": 1.2}, {"echo": True}, {"stream": True}, {"guided_json": {}}, {"prompt": "text"}):
+    for odd in (
+        {"repetition_penalty": 1.2},
+        {"echo": True},
+        {"stream": True},
+        {"guided_json": {}},
+        {"prompt": ["a", "b"]},
+    ):
         assert next(iter(odd)) in client.post("/v1/completions", body | odd, status=400)["error"]["message"]
 
 
@@ -362,6 +391,11 @@ def test_sglang_updates_from_disk(start: Start, braked: BrakedServer, model_dir:
     assert [row[1] for row in tail] == answer["output_ids"][spans[-1]["start"] :]
     assert client.get("/get_weight_version") == {"weight_version": "v7"}
     assert client.get("/model_info")["weight_version"] == "v7"
+    of_text = client.post("/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 2}}, token="")
+    assert of_text["meta_info"]["prompt_tokens"] == 5
+    both = {"text": "hello", "input_ids": list(PROMPT)}
+    for body in ({}, both):
+        assert "either input_ids or text" in client.post("/generate", body, token="", status=400)["message"]
     refused = client.post("/update_weights_from_disk", {"model_path": "/etc"}, status=400)
     assert refused["success"] is False and "not a directory below" in refused["message"]
     pickled = client.post("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, status=400)

@@ -68,8 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     require_positive(arguments, "pause_lease", "timeout")
     if (arguments.directory is None) != (arguments.model is None):
         raise ConfigError("--directory and --model belong together: updates are compared with the model's tensors")
-    if arguments.directory is not None and not arguments.directory.is_dir():
-        raise ConfigError(f"--directory {str(arguments.directory)!r} does not exist")
+    for name in ("directory", "model"):
+        if (given := getattr(arguments, name)) is not None and not given.is_dir():
+            raise ConfigError(f"--{name} {str(given)!r} is not a directory")
     if arguments.open and not _is_loopback(arguments.host):
         raise ConfigError(f"--open is only allowed on a loopback address, not on {arguments.host}")
     token = read_token(arguments.token_file)
@@ -113,7 +114,7 @@ async def _serve(arguments: argparse.Namespace, token: str | None, listener: soc
             )
             stack.push_async_callback(updates.aclose)
         make_app = {"vllm": vllm_app, "sglang": sglang_app}[arguments.protocol]
-        app = make_app(endpoints, token=key, updates=updates, decode=_decoder_of(arguments.model))
+        app = make_app(endpoints, token=key, updates=updates, **_texts_of(arguments.model))
         server = InLoopServer(app, listener)
         stack.push_async_callback(server.aclose)
         url = await server.started()
@@ -123,12 +124,17 @@ async def _serve(arguments: argparse.Namespace, token: str | None, listener: soc
         await stopping.wait()
 
 
-def _decoder_of(model_dir: Path | None) -> Any:
-    """Return a function from token ids to text, None if there is no tokenizer."""
+def _texts_of(model_dir: Path | None) -> dict[str, Any]:
+    """Return functions from token ids to text and back, nothing if there is no tokenizer."""
     from inflight.model.checkpoints import load_tokenizer
 
     tokenizer = None if model_dir is None else load_tokenizer(model_dir)
-    return None if tokenizer is None else lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+    if tokenizer is None:
+        return {}
+    return {
+        "decode": lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+        "encode": lambda text, specials: tokenizer.encode(text, add_special_tokens=specials),
+    }
 
 
 def _is_loopback(host: str) -> bool:

@@ -8,9 +8,10 @@ together. A pause is a publish that the endpoints have accepted, whose weights a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,9 +59,15 @@ class DirectoryUpdates:
         if len(dtypes) > 1:
             raise ConfigError(f"the servers compute in different dtypes: {', '.join(sorted(dtypes))}")
         (self.dtype,) = dtypes
-        _, specs = checkpoint_of("the servers", model_dir, self.dtype)
+        vocab_size, specs = checkpoint_of("the servers", model_dir, self.dtype)
         if specs is None:
             raise ConfigError(f"model directory {str(model_dir)!r} does not exist")
+        for endpoint, can in publisher.endpoints.items():
+            if can.vocab_size != vocab_size:
+                raise ConfigError(
+                    f"{endpoint.name} serves a model of {can.vocab_size} tokens, but {str(model_dir)!r} has "
+                    f"{vocab_size}: name the checkpoint that the servers were started with"
+                )
         self._model = CheckpointWeights(model_dir, self.dtype, specs)
         self._publisher = publisher
         self._root = root.resolve()
@@ -134,13 +141,11 @@ class DirectoryUpdates:
         """Serve the weights of a checkpoint directory on every endpoint, ending a pause, and return their version.
 
         A repeated call for a directory that is served and has not changed does nothing. ``in_flight`` applies unless
-        sampling is paused. Raises `InvalidRequestError` for a directory that is not below the root, `ConfigError` for
-        one that cannot be used: nothing has changed then. Raises `PublishError` if an endpoint did not apply it.
+        sampling is paused. Raises `InvalidRequestError` for a directory that is not below the root or cannot be
+        used: nothing has changed then. Raises `PublishError` if an endpoint did not apply it.
         """
         directory = self._directory(path)
-        version = await self._alone(lambda: self._load(directory, label, in_flight))
-        self._note(f"version {version} is served, from {directory}")
-        return version
+        return await self._alone(lambda: self._load(directory, label, in_flight))
 
     async def load_adapter(self, path: str, *, label: str) -> int:
         """Serve the LoRA of a directory instead of any earlier LoRA, and return its version. Raises as `load` does.
@@ -150,8 +155,9 @@ class DirectoryUpdates:
         directory = self._directory(path)
 
         def send() -> int:
-            weights = AdapterWeights(directory, self.dtype)
-            weights.check_values()
+            with _refused():
+                weights = AdapterWeights(directory, self.dtype)
+                weights.check_values()
             policy = self.pause_policy
             self._end_pause("a LoRA is loaded")
             version = self._next_version()
@@ -188,8 +194,9 @@ class DirectoryUpdates:
             self._label(version, label)
             self._end_pause("the weights of the directory are served already")
             return version
-        weights = CheckpointWeights(directory, self.dtype, self._model.parameter_specs())
-        weights.check_values()
+        with _refused():
+            weights = CheckpointWeights(directory, self.dtype, self._model.parameter_specs())
+            weights.check_values()
         if self.pause_policy is None:
             version = self._next_version()
             self._label(version, label)  # before a token can carry it
@@ -202,6 +209,7 @@ class DirectoryUpdates:
             report = opened.send(weights.gather_weights(update.buckets))
             _require(report)
         self._serves_adapter, self._applied = False, (stamp, version)
+        self._note(f"version {version} is served, from {directory}")
         return version
 
     def _open(self, in_flight: InFlightPolicy) -> tuple[OpenPublish, WeightUpdate]:
@@ -277,15 +285,24 @@ class DirectoryUpdates:
 
     def _directory(self, path: str) -> Path:
         try:
-            directory = Path(path).resolve(strict=True)
+            directory = (self._root / path).resolve(strict=True)
         except (OSError, ValueError) as error:
             raise InvalidRequestError(f"{path!r} cannot be read by this process: {error}") from error
         if not directory.is_relative_to(self._root) or not directory.is_dir():
             raise InvalidRequestError(
-                f"{path!r} is not a directory below {str(self._root)!r}, from which updates are read here; name "
-                "another one with --directory"
+                f"{path!r} is not a directory below {str(self._root)!r}, the only place from which this server reads "
+                "updates (its --directory); symbolic links are followed"
             )
         return directory
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Turn what is wrong with a directory into a fault of the request that names it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise InvalidRequestError(str(error)) from error
 
 
 def _stamp_of(directory: Path) -> Stamp:

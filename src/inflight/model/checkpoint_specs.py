@@ -43,8 +43,8 @@ def checkpoint_of(url: str, directory: Path, dtype: str) -> tuple[int, tuple[Ten
     vocab_size = config_number(config_of(directory), "vocab_size")
     if vocab_size is None:
         raise ConfigError(
-            f"{url}: the vocabulary size cannot be read from {str(directory / 'config.json')!r}; pass model_dir, the "
-            "server's checkpoint directory as this process sees it"
+            f"{url}: the vocabulary size cannot be read from {str(directory / 'config.json')!r}; the model "
+            "directory has to be the server's checkpoint, as this process sees it"
         )
     return vocab_size, tensor_specs_of(directory, dtype) if directory.is_dir() else None
 

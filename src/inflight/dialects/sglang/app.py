@@ -16,19 +16,22 @@ from inflight.dialects.running_requests import RunningRequests
 from inflight.dialects.serving import DialectRoutes, EndpointPool, message_in, ok
 from inflight.dialects.vllm.messages import (
     DialectMessage,
+    Encode,
     EngineSampling,
-    Prompt,
+    OnePrompt,
     RequestName,
+    Text,
     generate_request,
+    token_ids_of,
     weight_versions_of,
 )
-from inflight.errors import InflightError
+from inflight.errors import InflightError, InvalidRequestError
 from inflight.http import routes
 from inflight.http.receiving import run_while_connected
 from inflight.http.server import error_response
-from inflight.wire import Completion, GenerateResponse, InFlightPolicy
+from inflight.wire import Completion, GenerateRequest, GenerateResponse, InFlightPolicy
 
-_GROUP = "its weights travel through a group of torch or as pickles; write a directory for /update_weights_from_disk"
+_GROUP = "weights from a group of torch or in pickles are not received; write a directory for /update_weights_from_disk"
 REFUSED = {
     "/init_weights_update_group": _GROUP,
     "/update_weights_from_distributed": _GROUP,
@@ -54,9 +57,10 @@ class SglangSampling(EngineSampling):
 
 
 class GenerateBody(DialectMessage):
-    """Body of ``/generate`` for one prompt of token ids. The logprobs of sampled tokens are always returned."""
+    """Body of ``/generate`` for one prompt. The logprobs of sampled tokens are always returned."""
 
-    input_ids: Prompt | Annotated[tuple[Prompt], Field(max_length=1)]
+    input_ids: OnePrompt | None = None
+    text: Text | None = None
     sampling_params: SglangSampling = SglangSampling()
     return_logprob: bool = False
     logprob_start_len: Literal[-1] = -1
@@ -66,9 +70,11 @@ class GenerateBody(DialectMessage):
     rid: RequestName | None = None
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        first = self.input_ids[0]
-        return tuple(first) if isinstance(first, Sequence) else self.input_ids  # type: ignore[return-value]
+    def prompt(self) -> Any:
+        """The token ids or the text. Raises `InvalidRequestError` unless there is one of them."""
+        if (self.input_ids is None) == (self.text is None):
+            raise InvalidRequestError("/generate needs either input_ids or text, not both")
+        return self.text or self.input_ids
 
 
 class PauseBody(DialectMessage):
@@ -111,10 +117,12 @@ def sglang_app(
     token: str | None,
     updates: DirectoryUpdates | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
+    encode: Encode | None = None,
 ) -> Starlette:
     """Return the application. ``token`` guards the routes that change a server; None leaves them open.
 
-    ``decode`` returns the text of token ids; without it, texts are empty.
+    ``decode`` returns the text of token ids; without it, texts are empty. Without ``encode``, prompts that are texts
+    are refused.
     """
     pool = EndpointPool(endpoints)
     running = RunningRequests(pool, updates)
@@ -132,9 +140,9 @@ def sglang_app(
         body = await message_in(request, GenerateBody, size)
         if refusal := running.refusal():
             return refusal
-        asked = generate_request(body.rid, body.token_ids, body.sampling_params)
+        asked = generate_request(body.rid, token_ids_of(body.prompt, encode), body.sampling_params)
         answer = await running.generate(request, asked, body.rid)
-        found = [_one(body, answer, completion, label_of, decode) for completion in answer.completions]
+        found = [_one(body, asked, answer, completion, label_of, decode) for completion in answer.completions]
         return JSONResponse(found[0] if len(found) == 1 else found)
 
     async def health(_: Request) -> Response:
@@ -213,6 +221,7 @@ def _add_updates(
 
 def _one(
     body: GenerateBody,
+    asked: GenerateRequest,
     answer: GenerateResponse,
     completion: Completion,
     label_of: Callable[[int], str],
@@ -230,7 +239,7 @@ def _one(
         "meta_info": {
             "id": body.rid or answer.request_id,
             "finish_reason": reason,
-            "prompt_tokens": len(body.token_ids),
+            "prompt_tokens": len(asked.prompt_token_ids),
             "completion_tokens": len(completion.token_ids),
             "output_token_logprobs": [[logprob, token_id, None] for token_id, logprob in pairs],
             "weight_version": spans[-1]["version"] if spans else None,

@@ -19,23 +19,26 @@ from inflight.dialects.vllm.messages import (
     AdapterBody,
     AdapterName,
     CompletionsBody,
+    Encode,
     FinishBody,
     GenerateBody,
     UpdateBody,
     VersionBody,
+    chat_answer,
     completions_answer,
     generate_answer,
     generate_request,
     prompt_logprobs_of,
     score_request,
     server_info,
+    token_ids_of,
 )
 from inflight.errors import BusyError, InvalidRequestError, UnsupportedError
 from inflight.http import routes
 from inflight.http.receiving import run_while_connected
 from inflight.wire import ChatCompletionRequest
 
-_NCCL = "its weights travel over NCCL, which needs GPUs on both sides; send a directory to /update_weights"
+_NCCL = "weights over NCCL are not received, because it needs GPUs on both sides; send a directory to /update_weights"
 _PICKLE = "it names methods of vLLM's own workers, with arguments as pickles, which are never read here"
 REFUSED = {
     "/init_weight_transfer_engine": _NCCL,
@@ -59,10 +62,12 @@ def vllm_app(
     token: str | None,
     updates: DirectoryUpdates | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
+    encode: Encode | None = None,
 ) -> Starlette:
     """Return the application. ``token`` guards the routes that change a server; None leaves them open.
 
-    ``decode`` returns the text of token ids, for ``/v1/completions``; without it, texts are empty.
+    ``decode`` returns the text of token ids, for ``/v1/completions``; without it, texts are empty. Without ``encode``,
+    prompts that are texts are refused.
     """
     pool = EndpointPool(endpoints)
     running = RunningRequests(pool, updates)
@@ -88,12 +93,11 @@ def vllm_app(
             raise UnsupportedError("prompt_logprobs are returned by /inference/v1/generate only")
         if refusal := running.refusal():
             return refusal
-        answer = await running.generate(
-            request, generate_request(body.request_id, body.token_ids, body), body.request_id
-        )
+        prompt = token_ids_of(body.prompt, encode, specials=body.add_special_tokens)
+        answer = await running.generate(request, generate_request(body.request_id, prompt, body), body.request_id)
         texts = ["" if decode is None else decode(completion.token_ids) for completion in answer.completions]
         model = body.model or (await pool.capabilities()).model
-        return JSONResponse(completions_answer(body, answer, model=model, texts=texts, label_of=label_of))
+        return JSONResponse(completions_answer(body, prompt, answer, model=model, texts=texts, label_of=label_of))
 
     async def chat(request: Request) -> Response:
         can = await pool.capabilities()
@@ -105,7 +109,7 @@ def vllm_app(
         if refusal := running.refusal():
             return refusal
         answer = await running.chat(request, body)
-        return running.paused_answer() if answer is None else JSONResponse(answer.model_dump(mode="json"))
+        return running.paused_answer() if answer is None else JSONResponse(chat_answer(answer, label_of))
 
     async def models(_: Request) -> Response:
         can = await pool.capabilities()

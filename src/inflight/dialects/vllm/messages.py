@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from inflight.errors import InvalidRequestError
 from inflight.wire import (
+    ChatCompletion,
     Completion,
     GenerateRequest,
     GenerateResponse,
@@ -78,6 +79,11 @@ class EngineSampling(DialectMessage):
 
 
 Prompt = Annotated[Items[TokenId], Field(min_length=1)]
+OnePrompt = Prompt | Annotated[tuple[Prompt], Field(max_length=1)]
+"""The token ids of a prompt, which may be in a list of their own."""
+Text = Annotated[str, Field(min_length=1)]
+Encode = Callable[[str, bool], Sequence[int]]
+"""Returns the token ids of a text, with or without the special tokens that begin or end a text."""
 RequestName = Annotated[str, Field(min_length=1, max_length=400, pattern=r"^[A-Za-z0-9._:/-]+$")]
 
 
@@ -94,9 +100,9 @@ class GenerateBody(DialectMessage):
 
 
 class CompletionsBody(EngineSampling):
-    """Body of ``/v1/completions`` for one prompt of token ids."""
+    """Body of ``/v1/completions`` for one prompt."""
 
-    prompt: Prompt | Annotated[tuple[Prompt], Field(max_length=1)]
+    prompt: Text | OnePrompt | Annotated[tuple[Text], Field(max_length=1)]
     model: str | None = None
     request_id: RequestName | None = None
     stream: Literal[False] = False
@@ -110,11 +116,6 @@ class CompletionsBody(EngineSampling):
     add_special_tokens: bool = True
     cache_salt: str | None = None
     priority: int = 0
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        first = self.prompt[0]
-        return tuple(first) if isinstance(first, Sequence) else self.prompt  # type: ignore[return-value]
 
 
 class UpdateBody(DialectMessage):
@@ -168,6 +169,28 @@ def generate_request(name: str | None, token_ids: Sequence[int], sampling: Engin
     return GenerateRequest(request_id=request_id, prompt_token_ids=tuple(token_ids), sampling=sampling.sampling())
 
 
+def token_ids_of(
+    prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+    encode: Encode | None,
+    *,
+    specials: bool = True,
+) -> tuple[int, ...]:
+    """Return the token ids of a prompt: a text, token ids, or a list of one of these. Raises `InvalidRequestError`."""
+    first = prompt if isinstance(prompt, str) else prompt[0]
+    if isinstance(first, int):
+        return tuple(prompt)  # type: ignore[arg-type]
+    if not isinstance(first, str):
+        return tuple(first)
+    if encode is None:
+        raise InvalidRequestError(
+            "a prompt that is a text needs the model's tokenizer, and this server reads none (its --model); send token "
+            "ids instead"
+        )
+    if not (token_ids := tuple(encode(first, specials))):
+        raise InvalidRequestError(f"the prompt {first!r} has no tokens")
+    return token_ids
+
+
 def score_request(token_ids: Sequence[int], top_k: int) -> ScoreRequest:
     """Return a request for the logprobs of a prompt's tokens. Raises `InvalidRequestError`."""
     try:
@@ -212,7 +235,13 @@ def generate_answer(answer: GenerateResponse, label_of: Labels) -> dict[str, Any
 
 
 def completions_answer(
-    body: CompletionsBody, answer: GenerateResponse, *, model: str, texts: Sequence[str], label_of: Labels
+    body: CompletionsBody,
+    prompt: Sequence[int],
+    answer: GenerateResponse,
+    *,
+    model: str,
+    texts: Sequence[str],
+    label_of: Labels,
 ) -> dict[str, Any]:
     """Return the answer of ``/v1/completions``, with token ids and with the version of each token in addition."""
     num_tokens = sum(len(completion.token_ids) for completion in answer.completions)
@@ -226,7 +255,7 @@ def completions_answer(
                 "index": completion.index,
                 "text": text,
                 "token_ids": list(completion.token_ids),
-                "prompt_token_ids": list(body.token_ids) if body.return_token_ids else None,
+                "prompt_token_ids": list(prompt) if body.return_token_ids else None,
                 "logprobs": {
                     "tokens": [f"token_id:{token_id}" for token_id in completion.token_ids],
                     "token_logprobs": list(completion.logprobs),
@@ -240,11 +269,19 @@ def completions_answer(
             for completion, text in zip(answer.completions, texts, strict=True)
         ],
         "usage": {
-            "prompt_tokens": len(body.token_ids),
+            "prompt_tokens": len(prompt),
             "completion_tokens": num_tokens,
-            "total_tokens": len(body.token_ids) + num_tokens,
+            "total_tokens": len(prompt) + num_tokens,
         },
     }
+
+
+def chat_answer(answer: ChatCompletion, label_of: Labels) -> dict[str, Any]:
+    """Return the answer of ``/v1/chat/completions``, with the version of each token in addition."""
+    found = answer.model_dump(mode="json")
+    for choice, sampled in zip(found["choices"], answer.choices, strict=True):
+        choice["weight_versions"] = weight_versions_of(sampled.version_spans, label_of)
+    return found
 
 
 def server_info(dtype: str, max_model_len: int, *, model: str, lora: Mapping[str, int] | None) -> dict[str, Any]:
