@@ -207,6 +207,10 @@ def is_running(pid: int) -> bool:
         ({"command": ["x"], "tasks": "nowhere:f"}, "nowhere"),
         ({"command": ["x"]}, "tasks"),
         ({"command": ["x"], "tasks": "x:f", "roles": "white"}, "roles must be a list"),
+        (
+            {"command": ["no-such-agent"], "tasks": f"{__name__}:question"},
+            "'no-such-agent' of the agent does not exist",
+        ),
     ],
 )
 def test_parameters_of_an_agent_that_cannot_work_are_refused(params: dict[str, Any], words: str) -> None:
@@ -215,7 +219,7 @@ def test_parameters_of_an_agent_that_cannot_work_are_refused(params: dict[str, A
 
 
 def test_items_come_from_a_function_too() -> None:
-    environment = AgentCommand(0, ["x"], "tests.environments.test_agents:question")
+    environment = AgentCommand(0, ["true"], "tests.environments.test_agents:question")
     assert environment.item(4).prompt == "4?"
     assert environment.item(4).metadata == {"question": "4?", "answer": 5}
 
@@ -372,7 +376,7 @@ def test_the_loop_of_the_episodes_runs_between_the_starts_of_two_programs(monkey
             await asyncio.sleep(0)
 
     async def main() -> None:
-        agent = AgentCommand(0, command=["agent"], tasks=f"{__name__}:item_of")
+        agent = AgentCommand(0, command=["true"], tasks=f"{__name__}:item_of")
         beating = asyncio.create_task(heartbeat())
         plays = (agent.play(agent.item(i), cast(Any, OneUrl())) for i in range(8))
         failures = await asyncio.gather(*plays, return_exceptions=True)

@@ -186,7 +186,9 @@ def test_a_folder_of_tasks_is_refused_with_the_reasons_of_each(tmp_path: Path) -
     write_task(tmp_path / "a", toml="[environment]\ngpus = 2")
     write_task(tmp_path / "b", toml="[metadata]\nanything = { goes = 1979-05-27 }")
     write_task(tmp_path / "c", toml="[environment]\nallow_internet = true")
-    with pytest.raises(ConfigError, match=r"2 of 3 Harbor tasks cannot be run:\n.*/a: .*gpus is 2.*\n.*/c: .*allow_internet"):
+    with pytest.raises(
+        ConfigError, match=r"2 of 3 Harbor tasks cannot be run:\n.*/a: .*gpus is 2.*\n.*/c: .*allow_internet"
+    ):
         read_tasks(tmp_path)
     with pytest.raises(TaskError, match="2 of 3 Harbor tasks"):
         load_task("inflight.environments.adapters.harbor:HarborEnvironment", {"tasks": str(tmp_path)}, 0)

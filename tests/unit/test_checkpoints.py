@@ -81,7 +81,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other dtype": (
         lambda path: rewritten(path, lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int8)})),
-        rf"{NORM} in model\.safetensors has a dtype that cannot be trained",
+        rf"1 tensors have a dtype that cannot be trained: \['{NORM} in model\.safetensors'\]",
     ),
 }
 

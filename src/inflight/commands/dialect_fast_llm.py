@@ -82,8 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _follow(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+    print_line("connecting to Redis and to the servers")
+
     from inflight.dialects.broadcast_group import BroadcastGroup
-    from inflight.dialects.fast_llm.events import EventReader
+    from inflight.dialects.fast_llm.events import EVENTS, EventReader
     from inflight.dialects.fast_llm.framing import fast_llm_rank_of
     from inflight.dialects.fast_llm.receiving import FollowedTrainer
     from inflight.model.checkpoint_specs import tensor_specs_of
@@ -99,6 +101,7 @@ def _follow(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     )
     redis = RedisStreams(arguments.redis or os.environ.get(REDIS_VARIABLE) or DEFAULT_URL)
     stack.callback(redis.close)
+    redis.state(EVENTS)  # a server that does not answer is reported first
     publisher = WeightPublisher.connect(
         arguments.urls, run_id=arguments.run_id, token=read_token(arguments.token_file), transport=arguments.transport
     )

@@ -275,12 +275,15 @@ def fitting_tensors(
     problems = []
     if missing := sorted(set(wanted) - set(stored)):
         problems.append(f"{len(missing)} tensors are missing: {missing[:5]}")
+    untrainable = []
     for name in sorted(set(wanted) & set(stored)):
         file = stored[name].file.name
         if stored[name].shape != tuple(wanted[name]):
             problems.append(f"{name} in {file} has shape {stored[name].shape}, not {tuple(wanted[name])}")
         elif stored[name].dtype is None:
-            problems.append(f"{name} in {file} has a dtype that cannot be trained")
+            untrainable.append(f"{name} in {file}")
+    if untrainable:
+        problems.append(f"{len(untrainable)} tensors have a dtype that cannot be trained: {untrainable[:5]}")
     others = set(stored) - set(wanted) - set(known)
     if unknown := sorted(name for name in others if not any(re.search(pattern, name) for pattern in ignored)):
         problems.append(f"{len(unknown)} tensors are unknown: {unknown[:5]}")

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,9 @@ class AgentCommand(Environment):
         self._name = name
         self._roles = tuple(roles)
         self._item_of = _items(tasks)
+        program = str(Path(directory, command[0])) if "/" in command[0] else command[0]
+        if shutil.which(program) is None:
+            raise TaskError(f"the program {command[0]!r} of the agent does not exist, or cannot be executed")
         self._starting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
         """By event loop. Starting a program blocks the loop for a moment, so other tasks run between two starts."""
 
