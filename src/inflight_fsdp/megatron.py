@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from inflight.model.checkpoints import fitting_tensors
+from inflight.model.checksums import check_checkpoint
 from inflight.types import AdamSettings, StepResult
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.config import RankLayout, parse_config
@@ -55,6 +56,7 @@ class MegatronWorker(ShardedWorker):
         wanted = {name: shape for layout in layouts.values() for name, shape in layout.shapes.items()}
         known = ("lm_head.weight",) if is_tied else ()
         stored = on_every_rank(lambda: fitting_tensors(config.model_path, wanted, known=known), device)
+        on_every_rank(lambda: check_checkpoint(config.model_path, only_weights=True), device)
         groups = _Groups(config.rank_layout(dist.get_world_size()))
         gpt = on_every_rank(lambda: build_stage(hf_config, config, groups.model), device)
         gpt.to_empty(device=device)

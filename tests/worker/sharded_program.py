@@ -123,8 +123,9 @@ def train(worker: TrainerWorker, version: int) -> None:
 
 def main(directory: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
-    # Torch itself, of its compiler, which TorchTitan and DeepSpeed import.
-    warnings.filterwarnings("ignore", message=".torch.jit.script_method. is deprecated")
+    # Torch itself, of its compiler, which TorchTitan and DeepSpeed import; Megatron-Core's advice for CUDA.
+    for message in (".torch.jit.script_method. is deprecated", "When using async grad allreduce"):
+        warnings.filterwarnings("ignore", message=message)
     store = dist.FileStore(str(directory / f"store{world_size}"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     cases = json.loads((directory / "cases.json").read_text())
