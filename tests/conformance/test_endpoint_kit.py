@@ -16,6 +16,7 @@ import torch
 
 import inflight.engines.embedded.stepping
 import inflight.weights.encode.float8
+import inflight.weights.receive.staging
 from inflight.conformance.checks import Check
 from inflight.conformance.endpoint import CHECKS
 from inflight.conformance.endpoint.judged import JudgedEndpoint
@@ -40,6 +41,7 @@ pytestmark = pytest.mark.usefixtures("forks")
 PATCHED = (
     *((inflight.engines.embedded.stepping, "sample"), (inflight.weights.encode.float8, "decode_float8")),
     *((device_memory, "CudaMemory"), (IpcTransport, "needs_gpu")),
+    *((inflight.weights.receive.staging, name) for name in ("views_of", "read_part", "places_of", "checksum_as")),
 )
 """What mutants change for a whole process."""
 CHECK_OF_ID = {check.id: check for check in CHECKS}

@@ -30,6 +30,7 @@ from tests.conformance.mutants import (
     sampling,
     scoring,
     sessions,
+    sharded,
     tokens,
     versions,
     weights,
@@ -39,7 +40,7 @@ from tests.weights.stored import share_host_memory
 
 LEVELS = (
     *(discovery, tokens, sampling, drafts, images, routing, scoring, control, sessions, releasing),
-    *(weights, arrivals, versions, caches, partials, clients, faults, http, parity),
+    *(weights, arrivals, sharded, versions, caches, partials, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}
 

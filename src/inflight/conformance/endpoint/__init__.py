@@ -27,6 +27,7 @@ from inflight.conformance.endpoint import (
     sampling,
     scoring,
     sessions,
+    sharded,
     staging,
     stores,
     tokens,
@@ -37,7 +38,21 @@ from inflight.conformance.endpoint import (
 
 _CHECKS = checks_in(
     *(discovery, tokens, sampling, drafts, images, routing, scoring, whole, endings, forms),
-    *(pauses, control, staging, sessions, releasing, weights, encodings, loras, stores, versions, caches, recomputing),
+    *(
+        pauses,
+        control,
+        staging,
+        sessions,
+        releasing,
+        weights,
+        encodings,
+        loras,
+        sharded,
+        stores,
+        versions,
+        caches,
+        recomputing,
+    ),
     *(partials, faults, messages, processes, races, http, parity),
 )
 _LEVELS = list(dict.fromkeys(check.level for check in _CHECKS))

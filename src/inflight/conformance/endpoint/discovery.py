@@ -139,8 +139,8 @@ async def unsupported_transports(subject: EndpointSubject) -> None:
 
 @check("E-09", "updates", look_at="whether request_weight_update checks every field of an update and ignores none")
 async def unsupported_updates(subject: EndpointSubject) -> None:
-    """Where staging, an encoding or partial updates are not supported, an update that uses them is refused before
-    anything is paused."""
+    """Where staging, an encoding, partial updates or several senders are not supported, an update that uses them is
+    refused before anything is paused."""
     capabilities, publisher = subject.capabilities, subject.publisher
     other = subject.reference.perturbed("B")
     rest = ReferenceWeights("all but the first", dict(list(other.tensors.items())[1:]))
@@ -153,7 +153,14 @@ async def unsupported_updates(subject: EndpointSubject) -> None:
             asked[f"encoding {encoding}"] = (other, {"encodings": (encoding,), "base": base})
     if not capabilities.partial_updates:
         asked["frozen tensors"] = (rest, {"frozen": tuple(other.tensors)[:1]})
-    subject.note(undeclared=list(asked))
+    subject.note(undeclared=[*asked, *(() if capabilities.sharded else ("several senders",))])
+    if not capabilities.sharded:
+        several = subject.another_publisher(num_senders=2)
+        refusals = (UnsupportedError, UpdateRefusedError, InvalidRequestError)
+        await subject.require_raises(
+            several.request(other), refusals, "an update of several senders, unsupported here,"
+        )
+        await subject.require_state(EndpointState.READY, "after several senders were refused")
     if not asked:
         return
     await publisher.form_group()

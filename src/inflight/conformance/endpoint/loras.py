@@ -12,7 +12,8 @@ from inflight.weights.encode.lora_tensors import lora_names
 from inflight.wire import LoraSpec
 
 LEVEL = "weights"
-_SPEC = LoraSpec(rank=3, alpha=6.0)
+SPEC = LoraSpec(rank=3, alpha=6.0)
+"""The LoRAs that checks publish."""
 _FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
 """Suffixes of the names of the layers that the two LoRAs of a check change."""
 
@@ -29,15 +30,15 @@ async def loras(subject: EndpointSubject) -> None:
     base = reference.weights
     await publisher.publish(base, keep=True)
     for ends, seed in ((_FIRST, 1), (_SECOND, 2)):
-        lora = _lora(base, ends, seed)
-        await publisher.publish(lora, lora=_SPEC)
-        await subject.require_serves(_merged(base, lora), f"after {lora.label}")
+        lora = make_lora(base, seed, ends)
+        await publisher.publish(lora, lora=SPEC)
+        await subject.require_serves(merge_lora(base, lora), f"after {lora.label}")
     whole = reference.with_final_norm(0.5, "A with its final norm halved")  # larger logits round more
     await publisher.publish(whole, keep=True)
     await subject.require_serves(whole, "after an update of all weights that follows a LoRA")
-    lora = _lora(base, _FIRST, 3)
-    await publisher.publish(lora, lora=_SPEC)
-    await subject.require_serves(_merged(whole, lora), "after a LoRA that follows an update of all weights")
+    lora = make_lora(base, 3)
+    await publisher.publish(lora, lora=SPEC)
+    await subject.require_serves(merge_lora(whole, lora), "after a LoRA that follows an update of all weights")
     await publisher.publish(base, keep=True)
 
 
@@ -48,7 +49,7 @@ async def loras_that_do_not_fit(subject: EndpointSubject) -> None:
     """A LoRA of a layer that the model does not have, of another shape, or without one of its halves is refused when it
     is requested, and the old weights stay in service."""
     base = subject.reference.weights
-    good = _lora(base, _FIRST, 1).tensors
+    good = make_lora(base, 1).tensors
     a, b = list(good)[:2]
     faults = {
         "of a layer that the model does not have": {
@@ -59,12 +60,12 @@ async def loras_that_do_not_fit(subject: EndpointSubject) -> None:
     }
     await subject.publisher.form_group()
     for what, tensors in faults.items():
-        update = subject.publisher.announcement(ReferenceWeights(f"a LoRA {what}", tensors), lora=_SPEC)
+        update = subject.publisher.announcement(ReferenceWeights(f"a LoRA {what}", tensors), lora=SPEC)
         await subject.require_refused(subject.endpoint.request_weight_update(update), f"a LoRA {what}")
         await require_old_weights(subject, f"after a LoRA {what} was refused")
 
 
-def _lora(base: ReferenceWeights, ends: tuple[str, ...], seed: int) -> ReferenceWeights:
+def make_lora(base: ReferenceWeights, seed: int, ends: tuple[str, ...] = _FIRST) -> ReferenceWeights:
     """Return a random LoRA that changes these layers by about a third of their size."""
     random = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -72,19 +73,20 @@ def _lora(base: ReferenceWeights, ends: tuple[str, ...], seed: int) -> Reference
         module = name.removesuffix(".weight")
         if module.endswith(ends) and weight.dim() == 2:
             num_out, num_in = weight.shape
-            size = float(weight.double().std()) / (3 * _SPEC.scale * _SPEC.rank**0.5)
+            size = float(weight.double().std()) / (3 * SPEC.scale * SPEC.rank**0.5)
             a, b = lora_names(module)
-            tensors[a] = torch.randn(_SPEC.rank, num_in, generator=random, dtype=torch.float64).to(weight.dtype)
-            tensors[b] = (size * torch.randn(num_out, _SPEC.rank, generator=random, dtype=torch.float64)).to(
+            tensors[a] = torch.randn(SPEC.rank, num_in, generator=random, dtype=torch.float64).to(weight.dtype)
+            tensors[b] = (size * torch.randn(num_out, SPEC.rank, generator=random, dtype=torch.float64)).to(
                 weight.dtype
             )
     return ReferenceWeights(f"a LoRA of {', '.join(end.removeprefix('.') for end in ends)}", tensors)
 
 
-def _merged(base: ReferenceWeights, lora: ReferenceWeights) -> ReferenceWeights:
+def merge_lora(base: ReferenceWeights, lora: ReferenceWeights) -> ReferenceWeights:
+    """Return weights to which a LoRA of `SPEC` is added."""
     tensors = dict(base.tensors)
     for name, weight in base.tensors.items():
         a, b = (lora.tensors.get(part) for part in lora_names(name.removesuffix(".weight")))
         if a is not None and b is not None:
-            tensors[name] = (weight.double() + _SPEC.scale * (b.double() @ a.double())).to(weight.dtype)
+            tensors[name] = (weight.double() + SPEC.scale * (b.double() @ a.double())).to(weight.dtype)
     return ReferenceWeights(f"{base.label} and {lora.label}", tensors)

@@ -109,6 +109,7 @@ class EndpointSubject:
             "staging": (capabilities.staging, "staging is not supported"),
             "partial_rollouts": (capabilities.partial_rollouts, "partial rollouts are not supported"),
             "partial_updates": (capabilities.partial_updates, "partial updates are not supported"),
+            "sharded": (capabilities.sharded, "parts of several senders are not supported"),
             "lora": (capabilities.lora, "LoRAs are not supported"),
             "releases_memory": (capabilities.releases_memory, "releases_memory is not supported"),
         }
@@ -192,7 +193,12 @@ class EndpointSubject:
         return await self.enter(open_target(self.target, model, self.directory, self._start_deadline_s))
 
     def another_publisher(
-        self, *, run_id: str | None = None, incarnation: int = 0, transport: TransportName | None = None
+        self,
+        *,
+        run_id: str | None = None,
+        incarnation: int = 0,
+        transport: TransportName | None = None,
+        num_senders: int = 1,
     ) -> SteppedPublisher:
         """Return another trainer side, until the current check ends: of another run unless ``run_id`` names one.
 
@@ -201,7 +207,7 @@ class EndpointSubject:
         directory = self.directory / "updates" if transport == "file" else None
         other = SteppedPublisher(
             *(self.endpoint, self.capabilities, self.publisher.version),
-            run_id=run_id, incarnation=incarnation, transport=transport, directory=directory,
+            run_id=run_id, incarnation=incarnation, transport=transport, directory=directory, num_senders=num_senders,
         )  # fmt: skip
         self.publisher.touched = True
         self._per_check.callback(other.lose_group)

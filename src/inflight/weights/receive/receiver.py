@@ -201,8 +201,15 @@ class UpdateReceiver:
         await self._calls.aclose(_CLOSE_S)
 
     def _refuse_unsupported(self, update: WeightUpdate) -> None:
-        """Raise if an update asks for something unsupported, or for a base that was not kept."""
+        """Raise if an update asks for something unsupported, for other senders, or for a base that was not kept."""
         require(self._capabilities, Needs.of_update(update), "this endpoint")
+        if update.manifest.shardings and self._joining is not None:  # without a group, the session refuses it
+            num_senders, num_joined = update.manifest.num_senders, 1 + len(self._joining.others)
+            if num_senders != num_joined:
+                raise UpdateRefusedError(
+                    f"update to version {update.version} refused: it comes from {num_senders} senders, but the weight "
+                    f"group has {num_joined}"
+                )
         if update.base is not None and update.base != self._sink.kept:
             kept = self._sink.kept
             raise UpdateRefusedError(
