@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from inflight.errors import TrainerError, TransferError
 
+dist: Any = torch.distributed  # its stubs leave out the default store
 _MAX_BYTES = 1 << 30
 _READ_S = 600.0
 """How long a step may wait for a publish to read the weights."""
+_numbers = itertools.count()
+"""Numbers the exchanges of this process. Every rank makes the same ones in the same order."""
 
 
 class Readers:
@@ -49,11 +55,13 @@ class Readers:
 class RankExchange:
     """The exchange of all ranks of the default group; collective, and unusable after a failure.
 
-    Messages of the training itself travel in other groups, and may be under way at the same time.
+    The first exchange forms the group. Messages of the training itself travel in other groups, and may be under way at
+    the same time.
     """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+        self._name = f"inflight-exchange-{next(_numbers)}"
+        self._group: Any = None
         self._lost: str | None = None
 
     def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
@@ -61,6 +69,8 @@ class RankExchange:
         if self._lost is not None:
             raise TransferError(f"the ranks of the trainer have lost each other: {self._lost}")
         deadline = time.monotonic() + timeout_s
+        if self._group is None:
+            self._form(deadline)
         if dist.get_rank():
             self._send(message, 0, deadline)
             return [self._receive(0, deadline)]
@@ -70,24 +80,36 @@ class RankExchange:
             self._send(message, rank, deadline)
         return messages
 
+    def _form(self, deadline: float) -> None:
+        """Form the group once all ranks are here: torch does not name a rank that it waits for."""
+        store = dist.PrefixStore(self._name, dist.distributed_c10d._get_default_store())
+        store.set(str(dist.get_rank()), b"here")
+        for rank in range(dist.get_world_size()):
+            self._until(deadline, rank, partial(store.wait, [str(rank)]))
+        peer = 0 if dist.get_rank() else 1
+        self._group = self._until(deadline, peer, lambda left: dist.new_group(backend="gloo", timeout=left))
+
     def _send(self, message: bytes, rank: int, deadline: float) -> None:
         data = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
         for tensor in (torch.tensor([len(message)]), data):
-            self._wait(dist.isend(tensor, rank, group=self._group), rank, deadline)
+            self._transfer(dist.isend, tensor, rank, deadline)
 
     def _receive(self, rank: int, deadline: float) -> bytes:
         size = torch.zeros(1, dtype=torch.int64)
-        self._wait(dist.irecv(size, rank, group=self._group), rank, deadline)
+        self._transfer(dist.irecv, size, rank, deadline)
         if not 0 <= (size_bytes := int(size)) <= _MAX_BYTES:
             raise TransferError(f"rank {rank} of the trainer announces a message of {size_bytes} bytes")
         data = torch.empty(size_bytes, dtype=torch.uint8)
-        self._wait(dist.irecv(data, rank, group=self._group), rank, deadline)
+        self._transfer(dist.irecv, data, rank, deadline)
         return data.numpy().tobytes()
 
-    def _wait(self, work: dist.Work | None, rank: int, deadline: float) -> None:
-        assert work is not None
+    def _transfer(self, operation: Callable[..., Any], tensor: torch.Tensor, rank: int, deadline: float) -> None:
+        self._until(deadline, rank, lambda left: operation(tensor, rank, group=self._group).wait(left))
+
+    def _until(self, deadline: float, rank: int, call: Callable[[timedelta], Any]) -> Any:
+        """Return what ``call`` returns, which gets the time that is left for ``rank``. Raises `TransferError`."""
         try:
-            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            return call(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
             is_late = time.monotonic() >= deadline
             self._lost = f"rank {rank} {'did not answer in time' if is_late else 'is gone'}"

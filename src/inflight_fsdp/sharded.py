@@ -122,7 +122,7 @@ class ShardedWorker(
         num_elements = sum(math.prod(shape) for layout in layouts.values() for shape in layout.shapes.values())
         size_bytes = 3 * num_elements * stored_dtype.itemsize  # with both moments
         self._saves = BackgroundSaves(with_transfer_s(_SAVE_S, size_bytes))
-        self._between_ranks: RankExchange | None = None
+        self._between_ranks = RankExchange()
         self._readers = Readers()
         self._lost_updates = LostUpdates(warns=self.rank == 0) if config.stored_dtype == "bfloat16" else None
         if self.rank == 0:
@@ -288,8 +288,6 @@ class ShardedWorker(
 
     def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
         """The first call forms a group of all ranks."""
-        if self._between_ranks is None:
-            self._between_ranks = RankExchange()
         return self._between_ranks.exchange(message, timeout_s)
 
     def save(self, path: Path) -> None:

@@ -23,7 +23,10 @@ from tests.selection import first_of_each
 pytestmark = pytest.mark.usefixtures("forks")
 FSDP, MUTANT = "inflight_fsdp:FSDP", "tests.conformance.worker_mutants:KIND"
 BY_ID = {check.id: check for check in CHECKS}
-OF_SEVERAL_RANKS = {"W-02", "W-18", "W-19", "W-20", "W-27", "W-38", "W-39", "W-45"}
+OF_SEVERAL_RANKS = {
+    *("W-02", "W-18", "W-19", "W-20", "W-27", "W-38", "W-39", "W-45"),
+    *(f"W-{number}" for number in range(68, 74)),
+}
 FOR_OTHER_WORKERS = {"W-65", "W-67"}
 """What workers refuse that do not support it."""
 ROOT = Path(__file__).parents[2]

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from inflight.contracts import WorkerKind
-from inflight.errors import CheckpointError, NonFiniteError
+from inflight.errors import CheckpointError, NonFiniteError, TransferError
 from inflight.types import AdamSettings, MicroBatch, StepResult, WeightBucket
-from inflight.wire import BucketSpec, TensorSpec
+from inflight.wire import BucketSpec, Sharding, TensorSpec
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.lora_worker import FsdpLoraWorker
 from inflight_fsdp.optimizer import global_norm
@@ -540,6 +540,150 @@ class EverythingFirst(FsdpWorker):
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# Boxes of every rank
+
+
+class ShardingsWithBarrier(FsdpWorker):
+    def shardings(self) -> Sequence[Sharding]:
+        dist.barrier()
+        return super().shardings()
+
+
+class ReversedShardings(FsdpWorker):
+    """Ranks are in reverse order."""
+
+    def shardings(self) -> Sequence[Sharding]:
+        return [Sharding(senders=sharding.senders[::-1]) for sharding in super().shardings()]
+
+
+class OwnRankFirst(ReversedShardings):
+    """Each rank lists itself as the first one."""
+
+    def shardings(self) -> Sequence[Sharding]:
+        return super().shardings() if self.rank else FsdpWorker.shardings(self)
+
+
+class SentTwice(FsdpWorker):
+    """The last rank also sends what the first one sends of the first tensor."""
+
+    def shardings(self) -> Sequence[Sharding]:
+        first, *others = super().shardings()
+        return [Sharding(senders=(*first.senders[:-1], first.senders[-1] + first.senders[0])), *others]
+
+
+class SentByNobody(FsdpWorker):
+    """The last rank sends nothing of the first tensor."""
+
+    def shardings(self) -> Sequence[Sharding]:
+        first, *others = super().shardings()
+        return [Sharding(senders=(*first.senders[:-1], ())), *others]
+
+
+class FirstRankSends(FsdpWorker):
+    """Rank 0 sends everything, as if it had a copy of it."""
+
+    def shardings(self) -> Sequence[Sharding]:
+        none = ((),) * (self.world_size - 1)
+        return [Sharding(senders=(sum(sharding.senders, ()), *none)) for sharding in super().shardings()]
+
+
+class EqualBoxesExchanged(FsdpWorker):
+    """The first two boxes of the same shape are exchanged."""
+
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        found = list(super().local_weights(buckets))
+        tensors = [tensor for bucket in found for tensor in bucket.tensors if tensor.dim() == 2]
+        one, other = next((a, b) for i, b in enumerate(tensors) for a in tensors[:i] if a.shape == b.shape)
+        for bucket in found:
+            exchanged = [other if it is one else one if it is other else it for it in bucket.tensors]
+            yield replace(bucket, tensors=tuple(exchanged))
+
+
+class BoxesUncast(FsdpWorker):
+    """Boxes have the dtype of the parameters, not that of the wire."""
+
+    def __init__(self, config: WorkerConfig, *arguments: Any, **others: Any) -> None:
+        super().__init__(config.model_copy(update={"wire_dtype": "bfloat16"}), *arguments, **others)
+
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        for bucket in super().local_weights(buckets):
+            yield replace(bucket, tensors=tuple(tensor.float() for tensor in bucket.tensors))
+
+
+class ColumnsAsRows(FsdpWorker):
+    """Of tensors that ranks hold by rows, columns are announced, and the rows are sent."""
+
+    def shardings(self) -> Sequence[Sharding]:
+        return [self._turned(sharding) for sharding in super().shardings()]
+
+    def _turned(self, sharding: Sharding) -> Sharding:
+        boxes = [box for boxes in sharding.senders for box in boxes]
+        if len({tuple(stop - start for start, stop in box) for box in boxes}) > 1 or len(boxes[0]) != 2:
+            return sharding
+        num_rows, width = boxes[-1][0][1], boxes[0][1][1] // len(boxes)
+        return Sharding(
+            senders=tuple((((0, num_rows), (i * width, (i + 1) * width)),) for i in range(len(sharding.senders)))
+        )
+
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        shapes = [
+            [stop - start for start, stop in it] for all_of in self.shardings() for it in all_of.senders[self.rank]
+        ]
+        left = iter(shapes)
+        for bucket in super().local_weights(buckets):
+            yield replace(bucket, tensors=tuple(tensor.reshape(next(left)) for tensor in bucket.tensors))
+
+
+class LocalWithBarrier(FsdpWorker):
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        for bucket in super().local_weights(buckets):
+            dist.barrier()
+            yield bucket
+
+
+class BoxesKept(FsdpWorker):
+    """Boxes are copied once."""
+
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        if not hasattr(self, "_kept"):
+            found = list(super().local_weights(buckets))
+            self._kept = [replace(bucket, tensors=tuple(it.clone() for it in bucket.tensors)) for bucket in found]
+        return iter(self._kept)
+
+
+class BoxesShareMemory(FsdpWorker):
+    """Boxes of the same shape are copied into the same memory."""
+
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        memory: dict[torch.Size, torch.Tensor] = {}
+        for bucket in super().local_weights(buckets):
+            tensors = [memory.setdefault(t.shape, torch.empty_like(t)).copy_(t) for t in bucket.tensors]
+            yield replace(bucket, tensors=tuple(tensors))
+
+
+class PatientExchange(FsdpWorker):
+    def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
+        return super().exchange(message, timeout_s + 6.0)
+
+
+class NamelessExchange(FsdpWorker):
+    def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
+        try:
+            return super().exchange(message, timeout_s)
+        except TransferError as error:
+            raise TransferError("the ranks have lost each other") from error
+
+
+class FirstExchangeWaits(FsdpWorker):
+    """The first exchange waits for all ranks, however long that takes."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        ranks = self._between_ranks
+        ranks._form = lambda _: setattr(ranks, "_group", dist.new_group(backend="gloo"))  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
 
@@ -850,6 +994,21 @@ MUTANTS = {
     "parameters_yielded": Mutant(ParametersYielded, "W-32", "yielded tensors are the parameters themselves"),
     "gather_cached": Mutant(GatherCached, "W-33", "the second gather yields what the first one did"),
     "everything_first": Mutant(EverythingFirst, "W-34", "the whole model is gathered before the first bucket"),
+    "shardings_with_barrier": Mutant(ShardingsWithBarrier, "W-68", "shardings wait for all ranks", 2, hangs=True),
+    "own_rank_first": Mutant(OwnRankFirst, "W-68", "each rank lists itself first", num_ranks=2),
+    "sent_twice": Mutant(SentTwice, "W-69", "two ranks send the same box", num_ranks=2),
+    "sent_by_nobody": Mutant(SentByNobody, "W-69", "no rank sends a box", num_ranks=2),
+    "first_rank_sends": Mutant(FirstRankSends, "W-69", "rank 0 sends what every rank has", num_ranks=3),
+    "reversed_shardings": Mutant(ReversedShardings, "W-70", "ranks are listed in reverse order", num_ranks=2),
+    "equal_boxes_exchanged": Mutant(EqualBoxesExchanged, "W-70", "two boxes of one shape are exchanged", num_ranks=2),
+    "boxes_uncast": Mutant(BoxesUncast, "W-70", "boxes are not in the wire dtype", num_ranks=2),
+    "columns_as_rows": Mutant(ColumnsAsRows, "W-70", "columns are announced, and rows are sent", num_ranks=2),
+    "local_with_barrier": Mutant(LocalWithBarrier, "W-71", "boxes wait for all ranks", num_ranks=2, hangs=True),
+    "boxes_kept": Mutant(BoxesKept, "W-72", "boxes are those of the first call", num_ranks=2),
+    "boxes_share_memory": Mutant(BoxesShareMemory, "W-72", "boxes of one shape share memory", num_ranks=2),
+    "patient_exchange": Mutant(PatientExchange, "W-73", "an exchange waits longer than it may", num_ranks=2),
+    "nameless_exchange": Mutant(NamelessExchange, "W-73", "the error of an exchange names no rank", num_ranks=2),
+    "first_exchange_waits": Mutant(FirstExchangeWaits, "W-73", "the first exchange waits forever", 2, hangs=True),
     "version_lost": Mutant(VersionLost, "W-35", "a loaded worker is at version 0"),
     "moments_lost": Mutant(MomentsLost, "W-36", "a loaded optimizer starts again"),
     "no_config": Mutant(NoConfig, "W-37", "a checkpoint has no config.json"),

@@ -14,7 +14,10 @@ from inflight.conformance.worker import (
     packing,
     routing,
     settings,
+    sharding,
     steps,
 )
 
-CHECKS = checks_in(discovery, forward, packing, routing, gradients, steps, settings, gather, memory, checkpoint, lora)
+CHECKS = checks_in(
+    discovery, forward, packing, routing, gradients, steps, settings, gather, memory, sharding, checkpoint, lora
+)

@@ -1,0 +1,201 @@
+"""Checks of workers whose ranks each send the boxes of tensors that they hold."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from inflight.conformance.checks import check, look_at, skip
+from inflight.conformance.worker.batches import make_batch, take_steps
+from inflight.conformance.worker.gathering import gathered
+from inflight.conformance.worker.refusals import error_of, words_of
+from inflight.conformance.worker.subject import WorkerSubject
+from inflight.contracts import ShardedWeightSource, TrainerWorker
+from inflight.errors import TransferError
+from inflight.weights.encode.bucket_bytes import checksum, pack
+from inflight.weights.encode.buckets import plan_buckets
+from inflight.wire import DTYPE_SIZES, Box, Sharding, box_size
+
+LEVEL = "sharded"
+_SILENT_S, _SLACK_S = 0.5, 3.0
+"""How long a rank waits for one that is silent, and how much later it may raise."""
+_LARGEST_SHARE = 2.0
+
+
+@runtime_checkable
+class ShardedWorker(TrainerWorker, ShardedWeightSource, Protocol):
+    """A worker that is a `ShardedWeightSource`."""
+
+
+@check("W-68", "ranks", deadline_s=10)
+@look_at("a collective inside shardings: what each rank holds follows from the layout alone")
+def shardings_do_not_communicate(subject: WorkerSubject) -> None:
+    """Where the ranks of a worker send what they hold, shardings() never communicates, and is the same on every
+    rank."""
+    worker = _create(subject)
+    found = [[sharding.model_dump() for sharding in worker.shardings()]] if subject.rank == 0 else []
+    subject.ranks.wait_for_all()
+    found = found or [[sharding.model_dump() for sharding in worker.shardings()]]
+    everyone = subject.ranks.exchange(found)
+    strange = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    subject.note(num_shardings=len(found[0]))
+    subject.require_on_all_ranks(not strange, f"the shardings of ranks {strange} differ from those of rank 0")
+    if not found[0]:
+        skip(_GATHERED)
+
+
+@check("W-69", "ranks")
+@look_at("copies of the same part on several ranks, parameters that are not divided, and short or empty last shards")
+def elements_are_sent_once(subject: WorkerSubject) -> None:
+    """The boxes of all ranks together are every element of every tensor once, and no rank sends more than twice the
+    mean of all ranks."""
+    for tied in (False, True):
+        worker, shardings = _create_sharded(subject, tied=tied)
+        specs = worker.parameter_specs()
+        num_bytes, problems = [0] * subject.world_size, []
+        for spec, sharding in zip(specs, shardings, strict=True):
+            counts = torch.zeros(spec.shape, dtype=torch.int32)
+            for rank, boxes in enumerate(sharding.senders):
+                num_bytes[rank] += sum(map(box_size, boxes)) * DTYPE_SIZES[spec.dtype]
+                for box in boxes:
+                    counts[_slices(box)] += 1
+            fewest, most = int(counts.min()), int(counts.max())
+            if (fewest, most) != (1, 1):
+                problems.append(f"elements of {spec.name} are sent from {fewest} to {most} times")
+        share = max(num_bytes) * len(num_bytes) / sum(num_bytes)
+        if share > _LARGEST_SHARE:
+            problems.append(f"a rank sends {share:.3g} times the mean: {num_bytes} bytes")
+        subject.note(**{f"bytes by rank{' (tied)' if tied else ''}": num_bytes})
+        subject.require_on_all_ranks(not problems, f"{len(problems)} problems: {problems[:3]}")
+
+
+@check("W-70", "ranks", deadline_s=30)
+@look_at("the order of ranks, of tensors and of boxes, cuts of other dimensions than the first, and the wire dtype")
+def boxes_equal_gathered_weights(subject: WorkerSubject) -> None:
+    """local_weights() yields, bucket by bucket, the boxes of the tensors that gather_weights() yields, bit for bit."""
+    for tied in (False, True):
+        worker, shardings = _create_sharded(subject, tied=tied)
+        take_steps(worker, [make_batch((14, 8), seed=680 + 10 * n + subject.data_rank) for n in range(2)])
+        _require_equal(subject, worker, shardings, "tied model" if tied else "untied model")
+
+
+@check("W-71", "ranks", deadline_s=15)
+@look_at("a collective inside local_weights: a rank that fails must not hold up the others")
+def one_rank_alone_yields_its_boxes(subject: WorkerSubject) -> None:
+    """local_weights() never communicates: a single rank may exhaust it."""
+    worker, _ = _create_sharded(subject)
+    num_tensors = 0
+    for rank in range(subject.world_size):
+        subject.ranks.wait_for_all()
+        if rank == subject.rank:
+            plan = plan_buckets(worker.parameter_specs(), 4096)
+            num_tensors = sum(len(bucket.tensors) for bucket in worker.local_weights(plan))
+    subject.ranks.wait_for_all()
+    subject.note(num_tensors=num_tensors)
+
+
+@check("W-72", "ranks", deadline_s=30)
+@look_at("copies that are kept from an earlier call, and memory that several boxes share")
+def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
+    """local_weights() after a step yields the weights of that step, and what it yields is valid until the next one."""
+    worker, shardings = _create_sharded(subject)
+    for num_steps in range(3):
+        _require_equal(subject, worker, shardings, f"after {num_steps} steps")
+        take_steps(worker, [make_batch((14, 8), seed=720 + 10 * num_steps + subject.data_rank)])
+
+
+@check("W-73", "ranks", deadline_s=25)
+@look_at("the deadline of every wait of exchange, also of its first call, and what its error says")
+def a_silent_rank_is_named(subject: WorkerSubject) -> None:
+    """exchange() returns the messages of all ranks on rank 0 and that of rank 0 elsewhere; if a rank is silent, it
+    raises TransferError in time, which names the rank, and so does every later call."""
+    last = subject.world_size - 1
+    for is_first_call in (False, True):
+        worker, _ = _create_sharded(subject)
+        if not is_first_call:
+            found = [bytes(it).decode() for it in worker.exchange(f"from {subject.rank}".encode(), 20.0)]
+            wanted = [f"from {rank}" for rank in range(subject.world_size if subject.rank == 0 else 1)]
+            subject.require_on_all_ranks(found == wanted, f"the exchange returned {found}, not {wanted}")
+        when = "in the first exchange" if is_first_call else "in a later exchange"
+        problem = _problem_of_silence(worker, last, when) if subject.rank == 0 else ""
+        subject.require_on_all_ranks(not problem, problem)
+        problem = _problem_of_silence(worker, 0, f"{when}, which rank 0 has left") if subject.rank == last else ""
+        subject.require_on_all_ranks(not problem, problem)
+    subject.note(silent_rank=last, timeout_s=_SILENT_S)
+
+
+def _problem_of_silence(worker: ShardedWeightSource, silent: int, when: str) -> str:
+    """Return what is wrong with the errors of two exchanges in which a rank is silent; empty if nothing is."""
+    for call in ("the call", "the next call"):
+        started = time.monotonic()
+        error = error_of(lambda: worker.exchange(b"anybody there?", _SILENT_S))
+        seconds = time.monotonic() - started
+        words = f"rank {silent} was silent {when}: {call} raised {words_of(error)} after {seconds:.2g} s"
+        if not isinstance(error, TransferError) or not re.search(rf"\brank {silent}\b", str(error)):
+            return f"{words}, not a TransferError that names the rank"
+        if seconds > _SILENT_S + _SLACK_S:
+            return f"{words}, although its timeout is {_SILENT_S:g} s"
+    return ""
+
+
+_GATHERED = "its tensors have to be gathered: shardings() is empty"
+
+
+def _create(subject: WorkerSubject, *, tied: bool = False) -> ShardedWorker:
+    worker = subject.create(tied=tied)
+    if not isinstance(worker, ShardedWorker):
+        skip("rank 0 gathers its weights: it is not a ShardedWeightSource")
+    return worker
+
+
+def _create_sharded(subject: WorkerSubject, *, tied: bool = False) -> tuple[ShardedWorker, Sequence[Sharding]]:
+    """Return a new worker and its shardings; skip the check if it has none. All ranks call this."""
+    worker = _create(subject, tied=tied)
+    shardings = worker.shardings()
+    if not shardings:
+        skip(_GATHERED)
+    num_tensors, num_senders = len(worker.parameter_specs()), {len(sharding.senders) for sharding in shardings}
+    subject.require_on_all_ranks(
+        len(shardings) == num_tensors and num_senders == {subject.world_size},
+        f"there are {len(shardings)} shardings of {sorted(num_senders)} ranks for {num_tensors} tensors",
+    )
+    return worker, shardings
+
+
+def _require_equal(subject: WorkerSubject, worker: ShardedWorker, shardings: Sequence[Sharding], when: str) -> None:
+    """Require that the boxes of all ranks are those of the gathered weights. All ranks call this."""
+    specs, full = worker.parameter_specs(), gathered(worker)
+    names = [spec.name for spec in specs]
+    wanted = [
+        [[_described(full[name][_slices(box)]) for box in boxes] for boxes in sharding.senders] if full else []
+        for name, sharding in zip(names, shardings, strict=True)
+    ]
+    (wanted, *_) = subject.ranks.exchange(wanted)
+    plan = plan_buckets(specs, 4096)
+    buckets = list(worker.local_weights(plan))
+    indexes, problems = [bucket.index for bucket in buckets], []
+    if indexes != list(range(len(plan))):
+        problems.append(f"{len(plan)} buckets were requested, but these were yielded: {indexes}")
+    for bucket, found in zip(plan, buckets, strict=False):
+        boxes = [(names[i], it) for i in range(bucket.start, bucket.stop) for it in wanted[i][subject.rank]]
+        if len(found.tensors) != len(boxes):
+            problems.append(f"bucket {bucket.index} has {len(found.tensors)} boxes instead of {len(boxes)}")
+        got = map(_described, found.tensors)
+        problems += [f"{name}: {one}, not {it}" for (name, it), one in zip(boxes, got, strict=False) if one != it]
+    subject.note(**{f"boxes by rank, {when}": subject.ranks.exchange(sum(len(it.tensors) for it in buckets))})
+    subject.require_on_all_ranks(
+        not problems, f"{when}, {len(problems)} boxes are not those of the gathered weights: {problems[:3]}"
+    )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)} with XXH3-128 {checksum(pack([tensor.detach().contiguous()]))}"
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
