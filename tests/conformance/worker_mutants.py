@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -590,7 +590,7 @@ class FirstRankSends(FsdpWorker):
 class EqualBoxesExchanged(FsdpWorker):
     """The first two boxes of the same shape are exchanged."""
 
-    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
         found = list(super().local_weights(buckets))
         tensors = [tensor for bucket in found for tensor in bucket.tensors if tensor.dim() == 2]
         one, other = next((a, b) for i, b in enumerate(tensors) for a in tensors[:i] if a.shape == b.shape)
@@ -605,7 +605,7 @@ class BoxesUncast(FsdpWorker):
     def __init__(self, config: WorkerConfig, *arguments: Any, **others: Any) -> None:
         super().__init__(config.model_copy(update={"wire_dtype": "bfloat16"}), *arguments, **others)
 
-    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
         for bucket in super().local_weights(buckets):
             yield replace(bucket, tensors=tuple(tensor.float() for tensor in bucket.tensors))
 
@@ -625,7 +625,7 @@ class ColumnsAsRows(FsdpWorker):
             senders=tuple((((0, num_rows), (i * width, (i + 1) * width)),) for i in range(len(sharding.senders)))
         )
 
-    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
         shapes = [
             [stop - start for start, stop in it] for all_of in self.shardings() for it in all_of.senders[self.rank]
         ]
@@ -635,7 +635,7 @@ class ColumnsAsRows(FsdpWorker):
 
 
 class LocalWithBarrier(FsdpWorker):
-    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
         for bucket in super().local_weights(buckets):
             dist.barrier()
             yield bucket
@@ -644,17 +644,25 @@ class LocalWithBarrier(FsdpWorker):
 class BoxesKept(FsdpWorker):
     """Boxes are copied once."""
 
-    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
         if not hasattr(self, "_kept"):
             found = list(super().local_weights(buckets))
             self._kept = [replace(bucket, tensors=tuple(it.clone() for it in bucket.tensors)) for bucket in found]
-        return iter(self._kept)
+        yield from self._kept
+
+
+class StepsWhileRead(FsdpWorker):
+    """A step does not wait for what is being read."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._readers.wait = lambda what: None  # type: ignore[method-assign]
 
 
 class BoxesShareMemory(FsdpWorker):
     """Boxes of the same shape are copied into the same memory."""
 
-    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
         memory: dict[torch.Size, torch.Tensor] = {}
         for bucket in super().local_weights(buckets):
             tensors = [memory.setdefault(t.shape, torch.empty_like(t)).copy_(t) for t in bucket.tensors]
@@ -1005,6 +1013,7 @@ MUTANTS = {
     "columns_as_rows": Mutant(ColumnsAsRows, "W-70", "columns are announced, and rows are sent", num_ranks=2),
     "local_with_barrier": Mutant(LocalWithBarrier, "W-71", "boxes wait for all ranks", num_ranks=2, hangs=True),
     "boxes_kept": Mutant(BoxesKept, "W-72", "boxes are those of the first call", num_ranks=2),
+    "steps_while_read": Mutant(StepsWhileRead, "W-72", "a step changes boxes that are being read", num_ranks=2),
     "boxes_share_memory": Mutant(BoxesShareMemory, "W-72", "boxes of one shape share memory", num_ranks=2),
     "patient_exchange": Mutant(PatientExchange, "W-73", "an exchange waits longer than it may", num_ranks=2),
     "nameless_exchange": Mutant(NamelessExchange, "W-73", "the error of an exchange names no rank", num_ranks=2),

@@ -14,6 +14,7 @@ from inflight.errors import TransferError
 from inflight.weights.encode.bucket_bytes import checksum_as, unpack
 from inflight.weights.encode.parts import boxes_of, places_of, read_part, views_of
 from inflight.weights.transports.several import SeveralReceivers
+from inflight.weights.transports.store import StoredReceiver
 from inflight.wire import DTYPE_SIZES, BucketSpec, BucketTransfer, Manifest, Sharding, WeightUpdate
 from tests.conformance.mutants.arrivals import always_the_first_update, receiving
 from tests.conformance.mutants.mutant import Mutant
@@ -70,7 +71,8 @@ def accepting_shardings(is_fine: Callable[[int, int], bool]) -> Callable[[Embedd
 
 
 def reversed_receivers(receiver: Any) -> None:
-    if isinstance(receiver, SeveralReceivers):
+    """Take the part of the last sender for that of the first; gloo ends a process that receives more than it asked."""
+    if isinstance(receiver, SeveralReceivers) and isinstance(receiver.receivers[0], StoredReceiver):
         receiver.receivers = receiver.receivers[::-1]
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from inflight.base.threads import start_in_thread
 from inflight.conformance.checks import check, look_at, skip
-from inflight.conformance.worker.batches import make_batch, take_steps
+from inflight.conformance.worker.batches import accumulate, make_batch, take_steps
 from inflight.conformance.worker.gathering import gathered
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import ShardedWeightSource, TrainerWorker
 from inflight.errors import TransferError
+from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import checksum, pack
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import DTYPE_SIZES, Box, Sharding, box_size
@@ -24,6 +28,8 @@ LEVEL = "sharded"
 _SILENT_S, _SLACK_S = 0.5, 3.0
 """How long a rank waits for one that is silent, and how much later it may raise."""
 _LARGEST_SHARE = 2.0
+_STEP_S = 0.3
+"""Longer than a step of the kit's model takes if it does not wait."""
 
 
 @runtime_checkable
@@ -99,13 +105,15 @@ def one_rank_alone_yields_its_boxes(subject: WorkerSubject) -> None:
 
 
 @check("W-72", "ranks", deadline_s=30)
-@look_at("copies that are kept from an earlier call, and memory that several boxes share")
+@look_at("copies that are kept from an earlier call, memory that boxes share, and whether a step waits for readers")
 def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
-    """local_weights() after a step yields the weights of that step, and what it yields is valid until the next one."""
+    """local_weights() yields the weights of the present step, also if it is exhausted while the next step is asked for:
+    the step waits."""
     worker, shardings = _create_sharded(subject)
-    for num_steps in range(3):
+    for num_steps in range(2):
         _require_equal(subject, worker, shardings, f"after {num_steps} steps")
         take_steps(worker, [make_batch((14, 8), seed=720 + 10 * num_steps + subject.data_rank)])
+    _require_equal(subject, worker, shardings, "while the next step waits", is_stepping=True)
 
 
 @check("W-73", "ranks", deadline_s=25)
@@ -166,8 +174,18 @@ def _create_sharded(subject: WorkerSubject, *, tied: bool = False) -> tuple[Shar
     return worker, shardings
 
 
-def _require_equal(subject: WorkerSubject, worker: ShardedWorker, shardings: Sequence[Sharding], when: str) -> None:
-    """Require that the boxes of all ranks are those of the gathered weights. All ranks call this."""
+def _require_equal(
+    subject: WorkerSubject,
+    worker: ShardedWorker,
+    shardings: Sequence[Sharding],
+    when: str,
+    *,
+    is_stepping: bool = False,
+) -> None:
+    """Require that the boxes of all ranks are those of the gathered weights. All ranks call this.
+
+    If ``is_stepping``, all but the first bucket are read while this thread takes a step.
+    """
     specs, full = worker.parameter_specs(), gathered(worker)
     names = [spec.name for spec in specs]
     wanted = [
@@ -176,20 +194,43 @@ def _require_equal(subject: WorkerSubject, worker: ShardedWorker, shardings: Seq
     ]
     (wanted, *_) = subject.ranks.exchange(wanted)
     plan = plan_buckets(specs, 4096)
-    buckets = list(worker.local_weights(plan))
-    indexes, problems = [bucket.index for bucket in buckets], []
+    local = worker.local_weights(plan)
+    indexes, descriptions = _read_during_a_step(subject, worker, local) if is_stepping else _read(local)
+    problems = []
     if indexes != list(range(len(plan))):
         problems.append(f"{len(plan)} buckets were requested, but these were yielded: {indexes}")
-    for bucket, found in zip(plan, buckets, strict=False):
+    for bucket, found in zip(plan, descriptions, strict=False):
         boxes = [(names[i], it) for i in range(bucket.start, bucket.stop) for it in wanted[i][subject.rank]]
-        if len(found.tensors) != len(boxes):
-            problems.append(f"bucket {bucket.index} has {len(found.tensors)} boxes instead of {len(boxes)}")
-        got = map(_described, found.tensors)
-        problems += [f"{name}: {one}, not {it}" for (name, it), one in zip(boxes, got, strict=False) if one != it]
-    subject.note(**{f"boxes by rank, {when}": subject.ranks.exchange(sum(len(it.tensors) for it in buckets))})
+        if len(found) != len(boxes):
+            problems.append(f"bucket {bucket.index} has {len(found)} boxes instead of {len(boxes)}")
+        problems += [f"{name}: {one}, not {it}" for (name, it), one in zip(boxes, found, strict=False) if one != it]
+    subject.note(**{f"boxes by rank, {when}": subject.ranks.exchange(sum(map(len, descriptions)))})
     subject.require_on_all_ranks(
         not problems, f"{when}, {len(problems)} boxes are not those of the gathered weights: {problems[:3]}"
     )
+
+
+def _read(local: Iterable[WeightBucket]) -> tuple[list[int], list[list[str]]]:
+    """Return the indexes of all buckets, and the descriptions of their boxes once the last one has been yielded."""
+    buckets = list(local)
+    return [bucket.index for bucket in buckets], [list(map(_described, bucket.tensors)) for bucket in buckets]
+
+
+def _read_during_a_step(
+    subject: WorkerSubject, worker: ShardedWorker, local: Generator[WeightBucket, None, None]
+) -> tuple[list[int], list[list[str]]]:
+    """Return what `_read` does, and take a step meanwhile. All ranks call this."""
+    accumulate(worker, [make_batch((14, 8), seed=740 + subject.data_rank)])
+    first = next(local)
+
+    def read() -> tuple[list[int], list[list[str]]]:
+        time.sleep(_STEP_S)
+        with contextlib.closing(local):
+            return _read(itertools.chain([first], local))
+
+    reading = start_in_thread(read, "check-read")
+    worker.step()
+    return reading.result()
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -382,7 +382,8 @@ class Snapshot:
             held = self._flats[index] = torch.empty(size_bytes, dtype=torch.uint8)
         elif (patch := find_tensor_changes(tensors, held, element_runs(specs))) is not None:
             patch.write(held)
-            return encode_delta(patch)
+            payload = encode_delta(patch)
+            return payload if payload.numel() <= size_bytes else None  # a few bytes, or none, are less than a header
         offset = 0
         for tensor, spec in zip(tensors, specs, strict=True):
             part = held[offset : offset + spec.size_bytes]

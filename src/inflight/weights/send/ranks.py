@@ -8,6 +8,7 @@ before its answer, and one that all receive at once leaves after it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -30,6 +31,7 @@ from inflight.weights.send.gathering import gather_only, weight_update_of
 from inflight.wire import (
     Encoding,
     Items,
+    Manifest,
     Natural,
     SentBytes,
     TransportBody,
@@ -72,9 +74,13 @@ class JoinOrder(WireModel):
 
 
 class BeginOrder(UpdateMessage):
-    """Begin an update of this rank's current weights."""
+    """Begin an update of this rank's current weights.
+
+    ``manifest`` is the digest of rank 0's: a rank that divides tensors in another way must not send anything.
+    """
 
     do: Literal["begin"] = "begin"
+    manifest: str
     incarnation: Natural
     bucket_bytes: Natural
     encodings: Items[Encoding]
@@ -169,6 +175,7 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
             self._order(
                 BeginOrder(
                     **update.ref.model_dump(),
+                    manifest=_digest(update.manifest),
                     incarnation=update.incarnation,
                     bucket_bytes=self._bucket_bytes,
                     encodings=update.encodings,
@@ -321,6 +328,8 @@ class PartSender:
             version=order.version,
             sharded=True,
         )
+        if _digest(update.manifest) != order.manifest:
+            raise TransferError("its tensors, or the boxes that each rank sends of them, are not those of rank 0")
         if order.base is not None and encoder.base_of(update) != order.base:
             raise TransferError(f"it does not hold version {order.base.version}, the base of the delta")
         known = {"session_id": order.session_id, "encodings": order.encodings, "base": order.base}
@@ -383,6 +392,10 @@ class _Parts:
             self._sender.end(is_done=is_applied)
         if is_applied:
             self._encoder.note_applied(self._update.ref)
+
+
+def _digest(manifest: Manifest) -> str:
+    return hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()
 
 
 def _parse(parse: Callable[[bytes], T], text: bytes) -> T:
