@@ -28,6 +28,7 @@ class Campaign:
     seed: int = 0
     transport: Transport | None = None
     num_processes: int = 1
+    num_senders: int = 1
 
     def seeds(self, number: int) -> range:
         """Return the seeds that process ``number`` runs, in their order."""
@@ -49,7 +50,7 @@ def work(campaign: Campaign, number: int, results: Connection) -> None:
     torch.set_num_threads(1)
     with EmbeddedTestbed() as testbed:
         for seed in campaign.seeds(number):
-            results.send(judged(seed, testbed, campaign.transport))
+            results.send(judged(seed, testbed, campaign.transport, campaign.num_senders))
     results.close()
     os._exit(0)  # threads that a fault left behind must not keep the process alive
 
@@ -63,7 +64,7 @@ def results_of(campaign: Campaign, work: Work = work) -> Iterator[ScheduleResult
     processes, seeds = {}, {}
     for number in range(min(campaign.num_processes, campaign.num_schedules)):
         here, there = spawn.Pipe(duplex=False)
-        processes[here] = spawn.Process(target=work, args=(campaign, number, there), daemon=True)
+        processes[here] = spawn.Process(target=work, args=(campaign, number, there))
         processes[here].start()
         there.close()
         seeds[here] = iter(campaign.seeds(number))
@@ -98,10 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedules", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first schedule")
     parser.add_argument("--transport", choices=TRANSPORTS)
+    parser.add_argument("--senders", type=int, default=1, choices=(1, 2), help="trainer ranks that send weights")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="file to which the statistics are written")
     options = parser.parse_args(arguments)
-    campaign = Campaign(options.schedules, options.seed, options.transport, options.processes)
+    campaign = Campaign(options.schedules, options.seed, options.transport, options.processes, options.senders)
     started, found, num_failed = time.monotonic(), [], 0
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     for result in results_of(campaign):
@@ -111,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             each_s = (time.monotonic() - started) / len(found)
             counts = f"{len(found)} of {campaign.num_schedules} schedules, {num_failed} failed, {each_s:.2f} s each"
             print(counts, file=sys.stderr, flush=True)
-    figures = summary(found, INSIDE, time.monotonic() - started)
+    figures = summary(found, INSIDE, time.monotonic() - started, options.senders)
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    print(text_of(figures, "python -m tests.chaos"))
+    print(text_of(figures, f"python -m tests.chaos --senders {options.senders}"))
     return 0 if len(found) == campaign.num_schedules and not figures["failed"] else 1

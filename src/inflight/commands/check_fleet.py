@@ -39,6 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=TRANSPORTS,
         help="weight transport (default: each schedule chooses one that the servers support)",
     )
+    parser.add_argument(
+        "--senders",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="number of trainer ranks that send weights, of which the second is faulty (default: %(default)s)",
+    )
     add_json_argument(parser)
     add_deadline_scale(parser)
 
@@ -65,21 +72,21 @@ def run(arguments: argparse.Namespace) -> int:
     with ServedTestbed(command, arguments.servers, scale, print_progress) as testbed:
         can = testbed.capabilities
         print_progress(f"{can.engine} {can.engine_version} over {', '.join(can.transports)}")
-        require(can, Needs(transport=arguments.transport), "a server")
+        require(can, Needs(transport=arguments.transport, sharded=arguments.senders > 1), "a server")
         try:
             for seed in range(arguments.seed, arguments.seed + arguments.schedules):
-                result = judged(seed, testbed, arguments.transport)
+                result = judged(seed, testbed, arguments.transport, arguments.senders)
                 results.append(result)
                 verdict = f"FAILED: {result.problems[0]}" if result.problems else "passed"
                 print_progress(
                     f"{len(results)} of {arguments.schedules}, {result.plan}: {result.wall_s:.1f} s, {verdict}"
                 )
         finally:  # an interrupted campaign, or one whose servers do not restart, also prints its figures
-            figures = summary(results, testbed.kinds, time.monotonic() - started)
+            figures = summary(results, testbed.kinds, time.monotonic() - started, arguments.senders)
             figures |= {"serve": command, "engine": can.engine, "engine_version": can.engine_version}
             write_json(file, figures)
             again = ["inflight", "check", "fleet", "--serve", command, "--servers", str(arguments.servers)]
-            again += ["--deadline-scale", f"{scale:g}"]
+            again += ["--deadline-scale", f"{scale:g}", "--senders", str(arguments.senders)]
             again += [] if arguments.transport is None else ["--transport", arguments.transport]
             print(text_of(figures, shlex.join(again)), flush=True)
     return 1 if figures["failed"] else 0

@@ -31,17 +31,21 @@ class ScheduleResult:
     num_tokens: int = 0
 
 
-def summary(results: Sequence[ScheduleResult], kinds: Collection[Kind], wall_s: float) -> dict[str, Any]:
-    """Return the statistics of a campaign as JSON-compatible values. ``kinds`` is as in `sites`."""
+def summary(
+    results: Sequence[ScheduleResult], kinds: Collection[Kind], wall_s: float, num_senders: int = 1
+) -> dict[str, Any]:
+    """Return the statistics of a campaign as JSON-compatible values. ``kinds`` and ``num_senders`` as in `sites`."""
     injected = Counter((one.transport, *where) for one in results for where in one.injected)
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     for one in results:
         outcomes[one.transport].update(outcome.split(":")[0] for outcome in one.outcomes)
     schedules = Counter(one.transport for one in results)
-    every = [(t, step.value, kind.value) for t in TRANSPORTS if t in schedules for step, kind in sites(t, kinds)]
+    known = [(t, site) for t in TRANSPORTS if t in schedules for site in sites(t, kinds, num_senders)]
+    every = [(t, step.value, kind.value) for t, (step, kind) in known]
     slowest = sorted(results, key=lambda one: -one.wall_s)[:5]
     return {
         "num_schedules": len(results),
+        "num_senders": num_senders,
         "num_faults": sum(injected.values()),
         "num_publishes": sum(len(one.outcomes) for one in results),
         "num_tokens": sum(one.num_tokens for one in results),

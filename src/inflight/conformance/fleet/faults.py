@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from inflight.base.tasks import cancel_and_wait, start
-from inflight.conformance.fleet.plan import SENDER, Fault, FaultPlan, Kind, UpdateStep
+from inflight.conformance.fleet.plan import OF_BUCKETS, Fault, FaultPlan, Kind, UpdateStep
 from inflight.conformance.fleet.proxy import TcpProxy
 from inflight.conformance.fleet.servers import Call, Testbed, TestedServer
 from inflight.contracts import InferenceEndpoint
@@ -57,7 +57,9 @@ class Faults:
         self.problems: list[str] = []
         """Calls that servers accepted although they must refuse them."""
         self.take_over = threading.Event()
-        self.proxied = {f.endpoint for f in plan.faults if f.kind in (Kind.CUT, Kind.CORRUPT) and f.endpoint != SENDER}
+        self.replaced = threading.Event()
+        """Set once a trainer that died has a successor; ranks that wait for it then come back."""
+        self.proxied = {f.endpoint for f in plan.faults if f.kind in (Kind.CUT, Kind.CORRUPT)}
         self.proxies: dict[tuple[int, int], TcpProxy] = {}
         self.aborted: set[TestedServer] = set()
         """Servers that received an update with the policy ``abort``."""
@@ -83,9 +85,11 @@ class Faults:
             self._counts[key] += 1
             for fault in self._pending:
                 is_here = (fault.endpoint, fault.step) == (endpoint, step) and fault.occurrence <= occurrence
-                if is_here and (step not in (UpdateStep.RECEIVE, UpdateStep.SEND) or fault.bucket == bucket):
+                if is_here and (step not in OF_BUCKETS or fault.bucket == bucket):
                     self._pending.remove(fault)
                     self.injected.append(fault)
+                    if fault.kind is Kind.TAKE_OVER:
+                        self.take_over.set()
                     return fault
         return None
 
@@ -93,6 +97,7 @@ class Faults:
         with self._lock:
             self._pending = []
             self.lease_s = float("inf")
+        self.replaced.set()
 
     def postpone(self, server: TestedServer, call: Call[Any], num_calls: int) -> None:
         with self._lock:
@@ -224,7 +229,7 @@ class FaultyEndpoint(InferenceEndpoint):
     async def _inject_into(self, fault: Fault, call: Call[T]) -> T:
         lost = UnreachableError(f"lost: {fault}", self.name)
         match fault.kind:
-            case Kind.DELAY:
+            case Kind.DELAY | Kind.TAKE_OVER:
                 await asyncio.sleep(fault.seconds)
             case Kind.LOSE_REQUEST:
                 raise lost
@@ -257,9 +262,6 @@ class FaultyEndpoint(InferenceEndpoint):
             case Kind.KILL_TRAINER:
                 self._is_dead.set()
                 raise lost
-            case Kind.TAKE_OVER:
-                self._faults.take_over.set()
-                await asyncio.sleep(fault.seconds)
             case Kind.CUT | Kind.CORRUPT:
                 self._spoil_proxies(fault)
         return await self._deliver(call)
@@ -286,6 +288,8 @@ class FaultyEndpoint(InferenceEndpoint):
         return await asyncio.shield(future)
 
     async def _through_proxy(self, spec: TransportSpec) -> TransportSpec:
+        others = [await self._through_proxy(other) for other in spec.others]
+        spec = spec.model_copy(update={"others": tuple(others)})
         if isinstance(spec, ProcessGroupSpec):
             proxy = await self._proxy(spec.master_port)
             return spec.model_copy(update={"master_port": proxy.port})

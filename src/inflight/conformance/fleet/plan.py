@@ -16,12 +16,19 @@ Transport = Literal["gloo", "shm", "file", "http"]
 TRANSPORTS: tuple[Transport, ...] = ("gloo", "shm", "file", "http")
 SENDER = -1
 """Stands for the trainer's end of the data plane, in place of an endpoint's number."""
+RANK = -2
+"""Stands for the trainer's rank 1, if each of two ranks sends what it holds."""
+RANK_LOST_S = 3.0
+"""How much longer than a deadline some stops of rank 1 last, after which rank 0 has given it up."""
 NUM_BUCKETS = 3
 """Faults are injected into one of this many first buckets, which every update has."""
 
 
 class UpdateStep(StrEnum):
-    """Where a fault is injected: a call of the contract, or the trainer's sending or storing of one bucket."""
+    """Where a fault is injected: a call of the contract, or the trainer's sending or storing of one bucket.
+
+    Those of rank 1 come before what they name, and ``RANK_ANSWER`` between the sending of a part and its answer.
+    """
 
     CONNECT = "connect"
     JOIN = "join"
@@ -32,6 +39,15 @@ class UpdateStep(StrEnum):
     ABORT = "abort"
     VERSION = "version"
     GENERATE = "generate"
+    RANK_OPEN = "rank_open"
+    RANK_JOIN = "rank_join"
+    RANK_BEGIN = "rank_begin"
+    RANK_ENCODE = "rank_encode"
+    RANK_SEND = "rank_send"
+    RANK_ANSWER = "rank_answer"
+    RANK_LAST = "rank_last"
+    """The message with which it waits for the order to end."""
+    RANK_END = "rank_end"
 
 
 class Kind(StrEnum):
@@ -68,6 +84,10 @@ class Kind(StrEnum):
     """The trainer makes no more calls."""
     TAKE_OVER = "take_over"
     """A second trainer of the run takes over while the first keeps calling."""
+    UNLINK = "unlink"
+    """The connection between the trainer's ranks is cut."""
+    COME_BACK = "come_back"
+    """Rank 1 is stopped, and resumes after its trainer has died and another one has taken over."""
 
 
 INSIDE = frozenset({Kind.TEAR})
@@ -89,6 +109,22 @@ _KINDS: dict[UpdateStep, tuple[Kind, ...]] = {
     UpdateStep.VERSION: _LOST,
     UpdateStep.GENERATE: (Kind.DELAY, Kind.LOSE_REQUEST, Kind.LOSE_ANSWER, Kind.KILL, Kind.RESTART),
 }
+_RANK = (Kind.DELAY, Kind.KILL, Kind.STOP, Kind.UNLINK)
+_RANK_KINDS: dict[UpdateStep, tuple[Kind, ...]] = {
+    UpdateStep.RANK_OPEN: _RANK,
+    UpdateStep.RANK_JOIN: _RANK,
+    UpdateStep.RANK_BEGIN: (*_RANK, Kind.COME_BACK),
+    UpdateStep.RANK_ENCODE: (*_RANK, Kind.COME_BACK),
+    UpdateStep.RANK_SEND: (*_RANK, Kind.CUT, Kind.CORRUPT, Kind.COME_BACK, *_TRAINER),
+    UpdateStep.RANK_ANSWER: (*_RANK, Kind.COME_BACK, *_TRAINER),
+    UpdateStep.RANK_LAST: (*_RANK, Kind.COME_BACK),
+    UpdateStep.RANK_END: _RANK,
+}
+"""Faults of rank 1, whose process belongs to the campaign wherever the servers run."""
+OF_BUCKETS = frozenset(
+    {UpdateStep.RECEIVE, UpdateStep.SEND, UpdateStep.RANK_ENCODE, UpdateStep.RANK_SEND, UpdateStep.RANK_ANSWER}
+)
+"""Steps that are taken once for each bucket."""
 _OVER_TCP: dict[Transport, dict[UpdateStep, tuple[Kind, ...]]] = {
     "gloo": {UpdateStep.JOIN: (Kind.CUT,)},
     "http": {UpdateStep.JOIN: (Kind.CUT,), UpdateStep.RECEIVE: (Kind.CUT, Kind.CORRUPT)},
@@ -100,8 +136,8 @@ _OVER_TCP: dict[Transport, dict[UpdateStep, tuple[Kind, ...]]] = {
 class Fault:
     """One fault. It is injected when ``step`` of the endpoint is called for the ``occurrence``-th time, counted from 0.
 
-    ``bucket`` selects a bucket for `RECEIVE` and `SEND`. ``seconds`` is a duration, and ``num_calls`` is the number of
-    later calls of the endpoint that arrive first, for the kinds that need them.
+    ``bucket`` selects a bucket for the steps `OF_BUCKETS`. ``seconds`` is a duration, and ``num_calls`` is the number
+    of later calls of the endpoint that arrive first, for the kinds that need them.
     """
 
     endpoint: int
@@ -113,8 +149,8 @@ class Fault:
     num_calls: int = 3
 
     def __str__(self) -> str:
-        where = "trainer" if self.endpoint == SENDER else f"endpoint {self.endpoint}"
-        bucket = f" of bucket {self.bucket}" if self.step in (UpdateStep.RECEIVE, UpdateStep.SEND) else ""
+        where = {SENDER: "trainer", RANK: "rank 1"}.get(self.endpoint, f"endpoint {self.endpoint}")
+        bucket = f" of bucket {self.bucket}" if self.step in OF_BUCKETS else ""
         extent = (
             f"{self.seconds:.2f} s" if self.kind not in (Kind.REPEAT_LATE, Kind.REORDER) else f"{self.num_calls} calls"
         )
@@ -133,16 +169,21 @@ class FaultPlan:
         return f"seed {self.seed} over {self.transport}: " + ("; ".join(map(str, self.faults)) or "no fault")
 
 
-def sites(transport: Transport, kinds: Collection[Kind] = INSIDE) -> list[tuple[UpdateStep, Kind]]:
+def sites(
+    transport: Transport, kinds: Collection[Kind] = INSIDE, num_senders: int = 1
+) -> list[tuple[UpdateStep, Kind]]:
     """Return every step of a transport, each with every kind of fault that can happen there.
 
-    ``kinds`` are the kinds of `INSIDE` and `OUTSIDE` that can be injected into the servers.
+    ``kinds`` are the kinds of `INSIDE` and `OUTSIDE` that can be injected into the servers. The steps of rank 1 come
+    first, if there are 2 senders.
     """
     impossible = (INSIDE | OUTSIDE) - set(kinds)
-    every = [
-        (step, kind) for step in UpdateStep for kind in (*_KINDS[step], *_OVER_TCP.get(transport, {}).get(step, ()))
-    ]
-    return [(step, kind) for step, kind in every if kind not in impossible]
+    every = [(step, kind) for step in _KINDS for kind in (*_KINDS[step], *_OVER_TCP.get(transport, {}).get(step, ()))]
+    return _rank_sites(num_senders) + [(step, kind) for step, kind in every if kind not in impossible]
+
+
+def _rank_sites(num_senders: int) -> list[tuple[UpdateStep, Kind]]:
+    return [(step, kind) for step in _RANK_KINDS for kind in _RANK_KINDS[step]] if num_senders > 1 else []
 
 
 def fault_plan(
@@ -151,13 +192,18 @@ def fault_plan(
     transport: Transport,
     deadline_s: float = 1.0,
     kinds: Collection[Kind] = INSIDE,
+    num_senders: int = 1,
 ) -> FaultPlan:
-    """Return a plan of one to three faults; if the first is at `UpdateStep.ABORT`, others make the trainer abort."""
+    """Return a plan of one to three faults; if the first is at `UpdateStep.ABORT`, others make the trainer abort.
+
+    With 2 senders, the first is a fault of rank 1.
+    """
     random_ = random.Random(f"plan {seed} {transport}")
-    known = sites(transport, kinds)
+    known = sites(transport, kinds, num_senders)
+    firsts = _rank_sites(num_senders) or known
     if set(kinds) != INSIDE:  # a campaign over processes is short, and should still reach every step
-        random.Random("sites").shuffle(known)
-    chosen = [known[(seed // len(TRANSPORTS)) % len(known)]]
+        random.Random("sites").shuffle(firsts)
+    chosen = [firsts[(seed // len(TRANSPORTS)) % len(firsts)]]
     chosen += random_.choices(known, k=random_.choice((0, 0, 1, 2)))
     faults = [_fault(random_, num_endpoints, step, kind, deadline_s) for step, kind in chosen]
     if faults[0].step is UpdateStep.ABORT:
@@ -169,15 +215,18 @@ def fault_plan(
 
 
 def _fault(random_: random.Random, num_endpoints: int, step: UpdateStep, kind: Kind, deadline_s: float) -> Fault:
-    endpoint = SENDER if step is UpdateStep.SEND else random_.randrange(num_endpoints)
+    endpoint = SENDER if step is UpdateStep.SEND else RANK if step in _RANK_KINDS else random_.randrange(num_endpoints)
     is_long = kind is Kind.STOP or (kind is Kind.DELAY and random_.random() < 0.25)
     longest_s = 0.02 if kind in (Kind.KILL, Kind.RESTART, Kind.CUT, Kind.DISCONNECT) else 0.15
+    longer_s = RANK_LOST_S if step in _RANK_KINDS and kind is Kind.STOP and random_.random() < 0.25 else 0.0
     return Fault(
         endpoint,
         step,
         kind,
         occurrence=random_.choice((0, 0, 1)) if step not in (UpdateStep.ABORT, UpdateStep.CONNECT) else 0,
         bucket=random_.randrange(NUM_BUCKETS),
-        seconds=round(deadline_s * random_.uniform(0.9, 1.4) if is_long else random_.uniform(0.0, longest_s), 3),
+        seconds=round(
+            longer_s + (deadline_s * random_.uniform(0.9, 1.4) if is_long else random_.uniform(0.0, longest_s)), 3
+        ),
         num_calls=random_.randint(1, 9),
     )

@@ -26,6 +26,8 @@ from inflight.errors import ConfigError
 _END_S = 15.0
 """Time limit for clients to end their last request, in seconds."""
 _FINAL_DEADLINE_S = 10.0
+_RANKS_SCALE = 3.0
+"""Factor on the deadlines of trainers with two ranks, which exchange messages for each bucket."""
 _PAUSE_SLACK_S = 3.0  # the machine may be busy with other schedules
 _JUDGE_S = 60.0
 
@@ -40,9 +42,14 @@ def transport_of(seed: int, testbed: Testbed) -> Transport:
     return supported[seed % len(supported)]
 
 
-def run_schedule(seed: int, testbed: Testbed, transport: Transport | None = None) -> ScheduleResult:
-    """Return the judged result of a seed's schedule. If ``transport`` is None, the seed determines it."""
-    schedule = _Schedule(seed, testbed, transport)
+def run_schedule(
+    seed: int, testbed: Testbed, transport: Transport | None = None, num_senders: int = 1
+) -> ScheduleResult:
+    """Return the judged result of a seed's schedule. If ``transport`` is None, the seed determines it.
+
+    ``num_senders`` 2 gives trainers a second rank, which sends a part of the weights.
+    """
+    schedule = _Schedule(seed, testbed, transport, num_senders)
     with testbed.servers(schedule.palette, schedule.frozen) as servers:
         started = time.monotonic()
         try:
@@ -52,13 +59,13 @@ def run_schedule(seed: int, testbed: Testbed, transport: Transport | None = None
         return schedule.result(time.monotonic() - started)
 
 
-def judged(seed: int, testbed: Testbed, transport: Transport | None = None) -> ScheduleResult:
+def judged(seed: int, testbed: Testbed, transport: Transport | None = None, num_senders: int = 1) -> ScheduleResult:
     """Return the result of a seed's schedule; a schedule that raises has failed.
 
     Raises `ConfigError` if the servers do not start.
     """
     try:
-        return run_schedule(seed, testbed, transport)
+        return run_schedule(seed, testbed, transport, num_senders)
     except ConfigError:
         raise
     except Exception:
@@ -69,14 +76,14 @@ def judged(seed: int, testbed: Testbed, transport: Transport | None = None) -> S
 class _Schedule:
     """One schedule: the settings drawn from its seed, and its result."""
 
-    def __init__(self, seed: int, testbed: Testbed, transport: Transport | None) -> None:
+    def __init__(self, seed: int, testbed: Testbed, transport: Transport | None, num_senders: int) -> None:
         self._random = random_ = random.Random(f"schedule {seed} {transport}")
         transport = transport or transport_of(seed, testbed)
-        deadline_s = random_.choice((0.5, 0.8)) * testbed.scale
+        deadline_s = random_.choice((0.5, 0.8)) * testbed.scale * (1.0 if num_senders == 1 else _RANKS_SCALE)
         self._testbed = testbed
         self._loop = testbed.loop
-        self._plan = fault_plan(seed, testbed.num_servers, transport, deadline_s, testbed.kinds)
-        self._settings = TrainerSettings.drawn(random_, self._plan, testbed, deadline_s)
+        self._plan = fault_plan(seed, testbed.num_servers, transport, deadline_s, testbed.kinds, num_senders)
+        self._settings = TrainerSettings.drawn(random_, self._plan, testbed, deadline_s, num_senders)
         has_frozen = random_.random() < 0.2 and testbed.capabilities.partial_updates
         self.frozen = FROZEN if has_frozen else ()
         self.palette = testbed.palette(seed, self.frozen)
@@ -175,6 +182,8 @@ class _Schedule:
         """Connect, and publish versions while the trainer is alive and not fenced; return the next version."""
         if not trainer.connect():
             return version
+        if trainer is not self._trainers[0]:
+            self._faults.replaced.set()
         for _ in range(num_versions):
             for _attempt in range(random_.choice((1, 2))):
                 is_published = trainer.publish(version)
@@ -209,6 +218,8 @@ class _Schedule:
         if all(server.is_gone for server in self._servers):
             return
         trainer = max(self._trainers, key=lambda t: t.incarnation)
+        if trainer.second_rank is not None and trainer.second_rank.is_lost:
+            trainer.is_dead.set()
         if trainer.publisher is None or trainer.is_dead.is_set() or trainer.is_fenced:
             trainer = self._trainer(None if trainer.publisher is not None else 9)
             if not trainer.connect(num_tries=5):

@@ -1,31 +1,33 @@
-"""The trainer's end of a transport that injects faults into buckets."""
+"""A trainer rank's end of a transport that injects faults into buckets."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from inflight.conformance.fleet.faults import Faults
-from inflight.conformance.fleet.plan import SENDER, Fault, Kind, UpdateStep
+from inflight.conformance.fleet.plan import Fault, Kind
 from inflight.contracts import WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.wire import TransportSpec, WeightUpdate
 
+Due = Callable[[str, int], Fault | None]
+"""Returns the fault to inject into a step (``open``, ``join``, ``begin``, ``send``, ``end``) of a bucket, if any."""
+
 
 class FaultySender(WeightSender):
-    """A sender that injects faults into its buckets. ``directory`` is where it stores buckets."""
+    """A sender that injects the faults that are ``due``. ``directory`` is where it stores buckets."""
 
-    def __init__(self, inner: WeightSender, directory: Path, faults: Faults, is_dead: threading.Event) -> None:
+    def __init__(self, inner: WeightSender, directory: Path, due: Due, is_dead: threading.Event) -> None:
         self._inner = inner
         self._directory = directory
-        self._faults = faults
+        self._due = due
         self._is_dead = is_dead
         self._update: WeightUpdate | None = None
 
@@ -35,25 +37,25 @@ class FaultySender(WeightSender):
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> Sequence[TransportSpec]:
         self._require_alive()
+        self._delay(self._due("open", 0))
         return self._inner.specs(run_id, num_ranks, timeout_s)
 
     def join(self) -> None:
         self._require_alive()
+        self._delay(self._due("join", 0))
         self._inner.join()
 
     def begin(self, update: WeightUpdate) -> None:
         self._require_alive()
+        self._delay(self._due("begin", 0))
         self._update = update
         self._inner.begin(update)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         self._require_alive()
-        fault = self._faults.due(SENDER, UpdateStep.SEND, bucket.index)
+        fault = self._due("send", bucket.index)
         kind = None if fault is None else fault.kind
-        if fault is not None and kind in (Kind.DELAY, Kind.TAKE_OVER):
-            if kind is Kind.TAKE_OVER:
-                self._faults.take_over.set()
-            time.sleep(fault.seconds)
+        self._delay(fault)
         if kind is Kind.KILL_TRAINER:
             self._is_dead.set()
             self.abort()
@@ -71,6 +73,7 @@ class FaultySender(WeightSender):
 
     def end(self, *, is_done: bool) -> None:
         if not self._is_dead.is_set():
+            self._delay(self._due("end", 0))
             self._inner.end(is_done=is_done)
 
     def abort(self) -> None:
@@ -81,6 +84,10 @@ class FaultySender(WeightSender):
     def _require_alive(self) -> None:
         if self._is_dead.is_set():
             raise TransferError("this trainer is dead")
+
+    def _delay(self, fault: Fault | None) -> None:
+        if fault is not None and fault.kind in (Kind.DELAY, Kind.TAKE_OVER):
+            time.sleep(fault.seconds)
 
     def _spoil(self, index: int, fault: Fault) -> None:
         """Damage a stored bucket: change a byte, or truncate or remove the file."""

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,19 +15,19 @@ from typing import TypeVar
 from inflight.conformance.calls import PendingCall
 from inflight.conformance.fleet.faults import Faults, FaultyEndpoint
 from inflight.conformance.fleet.palette import Palette, Shade
-from inflight.conformance.fleet.plan import FaultPlan, Transport
+from inflight.conformance.fleet.plan import SENDER, Fault, FaultPlan, Transport, UpdateStep
+from inflight.conformance.fleet.second_rank import SecondRank
 from inflight.conformance.fleet.sender import FaultySender
 from inflight.conformance.fleet.servers import Testbed, TestedServer
+from inflight.conformance.fleet.sources import ShadeSource
 from inflight.conformance.judge import Hung
-from inflight.contracts import PartialWeightSource
 from inflight.errors import FencedError, InflightError, PublishError
-from inflight.types import EndpointOutcome, PublishReport, WeightBucket
+from inflight.types import EndpointOutcome, PublishReport
 from inflight.weights.encode.bucket_bytes import Rounding
 from inflight.weights.send.endpoint_update import query_endpoint, query_endpoints
-from inflight.weights.send.module import tensor_spec
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
-from inflight.wire import DTYPE_SIZES, BucketSpec, InFlightPolicy, TensorSpec
+from inflight.wire import DTYPE_SIZES, InFlightPolicy
 
 T = TypeVar("T")
 
@@ -53,12 +53,16 @@ class TrainerSettings:
     deadline_s: float
     scale: float
     """Factor on every other deadline."""
+    num_senders: int = 1
+    """2: a second rank, in its own process, sends a part of the weights."""
 
     @staticmethod
-    def drawn(random_: random.Random, plan: FaultPlan, testbed: Testbed, deadline_s: float) -> TrainerSettings:
+    def drawn(
+        random_: random.Random, plan: FaultPlan, testbed: Testbed, deadline_s: float, num_senders: int
+    ) -> TrainerSettings:
         capabilities = testbed.capabilities
         delta = random_.random() < 0.4 and "delta" in capabilities.encodings
-        known: Sequence[Rounding] = ("raw", "raw", "bfloat16", "float8")
+        known: Sequence[Rounding] = ("raw", "raw", "bfloat16", *(("float8",) if num_senders == 1 else ()))
         roundings = [it for it in known if it == "raw" or it in capabilities.encodings]
         return TrainerSettings(
             run_id=f"fleet-{plan.seed}",
@@ -70,6 +74,7 @@ class TrainerSettings:
             quorum=random_.choice((None, None, *range(1, testbed.num_servers + 1))),
             deadline_s=deadline_s,
             scale=testbed.scale,
+            num_senders=num_senders,
         )
 
 
@@ -90,32 +95,6 @@ class PublishRecord:
     def succeeded(self) -> bool:
         """Whether it returned, which means that its quorum serves the new version."""
         return self.error is None
-
-
-class ShadeSource(PartialWeightSource):
-    """Rank 0 of 1, with the weights of one shade; ``frozen`` tensors are left out."""
-
-    rank = 0
-    world_size = 1
-    version = 0
-
-    def __init__(self, palette: Palette, shade: Shade, frozen: tuple[str, ...]) -> None:
-        named = {name: tensor for name, tensor in palette.tensors(shade).items() if name not in frozen}
-        self.version = shade.version
-        self._frozen = frozen
-        self._tensors = list(named.values())
-        self._specs = [tensor_spec(name, tensor, None) for name, tensor in named.items()]
-
-    def parameter_specs(self) -> Sequence[TensorSpec]:
-        return self._specs
-
-    def frozen_names(self) -> Sequence[str]:
-        return self._frozen
-
-    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        for bucket in buckets:
-            part = slice(bucket.start, bucket.stop)
-            yield WeightBucket(bucket.index, tuple(self._specs[part]), tuple(self._tensors[part]))
 
 
 @dataclass(eq=False)
@@ -141,7 +120,16 @@ class FleetTrainer:
         self._left_out: set[str] = set()
         where = None if self.settings.transport == "gloo" else self.directory
         self._inner_sender = make_sender(self.settings.transport, directory=where)
-        self._sender = FaultySender(self._inner_sender, self.directory, self.faults, self.is_dead)
+        self._sender = FaultySender(self._inner_sender, self.directory, self._due, self.is_dead)
+        settings = self.settings
+        self.second_rank = (
+            SecondRank(settings.transport, self.frozen, self.directory, self.faults, self.is_dead, settings.scale)
+            if settings.num_senders > 1
+            else None
+        )
+
+    def _due(self, step: str, bucket: int) -> Fault | None:
+        return self.faults.due(SENDER, UpdateStep.SEND, bucket) if step == "send" else None
 
     @property
     def incarnation(self) -> int:
@@ -164,6 +152,7 @@ class FleetTrainer:
                 encoding=settings.encoding,
                 delta=settings.delta,
                 staged=settings.staged,
+                sharded=None if self.second_rank is None else self.second_rank.source,
                 connect_timeout_s=timeout_s,
             )
             try:
@@ -185,7 +174,11 @@ class FleetTrainer:
         deadline_s = deadline_s or self.settings.deadline_s
         shade = Shade(version, self.incarnation)
         self.palette.add(shade)
-        source = ShadeSource(self.palette, shade, self.frozen)
+        source, tensors = ShadeSource(self.frozen), self.palette.tensors(shade)
+        if self.second_rank is not None:
+            source = self.second_rank.source
+            self.second_rank.begin_publish(version, tensors, deadline_s, is_sharded=self.random_.random() < 0.8)
+        source.hold(version, tensors)
         endpoints = {e: can for e, can in publisher.endpoints.items() if e.name not in self._left_out}
         names = tuple(endpoint.name for endpoint in endpoints)
         quorum = None if quorum_is_all or self.settings.quorum is None else min(self.settings.quorum, len(names))
@@ -215,8 +208,18 @@ class FleetTrainer:
             error = raised
             self.problems.append(f"publish_weights raised {raised!r}: {traceback.format_exc()[-600:]}")
         ended = time.monotonic()
+        if self.second_rank is not None:
+            self._end_second_rank(self.second_rank)
         self.published.append(PublishRecord(shade, started, ended, deadline_s, report, error, quorum, names))
         return error is None
+
+    def _end_second_rank(self, second_rank: SecondRank) -> None:
+        """Wait for rank 1; if the ranks have lost each other, this trainer ends, in order or not."""
+        second_rank.end_publish()
+        if second_rank.is_lost:
+            if self.random_.random() < 0.5:
+                self.close()
+            self.is_dead.set()
 
     def react(self) -> None:
         """After a failed publish, exclude servers that were not reached, and query those excluded before."""
@@ -249,6 +252,10 @@ class FleetTrainer:
         if self.publisher is not None:
             self.publisher.close()
         self._inner_sender.abort()
+        if self.second_rank is not None:
+            self.second_rank.close()
+            self.problems += self.second_rank.problems
+            self.second_rank.problems = []
 
     def _guarded(self, call: Callable[[], T], what: str, deadline_s: float) -> T:
         """Return the result of a call. If it hangs, record that and raise `InflightError`."""

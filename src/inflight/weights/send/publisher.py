@@ -28,7 +28,7 @@ from inflight.contracts import (
     WeightSender,
     WeightSource,
 )
-from inflight.errors import ConfigError, DeadlineError, PublishError
+from inflight.errors import ConfigError, DeadlineError, PublishError, TransferError
 from inflight.http.kinds import connect_endpoint
 from inflight.types import EndpointOutcome, PublishReport, WeightBucket
 from inflight.weights.encode.bucket_bytes import Rounding
@@ -335,7 +335,7 @@ def publish_weights(
     """
     source = _source_for(worker, publisher, endpoints, bucket_bytes)
     targets = publisher.endpoints if endpoints is None else endpoints
-    ranks = _sharing_ranks(source, publisher, targets, bucket_bytes)
+    ranks = _sharing_ranks(source, publisher, targets, bucket_bytes, deadline_s)
     with contextlib.ExitStack() as stack:
         gathered: Iterator[WeightBucket] = iter(())
         if ranks is None:
@@ -377,7 +377,7 @@ def publish_weights(
             opened = publisher.open(
                 targets, update, deadline_s=deadline_s, num_needed=num_needed, staged=publisher.staged
             )
-            report = opened.send(require_announced(sending.buckets_of(update), update))
+            report = opened.send(_until_lost(require_announced(sending.buckets_of(update), update), opened))
             sending.is_applied = all(part.outcome is EndpointOutcome.APPLIED for part in report.endpoints)
     if not report.succeeded:
         whom = "every endpoint" if quorum is None else f"{quorum} endpoints"
@@ -385,11 +385,20 @@ def publish_weights(
     return report
 
 
+def _until_lost(parts: Iterator[WeightBucket], opened: OpenPublish) -> Iterator[WeightBucket]:
+    """Yield the parts; if another rank fails, end the publish, whose report then states why."""
+    try:
+        yield from parts
+    except TransferError as error:
+        opened.end(str(error))
+
+
 def _sharing_ranks(
     source: WeightSource,
     publisher: WeightPublisher,
     targets: Mapping[InferenceEndpoint, Capabilities],
     bucket_bytes: int,
+    deadline_s: float,
 ) -> RankSenders | None:
     """Return the ranks if each of them is to send what it holds, else None; rank 0 then notifies the others."""
     ranks = publisher.ranks
@@ -397,7 +406,7 @@ def _sharing_ranks(
         return None
     if source is ranks.source and ranks.source.shardings() and all(can.sharded for can in targets.values()):
         return ranks
-    ranks.gather(bucket_bytes)
+    ranks.gather(bucket_bytes, deadline_s)
     return None
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -45,10 +47,8 @@ from inflight.wire import (
 T = TypeVar("T")
 _SLACK_S = 30.0
 """How much longer than a deadline the other ranks wait for the next order: rank 0 cleans up before it gives it."""
-
-
-_ANSWER_S = 1.0
-"""The shortest time that ranks have for an answer."""
+_ANSWER_S = 2.0
+"""How much longer than the deadline rank 0 waits for answers: what the ranks do ends on its own at the deadline."""
 
 
 class GatherOrder(WireModel):
@@ -134,7 +134,9 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
         self._is_delta = delta
         self._is_sending = self._has_others = self._is_lost = False
         self._bucket_bytes = DEFAULT_BUCKET_BYTES
-        self._deadline_s = 0.0
+        self._deadline_s = self._deadline = 0.0
+        self._lock = threading.Lock()
+        """Held while ranks exchange: a call that a publish has abandoned may still be doing so."""
 
     @property
     def is_collective(self) -> bool:
@@ -197,36 +199,44 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
         self._has_others, self._is_lost = False, True
         self._own.abort()
 
-    def gather(self, bucket_bytes: int) -> None:
+    def gather(self, bucket_bytes: int, deadline_s: float) -> None:
         """Let the other ranks take part in gathering whole tensors."""
-        self._order(GatherOrder(bucket_bytes=bucket_bytes), _SLACK_S)
+        self._deadline = time.monotonic() + deadline_s
+        self._order(GatherOrder(bucket_bytes=bucket_bytes))
 
     @contextlib.contextmanager
     def sending(self, bucket_bytes: int, deadline_s: float) -> Iterator[PartsInSending]:
         """Let every rank send its parts of the next update; the exit ends it on all ranks."""
         self._is_sending, self._is_lost = True, False
         self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
+        self._deadline = time.monotonic() + deadline_s
         sending = PartsInSending(self._parts)
         try:
             yield sending
         finally:
-            self._is_sending = False
             sending.close()
             with contextlib.suppress(TransferError):  # a rank that is gone has been reported
                 self._order(EndOrder(is_applied=sending.is_applied, leaves=self._is_lost))
 
     def _parts(self, update: WeightUpdate) -> Generator[WeightBucket, None, None]:
         num_left = len(update.buckets)
-        self._order(PartOrder(timeout_s=self._deadline_s))
+        self._order(PartOrder(timeout_s=self._remaining_s()))
         with contextlib.closing(self.source.local_weights(update.buckets)) as local:
             for bucket in local:
                 num_left -= 1
-                answers = self._order(PartOrder(timeout_s=self._deadline_s) if num_left else AnswerOrder())
+                answers = self._order(PartOrder(timeout_s=self._remaining_s()) if num_left else AnswerOrder())
                 yield replace(bucket, others=tuple(answer.sent or SentBytes() for answer in answers))
 
-    def _order(self, order: Order, timeout_s: float | None = None) -> list[Answer]:
+    def _remaining_s(self) -> float:
+        return max(0.001, self._deadline - time.monotonic())
+
+    def _order(self, order: Order) -> list[Answer]:
         """Give an order; return the other ranks' answers to the previous one. Raises `TransferError` for an error."""
-        texts = self.source.exchange(order.model_dump_json().encode(), timeout_s or max(self._deadline_s, _ANSWER_S))
+        with self._lock:
+            if not self._is_sending and not isinstance(order, GatherOrder):
+                raise TransferError("the publish has ended")
+            self._is_sending = self._is_sending and not isinstance(order, EndOrder)
+            texts = self.source.exchange(order.model_dump_json().encode(), self._remaining_s() + _ANSWER_S)
         answers = [_parse(Answer.model_validate_json, text) for text in texts[1:]]
         for rank, answer in enumerate(answers, start=1):
             if answer.error is not None:
