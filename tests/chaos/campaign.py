@@ -6,6 +6,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ class Campaign:
     transport: Transport | None = None
     num_processes: int = 1
     num_senders: int = 1
+    deadline_scale: float = 1.0
 
     def seeds(self, number: int) -> range:
         """Return the seeds that process ``number`` runs, in their order."""
@@ -48,7 +50,7 @@ def work(campaign: Campaign, number: int, results: Connection) -> None:
     from tests.chaos.embedded import EmbeddedTestbed
 
     torch.set_num_threads(1)
-    with EmbeddedTestbed() as testbed:
+    with EmbeddedTestbed(campaign.deadline_scale) as testbed:
         for seed in campaign.seeds(number):
             results.send(judged(seed, testbed, campaign.transport, campaign.num_senders))
     results.close()
@@ -100,21 +102,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first schedule")
     parser.add_argument("--transport", choices=TRANSPORTS)
     parser.add_argument("--senders", type=int, default=1, choices=(1, 2), help="trainer ranks that send weights")
+    parser.add_argument("--deadline-scale", type=float, default=1.0, help="factor on every deadline")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="file to which the statistics are written")
     options = parser.parse_args(arguments)
-    campaign = Campaign(options.schedules, options.seed, options.transport, options.processes, options.senders)
+    campaign = Campaign(
+        options.schedules,
+        options.seed,
+        options.transport,
+        options.processes,
+        options.senders,
+        options.deadline_scale,
+    )
     started, found, num_failed = time.monotonic(), [], 0
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    for result in results_of(campaign):
-        found.append(result)
-        num_failed += bool(result.problems)
-        if len(found) % 10 == 0 or result.problems or len(found) == campaign.num_schedules:
-            each_s = (time.monotonic() - started) / len(found)
-            counts = f"{len(found)} of {campaign.num_schedules} schedules, {num_failed} failed, {each_s:.2f} s each"
-            print(counts, file=sys.stderr, flush=True)
-    figures = summary(found, INSIDE, time.monotonic() - started, options.senders)
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    print(text_of(figures, f"python -m tests.chaos --senders {options.senders}"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        for result in results_of(campaign):
+            found.append(result)
+            num_failed += bool(result.problems)
+            for problem in result.problems:
+                print(f"{result.plan}: {problem}", file=sys.stderr)
+            if len(found) % 10 == 0 or result.problems or len(found) == campaign.num_schedules:
+                each_s = (time.monotonic() - started) / len(found)
+                counts = f"{len(found)} of {campaign.num_schedules} schedules, {num_failed} failed, {each_s:.2f} s each"
+                print(counts, file=sys.stderr, flush=True)
+    finally:  # an interrupted campaign also prints its figures
+        figures = summary(found, INSIDE, time.monotonic() - started, options.senders)
+        if options.json is not None:
+            options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        print(text_of(figures, f"python -m tests.chaos --senders {options.senders}"))
     return 0 if len(found) == campaign.num_schedules and not figures["failed"] else 1

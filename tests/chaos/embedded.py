@@ -229,11 +229,11 @@ class EmbeddedTestbed(Testbed):
 
     kinds = INSIDE
     num_servers = 3
-    scale = 1.0
     start_s = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
         register_slot_attention()
+        self.scale = scale
         self.directory = Path(tempfile.mkdtemp(prefix="inflight-chaos-"))
         self.checkpoint = self.directory / "checkpoint"
         make_checkpoint(self.checkpoint)

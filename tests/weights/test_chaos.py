@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 from collections import deque
@@ -14,18 +15,35 @@ import torch
 
 from inflight.conformance.fleet.campaign import summary
 from inflight.conformance.fleet.palette import CHECKPOINT, FROZEN, Shade
-from inflight.conformance.fleet.plan import INSIDE, OUTSIDE, SENDER, TRANSPORTS, Kind, UpdateStep, fault_plan, sites
+from inflight.conformance.fleet.plan import (
+    INSIDE,
+    OUTSIDE,
+    RANK,
+    SENDER,
+    TRANSPORTS,
+    Kind,
+    Transport,
+    UpdateStep,
+    fault_plan,
+    sites,
+)
 from inflight.conformance.fleet.proxy import TcpProxy
 from inflight.conformance.fleet.schedule import run_schedule
+from inflight.contracts import WeightReceiver
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.sequences import Sequence
+from inflight.errors import TransferError
 from inflight.types import PublishReport
 from inflight.weights.encode.bucket_bytes import decode, encode, pack, unpack
+from inflight.weights.encode.parts import views_of
+from inflight.weights.receive import staging
 from inflight.weights.receive.staging import Staging
 from inflight.weights.receive.states import UpdateStateMachine
 from inflight.weights.send.module import tensor_spec
-from inflight.wire import VersionSpan
+from inflight.weights.send.ranks import EndOrder, RankSenders
+from inflight.weights.transports.several import SeveralReceivers
+from inflight.wire import BucketSpec, Manifest, VersionSpan
 from tests.chaos import dying
 from tests.chaos.campaign import Campaign, results_of
 from tests.chaos.embedded import EmbeddedTestbed, digest
@@ -68,8 +86,17 @@ def test_every_step_of_every_transport_is_struck_in_every_way_by_a_campaign(kind
         for fault in fault_plan(seed, 3, transport, kinds=kinds).faults
     }
     assert planned == {(transport, *site) for transport in TRANSPORTS for site in sites(transport, kinds)}
-    assert {step for _, step, _ in planned} == set(UpdateStep)
-    assert {kind for _, _, kind in planned} == set(Kind) - ((INSIDE | OUTSIDE) - kinds)
+    of_rank = {step for step in UpdateStep if step.startswith("rank")}
+    assert {step for _, step, _ in planned} == set(UpdateStep) - of_rank
+    assert {kind for _, _, kind in planned} == set(Kind) - ((INSIDE | OUTSIDE) - kinds) - {Kind.UNLINK, Kind.COME_BACK}
+
+
+def test_every_step_of_rank_1_is_struck_first_in_every_way_by_a_campaign_of_two_senders() -> None:
+    every = [site for site in sites("http", num_senders=2) if site not in sites("http")]
+    firsts = [fault_plan(seed, 3, "http", num_senders=2).faults[0] for seed in range(3, 3 + 4 * len(every), 4)]
+    assert {(fault.step, fault.kind) for fault in firsts} == set(every)
+    assert {fault.endpoint for fault in firsts} == {RANK}
+    assert {step for step, _ in every} == {step for step in UpdateStep if step.startswith("rank")}
 
 
 def test_every_shade_differs_in_every_tensor_and_travels_exactly_in_every_encoding(testbed: EmbeddedTestbed) -> None:
@@ -130,15 +157,42 @@ def test_no_schedule_of_a_small_campaign_fails() -> None:
     assert all({"returned", "PublishError"} <= set(counts) for counts in figures["outcomes"].values())
 
 
+def of_rank(kind: Kind, step: UpdateStep, transport: Transport) -> int:
+    """The first seed whose plan strikes rank 1 in this way, once, and in the first publish."""
+    for seed in range(4000):
+        (first, *others) = fault_plan(seed, 3, transport, num_senders=2).faults
+        if not others and (first.kind, first.step, first.occurrence) == (kind, step, 0):
+            return seed
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "transport"),
+    [
+        (Kind.KILL, UpdateStep.RANK_ANSWER, "http"),
+        (Kind.CORRUPT, UpdateStep.RANK_SEND, "shm"),
+        (Kind.UNLINK, UpdateStep.RANK_LAST, "gloo"),
+        pytest.param(Kind.COME_BACK, UpdateStep.RANK_SEND, "gloo", marks=pytest.mark.exhaustive),
+        pytest.param(Kind.STOP, UpdateStep.RANK_ENCODE, "http", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_trainer_of_two_senders_outlasts_a_fault_of_the_second(
+    kind: Kind, step: UpdateStep, transport: Transport, testbed: EmbeddedTestbed
+) -> None:
+    result = run_schedule(of_rank(kind, step, transport), testbed, transport, num_senders=2)
+    assert not result.problems
+    assert result.injected == ((step, kind),)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Broken libraries
 
 
-def seeds_with(kind: Kind, steps: tuple[UpdateStep, ...]) -> list[int]:
+def seeds_with(kind: Kind, steps: tuple[UpdateStep, ...], num_senders: int = 1) -> list[int]:
     """Seeds whose plan strikes so first."""
 
     def first(seed: int) -> tuple[UpdateStep, Kind]:
-        fault = fault_plan(seed, 3, TRANSPORTS[seed % len(TRANSPORTS)]).faults[0]
+        fault = fault_plan(seed, 3, TRANSPORTS[seed % len(TRANSPORTS)], num_senders=num_senders).faults[0]
         return fault.step, fault.kind
 
     return [seed for seed in range(2000) if first(seed)[1] is kind and first(seed)[0] in steps]
@@ -256,6 +310,70 @@ def test_a_campaign_finds_a_library_that_would(
     mutate(monkeypatch)
     tried = seeds_with(kind, steps)[:MOST_TRIES]
     problems = next(filter(None, (run_schedule(seed, testbed).problems for seed in tried)), ())
+    assert problems, tried
+    require_no_crash("\n".join(problems))
+
+
+def commit_without_the_part_of_a_rank(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SeveralReceivers, "of_each", lambda self, call: call(0, self.receivers[0]))
+
+
+def swallow_the_failure_of_a_rank(patch: pytest.MonkeyPatch) -> None:
+    def forgiving(self: SeveralReceivers, call: Callable[[int, WeightReceiver], None]) -> None:
+        for it in enumerate(self.receivers):
+            with contextlib.suppress(TransferError):
+                call(*it)
+
+    patch.setattr(SeveralReceivers, "of_each", forgiving)
+
+
+def put_every_part_first(patch: pytest.MonkeyPatch) -> None:
+    def shifted(flat: torch.Tensor, manifest: Manifest, bucket: BucketSpec, sender: int) -> list[torch.Tensor]:
+        views = views_of(flat, manifest, bucket, sender)
+        sizes = [view.numel() for view in views]
+        return list(flat[: sum(sizes)].split(sizes)) if sizes else []
+
+    patch.setattr(staging, "views_of", shifted)
+
+
+def skip_the_checksum_of_parts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(staging, "checksum_as", lambda announced, *_: announced)
+
+
+def wait_for_ranks_without_a_deadline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RankSenders, "_remaining_s", lambda self: 60.0)
+
+
+def leave_the_other_ranks_in_a_publish(patch: pytest.MonkeyPatch) -> None:
+    order = RankSenders._order
+    patch.setattr(RankSenders, "_order", lambda self, given: [] if isinstance(given, EndOrder) else order(self, given))
+
+
+RANK_MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Kind, tuple[UpdateStep, ...]]] = [
+    (commit_without_the_part_of_a_rank, Kind.DELAY, (UpdateStep.RANK_BEGIN,)),
+    (swallow_the_failure_of_a_rank, Kind.CORRUPT, (UpdateStep.RANK_SEND,)),
+    (put_every_part_first, Kind.DELAY, (UpdateStep.RANK_BEGIN,)),
+    (skip_the_checksum_of_parts, Kind.CORRUPT, (UpdateStep.RANK_SEND,)),
+    (wait_for_ranks_without_a_deadline, Kind.COME_BACK, (UpdateStep.RANK_ENCODE, UpdateStep.RANK_ANSWER)),
+    (leave_the_other_ranks_in_a_publish, Kind.DELAY, (UpdateStep.RANK_BEGIN,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("mutate", "kind", "steps"),
+    first_of_each(RANK_MUTANTS, lambda mutant: "any"),
+    ids=[mutant[0].__name__ for mutant in RANK_MUTANTS],
+)
+def test_a_campaign_of_two_senders_finds_a_library_that_would(
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    kind: Kind,
+    steps: tuple[UpdateStep, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    testbed: EmbeddedTestbed,
+) -> None:
+    mutate(monkeypatch)
+    tried = seeds_with(kind, steps, num_senders=2)[:MOST_TRIES]
+    problems = next(filter(None, (run_schedule(seed, testbed, num_senders=2).problems for seed in tried)), ())
     assert problems, tried
     require_no_crash("\n".join(problems))
 

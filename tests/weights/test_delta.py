@@ -192,6 +192,18 @@ def test_a_snapshot_moves_from_update_to_update_by_deltas_of_the_trainers_own_te
     assert torch.equal(snapshot.flat(0), pack(other))
 
 
+@pytest.mark.parametrize("num_elements", [0, 1])
+def test_what_is_smaller_than_a_delta_is_sent_whole(num_elements: int) -> None:
+    """A rank may hold nothing of a bucket, or a part that is smaller than the header of a delta."""
+    specs = (TensorSpec(name="part", dtype="float32", shape=(num_elements,)),)
+    snapshot, update = Snapshot(), make_update()
+    snapshot.begin(update)
+    snapshot.encode(0, [torch.zeros(num_elements)], specs)
+    snapshot.begin(update.model_copy(update={"base": update.ref}))
+    assert snapshot.encode(0, [torch.zeros(num_elements)], specs) is None
+    assert snapshot.flat(0).numel() == 4 * num_elements
+
+
 def test_more_changes_than_are_worth_sending_give_no_patch() -> None:
     runs = (ElementRun(2, 100), ElementRun(4, 50))
     base = torch.zeros(400, dtype=torch.uint8)

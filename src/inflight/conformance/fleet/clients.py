@@ -16,8 +16,6 @@ from inflight.conformance.fleet.servers import TestedServer
 from inflight.errors import InflightError, PoisonedError, UnreachableError
 from inflight.wire import Capabilities, GenerateRequest, GenerateResponse, SamplingParams
 
-_PAUSE_S = 0.1
-
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
@@ -38,8 +36,12 @@ async def converse(
     vocab_size: int,
     is_over: threading.Event,
     conversations: list[Exchange],
+    pause_s: float,
 ) -> None:
-    """Send one request after another until ``is_over`` is set, and append each that has ended to ``conversations``."""
+    """Send one request after another until ``is_over`` is set, and append each that has ended to ``conversations``.
+
+    ``pause_s`` is the time between them.
+    """
     server = endpoint.server
     while not is_over.is_set():
         request = GenerateRequest(
@@ -55,7 +57,7 @@ async def converse(
             error = raised
         saw_break = not was_up or num_breaks != server.num_breaks
         conversations.append(Exchange(server, request, response, error, saw_break))
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(pause_s)
 
 
 def problems_of(conversation: Exchange, palette: Palette, capabilities: Capabilities, *, may_abort: bool) -> list[str]:

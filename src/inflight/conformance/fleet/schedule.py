@@ -26,6 +26,8 @@ from inflight.errors import ConfigError
 _END_S = 15.0
 """Time limit for clients to end their last request, in seconds."""
 _FINAL_DEADLINE_S = 10.0
+_PAUSES_S = (0.1, 1.0)
+"""Time between the requests of a client, by the number of the trainers' ranks, which need the cores as well."""
 _RANKS_SCALE = 3.0
 """Factor on the deadlines of trainers with two ranks, which exchange messages for each bucket."""
 _PAUSE_SLACK_S = 3.0  # the machine may be busy with other schedules
@@ -108,7 +110,13 @@ class _Schedule:
             name, vocab_size = f"client-{self._plan.seed}-{i}", self._testbed.capabilities.vocab_size
             self._conversations.append([])
             talk = converse(
-                endpoint, name, random.Random(random_.random()), vocab_size, self._is_over, self._conversations[i]
+                endpoint,
+                name,
+                random.Random(random_.random()),
+                vocab_size,
+                self._is_over,
+                self._conversations[i],
+                _PAUSES_S[self._settings.num_senders - 1],
             )
             self._tasks.append(self._loop.start(talk))
         for server in servers:

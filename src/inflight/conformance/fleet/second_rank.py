@@ -133,9 +133,9 @@ class SecondRank:
         """Answer which fault is due; kill or stop the process before the answer, or a moment after it."""
         is_signal = fault is not None and fault.kind in (Kind.KILL, Kind.STOP, Kind.COME_BACK)
         if fault is None or not is_signal:
-            if fault is not None and fault.kind is Kind.KILL_TRAINER:
+            if is_trainer := fault is not None and fault.kind is Kind.KILL_TRAINER:
                 self._trainer_is_dead.set()
-            self._answer(fault)
+            self._answer(None if is_trainer else fault)
             return
         if fault.num_calls % 2 and fault.kind is not Kind.COME_BACK:
             self._answer(None)
