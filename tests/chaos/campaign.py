@@ -131,5 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = summary(found, INSIDE, time.monotonic() - started, options.senders)
         if options.json is not None:
             options.json.write_text(json.dumps(figures, indent=2) + "\n")
-        print(text_of(figures, f"python -m tests.chaos --senders {options.senders}"))
+        again = f"python -m tests.chaos --senders {options.senders} --deadline-scale {options.deadline_scale:g}"
+        print(text_of(figures, again if options.transport is None else f"{again} --transport {options.transport}"))
     return 0 if len(found) == campaign.num_schedules and not figures["failed"] else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 
 import torch
@@ -49,11 +50,9 @@ class SeveralReceivers(WeightReceiver):
 
         Raises the first error at once. The other calls end when the group is left.
         """
-        first, *others = enumerate(self.receivers)
-        calls = [start_in_thread(partial(call, *it), "inflight-receive-part") for it in others]
-        call(*first)
-        for pending in calls:
-            pending.result()
+        calls = [start_in_thread(partial(call, *it), "inflight-receive-part") for it in enumerate(self.receivers)]
+        for ended in wait(calls, return_when=FIRST_EXCEPTION).done:
+            ended.result()
 
     def abort(self) -> None:
         for receiver in self.receivers:
