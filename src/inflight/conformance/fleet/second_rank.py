@@ -52,7 +52,7 @@ class SecondRank:
         here, there = context.Pipe()
         self._control, control = context.Pipe()
         settings = RankSettings(transport, frozen, self._directory)
-        self._process = context.Process(target=run_rank, args=(there, control, settings), name="inflight-fleet-rank")
+        self._process = context.Process(target=run_rank, args=(there, control, settings), daemon=True)
         self._process.start()
         there.close()
         control.close()
