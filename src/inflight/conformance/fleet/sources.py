@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -67,7 +67,7 @@ class ShardedShadeSource(ShadeSource, ShardedWeightSource):
     def shardings(self) -> Sequence[Sharding]:
         return [sharding(i, spec.shape) for i, spec in enumerate(self._specs)] if self.is_sharded else []
 
-    def local_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
         shardings = self.shardings()
         for bucket in buckets:
             self._reach("encode", bucket.index)

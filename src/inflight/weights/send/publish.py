@@ -33,6 +33,8 @@ _REFUSAL_GRACE_S = 1.0
 """How long to wait for the other endpoints' answers to the request after one has refused it."""
 _COLLECTIVE_GRACE_S = 0.1
 """How much longer receiving may take than sending: in a collective, an endpoint may be waiting only for another one."""
+_SHARE_OF_PARTS = 0.9
+"""Share of the remaining time in which an endpoint has to receive the parts of a bucket."""
 CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 """The errors of sending once either end of a stream is closed."""
 
@@ -271,7 +273,8 @@ class Publish:
     async def _send_one(self, bucket: WeightBucket) -> None:
         """Send a bucket, and ask every endpoint to receive it; return when each has received the previous bucket."""
         timeout_s = self._remaining_s()
-        transfer = bucket_transfer(bucket, self._update.ref, timeout_s)
+        # An endpoint knows which of several senders it waits for: its error should arrive before the deadline.
+        transfer = bucket_transfer(bucket, self._update.ref, timeout_s * (_SHARE_OF_PARTS if bucket.others else 1.0))
 
         async def offer(feed: MemoryObjectSendStream[BucketTransfer]) -> None:
             with contextlib.suppress(*CLOSED):  # the endpoint no longer takes part
