@@ -37,6 +37,9 @@ Proxy = Callable[["PlayingEpisode", str], AbstractAsyncContextManager[str]]
 T = TypeVar("T")
 
 _MAX_WHY = 500
+_MAX_TURNS = 10_000
+_MAX_PROMPT_TOKENS = 1 << 26
+"""Of all turns of an episode, each of which keeps its whole prompt: half a gigabyte."""
 _LATE_S = 1.0
 
 
@@ -166,6 +169,11 @@ class PlayingEpisode(Episode):
     ) -> GenerateRequest:
         if self._is_over:
             raise InvalidRequestError("the episode has ended: no further turn can be sampled")
+        if len(self.recording) >= _MAX_TURNS or self.recording.num_prompt_tokens > _MAX_PROMPT_TOKENS:
+            raise ContextFullError(
+                f"the episode has {len(self.recording)} turns with {self.recording.num_prompt_tokens} prompt tokens, "
+                f"but may have {_MAX_TURNS} turns and {_MAX_PROMPT_TOKENS} prompt tokens, so end it earlier"
+            )
         sampling = sampling or self.sampling
         room = self.max_tokens - len(prompt_token_ids)
         if room < 1:

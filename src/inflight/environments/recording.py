@@ -93,6 +93,7 @@ class EpisodeRecording:
 
     def __init__(self) -> None:
         self._calls: list[RecordedCall] = []
+        self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -115,6 +116,7 @@ class EpisodeRecording:
                 span=span,
             )
         )
+        self.num_prompt_tokens += len(prompt_token_ids)
         return len(self._calls) - 1
 
     def describe(self, number: int, *, model: str, has_tools: bool) -> None:

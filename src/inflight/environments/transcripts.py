@@ -15,6 +15,7 @@ from typing import Any
 from inflight.environments.tools.tool_calls import split_tool_calls
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.model.images import ImageProcessor, as_parts, image_urls_of, refuse_images, text_of
+from inflight.model.long_texts import tokenise
 from inflight.types import Message, Tool, ToolCall
 from inflight.wire import PromptImage
 
@@ -79,23 +80,27 @@ class ChatTemplate:
     def takes_images(self) -> bool:
         return self._images is not None
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """Return the prompt of a new conversation. Raises `InvalidRequestError` if the template refuses it."""
+    def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = (), max_tokens: int | None = None) -> Prompt:
+        """Return the prompt of a new conversation.
+
+        Raises `InvalidRequestError` if the template refuses it, or if a long text cannot fit in ``max_tokens``.
+        """
         text = self._render(messages, tools)
-        token_ids, images = self._placed(self._encode(text, is_start=True), messages)
+        token_ids, images = self._placed(self._encode(text, max_tokens, is_start=True), messages)
         return Prompt(tuple(messages), tuple(tools), text, token_ids, images)
 
-    def following(self, before: Transcript, messages: Sequence[Message]) -> Prompt:
+    def following(self, before: Transcript, messages: Sequence[Message], max_tokens: int | None = None) -> Prompt:
         """Return the prompt that continues a conversation with further messages. Raises as `opening`."""
         everything = (*before.messages, *messages)
         text = self._render(everything, before.tools)
         if not text.startswith(before.text):
-            return self._fresh(everything, before, text, _difference(before.text, text))
-        added = self._encode(text[len(before.text) :], is_start=False)
+            return self._fresh(everything, before, text, _difference(before.text, text), max_tokens)
+        added = self._encode(text[len(before.text) :], max_tokens, is_start=False)
         if before.is_ended:
             if added[:1] != before.token_ids[-1:]:
                 ended = self._decoded([before.token_ids[-1]])
-                return self._fresh(everything, before, text, f"the template does not end the turn with {ended!r}")
+                why = f"the template does not end the turn with {ended!r}"
+                return self._fresh(everything, before, text, why, max_tokens)
             added = added[1:]
         added, images = self._placed(added, messages, start=len(before.token_ids))
         return Prompt(everything, before.tools, text, before.token_ids + added, before.images + images)
@@ -117,9 +122,9 @@ class ChatTemplate:
         """Return the text of each token, decoded on its own."""
         return [self._decoded([token_id]) for token_id in token_ids]
 
-    def encoded(self, text: str, *, is_start: bool) -> tuple[int, ...]:
-        """Return the tokens of plain text, at the start of a stream or after other tokens."""
-        return self._encode(text, is_start=is_start)
+    def encoded(self, text: str, max_tokens: int, *, is_start: bool) -> tuple[int, ...]:
+        """Return the tokens of plain text, at the start of a stream or after other tokens. Raises as `opening`."""
+        return self._encode(text, max_tokens, is_start=is_start)
 
     def check_known(self, token_ids: Sequence[int]) -> None:
         """Raise `InvalidRequestError` unless the tokenizer knows every one of these tokens."""
@@ -146,8 +151,10 @@ class ChatTemplate:
         """Return whether the last token ended the turn, and is therefore not part of the reply."""
         return finish_reason == "stop" and len(token_ids) > 0 and token_ids[-1] in self._special_ids
 
-    def _fresh(self, messages: tuple[Message, ...], before: Transcript, text: str, why: str) -> Prompt:
-        token_ids, images = self._placed(self._encode(text, is_start=True), messages)
+    def _fresh(
+        self, messages: tuple[Message, ...], before: Transcript, text: str, why: str, max_tokens: int | None
+    ) -> Prompt:
+        token_ids, images = self._placed(self._encode(text, max_tokens, is_start=True), messages)
         return Prompt(messages, before.tools, text, token_ids, images, why)
 
     def _placed(
@@ -185,17 +192,17 @@ class ChatTemplate:
         except Exception as error:  # templates may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
 
-    def _encode(self, text: str, *, is_start: bool) -> tuple[int, ...]:
+    def _encode(self, text: str, max_tokens: int | None, *, is_start: bool) -> tuple[int, ...]:
         """Return the tokens of a text that the template wrote, which names its special tokens itself.
 
         Some tokenizers put a space before every text. A continuation of a text is then encoded after a special token.
         """
         special = is_start and not self._tokenizer.chat_template
-        token_ids = tuple(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        token_ids = tuple(tokenise(self._tokenizer, text, max_tokens, add_special_tokens=special))
         anchor = self._tokenizer.eos_token
         if is_start or not text or anchor is None or self._is_text_of(token_ids, text):
             return token_ids
-        behind = tuple(self._tokenizer(anchor + text, add_special_tokens=False)["input_ids"])
+        behind = tuple(tokenise(self._tokenizer, anchor + text, max_tokens))
         return behind[1:] if behind[:1] == (self._tokenizer.eos_token_id,) else token_ids
 
     def _is_text_of(self, token_ids: Sequence[int], text: str) -> bool:

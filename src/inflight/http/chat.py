@@ -27,6 +27,9 @@ from inflight.wire import (
     PromptImage,
 )
 
+_MOST_LOGPROBS = 64 * 1024
+"""Tokens whose text, bytes and logprob one answer lists, at about a kilobyte each."""
+
 
 def check_chat(request: ChatCompletionRequest, can: Capabilities) -> None:
     """Raise `UnsupportedError` if the endpoint does not support chat, or images where messages have some.
@@ -52,6 +55,15 @@ def generate_request_of(
         )
     except pydantic.ValidationError as error:
         raise InvalidRequestError(describe_problems(error)) from error
+
+
+def check_logprobs(request: ChatCompletionRequest, max_tokens: int) -> None:
+    """Raise `InvalidRequestError` if completions of ``max_tokens`` have too many logprobs for one answer."""
+    if request.logprobs and request.n * max_tokens > _MOST_LOGPROBS:
+        raise InvalidRequestError(
+            f"logprobs=true lists the text of each token, of at most {_MOST_LOGPROBS}: {request.n} completions of up "
+            f"to {max_tokens} tokens are more; lower n or max_tokens, or read token_logprobs, which every answer has"
+        )
 
 
 def before_stop(text: str, stop: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 from collections.abc import Iterator
@@ -71,6 +72,7 @@ class InLoopServer:
 
     async def aclose(self) -> None:
         """Return once the server has ended and has sent its last answers. Raises the error that ended it, if any."""
+        gc.unfreeze()
         self._server.should_exit = True
         await self._serving
 
@@ -86,4 +88,5 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         await super().startup(sockets)
+        gc.freeze()  # else the collector walks them again and again for a client's many small objects
         self._is_started.set()

@@ -10,12 +10,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from inflight.base.tasks import cancel_and_wait
+from inflight.http.bodies import parse_body
+from inflight.http.structure import check_structure
 
 T = TypeVar("T")
 
 
-async def content_of(request: Request, max_body_bytes: int) -> bytes:
-    """Return a body. Reads no more than ``max_body_bytes``, and raises `HTTPException` 413 for a longer one."""
+async def content_of(request: Request, max_body_bytes: int, *, is_trusted: bool = False) -> bytes:
+    """Return a body. Reads no more than ``max_body_bytes``, and raises `HTTPException` 413 for a longer one.
+
+    Unless it is trusted, a body whose JSON would take much more memory than its bytes is refused with 400.
+    """
     refuse_length(request, max_body_bytes)
     parts, size_bytes = [], 0
     async for part in request.stream():
@@ -23,7 +28,13 @@ async def content_of(request: Request, max_body_bytes: int) -> bytes:
         if size_bytes > max_body_bytes:
             raise _too_long(request, f"more than {max_body_bytes}", max_body_bytes)
         parts.append(part)
-    return b"".join(parts)
+    content = b"".join(parts)
+    if not is_trusted:
+        try:
+            await parse_body(lambda it: check_structure(it, max_body_bytes), content)
+        except ValueError as error:
+            raise HTTPException(400, f"the body of {request.url.path} is refused: {error}") from error
+    return content
 
 
 def refuse_length(request: Request, max_body_bytes: int) -> None:

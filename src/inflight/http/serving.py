@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import json
 import logging
@@ -118,10 +119,12 @@ class _Server(uvicorn.Server):
                 return
         await super().startup(sockets)
         self._watching = [asyncio.create_task(self._note_failure_of(call())) for call in self._while_serving]
+        gc.freeze()  # the model's objects: the collector would walk them again and again for a client's many small ones
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End all requests, then stop; after a failure, do not wait for requests that can no longer be answered."""
+        gc.unfreeze()
         await cancel_and_wait(*self._watching)
         if self._leave is not None and self.failure is None:
             await self._leave()

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.errors import InvalidRequestError
+from inflight.errors import ContextFullError, InvalidRequestError
 from inflight.http.chat import generate_request_of
 from inflight.http.streamed_text import StreamedText
 from inflight.model.images import ImageProcessor, as_parts, image_urls_of, text_of
+from inflight.model.long_texts import tokenise
 from inflight.wire import (
     ChatChunkChoice,
     ChatCompletionChunk,
@@ -26,6 +27,7 @@ class ChatFormat:
     """A Hugging Face tokenizer with a chat template. ``images`` is None if the model does not accept images."""
 
     tokenizer: Any
+    max_model_len: int
     images: ImageProcessor | None = None
 
     def render(self, request: ChatCompletionRequest) -> GenerateRequest:
@@ -40,7 +42,10 @@ class ChatFormat:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
-        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            token_ids = tokenise(self.tokenizer, text, self.max_model_len)
+        except ContextFullError as error:
+            raise InvalidRequestError(str(error)) from error
         if not urls:
             return generate_request_of(request, token_ids)
         assert self.images is not None

@@ -38,7 +38,7 @@ from inflight.errors import (
     PoisonedError,
     UnsupportedError,
 )
-from inflight.http.chat import chat_completion_of, check_chat
+from inflight.http.chat import chat_completion_of, check_chat, check_logprobs
 from inflight.model.images import ImageProcessor
 from inflight.types import EngineStats
 from inflight.weights.encode.transit import finished_on_weight_stream
@@ -392,9 +392,14 @@ class EmbeddedEndpoint(
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         generate_request = await asyncio.to_thread(self.chat_request, request)
         response = await self.generate(generate_request)
-        chat, sampled = self._chat_format(), [completion.token_ids for completion in response.completions]
-        pieces = [chat.pieces(token_ids) for token_ids in sampled] if request.logprobs else []
-        return chat_completion_of(request, generate_request, response, [chat.text(ids) for ids in sampled], pieces)
+        chat = self._chat_format()
+
+        def answer() -> ChatCompletion:
+            sampled = [completion.token_ids for completion in response.completions]
+            pieces = [chat.pieces(token_ids) for token_ids in sampled] if request.logprobs else []
+            return chat_completion_of(request, generate_request, response, [chat.text(it) for it in sampled], pieces)
+
+        return await asyncio.to_thread(answer)
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         generate_request = await asyncio.to_thread(self.chat_request, request)
@@ -408,7 +413,9 @@ class EmbeddedEndpoint(
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
         """Return the token request that a chat request is rendered to."""
         check_chat(request, self._capabilities)
-        return self._chat_format().render(request)
+        rendered = self._chat_format().render(request)
+        check_logprobs(request, self._engine.limits.max_tokens_of(rendered))
+        return rendered
 
     def _refuse_non_finite(self, logprobs: Iterable[float]) -> None:
         if not all(map(math.isfinite, logprobs)):

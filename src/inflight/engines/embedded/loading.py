@@ -84,7 +84,7 @@ def load_endpoint(
         compiler=compiler_for(chosen) if compile else None,
         drafts=DraftSource(drafts) if isinstance(drafts, str) else drafts,
     )
-    chat = ChatFormat(tokenizer, images) if tokenizer is not None and tokenizer.chat_template else None
+    chat = ChatFormat(tokenizer, longest, images) if tokenizer is not None and tokenizer.chat_template else None
     return EmbeddedEndpoint(engine, model, name=name or path.resolve().name, chat=chat, images=images)
 
 

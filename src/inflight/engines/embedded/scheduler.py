@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from inflight.engines.embedded.counters import EngineCounters
 from inflight.engines.embedded.sequences import EngineRequest, Sequence
 from inflight.engines.embedded.slots import Slot, SlotStore
 from inflight.engines.embedded.speculation import Speculation
-from inflight.errors import InvalidRequestError
+from inflight.errors import BusyError, InvalidRequestError
 from inflight.wire import FinishReason, PromptImage
 
 _MAX_PREFILL_TOKENS = 4096
 """Maximum number of prompt tokens in one forward: more would delay running sequences."""
+_MAX_WAITING = 16 * 1024
+"""Completions that may wait, at about a kilobyte each: a request of a hundred bytes asks for up to 1,024."""
+
+
+def _uniforms(seed: str | None) -> Callable[[], float]:
+    """Return a function that draws from [0, 1). Its state of 2.5 kB exists from the first draw on."""
+    draw: Callable[[], float] | None = None
+
+    def next_one() -> float:
+        nonlocal draw
+        draw = draw or random.Random(seed).random
+        return draw()
+
+    return next_one
 
 
 class SequenceScheduler:
@@ -41,9 +55,14 @@ class SequenceScheduler:
         if request.request_id in self.requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is already running; choose another id")
         params = request.sampling
+        if len(self.waiting) + params.n > _MAX_WAITING:
+            raise BusyError(
+                f"{len(self.waiting)} completions wait and {params.n} more are requested, at most {_MAX_WAITING} may "
+                "wait: send the request again later"
+            )
         for index in range(params.n):
             seed = f"{params.seed}:{index}" if params.seed is not None else None
-            request.sequences.append(Sequence(request, index, random.Random(seed).random))
+            request.sequences.append(Sequence(request, index, _uniforms(seed)))
             self._speculation.begin(request.sequences[-1])
         self.requests[request.request_id] = request
         self.waiting.extend(request.sequences)

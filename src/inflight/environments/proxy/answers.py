@@ -6,6 +6,7 @@ edits or compacts its context continues in a branch. What was sampled is never t
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -123,18 +124,19 @@ class Answers:
         """By the answer's id."""
         self._turns: dict[str, int] = {}
         """Number of each answer's turn, by its id."""
+        self._rendering = asyncio.Lock()
         self._num_requests = itertools.count()
         self._num_calls = itertools.count()
 
     async def answer(self, request: Request) -> Answer:
         """Return the answer to a request, once it is recorded."""
-        asked = self._asked(request)
+        asked = await self._prepare(request)
         number, completion = await self.episode.sample(asked.token_ids, self.role, asked.sampling, asked.images)
         return self._answered(asked, number, completion)
 
     async def stream(self, request: Request) -> AsyncGenerator[AnswerPiece | Answer, None]:
         """Yield an answer in pieces as it is sampled; the complete, recorded answer comes last."""
-        asked = self._asked(request)
+        asked = await self._prepare(request)
         text = StreamedText(self.episode.template.plain, asked.sampling.stop)
         sent = thought = ""
         num_prompt_tokens = len(asked.token_ids)
@@ -170,6 +172,11 @@ class Answers:
             self.episode.recording.reward(self._turns[request.turn], request.reward)
         else:
             raise InvalidRequestError(f"turn {request.turn!r} is not the id of an answer of this episode")
+
+    async def _prepare(self, request: Request) -> _PreparedRequest:
+        """Return a request, rendered and tokenised in a thread, one after the other."""
+        async with self._rendering:
+            return await asyncio.to_thread(self._asked, request)
 
     def _asked(self, request: Request) -> _PreparedRequest:
         number = next(self._num_requests)
@@ -226,9 +233,11 @@ class Answers:
         """Return the turn of a chat that ended with an answer, if there is one."""
         return self._chat_turns.get(answer_id)
 
-    def num_prompt_tokens(self, request: ChatRequest) -> int:
+    async def num_prompt_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens in a request's prompt. Samples and records nothing."""
-        return len(self._prompt(request)[1].token_ids)
+        async with self._rendering:
+            _, prompt = await asyncio.to_thread(self._prompt, request)
+        return len(prompt.token_ids)
 
     def _prompt(self, request: ChatRequest) -> tuple[list[bytes], Prompt]:
         """Return the history of a request, and its prompt."""
@@ -236,7 +245,7 @@ class Answers:
             [self._as_sampled(message) for message in request.messages] if request.is_converted else request.messages
         )
         messages = [rendered_message(message, number) for number, message in enumerate(given)]
-        tools, template = request.tools or (), self.episode.template
+        tools, template, most = request.tools or (), self.episode.template, self.episode.max_tokens
         history = history_of(messages, tools)
         found = self._histories.find(history)
         before = self.turn(request.continues or "")
@@ -248,9 +257,9 @@ class Answers:
                 "cannot be given"
             )
         if found is None:
-            return history, template.opening(messages, tools)
+            return history, template.opening(messages, tools, most)
         transcript, num_known = found
-        return history, template.following(transcript, messages[num_known:])
+        return history, template.following(transcript, messages[num_known:], most)
 
     def _as_sampled(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a message with its tool calls as they were sampled, because clients rewrite numbers and fields."""
@@ -283,7 +292,7 @@ class Answers:
             return None, tuple(prompt)
         known = [(text, token_ids) for text, token_ids in self._texts if prompt.startswith(text)]
         text, token_ids = max(known, key=lambda one: len(one[0]), default=("", ()))
-        token_ids += template.encoded(prompt[len(text) :], is_start=not token_ids)
+        token_ids += template.encoded(prompt[len(text) :], self.episode.max_tokens, is_start=not token_ids)
         if not token_ids:
             raise InvalidRequestError("prompt is empty: send a text or token ids")
         return prompt, token_ids

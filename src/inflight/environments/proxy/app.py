@@ -152,7 +152,7 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
 
     async def count_tokens(request: HttpRequest, served: ServedEpisode) -> Response:
         body = await _body(request, served, MessagesRequest)
-        return _json({"input_tokens": served.answers.num_prompt_tokens(body.as_chat())})
+        return _json({"input_tokens": await served.answers.num_prompt_tokens(body.as_chat())})
 
     async def responses(request: HttpRequest, served: ServedEpisode) -> Response:
         body = await _body(request, served, ResponsesRequest)

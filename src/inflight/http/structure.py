@@ -1,0 +1,43 @@
+"""Bounds what a JSON body makes of its bytes: a list or an object costs a parser a hundred times its two brackets.
+
+The bytes are counted before they are parsed. Brackets and quotes within texts are left out only if there are many.
+"""
+
+from __future__ import annotations
+
+_MOST_CONTAINERS = 2048
+_BYTES_OF_CONTAINER = 1024
+"""Longer bodies may hold one more list or object for each of these bytes."""
+_MOST_VALUES = 16 * 1024
+_BYTES_OF_VALUE = 16
+"""Longer bodies may hold one more value for each of these bytes, which is what routes allow for a token id."""
+_MOST_TEXTS = 4096
+_TEXTS_OF_CONTAINER = 16
+"""Texts, among them the keys of objects, that may come with each list or object."""
+
+
+def check_structure(content: bytes, max_body_bytes: int) -> None:
+    """Raise ``ValueError`` if a body of a route with this limit has more lists, objects or values than any request."""
+    most = _MOST_CONTAINERS + max_body_bytes // _BYTES_OF_CONTAINER
+    most_values = _MOST_VALUES + max_body_bytes // _BYTES_OF_VALUE
+    is_small = _num_containers(content) <= most and content.count(b",") <= most_values
+    if is_small and content.count(b'"') <= 2 * _MOST_TEXTS:
+        return
+    bare = content.replace(b"\\\\", b"").replace(b'\\"', b"")
+    num_texts = bare.count(b'"') // 2
+    if num_texts > _MOST_TEXTS + _TEXTS_OF_CONTAINER * most:  # else splitting it costs too much
+        raise ValueError(f"it has {num_texts} texts and keys, more than any request needs")
+    outside = b" ".join(bare.split(b'"')[::2])
+    num_containers, num_values = _num_containers(outside), outside.count(b",")
+    if num_containers > most:
+        raise ValueError(f"it has {num_containers} lists and objects, at most {most} are allowed")
+    if num_values > most_values:
+        raise ValueError(f"it has {num_values} values, at most {most_values} are allowed")
+    if num_texts > (allowed := _MOST_TEXTS + _TEXTS_OF_CONTAINER * num_containers):
+        raise ValueError(
+            f"it has {num_texts} texts and keys, at most {allowed} are allowed in {num_containers} lists and objects"
+        )
+
+
+def _num_containers(content: bytes) -> int:
+    return content.count(b"[") + content.count(b"{")

@@ -1,0 +1,52 @@
+"""Tokenises texts whose length clients choose, within the memory that a context is worth.
+
+A tokenizer needs a hundred bytes for each character and each token, so a text that cannot fit is refused before, and
+long ones are tokenised one at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from inflight.errors import ContextFullError
+
+LONG_TEXT = 16 * 1024
+"""Characters of a text that is counted before it is tokenised; shorter ones cost little."""
+_MOST_PER_TOKEN = 32
+"""Characters that tokens may have on average: texts have four, code has fewer."""
+_SLACK = 64
+"""Tokens that a cut through a text adds at most."""
+_one_at_a_time = threading.Lock()
+
+
+def tokenise(tokenizer: Any, text: str, max_tokens: int | None, *, add_special_tokens: bool = False) -> list[int]:
+    """Return the tokens of a text. Raises `ContextFullError` if it cannot fit in a context of ``max_tokens``.
+
+    A text that is little too long is still returned. Blocks: call it in a thread if the text is long.
+    """
+    if len(text) <= LONG_TEXT:
+        return _ids(tokenizer, text, add_special_tokens)
+    with _one_at_a_time:
+        if max_tokens is not None:
+            _refuse_too_long(tokenizer, text, max_tokens)
+        return _ids(tokenizer, text, add_special_tokens)
+
+
+def _refuse_too_long(tokenizer: Any, text: str, max_tokens: int) -> None:
+    num_tokens = 0
+    if len(text) <= LONG_TEXT + _MOST_PER_TOKEN * max_tokens:
+        for start in range(0, len(text), LONG_TEXT):
+            num_tokens += len(_ids(tokenizer, text[start : start + LONG_TEXT], False)) - _SLACK
+            if num_tokens > max_tokens:
+                break
+        else:
+            return
+    raise ContextFullError(
+        f"the rendered text of {len(text)} characters does not fit in the context of {max_tokens} tokens: shorten it"
+    )
+
+
+def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    return ids
