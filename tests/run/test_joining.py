@@ -93,7 +93,10 @@ def test_who_joins_is_listed_and_told_the_run() -> None:
     ("content", "token", "status", "says"),
     [
         (b'{"url": "http://10.0.0.7:8000"}', "wrong", 401, "the token is missing or wrong"),
-        (b'{"url": "10.0.0.7"}', "right", 400, "is not an endpoint"),
+        (b'{"url": "10.0.0.7"}', "right", 400, "url: it is neither an IP address nor a host name"),
+        (b'{"url": "http://a\\nb"}', "right", 400, "url: it contains characters that are not allowed"),
+        (b'{"url": "http://10.0.0.7:99999"}', "right", 400, "url: Port out of range"),
+        (b'{"url": "ftp://10.0.0.7:8000"}', "right", 400, "is not an endpoint"),
         (b'{"url": 7}', "right", 400, "url: Input should be a valid string (got 7)"),
         (b" " * 5000, "right", 413, "larger than 4096 bytes"),
     ],
@@ -102,6 +105,22 @@ def test_what_cannot_join_is_refused_and_not_listed(content: bytes, token: str, 
     answered, text, listed = asked("POST", content, token)
     assert (answered, listed) == (status, {})
     assert says in text
+
+
+def test_guests_that_have_left_are_forgotten() -> None:
+    now = [0.0]
+    desk = JoinServer("127.0.0.1:0", "right", "run", clock=lambda: now[0])
+
+    async def join() -> None:
+        url = await desk.open()
+        async with httpx.AsyncClient(base_url=url, headers={"authorization": "Bearer right"}) as client:
+            for port in range(8000, 8020):
+                await client.post("/v1/servers", json={"url": f"http://10.0.0.7:{port}"})
+                now[0] += 100.0
+        await desk.close()
+
+    asyncio.run(join())
+    assert len(desk._joined) == 6
 
 
 def test_a_server_that_falls_silent_is_listed_no_more() -> None:

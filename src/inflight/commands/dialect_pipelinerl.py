@@ -80,6 +80,7 @@ async def _serve(arguments: argparse.Namespace, token: str | None, listener: soc
 
     from inflight.base.threads import run_abandonable
     from inflight.dialects.pipelinerl.app import dialect_app
+    from inflight.http.connections import configure
     from inflight.http.kinds import connect_endpoint
 
     async def receive(message: Any) -> None:
@@ -102,7 +103,7 @@ async def _serve(arguments: argparse.Namespace, token: str | None, listener: soc
             is_ready=lambda: updates is None or updates.is_in_step,
         )
         host, port = listener.getsockname()[:2]
-        config = uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=2)
+        config = configure(app, listener, timeout_graceful_shutdown=2)
         server = uvicorn.Server(config)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))

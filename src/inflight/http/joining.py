@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, EndpointError, InflightError
 from inflight.http.bounded_client import BoundedClient
+from inflight.wire.fields import usable_url
 
 JOIN_PATH = "/v1/servers"
 RENEW_S = 2.0
@@ -27,7 +29,7 @@ class JoinRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: str
+    url: Annotated[str, Field(max_length=2048), AfterValidator(usable_url)]
     """Where the run reaches it."""
 
 

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from inflight.errors import ConfigError, InflightError
+from inflight.http.connections import BACKLOG, configure
 
 _PARTING_S = 2
 """How long answers in progress may take once the server ends."""
@@ -33,7 +34,7 @@ def bind(
     try:
         listener.bind((host, port))
         if listens:
-            listener.listen(2048)
+            listener.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
         reason = error.strerror if isinstance(error, OSError) else "no such port"
@@ -45,15 +46,7 @@ class InLoopServer:
     """A uvicorn server in the running event loop, which does not handle signals."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=60,
-            timeout_graceful_shutdown=_PARTING_S,
-            ws="none",
-        )
+        config = configure(app, listener, lifespan="off", timeout_keep_alive=60, timeout_graceful_shutdown=_PARTING_S)
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -18,8 +19,9 @@ from inflight.wire import PROTOCOL_VERSION, ErrorBody, TransportBody
 _REF = "#/components/schemas/{model}"
 
 
+@functools.cache
 def openapi_document() -> dict[str, Any]:
-    """Return the document as JSON-compatible values."""
+    """Return the document as JSON-compatible values, which are made once."""
     models = {model for route in ROUTES for model in (*_requests(route), route.response) if model is not None}
     models.add(ErrorBody)
     ordered = sorted(models, key=lambda model: model.__name__)

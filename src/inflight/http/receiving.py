@@ -15,20 +15,33 @@ from inflight.http.structure import check_structure
 
 T = TypeVar("T")
 
+_BODY_S = 20.0
+"""How long a body may take to arrive, plus the time of the longest one of its route at ``_SLOWEST_BYTES_S``."""
+_SLOWEST_BYTES_S = 1e6
+
 
 async def content_of(request: Request, max_body_bytes: int, *, is_trusted: bool = False) -> bytes:
     """Return a body. Reads no more than ``max_body_bytes``, and raises `HTTPException` 413 for a longer one.
 
-    Unless it is trusted, a body whose JSON would take much more memory than its bytes is refused with 400.
+    One that arrives too slowly is refused with 408. Unless it is trusted, so is a body of another content type, with
+    415, and one whose JSON would take much more memory than its bytes, with 400.
     """
     refuse_length(request, max_body_bytes)
     parts, size_bytes = [], 0
-    async for part in request.stream():
-        size_bytes += len(part)
-        if size_bytes > max_body_bytes:
-            raise _too_long(request, f"more than {max_body_bytes}", max_body_bytes)
-        parts.append(part)
+    limit_s = _BODY_S + max_body_bytes / _SLOWEST_BYTES_S
+    try:
+        async with asyncio.timeout(limit_s):
+            async for part in request.stream():
+                size_bytes += len(part)
+                if size_bytes > max_body_bytes:
+                    raise _too_long(request, f"more than {max_body_bytes}", max_body_bytes)
+                parts.append(part)
+    except TimeoutError:
+        raise HTTPException(408, f"the body of {request.url.path} did not arrive within {limit_s:.0f} s") from None
     content = b"".join(parts)
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content and not is_trusted and kind != "application/json":
+        raise HTTPException(415, f"the body of {request.url.path} is {kind[:80]!r}: send application/json")
     if not is_trusted:
         try:
             await parse_body(lambda it: check_structure(it, max_body_bytes), content)

@@ -199,5 +199,6 @@ STATUS_OF_CODE = {
 }
 """HTTP status of each error code; every other one is 500."""
 
-REFUSED_STATUSES = (404, 405, 413)
-"""Further statuses of ``invalid_request``: unknown route, wrong method, body too long."""
+REFUSED_STATUSES = (403, 404, 405, 408, 413, 415)
+"""Further statuses of ``invalid_request``: page from elsewhere, unknown route, wrong method, body too slow, too long,
+not JSON."""

@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.base.tasks import cancel_and_wait, combine_failures
 from inflight.contracts import InferenceEndpoint
-from inflight.errors import InflightError, error_from_code
+from inflight.errors import BusyError, InflightError, error_from_code
+from inflight.http.connections import configure, max_connections
 from inflight.http.joining import JoinSettings, Membership
 from inflight.http.server import create_app, error_response
 from inflight.http.server_spec import ListenOptions
@@ -59,9 +60,7 @@ async def serve(
     url = _url_of(listener)
     # `_Server` closes the endpoint, once.
     app = _UntilFailure(create_app(endpoint, token=token, stats=stats, owns_endpoint=False), token)
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=5, ws="none"
-    )
+    config = configure(app, listener, timeout_keep_alive=30, timeout_graceful_shutdown=5)
     membership = None if joins is None else Membership(joins, token, url)
     server = _Server(
         config,
@@ -162,6 +161,10 @@ class _UntilFailure:
         self._bearer = f"Bearer {token}".encode()
         self.last_authorized = time.monotonic()
         """When the last call with the token arrived."""
+        self._num_open = 0
+        """Requests without the token that are being answered."""
+        self._most_open = max_connections() * 7 // 8
+        """The rest of the connections is kept free for requests with the token."""
         self._has_failed = asyncio.Event()
         self._error = InflightError()
         self._abandoned: set[asyncio.Future[None]] = set()
@@ -181,6 +184,17 @@ class _UntilFailure:
         given = dict(scope["headers"]).get(b"authorization", b"")
         if hmac.compare_digest(given, self._bearer):
             self.last_authorized = time.monotonic()
+            return await self._answer(scope, receive, send)
+        if self._num_open >= self._most_open:
+            busy = BusyError(f"{self._num_open} requests are being answered, no more are accepted: send it again later")
+            return await error_response(busy)(scope, receive, send)
+        self._num_open += 1
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._num_open -= 1
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
 
         async def begin(message: Message) -> None:

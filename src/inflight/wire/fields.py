@@ -24,7 +24,8 @@ Natural = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """A count, an index or a version: a non-negative signed 64-bit integer."""
 
 
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+"""The id of a token, as an integer: neither true, nor "1", nor 1.0."""
 
 
 TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]

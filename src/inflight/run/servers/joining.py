@@ -23,6 +23,7 @@ from inflight.http.kinds import connect_endpoint
 from inflight.http.listening import InLoopServer, bind
 
 _SILENT_S = 4 * RENEW_S
+_FORGOTTEN_S = 600.0
 _MAX_BODY_BYTES = 4096
 
 
@@ -88,8 +89,9 @@ class JoinServer:
             return _refusal(400, describe_problems(error, JoinRequest))
         except ConfigError as error:
             return _refusal(400, str(error).splitlines()[0])
-        leaves = request.method == "DELETE"
-        self._joined[name] = _JoinedServer(joining.url, self._clock(), has_left=leaves)
+        leaves, now = request.method == "DELETE", self._clock()
+        self._joined = {other: it for other, it in self._joined.items() if now - it.renewed < _FORGOTTEN_S}
+        self._joined[name] = _JoinedServer(joining.url, now, has_left=leaves)
         return JSONResponse(JoinAnswer(run_id=self._run_id).model_dump())
 
 
