@@ -64,6 +64,14 @@ def test_an_entropy_bonus_is_refused_in_a_run(config_file: Path) -> None:
         (["--train.learning_rat", "1"], "unknown key 'train.learning_rat'; did you mean train.learning_rate?"),
         (["--trian.learning_rate", "1"], "unknown key 'trian'; did you mean train?"),
         (["--sampling.group_size", "1"], "sampling.group_size: Input should be greater than or equal to 2 (got 1)"),
+        (
+            ["--sampling.group_size", "1025"],
+            "sampling.group_size: Input should be less than or equal to 1024 (got 1025)",
+        ),
+        (
+            ["--sampling.temperature", "101"],
+            "sampling.temperature: Input should be less than or equal to 100 (got 101)",
+        ),
         (["--run.mode", "asynchronous"], "run.mode: Input should be 'pipeline' or 'conventional' (got 'asynchronous')"),
         (["--train.learning_rate", "fast"], "(got 'fast')"),
         (["--train.learning_rate"], "override --train.learning_rate has no value"),

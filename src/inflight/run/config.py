@@ -124,9 +124,9 @@ class EvaluationSection(Section):
 class SamplingSection(Section):
     """How completions are sampled."""
 
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, le=1024)
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=100.0)
-    max_tokens: int = Field(default=128, ge=1)
+    max_tokens: int = Field(default=128, ge=1, le=2**31 - 1)
     generate_timeout_s: float = Field(default=600.0, gt=0)
     """How long a server may take to answer one request."""
 
