@@ -90,4 +90,4 @@ def make(path: Path) -> EmbeddedEndpoint:
         decode=lambda ids: str(tokenizer.decode(ids)),
         compiler=recording,
     )
-    return EmbeddedEndpoint(engine, model, name=path.name, chat=ChatFormat(tokenizer))
+    return EmbeddedEndpoint(engine, model, name=path.name, chat=ChatFormat(tokenizer, engine.limits.max_model_len))

@@ -73,10 +73,9 @@ def create_app(
         nonlocal capabilities
         size = route.request_size
         if not size.token_bytes:
-            return await _message(request, kind, await content_of(request, size.fixed_bytes, is_trusted=route.control))
+            return await _body(request, kind, size.fixed_bytes, route.control)
         capabilities = capabilities or await endpoint.capabilities()  # constant over the endpoint's life
-        most = size.bytes_for(capabilities.max_model_len, images=capabilities.images)
-        return await _message(request, kind, await content_of(request, most))
+        return await _body(request, kind, size.bytes_for(capabilities.max_model_len, images=capabilities.images))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -171,6 +170,11 @@ def check_token(request: Request, token: str) -> None:
     if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
         what = "wrong" if given else "missing"
         raise UnauthorizedError(f"the bearer token for {request.url.path} is {what}")
+
+
+async def _body(request: Request, kind: type[Body], max_body_bytes: int, is_trusted: bool = False) -> Body:
+    """Return the message in a body, reading no more than ``max_body_bytes``."""
+    return await _message(request, kind, await content_of(request, max_body_bytes, is_trusted=is_trusted))
 
 
 async def _message(request: Request, kind: type[Body], content: bytes) -> Body:

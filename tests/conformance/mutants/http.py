@@ -48,7 +48,7 @@ def reads_one_at_a_time() -> Callable[..., Any]:
     return faulty
 
 
-async def body_with_any_key(request: Any, kind: Any, max_body_bytes: int) -> Any:
+async def body_with_any_key(request: Any, kind: Any, *_: Any) -> Any:
     try:
         values = json.loads(await request.body())
         return kind.model_validate({key: value for key, value in values.items() if key in kind.model_fields})
@@ -58,7 +58,7 @@ async def body_with_any_key(request: Any, kind: Any, max_body_bytes: int) -> Any
 
 def reads_everything() -> Callable[..., Any]:
     body = SERVER._body
-    return lambda request, kind, max_body_bytes: body(request, kind, 1 << 62)
+    return lambda request, kind, *_: body(request, kind, 1 << 62)
 
 
 async def answers_to_the_end(request: Any, call: Any) -> Any:
