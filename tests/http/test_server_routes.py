@@ -217,7 +217,7 @@ def test_a_client_that_disconnects_ends_its_request(braked_server: BrakedServer,
         address = client.base_url.host, client.base_url.port
         with socket.create_connection(address, timeout=WAIT_S) as connection:
             content = json.dumps(body).encode()
-            head = f"POST /v1/generate HTTP/1.1\r\nhost: tiny\r\ncontent-length: {len(content)}\r\n\r\n"
+            head = f"POST /v1/generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
             connection.sendall(head.encode() + content)
             wait_until(lambda: num_running(client) == 30, "30 completions do not run")
         wait_until(lambda: num_running(client) == 0, "the request continues")
