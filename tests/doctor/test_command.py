@@ -110,13 +110,13 @@ def test_a_server_of_another_checkpoint_is_refused_and_keeps_its_weights(
         (["{run}", "--model", "x", "--worker", "fsdp"], "leave out --model, --worker"),
         (["{run}", "--prompts", "3"], "leave out --prompts"),
         ([], "specify what to examine: the directory of a run"),
-        (["http://127.0.0.1:9", "--model", "{run}"], "127.0.0.1:9"),
+        (["http://127.0.0.1:9", "--model", "{model}"], "is the server running?"),
     ],
 )
 def test_what_cannot_be_examined_has_status_2(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["doctor", *(word.format(run=tmp_path) for word in words)]) == 2
+    assert main(["doctor", *(word.format(run=tmp_path, model=model_dir) for word in words)]) == 2
     assert said in capsys.readouterr().err
 
 
