@@ -81,7 +81,9 @@ class _Schedule:
     def __init__(self, seed: int, testbed: Testbed, transport: Transport | None, num_senders: int) -> None:
         self._random = random_ = random.Random(f"schedule {seed} {transport}")
         transport = transport or transport_of(seed, testbed)
-        deadline_s = random_.choice((0.5, 0.8)) * testbed.scale * (1.0 if num_senders == 1 else _RANKS_SCALE)
+        scale = testbed.scale * (1.0 if num_senders == 1 else _RANKS_SCALE)
+        self._final_s = _FINAL_DEADLINE_S * scale
+        deadline_s = random_.choice((0.5, 0.8)) * scale
         self._testbed = testbed
         self._loop = testbed.loop
         self._plan = fault_plan(seed, testbed.num_servers, transport, deadline_s, testbed.kinds, num_senders)
@@ -217,7 +219,7 @@ class _Schedule:
 
     def _bring_all_together(self) -> None:
         """End the faults, and check that a clean publish updates every remaining server to one version."""
-        deadline_s = _FINAL_DEADLINE_S * self._testbed.scale
+        deadline_s = self._final_s
         self._faults.stop()
         self._longest_pause_s = 3 * deadline_s
         self._faults.flush()
