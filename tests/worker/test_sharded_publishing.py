@@ -34,6 +34,12 @@ MORE: Cases = {
     "fsdp by shm": {**HTTP, "transport": "shm"},
     "fsdp by file": {**HTTP, "transport": "file"},
     "changes of fsdp by gloo": {**HTTP, "transport": "gloo", "delta": True},
+    "changes of a pipeline, of whose buckets a rank may send nothing": {
+        **HTTP,
+        "worker": "torchtitan",
+        "settings": {"pipeline_parallel": 2, "betas": (0.5, 0.9), "learning_rate": 1e-9},
+        "delta": True,
+    },
     "fsdp rounded": {**HTTP, "encoding": "bfloat16"},
     "experts of fsdp": {**HTTP, "model": "experts"},
     "tied head of fsdp": {**HTTP, "model": "tied"},
