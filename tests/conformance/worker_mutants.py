@@ -660,11 +660,11 @@ class StepsWhileRead(FsdpWorker):
 
 
 class BoxesShareMemory(FsdpWorker):
-    """Boxes of the same shape are copied into the same memory."""
+    """Boxes of one bucket and shape are copied into the same memory."""
 
     def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
-        memory: dict[torch.Size, torch.Tensor] = {}
         for bucket in super().local_weights(buckets):
+            memory: dict[torch.Size, torch.Tensor] = {}
             tensors = [memory.setdefault(t.shape, torch.empty_like(t)).copy_(t) for t in bucket.tensors]
             yield replace(bucket, tensors=tuple(tensors))
 
@@ -1014,7 +1014,7 @@ MUTANTS = {
     "local_with_barrier": Mutant(LocalWithBarrier, "W-71", "boxes wait for all ranks", num_ranks=2, hangs=True),
     "boxes_kept": Mutant(BoxesKept, "W-72", "boxes are those of the first call", num_ranks=2),
     "steps_while_read": Mutant(StepsWhileRead, "W-72", "a step changes boxes that are being read", num_ranks=2),
-    "boxes_share_memory": Mutant(BoxesShareMemory, "W-72", "boxes of one shape share memory", num_ranks=2),
+    "boxes_share_memory": Mutant(BoxesShareMemory, "W-70", "boxes of one shape share memory within a bucket", 2),
     "patient_exchange": Mutant(PatientExchange, "W-73", "an exchange waits longer than it may", num_ranks=2),
     "nameless_exchange": Mutant(NamelessExchange, "W-73", "the error of an exchange names no rank", num_ranks=2),
     "first_exchange_waits": Mutant(FirstExchangeWaits, "W-73", "the first exchange waits forever", 2, hangs=True),

@@ -80,7 +80,9 @@ def elements_are_sent_once(subject: WorkerSubject) -> None:
 
 
 @check("W-70", "ranks", deadline_s=30)
-@look_at("the order of ranks, of tensors and of boxes, cuts of other dimensions than the first, and the wire dtype")
+@look_at(
+    "the order of ranks and boxes, cuts of other dimensions than the first, the wire dtype, memory that boxes share"
+)
 def boxes_equal_gathered_weights(subject: WorkerSubject) -> None:
     """local_weights() yields, bucket by bucket, the boxes of the tensors that gather_weights() yields, bit for bit."""
     for tied in (False, True):
@@ -105,7 +107,7 @@ def one_rank_alone_yields_its_boxes(subject: WorkerSubject) -> None:
 
 
 @check("W-72", "ranks", deadline_s=30)
-@look_at("copies that are kept from an earlier call, memory that boxes share, and whether a step waits for readers")
+@look_at("copies that are kept from an earlier call, and whether a step waits for readers")
 def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
     """local_weights() yields the weights of the present step, also if it is exhausted while the next step is asked for:
     the step waits."""
@@ -211,9 +213,9 @@ def _require_equal(
 
 
 def _read(local: Iterable[WeightBucket]) -> tuple[list[int], list[list[str]]]:
-    """Return the indexes of all buckets, and the descriptions of their boxes once the last one has been yielded."""
-    buckets = list(local)
-    return [bucket.index for bucket in buckets], [list(map(_described, bucket.tensors)) for bucket in buckets]
+    """Return the index of each bucket, and the descriptions of its boxes, read before the next one is requested."""
+    found = [(bucket.index, list(map(_described, bucket.tensors))) for bucket in local]
+    return [index for index, _ in found], [boxes for _, boxes in found]
 
 
 def _read_during_a_step(
