@@ -25,7 +25,7 @@ from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import DTYPE_SIZES, Box, Sharding, box_size
 
 LEVEL = "sharded"
-_SILENT_S, _SLACK_S = 0.5, 3.0
+_SILENT_S, _SLACK_S = 0.3, 3.0
 """How long a rank waits for one that is silent, and how much later it may raise."""
 _LARGEST_SHARE = 2.0
 _STEP_S = 0.3
