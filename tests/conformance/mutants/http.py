@@ -38,27 +38,27 @@ def checks_the_beginning(request: Any, token: str) -> None:
 
 
 def reads_one_at_a_time() -> Callable[..., Any]:
-    body = SERVER._body
+    content_of = SERVER.content_of
     turn = asyncio.Lock()
 
-    async def faulty(*arguments: Any) -> Any:
+    async def faulty(*arguments: Any, **others: Any) -> Any:
         async with turn:
-            return await body(*arguments)
+            return await content_of(*arguments, **others)
 
     return faulty
 
 
-async def body_with_any_key(request: Any, kind: Any, *_: Any) -> Any:
+async def message_with_any_key(request: Any, kind: Any, content: bytes) -> Any:
     try:
-        values = json.loads(await request.body())
+        values = json.loads(content)
         return kind.model_validate({key: value for key, value in values.items() if key in kind.model_fields})
     except (ValueError, AttributeError, RecursionError, pydantic.ValidationError) as error:
         raise InvalidRequestError("no") from error
 
 
 def reads_everything() -> Callable[..., Any]:
-    body = SERVER._body
-    return lambda request, kind, *_: body(request, kind, 1 << 62)
+    content_of = SERVER.content_of
+    return lambda request, max_body_bytes, **others: content_of(request, 1 << 40, **others)
 
 
 async def answers_to_the_end(request: Any, call: Any) -> Any:
@@ -98,13 +98,19 @@ MUTANTS = (
         "one at a time",
         "E-51",
         "Bodies are read one after another.",
-        serving_with(_body=reads_one_at_a_time()),
+        serving_with(content_of=reads_one_at_a_time()),
         over_http=True,
     ),
     Mutant(
-        "any key", "E-52", "Unknown keys of a body are ignored.", serving_with(_body=body_with_any_key), over_http=True
+        "any key",
+        "E-52",
+        "Unknown keys of a body are ignored.",
+        serving_with(_message=message_with_any_key),
+        over_http=True,
     ),
-    Mutant("any length", "E-53", "Bodies are not bounded.", serving_with(_body=reads_everything()), over_http=True),
+    Mutant(
+        "any length", "E-53", "Bodies are not bounded.", serving_with(content_of=reads_everything()), over_http=True
+    ),
     Mutant(
         "serves a client that left",
         "E-54",
