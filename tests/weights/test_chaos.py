@@ -350,10 +350,10 @@ def leave_the_other_ranks_in_a_publish(patch: pytest.MonkeyPatch) -> None:
 
 
 RANK_MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Kind, tuple[UpdateStep, ...]]] = [
+    (skip_the_checksum_of_parts, Kind.CORRUPT, (UpdateStep.RANK_SEND,)),  # found soonest
     (commit_without_the_part_of_a_rank, Kind.DELAY, (UpdateStep.RANK_BEGIN,)),
     (swallow_the_failure_of_a_rank, Kind.CORRUPT, (UpdateStep.RANK_SEND,)),
     (put_every_part_first, Kind.DELAY, (UpdateStep.RANK_BEGIN,)),
-    (skip_the_checksum_of_parts, Kind.CORRUPT, (UpdateStep.RANK_SEND,)),
     (wait_for_ranks_without_a_deadline, Kind.COME_BACK, (UpdateStep.RANK_ENCODE, UpdateStep.RANK_ANSWER)),
     (leave_the_other_ranks_in_a_publish, Kind.DELAY, (UpdateStep.RANK_BEGIN,)),
 ]
