@@ -142,6 +142,7 @@ class SecondRank:
             time.sleep(min(fault.seconds, 0.02) / 4)
         if fault.kind is Kind.KILL:
             self._was_killed = True
+            self._is_gone.set()  # before a message that it sent first is read
             self._signal(signal.SIGKILL)
             return
         self._signal(signal.SIGSTOP)
