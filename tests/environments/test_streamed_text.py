@@ -43,7 +43,7 @@ def test_certain_text_grows_to_the_whole_with_any_tokens(
     text: str, cut: int, stop: list[str], data: st.DataObject
 ) -> None:
     template, num_known = data.draw(st.sampled_from([(MERGES, 420), (BYTES, 258)]))
-    token_ids = list(template.encoded(text, is_start=False)) + data.draw(
+    token_ids = list(template.encoded(text, 1 << 20, is_start=False)) + data.draw(
         st.lists(st.integers(0, num_known - 1), max_size=6)
     )
     streamed, sent = StreamedText(template.plain, stop), ""

@@ -288,7 +288,7 @@ def test_a_name_or_an_option_never_becomes_a_line_of_the_script(
 ) -> None:
     plan = JobPlan(directory, Gang("controller", 1, ["inflight"], 1, 0), ())
     assert re.fullmatch(r"#SBATCH --job-name=[\w.-]+", sbatch(plan).splitlines()[1])
-    with pytest.raises(ConfigError, match="has a control character"):
+    with pytest.raises(ConfigError, match="contains a control character"):
         sbatch(plan, [f"--comment={directory}\n"])
     assert main(["launch", str(config_file), "--emit", "sbatch", "--run.directory", f"{directory}\n"]) == 1
     assert "run.directory: a path may not contain the control character '\\n'" in capsys.readouterr().err

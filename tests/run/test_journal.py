@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from inflight.errors import ConfigError
 from inflight.observe.trace import events, files
 from inflight.observe.trace.files import read_events, read_lines
 from inflight.rollouts.slots import SlotSeconds
@@ -76,7 +77,7 @@ def test_events_are_yielded_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"kind": "a"}\nnot json\n')
     events = read_events(tmp_path)
     assert next(events) == {"kind": "a"}
-    with pytest.raises(ValueError, match="line 1"):
+    with pytest.raises(ConfigError, match=r"is damaged: .*not json"):
         next(events)
 
 

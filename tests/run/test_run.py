@@ -360,7 +360,8 @@ def test_reward_that_hangs_ends_the_run_at_its_deadline(start_run: Callable[...,
 
 def test_loss_that_is_not_finite_stops_the_run_and_names_the_step(start_run: Callable[..., RunProcess]) -> None:
     settings = ("--run.mode", "conventional", "--run.conventional_steps", "2", "--run.checkpoint_every_steps", "1")
-    run = start_run("--train.learning_rate", "1e30", "--run.num_steps", "100000", *settings)
+    diverging = ("--train.learning_rate", "1000", "--train.weight_decay", "1e12")
+    run = start_run(*diverging, "--run.num_steps", "100000", *settings)
     assert run.wait(120) == 1
     assert "of step 2 is nan" in run.output()
     assert "Traceback" not in run.output()

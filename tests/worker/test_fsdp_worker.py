@@ -40,6 +40,7 @@ from tests.worker.worker_cases import (
     accumulate,
     assert_close,
     file_bytes,
+    forget_checksums,
     make_batch,
     part_of,
     policy_loss,
@@ -534,6 +535,7 @@ def test_a_broken_checkpoint_is_named_and_nothing_is_loaded(tmp_path, stepped, b
     stepped.save(tmp_path / "before")
     shutil.copytree(tmp_path / "before", tmp_path / "broken")
     rewrite(tmp_path / "broken" / "model.safetensors", lambda t: [tensor.zero_() for tensor in t.values()])
+    forget_checksums(tmp_path / "broken")
     break_it(tmp_path / "broken")
     with pytest.raises(CheckpointError, match=words):
         stepped.load(tmp_path / "broken")

@@ -46,7 +46,7 @@ async def content_of(request: Request, max_body_bytes: int, *, is_trusted: bool 
         try:
             await parse_body(lambda it: check_structure(it, max_body_bytes), content)
         except ValueError as error:
-            raise HTTPException(400, f"the body of {request.url.path} is refused: {error}") from error
+            raise HTTPException(400, f"{request.url.path} cannot use this body: {error}") from error
     return content
 
 
