@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.gates import reserved_port
 from tests.servers import TOKEN, ServerProcess
 from tests.zygote import python
 
@@ -56,13 +56,20 @@ def test_every_rank_of_the_example_sends_what_it_holds(
     model_dir: Path, start_server: Callable[..., ServerProcess]
 ) -> None:
     server = start_server(model_dir)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    finished = subprocess.run(
-        [*torchrun, str(ROOT / "examples" / "every_rank_sends.py"), str(model_dir), server.url],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert [line.partition(":")[0] for line in finished.stdout.splitlines()] == ["version 0", "version 1", "version 2"]
+    command = [python(), str(ROOT / "examples" / "every_rank_sends.py"), str(model_dir), server.url]
+    # As torchrun sets them.
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved_port())}
+    variables = {**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", **group}
+    ranks = [
+        subprocess.Popen(
+            command, env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert [line.partition(":")[0] for line in said[0].splitlines()] == ["version 0", "version 1", "version 2"]
