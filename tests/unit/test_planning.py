@@ -6,10 +6,13 @@ import dataclasses
 import json
 import math
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.tables.kept import kept_rows
+from benchmarks.tables.weight_tables import planned_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -405,3 +408,13 @@ def test_the_parts_of_a_speed_up_multiply_to_it() -> None:
 def test_what_shares_cores_fairly_is_at_most_as_many_times_slower_as_there_are_processes() -> None:
     assert factors_of([1, 3], [1.0, 0.01]) == {1: 1.0, 3: 3.0}
     assert factors_of([1, 3], [1.0, 0.5]) == {1: 1.0, 3: 2.0}
+
+
+def test_links_predict_the_publishes_that_were_measured_between_hosts() -> None:
+    """Within 15 %, or 0.4 s of a publish that takes little more than a second."""
+    rows = [row for row in kept_rows("rows", "sharded") if row["transport"] == "http"]
+    rows = [row for row in rows if not row["delta"] and not row["overlaps"]]
+    for row in rows:
+        measured_s = statistics.median(it["wall_s"] for it in row["rounds"]["sharded"])
+        assert abs(planned_s(row) - measured_s) <= max(0.15 * measured_s, 0.4), row["num_ranks"]
+    assert {row["num_ranks"] for row in rows} == {1, 2, 4}
