@@ -4,7 +4,7 @@
 
 ``inflight serve`` and ``inflight proxy`` run as processes of their own. Each request is sent several times, while a
 probe on another connection asks for ``/v1/models`` or ``/capabilities`` every few milliseconds. Memory is the growth
-of the resident set at its highest, which the kernel counts anew for each request. Writes
+of the resident set at its highest, which the kernel resets before each request. Writes
 ``results/hostile_requests.json``.
 """
 
@@ -121,7 +121,7 @@ class Server:
         return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(field))
 
     def begin_peak(self) -> int:
-        """Let the kernel count the peak anew, and return the resident bytes."""
+        """Reset the peak of the resident set, and return the present resident bytes."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
         return self.resident_bytes("VmRSS")
 

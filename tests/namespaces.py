@@ -38,7 +38,7 @@ class Host:
             )
 
     def cut(self) -> None:
-        """Cut its link; nothing is told to either side."""
+        """Cut its link, without notice to either side."""
         ip("-n", self.name, "link", "set", self.device, "down")
 
 

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = 1
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:  # whoever read the output has left
+    except BrokenPipeError:  # the reader of the output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except Exception as error:  # the last catch: a defect, or an error of a plugin

@@ -1,4 +1,4 @@
-"""How a run ends, or goes on, when its terminal, its output or its directory is taken away."""
+"""How a run ends, or continues, when its terminal, its output or its directory disappears."""
 
 from __future__ import annotations
 

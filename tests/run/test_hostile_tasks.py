@@ -1,4 +1,4 @@
-"""Tasks that block, raise what nobody expects, or return nonsense: the run ends with the cause, or goes on."""
+"""Tasks that block, raise what nobody expects, or return nonsense: the run ends with the cause, or continues."""
 
 from __future__ import annotations
 

@@ -68,6 +68,29 @@ def test_a_live_run_and_a_simulated_one_get_the_same_decisions(world: World) -> 
     assert live_decisions(world) == simulated_decisions(world)
 
 
+REJOINING = World(
+    scheduler="tail_rounds",
+    staleness="eta_gate",
+    max_lag=0,
+    capacities=(1, 1),
+    group_size=2,
+    groups_per_step=1,
+    num_steps=4,
+    conventional_steps=2,
+    burst=1,
+    is_one_request=False,
+    keeps_partials=False,
+    mean_time_to_failure=600.0,
+    train_time=7.3,
+    seed=300,
+)
+"""An endpoint comes back between the two steps of a phase, when the trainer is ahead of what is served."""
+
+
+def test_an_endpoint_that_comes_back_within_a_phase_serves_what_was_published_last() -> None:
+    assert live_decisions(REJOINING) == simulated_decisions(REJOINING)
+
+
 ABORTING = World(scheduler="tail_rounds", conventional_steps=1, group_size=1, capacities=(4, 9), seed=3)
 """A scheduler that aborts completions, whose endpoints keep them."""
 

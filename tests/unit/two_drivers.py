@@ -394,6 +394,8 @@ class LiveRun:
     actor: Actor = field(init=False)
     endpoints: dict[str, VirtualEndpoint] = field(default_factory=dict)
     version: int = 0
+    served_version: int = 0
+    """The version that was published last: within a phase of several steps, the trainer is ahead of it."""
     composed: asyncio.Event = field(default_factory=asyncio.Event)
     steps: Sequence[Sequence[Group]] = ()
     failing: random.Random = field(init=False)
@@ -445,13 +447,16 @@ class LiveRun:
         self.dispatcher.settle(groups, self.actor.clock())
         self.version += 1
         if is_published:
+            self.served_version = self.version
             for endpoint in self.endpoints.values():
                 endpoint.served.append((self.actor.clock(), self.version))
             self.serve()
         self.setup.staleness.after_step(self.version, None)
 
     def serve(self) -> None:
-        self.actor.serve([endpoint.name for endpoint in self.endpoints.values() if endpoint.is_open], self.version)
+        self.actor.serve(
+            [endpoint.name for endpoint in self.endpoints.values() if endpoint.is_open], self.served_version
+        )
 
     def join(self, *endpoints: VirtualEndpoint) -> None:
         for endpoint in endpoints:

@@ -105,7 +105,7 @@ def test_a_rank_that_does_not_answer_ends_the_publish_at_its_deadline(local: Loc
 
 
 class OneAtATime(ShardedShadeSource):
-    """A source that notes what is exchanged, and holds the first exchange until ``gate`` is set."""
+    """A source that records the messages of each exchange, and holds the first one until ``gate`` is set."""
 
     def __init__(self) -> None:
         super().__init__(0, (), RankLink(Pipe()[0], 1), lambda *_: None)

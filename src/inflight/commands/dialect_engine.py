@@ -125,7 +125,7 @@ async def _serve(arguments: argparse.Namespace, token: str | None, listener: soc
 
 
 def _texts_of(model_dir: Path | None) -> dict[str, Any]:
-    """Return functions from token ids to text and back, nothing if there is no tokenizer."""
+    """Return functions that convert token ids to text and text to token ids; empty without a tokenizer."""
     from inflight.model.checkpoints import load_tokenizer
 
     tokenizer = None if model_dir is None else load_tokenizer(model_dir)

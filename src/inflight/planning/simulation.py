@@ -379,8 +379,9 @@ class SimulatedRun:
     # ------------------------------------------------------------------------------------------------------- failures
 
     def _serve(self) -> None:
-        names = [name for name, server in self.servers.items() if server.is_open]
-        self.dispatcher.endpoints.serve(names, self.version, self.timeline.now)
+        """Let open servers receive work; within a phase of several steps they serve an older version than the last."""
+        served = {name: server.version for name, server in self.servers.items() if server.is_open}
+        self.dispatcher.endpoints.serve(list(served), max(served.values(), default=self.version), self.timeline.now)
 
     def _join(self, *servers: SimulatedServer) -> None:
         for server in servers:

@@ -22,7 +22,7 @@ from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
 
 _MAX_EXPANSION = 8
-"""How many times the size of a file its tensors may have together, since several may share what is stored."""
+"""Largest ratio of the total size of the tensors to the size of the file. Tensors may share stored memory."""
 _FINISH = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "abort"}
 
 

@@ -1,4 +1,4 @@
-"""Faults in receiving parts of several senders: what is awaited and compared, and where a part is put."""
+"""Faults in receiving parts of several senders: parts that are not awaited, compared, or written to their place."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def late_sender_of_the_first_session(receiver: Any) -> None:
 
 
 def without_the_last(receiver: Any) -> None:
-    """Receive a part of every sender but the last, and go on once those have arrived."""
+    """Receive a part of every sender but the last, and continue once those have arrived."""
     if not isinstance(receiver, SeveralReceivers):
         return
     faulty: Any = receiver

@@ -31,7 +31,7 @@ _NUM_TOKENS = 200
 _LATE_S = 0.3
 """How long a part that never comes is awaited."""
 _ARRIVAL = (
-    "what is awaited of each sender, and whether a bucket counts as arrived before all of its parts were compared"
+    "whether the endpoint waits for the part of each sender, and compares all parts before a bucket counts as received"
 )
 
 

@@ -1,4 +1,4 @@
-"""The process of a trainer's rank 1, which sends the parts of weights that it holds until it is told to end.
+"""The process of a trainer's rank 1, which sends its parts of the weights until the campaign ends it.
 
 It asks the campaign at every step whether a fault is due there, and waits for the answer, so that the campaign can
 kill or stop it at that very point.

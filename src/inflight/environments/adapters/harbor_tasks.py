@@ -112,7 +112,8 @@ class HarborTask:
 def read_tasks(path: Path, machine_problem: MachineProblem = lambda image: None) -> tuple[HarborTask, ...]:
     """Return the task of a folder, or those of the folders in it, by name.
 
-    Raises `ConfigError` that lists every reason against every task, one on each line, also if there is no task.
+    Raises `ConfigError` if there are no tasks, or if some cannot be run: it lists every reason for each of them, one on
+    each line.
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist: tasks is a Harbor task folder, or a folder of them")

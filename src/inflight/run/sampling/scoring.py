@@ -1,6 +1,6 @@
 """Makes items and computes rewards in separate processes: ``python -m inflight.run.sampling.scoring FD HOW TASK ...``.
 
-Code that blocks, or holds the interpreter's lock, would stop the run; a process can be given up. Each process
+Code that blocks, or holds the interpreter's lock, would stop the run; a process can be abandoned. Each process
 constructs the task and the same items, and decodes completions. A call is its number, the number of an item, its level
 in a curriculum, and the lengths of its completions and their token ids as 32-bit integers, or -1 instead for the item
 itself. Answers, and the message that the process is ready, are JSON. A process ends when its standard input ends, even
