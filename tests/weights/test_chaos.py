@@ -295,25 +295,6 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Kind, tuple[UpdateStep
 ]
 
 
-@pytest.mark.parametrize(
-    ("mutate", "kind", "steps"),
-    first_of_each(MUTANTS, lambda mutant: "any"),
-    ids=[mutant[0].__name__ for mutant in MUTANTS],
-)
-def test_a_campaign_finds_a_library_that_would(
-    mutate: Callable[[pytest.MonkeyPatch], None],
-    kind: Kind,
-    steps: tuple[UpdateStep, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    testbed: EmbeddedTestbed,
-) -> None:
-    mutate(monkeypatch)
-    tried = seeds_with(kind, steps)[:MOST_TRIES]
-    problems = next(filter(None, (run_schedule(seed, testbed).problems for seed in tried)), ())
-    assert problems, tried
-    require_no_crash("\n".join(problems))
-
-
 def commit_without_the_part_of_a_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SeveralReceivers, "of_each", lambda self, call: call(0, self.receivers[0]))
 
@@ -359,12 +340,16 @@ RANK_MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Kind, tuple[Updat
 ]
 
 
+EVERY_MUTANT = [*((1, *mutant) for mutant in MUTANTS), *((2, *mutant) for mutant in RANK_MUTANTS)]
+
+
 @pytest.mark.parametrize(
-    ("mutate", "kind", "steps"),
-    first_of_each(RANK_MUTANTS, lambda mutant: "any"),
-    ids=[mutant[0].__name__ for mutant in RANK_MUTANTS],
+    ("num_senders", "mutate", "kind", "steps"),
+    first_of_each(EVERY_MUTANT, lambda mutant: mutant[0]),
+    ids=[mutant[1].__name__ for mutant in EVERY_MUTANT],
 )
-def test_a_campaign_of_two_senders_finds_a_library_that_would(
+def test_a_campaign_finds_a_library_that_would(
+    num_senders: int,
     mutate: Callable[[pytest.MonkeyPatch], None],
     kind: Kind,
     steps: tuple[UpdateStep, ...],
@@ -372,8 +357,8 @@ def test_a_campaign_of_two_senders_finds_a_library_that_would(
     testbed: EmbeddedTestbed,
 ) -> None:
     mutate(monkeypatch)
-    tried = seeds_with(kind, steps, num_senders=2)[:MOST_TRIES]
-    problems = next(filter(None, (run_schedule(seed, testbed, num_senders=2).problems for seed in tried)), ())
+    tried = seeds_with(kind, steps, num_senders=num_senders)[:MOST_TRIES]
+    problems = next(filter(None, (run_schedule(seed, testbed, num_senders=num_senders).problems for seed in tried)), ())
     assert problems, tried
     require_no_crash("\n".join(problems))
 

@@ -132,7 +132,9 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
         self.source = source
         self._own = own
         self._is_delta = delta
-        self._is_sending = self._has_others = self._is_lost = False
+        self.has_others = False
+        """Whether the group in use has the other ranks in it."""
+        self._is_sending = self._is_lost = False
         self._bucket_bytes = DEFAULT_BUCKET_BYTES
         self._deadline_s = self._deadline = 0.0
         self._lock = threading.Lock()
@@ -146,16 +148,11 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
     def sends_from_device(self) -> bool:
         return isinstance(self._own, SendsFromDevice) and self._own.sends_from_device
 
-    @property
-    def has_others(self) -> bool:
-        """Whether the group in use has the other ranks in it."""
-        return self._has_others
-
     def reserve(self, index: int, size_bytes: int) -> torch.Tensor | None:
         return self._own.reserve(index, size_bytes) if isinstance(self._own, ReservesMemory) else None
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> Sequence[TransportSpec]:
-        self._has_others = False
+        self.has_others = False
         if not self._is_sending:
             return self._own.specs(run_id, num_ranks, timeout_s)
         self._order(OpenOrder(run_id=run_id, num_ranks=tuple(num_ranks), timeout_s=timeout_s))
@@ -164,7 +161,7 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
             [spec_type(spec.transport).model_validate_json(spec.model_dump_json()) for spec in answer.specs]
             for answer in self._order(AnswerOrder())
         ]
-        self._has_others, self._is_lost = True, False
+        self.has_others, self._is_lost = True, False
         return [spec.model_copy(update={"others": tuple(others)}) for spec, *others in zip(own, *by_rank, strict=True)]
 
     def join(self) -> None:
@@ -196,7 +193,7 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
 
     def abort(self) -> None:
         """Leave the group here; the other ranks leave it when the publish ends."""
-        self._has_others, self._is_lost = False, True
+        self.has_others, self._is_lost = False, True
         self._own.abort()
 
     def gather(self, bucket_bytes: int, deadline_s: float) -> None:
