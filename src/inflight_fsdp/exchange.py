@@ -81,30 +81,37 @@ class RankExchange:
         return messages
 
     def _form(self, deadline: float) -> None:
-        """Form the group once all ranks are here: torch does not name a rank that it waits for."""
-        store = dist.PrefixStore(self._name, dist.distributed_c10d._get_default_store())
-        store.set(str(dist.get_rank()), b"here")
-        for rank in range(dist.get_world_size()):
-            self._until(deadline, rank, partial(store.wait, [str(rank)]))
-        peer = 0 if dist.get_rank() else 1
-        self._group = self._until(deadline, peer, lambda left: dist.new_group(backend="gloo", timeout=left))
+        """Form the group once all ranks are here: torch does not name a rank that it waits for.
+
+        It is no group of ``torch.distributed.new_group``, which numbers its calls: after a call that only some ranks
+        made, the next group of all ranks would never form.
+        """
+        store, rank, num_ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore(self._name, store)
+        store.set(str(rank), b"here")
+        for other in range(num_ranks):
+            self._until(deadline, other, partial(store.wait, [str(other)]))
+        peer = 0 if rank else 1
+        self._group = self._until(
+            deadline, peer, lambda left: dist.ProcessGroupGloo(store, rank, num_ranks, timeout=left)
+        )
 
     def _send(self, message: bytes, rank: int, deadline: float) -> None:
         data = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
         for tensor in (torch.tensor([len(message)]), data):
-            self._transfer(dist.isend, tensor, rank, deadline)
+            self._transfer(self._group.send, tensor, rank, deadline)
 
     def _receive(self, rank: int, deadline: float) -> bytes:
         size = torch.zeros(1, dtype=torch.int64)
-        self._transfer(dist.irecv, size, rank, deadline)
+        self._transfer(self._group.recv, size, rank, deadline)
         if not 0 <= (size_bytes := int(size)) <= _MAX_BYTES:
             raise TransferError(f"rank {rank} of the trainer announces a message of {size_bytes} bytes")
         data = torch.empty(size_bytes, dtype=torch.uint8)
-        self._transfer(dist.irecv, data, rank, deadline)
+        self._transfer(self._group.recv, data, rank, deadline)
         return data.numpy().tobytes()
 
     def _transfer(self, operation: Callable[..., Any], tensor: torch.Tensor, rank: int, deadline: float) -> None:
-        self._until(deadline, rank, lambda left: operation(tensor, rank, group=self._group).wait(left))
+        self._until(deadline, rank, lambda left: operation([tensor], rank, 0).wait(left))
 
     def _until(self, deadline: float, rank: int, call: Callable[[timedelta], Any]) -> Any:
         """Return what ``call`` returns, which gets the time that is left for ``rank``. Raises `TransferError`."""

@@ -691,6 +691,20 @@ class FirstExchangeWaits(FsdpWorker):
         ranks._form = lambda _: setattr(ranks, "_group", dist.new_group(backend="gloo"))  # type: ignore[method-assign]
 
 
+class GroupOfOneRank(FsdpWorker):
+    """A rank forms the group of the exchange although another one may have left."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        ranks, form = self._between_ranks, self._between_ranks._form
+
+        def form_twice(deadline: float) -> None:
+            ranks._until(deadline, 0, lambda left: dist.new_group(backend="gloo", timeout=left))
+            form(deadline)
+
+        ranks._form = form_twice  # type: ignore[method-assign]
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
@@ -1018,6 +1032,7 @@ MUTANTS = {
     "patient_exchange": Mutant(PatientExchange, "W-73", "an exchange waits longer than it may", num_ranks=2),
     "nameless_exchange": Mutant(NamelessExchange, "W-73", "the error of an exchange names no rank", num_ranks=2),
     "first_exchange_waits": Mutant(FirstExchangeWaits, "W-73", "the first exchange waits forever", 2, hangs=True),
+    "group_of_one_rank": Mutant(GroupOfOneRank, "W-73", "a rank forms a group that others do not form", num_ranks=2),
     "version_lost": Mutant(VersionLost, "W-35", "a loaded worker is at version 0"),
     "moments_lost": Mutant(MomentsLost, "W-36", "a loaded optimizer starts again"),
     "no_config": Mutant(NoConfig, "W-37", "a checkpoint has no config.json"),

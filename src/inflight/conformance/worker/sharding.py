@@ -7,9 +7,11 @@ import itertools
 import re
 import time
 from collections.abc import Generator, Iterable, Sequence
+from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from inflight.base.threads import start_in_thread
 from inflight.conformance.checks import check, look_at, skip
@@ -27,6 +29,7 @@ from inflight.wire import DTYPE_SIZES, Box, Sharding, box_size
 LEVEL = "sharded"
 _SILENT_S, _SLACK_S = 0.3, 3.0
 """How long a rank waits for one that is silent, and how much later it may raise."""
+_FORMING = timedelta(seconds=5)
 _LARGEST_SHARE = 2.0
 _STEP_S = 0.3
 """Longer than a step of the kit's model takes if it does not wait."""
@@ -119,10 +122,13 @@ def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
 
 
 @check("W-73", "ranks", deadline_s=25)
-@look_at("the deadline of every wait of exchange, also of its first call, and what its error says")
+@look_at(
+    "the deadline of every wait of exchange, also of its first call, what its error says, and calls of "
+    "torch.distributed.new_group that not every rank makes"
+)
 def a_silent_rank_is_named(subject: WorkerSubject) -> None:
     """exchange() returns the messages of all ranks on rank 0 and that of rank 0 elsewhere; if a rank is silent, it
-    raises TransferError in time, which names the rank, and so does every later call."""
+    raises TransferError in time, which names the rank, and so does every later call; torch still forms groups."""
     last = subject.world_size - 1
     for is_first_call in (False, True):
         worker, _ = _create_sharded(subject)
@@ -135,6 +141,11 @@ def a_silent_rank_is_named(subject: WorkerSubject) -> None:
         subject.require_on_all_ranks(not problem, problem)
         problem = _problem_of_silence(worker, 0, f"{when}, which rank 0 has left") if subject.rank == last else ""
         subject.require_on_all_ranks(not problem, problem)
+        if dist.is_initialized():
+            error = error_of(lambda: dist.destroy_process_group(dist.new_group(timeout=_FORMING)))
+            subject.require_on_all_ranks(
+                error is None, f"after a rank was silent {when}, torch.distributed.new_group raises {words_of(error)}"
+            )
     subject.note(silent_rank=last, timeout_s=_SILENT_S)
 
 
