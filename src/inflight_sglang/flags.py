@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from inflight.base.addresses import is_loopback
 from inflight.engines.routes import listed
 
 MODULE = "sglang.launch_server"
@@ -163,7 +163,7 @@ _UNSTAGED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def why_not_staged(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
     """Return why updates cannot be staged for a server; None if they can. ``config`` as for `dtype_of`."""
-    if not _is_loopback(urlsplit(url).hostname or ""):
+    if not is_loopback(urlsplit(url).hostname or ""):
         return "its address is not this host's loopback, and the server has to see this process's files"
     if "quantization_config" in config:
         return "quantized weights are not loaded from files again"
@@ -171,13 +171,6 @@ def why_not_staged(url: str, info: Mapping[str, Any], config: Mapping[str, Any])
         if is_wrong(info.get(name)):
             return f"{name} is {info.get(name)!r}: {reason}"
     return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 _DTYPES = {"half": "float16", "float": "float32"}

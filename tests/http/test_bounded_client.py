@@ -13,7 +13,8 @@ import pytest
 from inflight.base.tasks import cancel_and_wait
 from inflight.errors import DeadlineError, ProtocolError, UnreachableError
 from inflight.http.bounded_client import BoundedClient
-from inflight.http.transport import PlainTransport, tls_context
+from inflight.http.tls import client_tls
+from inflight.http.transport import PlainTransport
 
 
 @pytest.mark.parametrize(("keeps_alive", "num_connections"), [(True, 1), (False, 3)])
@@ -283,7 +284,7 @@ def test_all_servers_with_tls_share_one_context(monkeypatch: pytest.MonkeyPatch)
         return made[-1]
 
     monkeypatch.setattr(ssl, "create_default_context", counting)
-    tls_context.cache_clear()
+    client_tls.cache_clear()
 
     async def run() -> None:
         for port in (1, 2, 3):

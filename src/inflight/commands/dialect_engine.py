@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import secrets
 import socket
 from pathlib import Path
 from typing import Any
 
+from inflight.base.addresses import is_loopback
 from inflight.commands.dialect_arguments import add_server_arguments
-from inflight.commands.shared import event_of_signals, print_line, require_positive
+from inflight.commands.shared import add_listen_arguments, event_of_signals, print_line, require_positive, tls_of
 from inflight.errors import ConfigError
 from inflight.http.tokens import read_token
 
@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Clients that pause or update the servers send the servers' token as a bearer token. If the servers have none, "
         "a new one is printed."
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    parser.add_argument("--port", type=int, default=8080, help="port to listen on, 0 for any free one (default: 8080)")
+    add_listen_arguments(parser, 8080)
     parser.add_argument(
         "--open",
         action="store_true",
@@ -71,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("directory", "model"):
         if (given := getattr(arguments, name)) is not None and not given.is_dir():
             raise ConfigError(f"--{name} {str(given)!r} is not a directory")
-    if arguments.open and not _is_loopback(arguments.host):
+    if arguments.open and not is_loopback(arguments.host):
         raise ConfigError(f"--open is only allowed on a loopback address, not on {arguments.host}")
     token = read_token(arguments.token_file)
     with bind(arguments.host, arguments.port) as listener, contextlib.ExitStack() as stack:
@@ -115,7 +114,7 @@ async def _serve(arguments: argparse.Namespace, token: str | None, listener: soc
             stack.push_async_callback(updates.aclose)
         make_app = {"vllm": vllm_app, "sglang": sglang_app}[arguments.protocol]
         app = make_app(endpoints, token=key, updates=updates, **_texts_of(arguments.model))
-        server = InLoopServer(app, listener)
+        server = InLoopServer(app, listener, tls_of(arguments))
         stack.push_async_callback(server.aclose)
         url = await server.started()
         print_line(f"serving {_NAMES[arguments.protocol]}'s routes at {url}, for {', '.join(arguments.urls)}")
@@ -135,10 +134,3 @@ def _texts_of(model_dir: Path | None) -> dict[str, Any]:
         "decode": lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
         "encode": lambda text, specials: tokenizer.encode(text, add_special_tokens=specials),
     }
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

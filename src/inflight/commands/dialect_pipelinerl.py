@@ -10,7 +10,7 @@ import socket
 from typing import Any
 
 from inflight.commands.dialect_arguments import add_server_arguments, add_update_arguments
-from inflight.commands.shared import print_line, require_at_least
+from inflight.commands.shared import add_listen_arguments, print_line, require_at_least, tls_of
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import read_token
 
@@ -19,8 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.epilog = "The options of the weight update group have the same names as in PipelineRL."
     add_server_arguments(parser, "expose")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    parser.add_argument("--port", type=int, default=8080, help="port to listen on, 0 for any free one (default: 8080)")
+    add_listen_arguments(parser, 8080)
     group = parser.add_argument_group(
         "weight updates", "The weight update route is served only if --weight-update-group-init-method is set."
     )
@@ -80,7 +79,7 @@ async def _serve(arguments: argparse.Namespace, token: str | None, listener: soc
 
     from inflight.base.threads import run_abandonable
     from inflight.dialects.pipelinerl.app import dialect_app
-    from inflight.http.connections import configure
+    from inflight.http.connections import configure, url_of
     from inflight.http.kinds import connect_endpoint
 
     async def receive(message: Any) -> None:
@@ -102,13 +101,13 @@ async def _serve(arguments: argparse.Namespace, token: str | None, listener: soc
             on_unreadable=lambda: None if updates is None else updates.out_of_step(),
             is_ready=lambda: updates is None or updates.is_in_step,
         )
-        host, port = listener.getsockname()[:2]
-        config = configure(app, listener, timeout_graceful_shutdown=2)
+        tls = tls_of(arguments)
+        config = configure(app, listener, tls, timeout_graceful_shutdown=2)
         server = uvicorn.Server(config)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         if updates is not None:
             print_line("waiting for the trainer's group")
             await run_abandonable(updates.join, "inflight-join")
-        print_line(f"speaking PipelineRL's protocol at http://{host}:{port}, for {', '.join(arguments.urls)}")
+        print_line(f"speaking PipelineRL's protocol at {url_of(listener, tls)}, for {', '.join(arguments.urls)}")
         await server.serve(sockets=[listener])

@@ -7,15 +7,16 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from inflight.base.tasks import run_in_background
-from inflight.commands.shared import event_of_signals, print_line, require_positive
+from inflight.commands.shared import add_listen_arguments, event_of_signals, print_line, require_positive, tls_of
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
-from inflight.http.tokens import TOKEN_VARIABLE, read_token
+from inflight.http.tokens import GENERATION_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, required=True, metavar="MODEL_DIR", help="model directory, for its tokenizer"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    parser.add_argument("--port", type=int, default=8100, help="port to listen on, 0 for any free one (default: 8100)")
+    add_listen_arguments(parser, 8100)
     parser.add_argument(
         "--token-file", type=Path, help=f"file with the token for /episodes (default: ${TOKEN_VARIABLE}, or a new one)"
     )
@@ -76,15 +76,18 @@ def run(arguments: argparse.Namespace) -> int:
         max_episodes=arguments.max_episodes,
         idle_timeout_s=arguments.idle_timeout,
     )
-    endpoints = [connect_endpoint(url) for url in arguments.urls]
+    their_token = read_token(None, GENERATION_TOKEN_VARIABLE)
+    endpoints = [connect_endpoint(url, token=their_token) for url in arguments.urls]
     with bind(arguments.host, arguments.port) as listener:
         if given_token is None:
             print_line(f"token {token} (set {TOKEN_VARIABLE} to choose it)")
-        asyncio.run(_serve(service, endpoints, listener))
+        asyncio.run(_serve(service, endpoints, listener, tls_of(arguments)))
     return 0
 
 
-async def _serve(service: Any, endpoints: Sequence[InferenceEndpoint], listener: socket.socket) -> None:
+async def _serve(
+    service: Any, endpoints: Sequence[InferenceEndpoint], listener: socket.socket, tls: ssl.SSLContext | None
+) -> None:
     """Serve until SIGINT or SIGTERM."""
     from inflight.http.listening import InLoopServer
 
@@ -94,7 +97,7 @@ async def _serve(service: Any, endpoints: Sequence[InferenceEndpoint], listener:
             stack.push_async_callback(endpoint.aclose)
         await service.attach(endpoints)
         await stack.enter_async_context(run_in_background(service.expire()))
-        server = InLoopServer(service.app(print_line), listener)
+        server = InLoopServer(service.app(print_line), listener, tls)
         stack.push_async_callback(server.aclose)
         url = await server.started()
         print_line(f"serving episodes at {url}, on {', '.join(endpoint.name for endpoint in endpoints)}")

@@ -9,6 +9,7 @@ import gc
 import math
 import os
 import signal
+import ssl
 import sys
 import threading
 from collections.abc import Iterator
@@ -38,6 +39,29 @@ def add_deadline_scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadline-scale", type=float, default=1.0, metavar="FLOAT", help="multiply every deadline, for slow machines"
     )
+
+
+def add_listen_arguments(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add ``--host``, ``--port`` and the options that `tls_of` reads."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
+    parser.add_argument(
+        "--port", type=int, default=port, help="port to listen on, 0 for any free one (default: %(default)s)"
+    )
+    parser.add_argument("--tls-certificate", type=Path, metavar="FILE", help="PEM certificate: serve HTTPS")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM file with the key of the certificate")
+    parser.add_argument(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="PEM file: answer only clients with a certificate that one of these signed",
+    )
+
+
+def tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
+    """Return the TLS context of the server that the arguments start, None without one. Raises `ConfigError`."""
+    from inflight.http.tls import server_tls
+
+    return server_tls(arguments.tls_certificate, arguments.tls_key, arguments.tls_client_ca)
 
 
 def require_at_least(arguments: argparse.Namespace, **least: int) -> None:

@@ -11,7 +11,15 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.commands.shared import event_of_signals, packages_of_extra, print_line, print_progress, require_at_least
+from inflight.commands.shared import (
+    add_listen_arguments,
+    event_of_signals,
+    packages_of_extra,
+    print_line,
+    print_progress,
+    require_at_least,
+    tls_of,
+)
 from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
@@ -52,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory for checkpoints and logs; a server that is started again finds its checkpoints there "
         "(default: ./tinker)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    parser.add_argument("--port", type=int, default=8080, help="port to listen on, 0 for any free one (default: 8080)")
+    add_listen_arguments(parser, 8080)
     parser.add_argument(
         "--token-file",
         type=Path,
@@ -160,7 +167,7 @@ async def _serve(
         print_progress("starting servers")
         async with backend.running():
             service = TinkerService(backend, directory.path)
-            server = InLoopServer(create_app(service, token=key), listener)
+            server = InLoopServer(create_app(service, token=key), listener, tls_of(arguments))
             try:
                 async with run_in_background(service.end_idle_sessions()):
                     url = await server.started()

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from inflight.base.addresses import is_loopback
 from inflight.base.progress import report_log_records
 from inflight.contracts import CountingEndpoint, EngineKind, EngineOptions, InferenceEndpoint
 from inflight.engines.factories import keyword_arguments, open_endpoint
@@ -23,7 +24,8 @@ from inflight.http.kinds import load_engine_kind
 from inflight.http.listening import bind
 from inflight.http.server_spec import ServerSpec, flag_of
 from inflight.http.serving import serve
-from inflight.http.tokens import TOKEN_VARIABLE, read_token
+from inflight.http.tls import server_tls
+from inflight.http.tokens import GENERATION_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
 
 _CONTROL_TIMEOUT_S = 30.0
 _GENERATE_TIMEOUT_S = 3600.0
@@ -43,7 +45,9 @@ def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready:
     kind = None if ":" in spec.engine else load_engine_kind(spec.engine)
     _check(spec, kind)
     listen = spec.listen
-    serving = partial(serve, token=token, listen=listen, joins=_join_settings(spec, note))
+    generation_token = _generation_token(spec, host, token)
+    joins = _join_settings(spec, note)
+    serving = partial(serve, token=token, generation_token=generation_token, listen=listen, joins=joins)
     follow = _follower(spec, note)
     if kind is None:
         _handle_signals(signal.SIGTERM, signal.SIGINT)  # immediately: asyncio would cancel the clean-up
@@ -143,6 +147,7 @@ def _check(spec: ServerSpec, kind: EngineKind | None) -> None:
     options, process, ready_file = spec.options, spec.process, spec.listen.ready_file
     if ready_file is not None and not ready_file.parent.is_dir():
         raise ConfigError(f"ready file {str(ready_file)!r} cannot be written: its directory does not exist")
+    server_tls(spec.listen.tls_certificate, spec.listen.tls_key, spec.listen.tls_client_ca)
     if options.threads is not None and options.threads < 1:
         raise ConfigError(f"--threads must be at least 1, not {options.threads}")
     if not process.start_timeout_s > 0:
@@ -166,6 +171,15 @@ def _non_default_options(options: EngineOptions) -> dict[str, Any]:
     """Return the options that are not at their defaults."""
     values = {it.name: (getattr(options, it.name), it.default) for it in dataclasses.fields(options)}
     return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _generation_token(spec: ServerSpec, host: str, token: str) -> str | None:
+    """Return the token that generation requires beside the control token, None if it is open."""
+    listen = spec.listen
+    own = read_token(listen.generation_token_file, GENERATION_TOKEN_VARIABLE)
+    if listen.open_generation and own is not None:
+        raise ConfigError(f"--open-generation contradicts --generation-token-file and ${GENERATION_TOKEN_VARIABLE}")
+    return own or (None if listen.open_generation or is_loopback(host) else token)
 
 
 def _join_settings(spec: ServerSpec, note: Note) -> JoinSettings | None:

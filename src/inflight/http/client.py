@@ -55,10 +55,10 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
 
     ``client`` sends the requests, with its headers, authentication and proxies but without its timeouts, and stays
     open. Without one, the endpoint keeps its own connections and ignores the proxies of the environment. ``token`` is
-    sent to control routes only. ``control_timeout_s`` bounds each control call that has no deadline of its own,
-    ``generate_timeout_s`` each generation; a commit may take as long as its update. A response that is longer than the
-    request allows, or than ``max_response_bytes``, raises `ProtocolError`. An instance belongs to the event loop in
-    which it is first used.
+    sent to control routes and to those of generation. ``control_timeout_s`` bounds each control call that has no
+    deadline of its own, ``generate_timeout_s`` each generation; a commit may take as long as its update. A response
+    that is longer than the request allows, or than ``max_response_bytes``, raises `ProtocolError`. An instance belongs
+    to the event loop in which it is first used.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
 
     def _headers(self, route: Route[Any]) -> dict[str, str]:
         headers = {"content-type": "application/json"}
-        if route.control and self._token is not None:
+        if (route.control or route.generation) and self._token is not None:
             headers["authorization"] = f"Bearer {self._token}"
         return headers
 

@@ -8,12 +8,13 @@ are names for this machine that it does not know, which anybody may register.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import resource
 import socket
+import ssl
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,8 +22,10 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from inflight.base.addresses import is_address, is_loopback
 from inflight.errors import InvalidRequestError
 from inflight.http.server import error_response
+from inflight.http.tls import Handshake
 
 BACKLOG = 128
 HOSTS_VARIABLE = "INFLIGHT_ALLOWED_HOSTS"
@@ -102,7 +105,7 @@ class _OncePerMinute(logging.Filter):
         return True
 
 
-def configure(app: ASGIApp, listener: socket.socket, **options: Any) -> uvicorn.Config:
+def configure(app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None, **options: Any) -> uvicorn.Config:
     """Return the configuration of a server whose connections and clients are checked as described above."""
     for name in ("uvicorn.error", "asyncio"):
         logger = logging.getLogger(name)
@@ -110,14 +113,26 @@ def configure(app: ASGIApp, listener: socket.socket, **options: Any) -> uvicorn.
             logger.addFilter(_OncePerMinute())
     host = str(listener.getsockname()[0])
     return uvicorn.Config(
-        _KnownClients(app, is_local=_is_loopback(host)),
-        http=BoundedProtocol,
+        _KnownClients(app, is_local=is_loopback(host)),
+        http=BoundedProtocol if tls is None else _over_tls(tls),  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         ws="none",
         backlog=BACKLOG,
         **options,
     )
+
+
+def url_of(listener: socket.socket, tls: ssl.SSLContext | None) -> str:
+    """Return the URL of the address at which a socket listens."""
+    host, port = listener.getsockname()[:2]
+    name = f"[{host}]" if ":" in host else host
+    return f"{'http' if tls is None else 'https'}://{name}:{port}"
+
+
+def _over_tls(context: ssl.SSLContext) -> Callable[..., Handshake]:
+    underway: dict[Any, None] = {}
+    return lambda **named: Handshake(BoundedProtocol(**named), context, underway, max(4, max_connections() // 4))
 
 
 class _KnownClients:
@@ -157,16 +172,4 @@ class _KnownClients:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        return name in self._names or _is_address(name)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+        return name in self._names or is_address(name)

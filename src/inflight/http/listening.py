@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from inflight.errors import ConfigError, InflightError
-from inflight.http.connections import BACKLOG, configure
+from inflight.http.connections import BACKLOG, configure, url_of
 
 _PARTING_S = 2
 """How long answers in progress may take once the server ends."""
@@ -45,10 +46,11 @@ def bind(
 class InLoopServer:
     """A uvicorn server in the running event loop, which does not handle signals."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
-        config = configure(app, listener, lifespan="off", timeout_keep_alive=60, timeout_graceful_shutdown=_PARTING_S)
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    def __init__(self, app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        config = configure(
+            app, listener, tls, lifespan="off", timeout_keep_alive=60, timeout_graceful_shutdown=_PARTING_S
+        )
+        self.url = url_of(listener, tls)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         self._has_begun = asyncio.Event()
         """Set once the server answers, or has ended."""

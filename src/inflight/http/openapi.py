@@ -40,7 +40,7 @@ def openapi_document() -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": schemas["$defs"],
-            "securitySchemes": {"control": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {name: {"type": "http", "scheme": "bearer"} for name in ("control", "generation")},
         },
     }
 
@@ -66,6 +66,8 @@ def _operation(route: Route[Any]) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if route.control:
         operation["security"] = [{"control": []}]
+    elif route.generation:  # the empty one: a server may leave generation open
+        operation["security"] = [{}, {"generation": []}, {"control": []}]
     return operation
 
 

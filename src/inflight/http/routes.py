@@ -36,7 +36,9 @@ Response = TypeVar("Response", bound=wire.WireModel)
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[Response]):
-    """One route: its request (None: no body), its response (None: text), and whether it takes the control token.
+    """One route: its request (None: no body), its response (None: text), and which token it takes.
+
+    ``control`` routes take the control token, ``generation`` routes it or the server's generation token, if it has one.
 
     ``request_size`` counts the tokens of the endpoint's context, ``response_size`` those of all completions that the
     request asks for. A token id takes 16 bytes with comma and white space; a sampled token adds its logprob and at
@@ -50,6 +52,7 @@ class Route(Generic[Response]):
     request: type[wire.WireModel] | None
     response: type[Response] | None
     control: bool = False
+    generation: bool = False
     needs: wire.Needs | None = None
     """The capability that the server needs for it."""
     request_size: Size = Size(0)
@@ -64,7 +67,8 @@ def _control(
     request_size: Size = Size(64 * KB),
     needs: wire.Needs | None = None,
 ) -> Route[Response]:
-    return Route("POST", f"/{operation}", operation, summary, request, response, True, needs, request_size)
+    path = f"/{operation}"
+    return Route("POST", path, operation, summary, request, response, True, needs=needs, request_size=request_size)
 
 
 CAPABILITIES = Route("GET", "/capabilities", "capabilities", "What this server can do", None, wire.Capabilities)
@@ -136,6 +140,7 @@ GENERATE = Route(
     "Token ids in; token ids, behaviour logprobs and version spans out (server-sent events when streaming)",
     wire.GenerateRequest,
     wire.GenerateResponse,
+    generation=True,
     request_size=Size(MB, 16, wire.MAX_IMAGES_LENGTH),
     response_size=Size(MB, 256, routed_bytes=4 * KB),  # 128 layers of 12 experts, in two bytes each
 )
@@ -146,6 +151,7 @@ SCORE = Route(
     "Token ids in; their logprobs out, with likeliest tokens and candidates in their place",
     wire.ScoreRequest,
     wire.ScoreResponse,
+    generation=True,
     request_size=Size(MB, 16 * (1 + wire.MAX_ALTERNATIVES)),
     response_size=Size(MB, 64),  # of a logprob, or of a likeliest token with its logprob
 )
@@ -156,6 +162,7 @@ CHAT_COMPLETIONS = Route(
     "The OpenAI shape plus token ids, behaviour logprobs and version spans",
     wire.ChatCompletionRequest,
     wire.ChatCompletion,
+    generation=True,
     request_size=Size(MB, 64, wire.MAX_IMAGES_LENGTH),
     response_size=Size(MB, 4 * KB),  # logprobs list the text and the bytes of each token
 )
@@ -182,6 +189,8 @@ ROUTES: tuple[Route[Any], ...] = (
     HEALTH,
     METRICS,
 )
+
+GENERATION_PATHS = frozenset(route.path for route in ROUTES if route.generation)
 
 STATUS_OF_CODE = {
     "invalid_request": 400,

@@ -57,10 +57,13 @@ def create_app(
     endpoint: InferenceEndpoint,
     *,
     token: str,
+    generation_token: str | None = None,
     stats: Callable[[], EngineStats] | None = None,
     owns_endpoint: bool = True,
 ) -> Starlette:
     """Return the application that serves ``endpoint``. ``token`` guards the control routes and must not be empty.
+
+    With a ``generation_token``, generation and scoring require one of the two; without, they are open.
 
     ``stats`` feeds ``/metrics``. If the application owns the endpoint, it closes it on shutdown.
     """
@@ -144,6 +147,8 @@ def create_app(
             try:
                 if route.control:
                     check_token(request, token)
+                elif route.generation and generation_token:
+                    check_token(request, token, generation_token)
                 if route.request is None:
                     refuse_length(request, 0)
                 if route.operation in special:
@@ -164,10 +169,10 @@ def create_app(
     return app
 
 
-def check_token(request: Request, token: str) -> None:
-    """Raise `UnauthorizedError` unless a request carries the token."""
+def check_token(request: Request, *tokens: str) -> None:
+    """Raise `UnauthorizedError` unless a request carries one of the tokens."""
     given = request.headers.get("authorization", "")
-    if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    if not any(hmac.compare_digest(given.encode(), f"Bearer {token}".encode()) for token in tokens):
         what = "wrong" if given else "missing"
         raise UnauthorizedError(f"the bearer token for {request.url.path} is {what}")
 

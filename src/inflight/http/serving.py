@@ -22,10 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inflight.base.tasks import cancel_and_wait, combine_failures
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import BusyError, InflightError, error_from_code
-from inflight.http.connections import configure, max_connections
+from inflight.http.connections import configure, max_connections, url_of
 from inflight.http.joining import JoinSettings, Membership
+from inflight.http.routes import GENERATION_PATHS
 from inflight.http.server import create_app, error_response
 from inflight.http.server_spec import ListenOptions
+from inflight.http.tls import server_tls
 from inflight.types import EngineStats
 
 _DEFAULTS = ListenOptions()
@@ -39,6 +41,7 @@ async def serve(
     listener: socket.socket,
     *,
     token: str,
+    generation_token: str | None = None,
     stats: Callable[[], EngineStats] | None = None,
     listen: ListenOptions = _DEFAULTS,
     on_ready: Callable[[str], None] | None = None,
@@ -49,7 +52,8 @@ async def serve(
     """Serve until SIGINT, SIGTERM or, with ``exit_with_stdin``, the end of standard input; then abort all requests.
 
     With ``joins`` the server is a member of a run from then on, and leaves the run cleanly before it stops.
-    ``listen`` specifies ``exit_with_stdin``, ``ready_file`` and ``lease_s``; ``listener`` has the address.
+    ``listen`` specifies ``exit_with_stdin``, ``ready_file``, ``lease_s`` and the files of TLS; ``listener`` has the
+    address.
     After the end of standard input the server continues for ``lease_s`` from the last call that carried the token.
 
     Await it in the main thread, which receives the signals; a handled signal is raised again at the end. Once the
@@ -57,10 +61,12 @@ async def serve(
     before that, and ``while_serving`` runs alongside the server: an `InflightError` from either ends the server and is
     raised, and running and later requests are answered immediately with its first line.
     """
-    url = _url_of(listener)
+    tls = server_tls(listen.tls_certificate, listen.tls_key, listen.tls_client_ca)
+    url = url_of(listener, tls)
     # `_Server` closes the endpoint, once.
-    app = _UntilFailure(create_app(endpoint, token=token, stats=stats, owns_endpoint=False), token)
-    config = configure(app, listener, timeout_keep_alive=30, timeout_graceful_shutdown=5)
+    served = create_app(endpoint, token=token, generation_token=generation_token, stats=stats, owns_endpoint=False)
+    app = _UntilFailure(served, token)
+    config = configure(app, listener, tls, timeout_keep_alive=30, timeout_graceful_shutdown=5)
     membership = None if joins is None else Membership(joins, token, url)
     server = _Server(
         config,
@@ -162,9 +168,9 @@ class _UntilFailure:
         self.last_authorized = time.monotonic()
         """When the last call with the token arrived."""
         self._num_open = 0
-        """Requests without the token that are being answered."""
+        """Requests for generation, or without the token, that are being answered."""
         self._most_open = max_connections() * 7 // 8
-        """The rest of the connections is kept free for requests with the token."""
+        """The rest of the connections is kept free for control."""
         self._has_failed = asyncio.Event()
         self._error = InflightError()
         self._abandoned: set[asyncio.Future[None]] = set()
@@ -184,7 +190,8 @@ class _UntilFailure:
         given = dict(scope["headers"]).get(b"authorization", b"")
         if hmac.compare_digest(given, self._bearer):
             self.last_authorized = time.monotonic()
-            return await self._answer(scope, receive, send)
+            if scope["path"] not in GENERATION_PATHS:
+                return await self._answer(scope, receive, send)
         if self._num_open >= self._most_open:
             busy = BusyError(f"{self._num_open} requests are being answered, no more are accepted: send it again later")
             return await error_response(busy)(scope, receive, send)
@@ -226,11 +233,6 @@ class _UntilFailure:
         self._abandoned.discard(answering)
         if not answering.cancelled():
             answering.exception()  # its request got another answer
-
-
-def _url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None] | None) -> None:

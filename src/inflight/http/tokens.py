@@ -8,10 +8,11 @@ from pathlib import Path
 from inflight.errors import ConfigError
 
 TOKEN_VARIABLE = "INFLIGHT_TOKEN"
+GENERATION_TOKEN_VARIABLE = "INFLIGHT_GENERATION_TOKEN"
 
 
-def read_token(token_file: Path | None) -> str | None:
-    """Return the token in a file, else the one in ``$INFLIGHT_TOKEN``, else None. Raises `ConfigError`."""
+def read_token(token_file: Path | None, variable: str = TOKEN_VARIABLE) -> str | None:
+    """Return the token in a file, else the one in an environment variable, else None. Raises `ConfigError`."""
     if token_file is not None:
         try:
             token, source = token_file.read_text(errors="replace").strip(), f"token file {str(token_file)!r}"
@@ -20,7 +21,7 @@ def read_token(token_file: Path | None) -> str | None:
         if not token:
             raise ConfigError(f"{source} is empty")
     else:
-        token, source = os.environ.get(TOKEN_VARIABLE, ""), f"${TOKEN_VARIABLE}"
+        token, source = os.environ.get(variable, ""), f"${variable}"
         if not token:
             return None
     if not all("!" <= character <= "~" for character in token):

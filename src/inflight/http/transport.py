@@ -6,14 +6,14 @@ httpx's own pool checks every connection for each call. TLS and proxies are left
 from __future__ import annotations
 
 import asyncio
-import functools
 import select
-import ssl
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator
 
 import h11
 import httpx
+
+from inflight.http.tls import client_tls
 
 _IDLE_S = 1.0
 """How long a connection is kept for the next call; servers keep it for longer."""
@@ -31,13 +31,7 @@ def make_transport(url: httpx.URL, *, keeps_alive: bool) -> httpx.AsyncBaseTrans
     if url.scheme != "https":
         return PlainTransport(max_idle)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_idle, keepalive_expiry=_IDLE_S)
-    return httpx.AsyncHTTPTransport(verify=tls_context(), limits=limits, trust_env=False)
-
-
-@functools.cache
-def tls_context() -> ssl.SSLContext:
-    """Return this process's only context, which trusts the system's certificates; creating one takes 40 ms."""
-    return ssl.create_default_context()
+    return httpx.AsyncHTTPTransport(verify=client_tls(), limits=limits, trust_env=False)
 
 
 class PlainTransport(httpx.AsyncBaseTransport):

@@ -55,6 +55,17 @@ class ServerGroupSection(Section):
         return self
 
 
+class TlsSection(Section):
+    """PEM files with which the run serves HTTPS to servers that join."""
+
+    certificate: Path
+    """The certificate of the address of ``join``."""
+    key: Path
+    """Its key, without a passphrase."""
+    client_ca: Path | None = None
+    """Answer only servers that present a certificate that one of these signed."""
+
+
 class AttachSection(Section):
     """Servers that the run does not start: listed by URL, listed in a file, or joining on their own."""
 
@@ -74,6 +85,8 @@ class AttachSection(Section):
     join: str | None = None
     """HOST:PORT where the run listens for servers that join and leave on their own (``inflight serve --join``). These
     are in addition to the other servers. If only ``join`` is set, the run starts none."""
+    tls: TlsSection | None = None
+    """Listen for them with HTTPS. Clients read the certificates that they trust from ``$INFLIGHT_TLS_CA``."""
 
     @property
     def others_may_come(self) -> bool:

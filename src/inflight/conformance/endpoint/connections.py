@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLACK_S, within
+from inflight.http.routes import GENERATION_PATHS
+from inflight.http.tls import client_tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ async def connection(subject: EndpointSubject) -> AsyncIterator[tuple[asyncio.St
     parts = urlsplit(subject.opened.url)
     is_tls = parts.scheme == "https"
     reader, writer = await asyncio.open_connection(
-        parts.hostname, parts.port or (443 if is_tls else 80), ssl=ssl.create_default_context() if is_tls else None
+        parts.hostname, parts.port or (443 if is_tls else 80), ssl=client_tls() if is_tls else None
     )
     try:
         yield reader, writer
@@ -41,6 +42,8 @@ def head(subject: EndpointSubject, method: str, path: str, headers: Mapping[str,
     assert subject.opened.url is not None
     parts = urlsplit(subject.opened.url)
     lines = {"host": parts.netloc, "content-type": "application/json", "connection": "close", **headers}
+    if path in GENERATION_PATHS and subject.opened.token:
+        lines.setdefault("authorization", f"Bearer {subject.opened.token}")
     text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     return f"{method} {parts.path}{path} HTTP/1.1\r\n{text}\r\n".encode()
 

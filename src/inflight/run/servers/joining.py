@@ -6,6 +6,7 @@ A server renews its registration repeatedly. It is no longer listed once it stop
 from __future__ import annotations
 
 import hmac
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,11 +46,20 @@ def host_and_port(at: str) -> tuple[str, int]:
 class JoinServer:
     """Lists the servers that have joined. ``at`` is HOST:PORT on loopback or a private network."""
 
-    def __init__(self, at: str, token: str, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        at: str,
+        token: str,
+        run_id: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._at = at
         self._token = token
         self._run_id = run_id
         self._clock = clock
+        self._tls = tls
         self._joined: dict[str, _JoinedServer] = {}
         self._server: InLoopServer | None = None
 
@@ -57,7 +67,7 @@ class JoinServer:
         """Listen, and return the URL. Raises `ConfigError` if the address cannot be used."""
         listener = bind(*host_and_port(self._at), "choose another address for servers.attach.join")
         app = Starlette(routes=[Route(JOIN_PATH, self._answer, methods=["POST", "DELETE"])])
-        self._server = InLoopServer(app, listener)
+        self._server = InLoopServer(app, listener, self._tls)
         return await self._server.started()
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from inflight.base.backoff import Backoff
 from inflight.base.tasks import finish_all, run_together
 from inflight.errors import ConfigError, EndpointError
+from inflight.http.tls import ServerTls
 from inflight.launchers import Launcher
 from inflight.run.config import RunConfig
 from inflight.run.machines.placement import GpuPlacement, place_extra
@@ -89,7 +90,9 @@ class Servers:
         limits = {server.url: server.spec.options.num_slots for server in running or self.own}
         await self.membership.attach(limits | dict.fromkeys(servers.attach.urls, servers.slots_of_attached))
         if servers.attach.join is not None:
-            at = await self.listed.open(JoinServer(servers.attach.join, self.token, directory.run_id))
+            files = servers.attach.tls
+            tls = None if files is None else ServerTls(files.certificate, files.key, files.client_ca).context()
+            at = await self.listed.open(JoinServer(servers.attach.join, self.token, directory.run_id, tls=tls))
             self.note(f"servers may join at {at}")
             self.scaling = self._scaling(directory, at)
         if servers.attach.others_may_come:

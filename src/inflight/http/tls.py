@@ -1,0 +1,112 @@
+"""TLS: the files with which a server proves who it is, and those with which this process's clients check servers."""
+
+from __future__ import annotations
+
+import asyncio
+import asyncio.sslproto
+import functools
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ConfigError
+
+CA_VARIABLE = "INFLIGHT_TLS_CA"
+"""File with the certificates that clients trust in addition to those of the system."""
+CERTIFICATE_VARIABLE = "INFLIGHT_TLS_CLIENT_CERTIFICATE"
+KEY_VARIABLE = "INFLIGHT_TLS_CLIENT_KEY"
+"""Files that clients present to servers which require a client certificate."""
+_HANDSHAKE_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """The PEM files of a server. With ``client_ca``, it answers only clients whose certificate that CA has signed."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context for its connections. Raises `ConfigError` if a file cannot be used."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        _load_certificate(context, str(self.certificate), str(self.key))
+        if self.client_ca is not None:
+            _load_ca(context, str(self.client_ca))
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+
+def server_tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> ssl.SSLContext | None:
+    """Return the context of a server with these files, None without them. Raises `ConfigError`."""
+    if certificate is None or key is None:
+        if (certificate, key, client_ca) != (None, None, None):
+            raise ConfigError("--tls-certificate and --tls-key belong together, and --tls-client-ca requires both")
+        return None
+    return ServerTls(certificate, key, client_ca).context()
+
+
+@functools.cache
+def client_tls() -> ssl.SSLContext:
+    """Return this process's only client context; creating one takes 40 ms. Raises `ConfigError` for unusable files.
+
+    It verifies names and certificates against the system's certificates and those in ``$INFLIGHT_TLS_CA``.
+    """
+    context = ssl.create_default_context()
+    if ca := os.environ.get(CA_VARIABLE):
+        _load_ca(context, ca)
+    if certificate := os.environ.get(CERTIFICATE_VARIABLE):
+        _load_certificate(context, certificate, os.environ.get(KEY_VARIABLE) or certificate)
+    return context
+
+
+def _load_certificate(context: ssl.SSLContext, certificate: str, key: str) -> None:
+    try:
+        context.load_cert_chain(certificate, key, password="")  # an encrypted key is refused instead of asked for
+    except OSError as error:  # ssl.SSLError too
+        reason = error.strerror if error.filename or not isinstance(error, ssl.SSLError) else error.reason or error
+        raise ConfigError(
+            f"the TLS certificate {certificate!r} with the key {key!r} cannot be used: {reason}; both are PEM files, "
+            "the key without a passphrase"
+        ) from error
+
+
+def _load_ca(context: ssl.SSLContext, path: str) -> None:
+    try:
+        context.load_verify_locations(path)
+    except OSError as error:
+        raise ConfigError(f"the TLS certificates in {path!r} cannot be used: {error}; it is a PEM file") from error
+
+
+class Handshake(asyncio.sslproto.SSLProtocol):
+    """A connection whose TLS handshake may take ten seconds; of too many, the oldest is closed.
+
+    asyncio's own connections may take a minute, and nothing bounds how many of them a server holds.
+    """
+
+    def __init__(self, inner: Any, context: ssl.SSLContext, underway: dict[Any, None], most: int) -> None:
+        loop = asyncio.get_running_loop()
+        waiter: Any = None
+        super().__init__(loop, inner, context, waiter, server_side=True, ssl_handshake_timeout=_HANDSHAKE_S)
+        self._underway, self._most = underway, most
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin the handshake."""
+        self._raw = transport
+        self._underway[self] = None
+        if len(self._underway) > self._most:
+            oldest = next(iter(self._underway))
+            del self._underway[oldest]
+            oldest._raw.abort()
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Forget it."""
+        self._underway.pop(self, None)
+        super().connection_lost(exc)
+
+    def _on_handshake_complete(self, handshake_exc: BaseException | None) -> None:
+        self._underway.pop(self, None)
+        super()._on_handshake_complete(handshake_exc)
