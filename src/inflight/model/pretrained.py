@@ -129,7 +129,7 @@ def convert(package: PretrainedPackage, wheel: Path, output: Path) -> int:
     gguf or accelerate is not installed.
     """
     try:
-        import accelerate  # noqa: F401  # transformers reads the file with both
+        import accelerate  # type: ignore[import-untyped]  # noqa: F401  # transformers reads the file with both
         import gguf  # noqa: F401
     except ImportError as error:
         raise ConfigError(
