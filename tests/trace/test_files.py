@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from inflight.errors import CheckpointError, ConfigError
 from inflight.observe.trace import events, files
 from inflight.observe.trace.files import EventFollower, EventWriter, begin_files, read_events, read_steps, resume_files
 from tests.gates import wait_until
+from tests.zygote import python
 
 ACTIONS = st.lists(
     st.one_of(
@@ -334,3 +336,19 @@ def test_events_of_a_newer_schema_are_refused(tmp_path: Path) -> None:
         for read in (reader.read, lambda: list(read_events(tmp_path))):
             with pytest.raises(ConfigError, match=r"inflight 9\.9\.0 with event schema 2, .* reads only up to 1"):
                 read()
+
+
+def test_the_example_of_docs_prints_the_steps_and_publishes_of_a_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    times = {"start_s": 0.0, "end_s": 0.0, "version": 1}
+    run.files.write(events.StepCompleted.model_validate({**times, "time_s": 0.0, "reward": 0.5, "lag_mean": 1.25}))
+    parts = dict.fromkeys(("gather_s", "wire_s", "load_s", "first_token_s"), 0.0)
+    publish = {**times, **parts, "pause_s": 0.01, "total_s": 2, "size_bytes": 8, "sent_bytes": 8}
+    run.files.write(events.WeightsPublished.model_validate({**publish, "paused_s": {}, "outcomes": {}}))
+    run.files.close()
+    example = Path(__file__).parents[2] / "examples" / "read_events.py"
+    printed = subprocess.run([python(), example, tmp_path], capture_output=True, text=True, timeout=60, check=True)
+    assert printed.stdout.splitlines() == [
+        "step 1: reward 0.5, mean lag 1.25",
+        "publish of version 1: 2.00 s, servers paused for 0.010 s",
+    ]
