@@ -17,33 +17,7 @@ from benchmarks.tables.tables import TABLES
 from inflight.conformance.specification import fill_tables
 
 ROOT = Path(__file__).parents[2]
-PAGES = (
-    ROOT / "README.md",
-    *(
-        ROOT / "docs" / f"{name}.md"
-        for name in (
-            "quickstart",
-            "contract",
-            "conformance",
-            "compatibility",
-            "trainers",
-            "losses",
-            "rollouts",
-            "planner",
-            "scale",
-            "replay",
-            "environments",
-            "weights",
-            "inference-adapter",
-            "trainer-adapter",
-            "design",
-            "events",
-            "watch",
-            "tinker",
-            "doctor",
-        )
-    ),
-)
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _FILE = re.compile(r"<!-- file: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 _SOURCE = re.compile(r"<!-- source: (\S+) (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 _MUTANTS = re.compile(r"<!-- mutants -->\n.*?<!-- end -->", re.DOTALL)

@@ -505,7 +505,21 @@ def environments_table() -> str:
     return "\n".join(lines)
 
 
+def proxy_table() -> str:
+    """Return what the recording proxy costs."""
+    rows = kept("proxy-embedded")["rows"]
+    return "\n".join(
+        [
+            "| engine | episodes, tokens per turn | CPU ms per call | share of the engine's CPU time | added time |",
+            "|---|---|---|---|---|",
+            f"| embedded | {rows['num_episodes']}, {rows['num_tokens']} | {rows['proxy_cpu_ms_per_call']:.1f} | "
+            f"{rows['proxy_cpu_share']:.0%} | {rows['added_wall_share']:z.1%} |",
+        ]
+    )
+
+
 TABLES = {
+    "proxy": proxy_table,
     "events": event_tables,
     "environments": environments_table,
     **WEIGHT_TABLES,
