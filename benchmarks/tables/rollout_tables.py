@@ -1,4 +1,4 @@
-"""Tables of docs/rollouts.md: schedulers, policies, drafts, and what the seed papers' criteria came to."""
+"""Tables of docs/evidence-rollouts.md: schedulers, policies, drafts, and how the criteria of the papers were met."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def criteria_table() -> str:
             _speeds(),
             _BENCHMARK,
         ),
-        ("", "a guard on the effective sample size, live", "it stops a run, or lets it wait", _GUARD_BY),
+        ("", "a guard on the effective sample size, live", "it stops a run, or makes it wait", _GUARD_BY),
         ("RhymeRL, HistoSpec", "lossless", "E-70, with chi-square and bit-equal greedy tokens", _LOSSLESS_BY),
         ("", "more than two accepted tokens per verification from the third epoch on", _accepted(), _DRAFTS),
-        ("", "weights by reward at least as good as counts, or said to gain nothing", _weighted(), _DRAFTS),
+        ("", "weights by reward at least as good as counts, or reported as no gain", _weighted(), _DRAFTS),
         (
             "RhymeRL, HistoPipe",
             "endpoints busy at least 90 % of the time with linear pairs, below 55 % with pairs alone; lag at most 1",
@@ -87,7 +87,7 @@ def criteria_table() -> str:
         ),
         (
             "LlamaRL",
-            "stages apart are never slower, and equal only where no batch could grow",
+            "stages on separate devices are never slower, and equal only where no batch could grow",
             "holds for random cost curves and memories",
             "`test_stages_apart_are_never_slower_and_equal_only_where_neither_batch_could_grow`",
         ),
@@ -100,9 +100,8 @@ def criteria_table() -> str:
         (
             "",
             "resharding moves each byte once",
-            "not built: weights are gathered whole, each tensor in one bucket, and every rank of an endpoint receives "
-            "all buckets",
-            "`test_buckets_cover_the_tensors_in_order_and_within_the_size`",
+            "with `updates.sharded`, each rank sends the parts that it holds; every server still receives all parts",
+            "`python -m benchmarks.sharded`",
         ),
         (
             "AReaL",
@@ -133,12 +132,12 @@ def criteria_table() -> str:
             "equal on 60 batches",
             "`test_shuffled_pairs_equals_a_plain_loop_on_the_same_seed`",
         ),
-        ("ReaL", "a search over layouts", "not built; `best_split` divides devices between two stages only", ""),
+        ("ReaL", "a search over layouts", "not implemented; `best_split` divides devices between two stages only", ""),
         ("SRL", "a contract for streams of samples", "the endpoint contract, one completion or chunk at a time", _KIT),
         ("ArCHer", "advantages by turn from a critic", '`rollouts.credit = "critic"`', "`tests/unit/test_critic.py`"),
         (
             "Spreeze",
-            "a machine tunes itself",
+            "automatic tuning to a machine",
             "short runs of each configuration, and the same table",
             "`inflight plan --measure`",
         ),
@@ -152,7 +151,7 @@ def criteria_table() -> str:
 _BENCHMARK = "`python -m benchmarks.research.criteria`"
 _DRAFTS = "`python benchmarks/drafts.py models/tiny`"
 _KIT = "`inflight check endpoint`"
-_SPANS = "twenty updates during a few completions; two colours of weights that every token betrays"
+_SPANS = "twenty updates during a few completions; every token reveals which of two weights sampled it"
 _SPANS_BY = "`test_logprobs_and_spans_are_true_while_an_update_comes_after_every_few_steps_of_drafts`, U-20, U-21"
 _GUARD_BY = "`test_a_run_whose_effective_sample_size_is_too_low_stops_if_told_to`, `test_every_policy_trains`"
 _LOSSLESS_BY = "`inflight check endpoint`, `tests/engine/test_speculation.py`"
@@ -180,12 +179,12 @@ def _speeds() -> str:
         f"{row['capacity']} each; lag mean {row['lag_mean']:.1f}, largest {row['lag_max']})"
         for row in kept("criteria")["rows"]["speeds"]
     )
-    return f"yes while some tokens are older than that, less where none is: {found}"
+    return f"yes while some tokens are older than that; smaller if none are: {found}"
 
 
 def _capped() -> str:
     figures = _lagged("aipo", "aipo without its cap")
-    return f"it bounds the gradient; training without it does not fail here. {figures}"
+    return f"it bounds the gradient; without it, training does not fail here either. {figures}"
 
 
 def _lagged(*names: str) -> str:
@@ -201,7 +200,7 @@ def _lagged(*names: str) -> str:
 def _areal() -> str:
     naive, decoupled = (kept("criteria")["rows"]["losses"][name] for name in ("ppo, naive", "decoupled_ppo"))
     return (
-        f"naive learns least; decoupled learns, slower than at lag 0. Mean reward of all steps: naive "
+        f"naive PPO learns least; decoupled PPO learns, but more slowly than at lag 0. Mean reward of all steps: naive "
         f"{_mean(naive['lag 8'], 'reward_mean'):.3f}, decoupled "
         f"{_mean(decoupled['lag 8'], 'reward_mean'):.3f}; at lag 0 {_mean(naive['lag 0'], 'reward_mean'):.3f}"
     )
@@ -215,8 +214,8 @@ def _variations() -> str:
         found.append(f"at reward {stage['reward']:.2f}: {norms}")
     tokens = ", ".join(f"{name} {way['tokens_variation']:.2f}" for name, way in ways.items())
     return (
-        f"**in part**: tokens, and gradients less than under DAPO; less than under GRPO only at first. Deviation over "
-        f"mean of the gradient norm, {'; '.join(found)}; of tokens per step: {tokens}"
+        "**partly**: tokens vary less, and gradients vary less than under DAPO, but less than under GRPO only at "
+        f"first. Deviation over mean of the gradient norm, {'; '.join(found)}; of tokens per step: {tokens}"
     )
 
 
