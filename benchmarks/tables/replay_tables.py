@@ -1,4 +1,4 @@
-"""The tables of docs/replay.md."""
+"""The tables of docs/evidence-replay.md."""
 
 from __future__ import annotations
 
