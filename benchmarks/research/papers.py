@@ -3,7 +3,7 @@
     python -m benchmarks.research.papers
 
 or ``--only`` some of them, which keeps the others. Inputs are those of the papers where they give them, else those of
-their supplements' simulations or ours, as docs/planner.md lists them. Writes ``results/papers.json``.
+their supplements' simulations or ours, as docs/evidence-planner.md lists them. Writes ``results/papers.json``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of docs/planner.md: predicted against measured, and papers in simulated time."""
+"""Tables of docs/evidence-planner.md: predicted against measured, and papers in simulated time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.tables.kept import RESULTS, kept
 
 
 def planner_table() -> str:
-    """Return what each run came to, and what was predicted for it."""
+    """Return the measured and the predicted figures of each run."""
     if not (RESULTS / "planner.json").exists():
         return "Not measured yet: `python benchmarks/planner.py models/tiny`."
     rows = kept("planner")["rows"]
@@ -68,13 +68,14 @@ def papers_table() -> str:
         eta = row["eta"] if row["eta"] < 1000 else "unbounded"
         theirs = "1.49 to 2.77x" if row["eta"] in (4, 8) else ""
         lines.append(
-            f"| AReaL | eta {eta} on a 75/25 split, over turns on all GPUs; a token trains in {row['cost']} "
-            f"token times of a GPU | {theirs} | {_ratio(row['ratio'])}; token age {row['token_age']:.1f} |"
+            f"| AReaL | eta {eta} on a 75/25 split, relative to alternating phases on all GPUs; a token trains in "
+            f"{row['cost']} token times of a GPU | {theirs} | {_ratio(row['ratio'])}; "
+            f"token age {row['token_age']:.1f} |"
         )
     row = rows["llamarl"]
     lines.append(
-        f"| LlamaRL | stages apart over both on every device, {row['num']:,} random cost curves and memories | at "
-        f"least 1; measured 2.52, 3.98 and 10.7x | never below **{row['smallest']:.2f}x**, median "
+        f"| LlamaRL | stages on separate devices over both on every device, {row['num']:,} random cost curves and "
+        f"memories | at least 1; measured 2.52, 3.98 and 10.7x | never below **{row['smallest']:.2f}x**, median "
         f"{row['median']:.2f}x; equal for {100 * row['equal_share']:.0f} % |"
     )
     cpu_s = rows["cpu_s"]
@@ -100,7 +101,7 @@ def _histopipe_rows(rows: dict[str, dict[str, Any]]) -> list[tuple[str, str, str
             f"**{whole['pair_sums']:.2f}**, spread {whole['spread']:.2f}",
         ),
         (f"the same in pairs, as the {fleet} workers run them", "", f"**{whole['pairs']:.2f}**"),
-        (f"cuts between completions, our default, on {cuts['endpoints']} workers", "", f"**{cuts['single']:.2f}**"),
+        (f"cuts between completions (the default), on {cuts['endpoints']} workers", "", f"**{cuts['single']:.2f}**"),
         ("the same in pairs", "", f"**{cuts['pairs']:.2f}**"),
     ]
 

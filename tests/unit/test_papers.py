@@ -1,4 +1,4 @@
-"""Benchmarks that reproduce papers' figures, in sizes that take seconds; docs/planner.md has them in full."""
+"""Benchmarks that reproduce papers' figures, in sizes that take seconds; docs/evidence-planner.md has them in full."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_rank_groups_keep_endpoints_as_busy_as_in_rhymerls_setting() -> None:
 @pytest.mark.exhaustive
 def test_dispatch_by_length_gains_what_streamrls_setting_gives_over_a_fixed_division() -> None:
     """1.06, 1.23 and 1.04 with 256 running; 1.26, 1.37 and 1.27 with 128. One seed of four instances is within 0.04 of
-    five seeds of eight; the rest is what docs/planner.md says."""
+    five seeds of eight; docs/evidence-planner.md has the others."""
     rows = papers.streamrl(instance_counts=(4,), seeds=1)
     for capacity, first, oracle, ranked, tolerance in ((256, 1.06, 1.23, 1.04, 0.09), (128, 1.26, 1.37, 1.27, 0.14)):
         ratios = {row["name"]: row["ratio"]["mean"] for row in rows if row["capacity"] == capacity}

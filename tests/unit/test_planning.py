@@ -330,6 +330,10 @@ def test_the_command_prints_what_none_beats_and_where_the_speed_up_comes_from(
     out, plot = tmp_path / "all.json", tmp_path / "plan.png"
     assert main(["plan", str(EXAMPLE), "--json", str(out), "--plot", str(plot)]) == 0
     printed = capsys.readouterr().out
+    page = (EXAMPLE.parents[1] / "docs" / "planner.md").read_text()
+    assert f"```text\n{printed.partition('plot: ')[0].rstrip()}\n```\n" in page, (
+        "docs/planner.md shows another output: replace it"
+    )
     rows = json.loads(out.read_text())
     best = max(row["tokens_per_s"] for row in rows)
     assert f"{best:,.0f}" in printed and "bubbles" in printed
