@@ -138,7 +138,7 @@ check-vllm-sources: $(STAMP) vllm-sources
 	PYTHON=$(PYTHON) engines/vllm-sources $* $@
 
 # Puts each engine through the conformance kit; fails unless all that it declares holds. docs/certificates keeps those
-# that the tables of docs/compatibility.md are rendered from; CI writes its own elsewhere. With CHANGED=1, a kept
+# that the tables of docs/evidence-engines.md are rendered from; CI writes its own elsewhere. With CHANGED=1, a kept
 # certificate that was made with the sources as they are stands for a new one.
 certificates: certificate-vllm certificate-sglang certificates-trainers
 

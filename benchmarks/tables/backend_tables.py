@@ -41,7 +41,7 @@ BACKENDS = (
         "generation",
         "pipelinerl-*.json",
         ("engines", "pipelinerl"),
-        "they need GPUs, and their group of NCCL is not joined",
+        "they need GPUs, and inflight does not join their NCCL group",
         has_run=False,
     ),
     Backend(
@@ -49,7 +49,7 @@ BACKENDS = (
         "generation",
         "fast_llm-*.json",
         ("engines", "fast_llm"),
-        "they need GPUs and Fast-LLM, their group of NCCL is not joined, and they never answer an update",
+        "they need GPUs and Fast-LLM, inflight does not join their NCCL group, and they never answer an update",
         has_run=False,
     ),
     Backend(
@@ -57,7 +57,7 @@ BACKENDS = (
         "generation",
         "dynamo-*.json",
         ("engines", "dynamo"),
-        "needs GPUs, and asks for a package that the index does not have",
+        "needs GPUs, and depends on a package that is not on PyPI",
         has_run=False,
     ),
     Backend("TensorRT-LLM", "generation", why_not="needs CUDA, so nothing could be tested"),

@@ -83,7 +83,7 @@ def test_every_kernel_that_the_adapter_replaces_is_stated() -> None:
 
 
 def test_the_numbers_in_the_docs_are_those_of_the_checker() -> None:
-    page = (ROOT / "docs" / "compatibility.md").read_text()
+    page = (ROOT / "docs" / "evidence-engines.md").read_text()
     section = page.partition("## vLLM 0.33.0\n")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| ([a-z ]+) \| (\d+) \|", section, re.MULTILINE))
     assert {kind: int(number) for kind, number in rows.items()} == dict(counts())
