@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-NONE_YET = "There are no figures of a GPU yet: `make gpu` makes them on any machine with torch and CUDA."
+NONE_YET = "There are no figures from a GPU yet. `make gpu` measures them on any machine with torch and CUDA."
 
 
 def page(record: dict[str, Any] | None) -> str:
