@@ -16,7 +16,7 @@ def campaign_table() -> str:
     rules, runs = record["rows"]["rules"], record["rows"]["runs"]
     played = [run for run in runs if run["skipped"] is None]
     lines = [
-        f"| struck | how | times | run continued | ended and was resumed | {' | '.join(rules)} |",
+        f"| fault in | kind | times | run continued | ended and was resumed | {' | '.join(rules)} |",
         f"|---|---|---|---|---|{'---|' * len(rules)}",
     ]
     rows = _rows(played)
@@ -33,7 +33,7 @@ def campaign_table() -> str:
     machine, torch = record["machine"], record["versions"]["torch"]
     verdict = f"**{len(failed)} failed**" + (f" (seeds {', '.join(map(str, failed))})" if failed else "")
     return "\n".join(lines) + (
-        f"\n\n{len(played)} runs, {num_incarnations} starts, {num_strikes} strikes in {minutes:.0f} minutes: "
+        f"\n\n{len(played)} runs, {num_incarnations} starts, {num_strikes} injected faults in {minutes:.0f} minutes: "
         f"{verdict}. {record['date']}, "
         f"{machine['processor']}, {machine['cores']} cores, torch {torch}."
     )

@@ -617,8 +617,8 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
     assert "version 3 was published to it, but it sampled from version 0" in reason
 
 
-def test_the_fleet_in_the_quickstart_is_a_valid_one(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "quickstart.md").read_text()
+def test_the_fleet_in_the_docs_is_a_valid_one(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "runs.md").read_text()
     blocks = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (block,) = [block for block in blocks if "fleet" in block]
     path = tmp_path / "run.toml"
