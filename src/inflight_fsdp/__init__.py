@@ -1,4 +1,4 @@
-"""Trainer workers on torch's ``fully_shard``: their classes, and the kinds that entry points name."""
+"""Trainer workers on torch's ``fully_shard``: the worker classes, and the kinds registered as entry points."""
 
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.kinds import DEEPSPEED, FSDP, MEGATRON, TORCHTITAN

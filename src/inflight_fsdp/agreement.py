@@ -1,4 +1,4 @@
-"""How ranks agree on a failure, so that none of them waits for a rank that has stopped."""
+"""How ranks agree on a failure, so that no rank waits for one that has stopped."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MESSAGE_BYTES = 2048
 def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
     """Return the failure of the lowest rank that has one, the same on every rank; collective over a group of all ranks.
 
-    Messages of other ranks name the rank that they come from. The group must be able to communicate from ``device``;
-    None is the default group.
+    A message from another rank names that rank. The group must be able to communicate from ``device``; None is the
+    default group.
     """
     if dist.get_world_size() == 1:
         return failure
@@ -36,9 +36,10 @@ def first_failure(failure: str | None, device: torch.device, group: dist.Process
 
 
 def on_every_rank(do: Callable[[], T], device: torch.device) -> T:
-    """Return the result of ``do``, unless it fails on any rank; collective over the default group.
+    """Return the result of ``do`` if it succeeds on every rank; collective over the default group.
 
-    If it fails, that rank raises its own error, and the others a `ConfigError` that names the rank and the error.
+    If it fails on a rank, that rank raises its own error, and every other rank raises a `ConfigError` that names the
+    rank and the error.
     """
     try:
         result, error = do(), None

@@ -1,4 +1,4 @@
-"""A checkpoint that is written while training continues: shards copied to host memory, and one thread that saves them.
+"""Checkpoints written while training continues: shards are copied to host memory, and one thread saves them.
 
 The thread uses a separate process group, so that its collectives cannot interfere with those of training.
 """
@@ -37,23 +37,23 @@ def copy_to_host(state: TrainerState) -> TrainerState:
 
 
 class BackgroundSave:
-    """One save in which a thread of this rank takes part. The thread does not keep the process alive."""
+    """One save, which a daemon thread of this rank carries out together with the other ranks."""
 
     def __init__(self, path: Path, save: Callable[[], None]) -> None:
         self.path = path
         self.failure: CheckpointError | None = None
-        """Why it failed, once it has ended; None: the checkpoint is at ``path``."""
+        """Why the save failed, once it has ended; None if the checkpoint is at ``path``."""
         self._save = save
         self._thread = threading.Thread(target=self._run, name=f"save {path.name}", daemon=True)
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        """Return False once it has succeeded or failed."""
+        """Return whether the save is still in progress."""
         return self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end; return False after the timeout."""
+        """Wait until the save ends; return False on timeout."""
         self._thread.join(timeout_s)
         return not self.is_running
 
@@ -64,13 +64,13 @@ class BackgroundSave:
             self.failure = error
         except Exception as error:  # such as the end of another rank; `finish_save` raises it
             self.failure = CheckpointError(
-                f"no checkpoint was written to {self.path}: {type(error).__name__}: {error}; an earlier one "
+                f"no checkpoint was written to {self.path}: {type(error).__name__}: {error}; an earlier checkpoint "
                 "there is intact"
             )
 
 
 class BackgroundSaves:
-    """One rank's saves in the background, one at a time. A rank waits at most ``longest_wait_s`` for another."""
+    """One rank's background saves, one at a time. A rank waits at most ``longest_wait_s`` for another rank."""
 
     def __init__(self, longest_wait_s: float) -> None:
         self._longest_wait_s = longest_wait_s
@@ -78,7 +78,7 @@ class BackgroundSaves:
         self._begun: BackgroundSave | None = None
 
     def begin(self, path: Path, state: TrainerState) -> None:
-        """Copy a state and start to write it. Collective; an earlier save has to be finished."""
+        """Copy a state and start to write it. Collective; any earlier save must be finished."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._longest_wait_s))
         copy = copy_to_host(state)
@@ -92,7 +92,8 @@ class BackgroundSaves:
             return
         if not begun.wait(timeout_s):
             raise CheckpointError(
-                f"the save to {begun.path} is still running after {timeout_s:g} s; an earlier one there is intact"
+                f"the save to {begun.path} is still running after {timeout_s:g} s; an earlier checkpoint there is "
+                "intact"
             )
         self._begun = None
         if begun.failure is not None:
@@ -100,7 +101,7 @@ class BackgroundSaves:
 
     @property
     def is_running(self) -> bool:
-        """Whether a save has not ended yet."""
+        """Whether a save is still in progress."""
         return self._begun is not None and self._begun.is_running
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints of a sharded trainer: a Hugging Face directory plus optimizer and counters; safetensors and JSON only.
 
-Every rank writes its own parts into the files that rank 0 has made, and reads its own, so all ranks must see the
-directory. Only parameters that are stored as several tensors are gathered, one at a time.
+Every rank writes its own parts into the files that rank 0 has created, and reads its own parts back, so all ranks must
+see the directory. Only parameters that are stored as several tensors are gathered, one at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """All that a checkpoint holds: sharded tensors, counters, and the model's files."""
+    """Everything that a checkpoint holds: sharded tensors, counters, and the model's files."""
 
     weights: Sequence[ShardedTensor]
     optimizer: Sequence[ShardedTensor]
@@ -48,11 +48,11 @@ class TrainerState:
     model_config: str
     """The text of config.json."""
     model_path: Path
-    """Where tokenizer files come from."""
+    """The directory that tokenizer files are copied from."""
     device: torch.device
-    """From which ranks communicate; the shards may be elsewhere."""
+    """The device that ranks communicate from; the shards may be on another one."""
     lora: Sequence[ShardedTensor] = ()
-    """A LoRA; the weights are then only written, not read."""
+    """The LoRA, if one is trained. The weights are then only written, not read."""
     lora_config: str = ""
     """The text of its adapter_config.json, as PEFT reads it."""
 
@@ -66,8 +66,8 @@ class TrainerState:
 def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | None = None) -> None:
     """Write a checkpoint at ``path``, replacing an earlier one once the new one is complete; collective.
 
-    Ranks agree and gather over ``group``, which is of all ranks (None: the default one). Raises `CheckpointError` on
-    every rank; an earlier checkpoint at ``path`` is then still complete.
+    Ranks agree and gather over ``group``, which contains all ranks (None: the default group). Raises `CheckpointError`
+    on every rank; an earlier checkpoint at ``path`` is then still complete.
     """
     path = path.absolute()
     fresh = path.with_name(f".{path.name}.new")
@@ -100,7 +100,7 @@ def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | 
         shutil.rmtree(fresh, ignore_errors=True)
     failure = first_failure(failure, device, group)
     if failure is not None:
-        raise CheckpointError(f"no checkpoint was written to {path}: {failure}; an earlier one there is intact")
+        raise CheckpointError(f"no checkpoint was written to {path}: {failure}; an earlier checkpoint there is intact")
 
 
 def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
@@ -134,9 +134,11 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
 
 
 def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
-    """Make the directory to write in, with every file that holds no tensor."""
+    """Create the directory to write in, with every file that holds no tensor."""
     if path.exists() and not (path / TRAINER).is_file() and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError("the path exists but is not a checkpoint of a worker; move it or choose another path")
+        raise FileExistsError(
+            "the path exists but is not a checkpoint that a worker saved; move it or choose another path"
+        )
     shutil.rmtree(fresh, ignore_errors=True)
     (fresh / _OPTIMIZER).parent.mkdir(parents=True)
     _write_file(fresh / "config.json", state.model_config)
@@ -176,7 +178,7 @@ def _reserve(file: Path, tensors: Sequence[ShardedTensor]) -> None:
 def _write_own(
     file: Path, tensors: Sequence[ShardedTensor], device: torch.device, group: dist.ProcessGroup | None
 ) -> str | None:
-    """Write this rank's part of each tensor in its place in the file; return the failure, if any; collective."""
+    """Write this rank's part of each tensor at its offset in the file; return the failure, if any; collective."""
     header, offsets = _header(tensors)
     failure, descriptor = None, -1
     try:

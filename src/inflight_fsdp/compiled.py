@@ -1,8 +1,8 @@
 """Compiling the parts of layers with torch's compiler.
 
-Attention over packed segments stays out of the graphs: its shapes differ from batch to batch, and each would need a new
-graph. The parts of a layer are therefore compiled one by one, not the layer: torch silently runs a recomputed layer
-without any graph if its graph has a break.
+Attention over packed segments stays out of the graphs: its shapes differ from batch to batch, and each shape would need
+a new graph. The parts of a layer are therefore compiled one by one, rather than the whole layer: torch silently runs a
+recomputed layer without any graph if its graph has a break.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Compile the parts of each layer when they are first called; names of parameters stay unchanged.
 
-    A graph is for any number of tokens, with another for a single token. Call `check_compiler` before.
+    One graph serves any number of tokens, and another a single token. Call `check_compiler` first.
     """
     for layer in layers:
         for part in layer.children():

@@ -1,4 +1,4 @@
-"""The settings of a worker, checked."""
+"""The validated settings of a worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BITS = {"bfloat16": 16, "float32": 32, "float64": 64}
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The division of work among ranks: neighbours share a tensor, then a row, then the data, and last the layers."""
+    """The division of work among ranks: neighbouring ranks share tensors, then rows, then data, and finally layers."""
 
     num_ranks: int
     tensor: int = 1
@@ -30,11 +30,11 @@ class RankLayout:
     context: int = 1
     """Ranks that share each packed row."""
     stages: int = 1
-    """Of a pipeline."""
+    """Number of pipeline stages."""
 
     @property
     def data_size(self) -> int:
-        """Number of ranks, or groups of ranks, with their own micro-batches."""
+        """Number of ranks (or groups of ranks) that have micro-batches of their own."""
         return self.num_ranks // (self.tensor * self.context * self.stages)
 
     def data_rank(self, rank: int) -> int:
@@ -52,14 +52,14 @@ class WorkerConfig(OptimizerSettings):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of forward, backward and published weights. The head computes at least in float32."""
     master_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of parameters, summed gradients and optimizer states; None: float32, or float64 if ``dtype`` is. If it is wider
-    than ``dtype``, parameters are cast when a layer is gathered. bfloat16 uses half the memory, but rounds away most
-    updates of a small learning rate: the worker warns, and measures how many."""
+    """Dtype of parameters, summed gradients and optimizer states; None: float32, or float64 if ``dtype`` is float64. If
+    it is wider than ``dtype``, parameters are cast when a layer is gathered. bfloat16 uses half the memory, but rounds
+    away most updates of a small learning rate: the worker warns, and measures how many."""
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype in which ranks sum their gradients; None: the stored dtype. bfloat16 sends half the bytes, and rounds each
-    rank's part and each sum. What is summed over micro-batches stays in the stored dtype."""
+    rank's part and each sum. Sums over micro-batches stay in the stored dtype."""
     activation_checkpointing: bool = False
-    """Keep only each layer's input, and compute the layer again in the backward: less memory, a third more compute."""
+    """Keep only each layer's input, and recompute the layer in the backward pass: less memory, a third more compute."""
     float8: bool = False
     """Multiply the inputs of the linear layers of each decoder layer in 8 bits, with a scale for each token (torchao);
     attention, norms, embedding, head and the gradients of weights stay in ``dtype``. On a CPU it is emulated. Not yet
@@ -69,20 +69,20 @@ class WorkerConfig(OptimizerSettings):
     compiler on a CPU, triton on a GPU."""
     cpu_offload: bool = False
     """Keep shards, gradients and optimizer states in host memory, and step there: a GPU holds only the layers that it
-    is computing and the activations. On a CPU the numbers are those of a worker without it. Not yet run on a GPU."""
+    is computing and the activations. On a CPU the results are the same with and without it. Not yet run on a GPU."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained, by shell patterns of their names: ``model.layers.[0-9].*``. They have no
-    gradients and no optimizer states. Checkpoints still contain them, but a publish omits them, so endpoints must
-    support ``partial_updates``. Tied parameters go by the name of the first."""
+    """Shell patterns for the names of parameters that are not trained, such as ``model.layers.[0-9].*``. These
+    parameters have no gradients and no optimizer states. Checkpoints still contain them, but a publish omits them, so
+    endpoints must support ``partial_updates``. Tied parameters are matched by the name of the first."""
     lora: LoraSettings | None = None
-    """Train a LoRA and nothing else. It alone is published; see `LoraSettings`."""
+    """Train only a LoRA. Only the LoRA is published; see `LoraSettings`."""
     shard_size: int | None = Field(default=None, ge=1)
     """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
     context_parallel: int = Field(default=1, ge=1)
     """Neighbouring ranks that share each packed row: every rank computes an equal part of its tokens, and in attention
     all tokens of some heads. They receive the same micro-batches."""
     wire_dtype: WireDtype | None = None
-    """Of published weights; None: ``dtype``, so that servers and trainer compute with the same values."""
+    """Dtype of published weights; None: ``dtype``, so that servers and trainer compute with the same values."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """``adamw8bit`` keeps the moments in 8 bits, in blocks of 256 with a scale each (torchao): 2 bytes for each
     parameter instead of 8. Checkpoints hold them in full, and loading them rounds once more."""
@@ -91,9 +91,9 @@ class WorkerConfig(OptimizerSettings):
     total_steps: int | None = Field(default=None, ge=1)
     """Step at which the linear and cosine schedules reach zero."""
     device: Literal["cpu", "cuda"] | None = None
-    """None: cuda if there is one."""
+    """None: cuda if a GPU is available."""
     logprob_chunk_size: int = Field(default=1024, ge=1)
-    """Targets whose logits exist at the same time."""
+    """Number of targets whose logits are in memory at the same time."""
 
     @model_validator(mode="after")
     def _schedule_has_an_end(self) -> WorkerConfig:
@@ -104,17 +104,19 @@ class WorkerConfig(OptimizerSettings):
             )
         if self.master_dtype is not None and _BITS[self.master_dtype] < _BITS[self.dtype]:
             raise ValueError(
-                f"master_dtype {self.master_dtype!r} is narrower than dtype {self.dtype!r}: layers would compute "
-                "with more digits than the weights have; omit master_dtype"
+                f"master_dtype {self.master_dtype!r} is narrower than dtype {self.dtype!r}: layers would compute at "
+                "a higher precision than the weights are stored in; omit master_dtype"
             )
         if self.reduce_dtype is not None and self.dtype == "float64":
-            raise ValueError(f"reduce_dtype {self.reduce_dtype!r} would round gradients of dtype 'float64': omit it")
+            raise ValueError(
+                f"reduce_dtype {self.reduce_dtype!r} would round gradients of dtype 'float64'; omit reduce_dtype"
+            )
         if self.optimizer == "adamw8bit" and self.dtype == "float64":
             raise ValueError("optimizer 'adamw8bit' needs dtype 'float32' or 'bfloat16', not 'float64'")
         if self.float8 and self.dtype == "float64":
             raise ValueError("float8 needs dtype 'float32' or 'bfloat16', not 'float64'")
         if self.lora is not None and self.frozen:
-            raise ValueError("lora freezes everything but the LoRA: omit frozen")
+            raise ValueError("lora already freezes everything but the LoRA; omit frozen")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         return self
@@ -124,7 +126,7 @@ class WorkerConfig(OptimizerSettings):
         return self._checked_layout(RankLayout(num_ranks, context=self.context_parallel), num_ranks)
 
     def _checked_layout(self, layout: RankLayout, num_sharing: int) -> RankLayout:
-        """Return the layout if it fits; ``num_sharing`` ranks hold the shards of the copies of a parameter."""
+        """Return the layout if it fits; ``num_sharing`` ranks together hold all copies of a parameter."""
         sizes = {
             "tensor_parallel": layout.tensor,
             "context_parallel": layout.context,
@@ -144,10 +146,10 @@ class WorkerConfig(OptimizerSettings):
 
     @property
     def adamw_settings(self) -> dict[str, Any]:
-        """Arguments of an AdamW of torch, which sets the learning rate at each step."""
+        """Arguments for torch's AdamW, except for the learning rate, which is set at each step."""
         return self.model_dump(include={"betas", "eps", "weight_decay"})
 
 
 def parse_config(config: Config | Mapping[str, object], kind: type[Config]) -> Config:
-    """Return checked settings. Raises `ConfigError` that names every wrong key."""
+    """Return validated settings. Raises a `ConfigError` that names every wrong key."""
     return check_settings(kind, config, f"{kind.LABEL} worker") if isinstance(config, Mapping) else config

@@ -1,4 +1,4 @@
-"""`DeepSpeedWorker`: one rank of a trainer on transformers' models that DeepSpeed's ZeRO shards.
+"""`DeepSpeedWorker`: one rank of a trainer whose transformers models are sharded by DeepSpeed's ZeRO.
 
 DeepSpeed shards weights and gradients, and calls our optimizer when the gradients of a step are complete. Norms,
 clipping, AdamW and checkpoints are those of the other workers, applied to ranges of flattened parameters.
@@ -37,21 +37,23 @@ class DeepSpeedConfig(WorkerConfig):
     LABEL: ClassVar[str] = "DeepSpeed"
 
     zero_stage: Literal[1, 2, 3] = 3
-    """What is sharded over ranks: float32 weights and moments; from 2 on gradients; in 3 also the computing weights."""
+    """What is sharded over ranks: float32 weights and moments; from stage 2 also gradients; in stage 3 also the weights
+    that layers compute with."""
     zero_options: dict[str, Any] = Field(default_factory=dict)
-    """More of DeepSpeed's ``zero_optimization``, such as ``stage3_param_persistence_threshold``."""
+    """Further keys of DeepSpeed's ``zero_optimization``, such as ``stage3_param_persistence_threshold``."""
 
     @model_validator(mode="after")
     def _is_supported(self) -> DeepSpeedConfig:
         if self.dtype == "float64" or self.master_dtype == "bfloat16":
-            raise ValueError("DeepSpeed computes in float32 or bfloat16 here, and keeps weights in float32")
+            raise ValueError("the DeepSpeed worker computes in float32 or bfloat16, and keeps its weights in float32")
         for name in ("float8", "compile", "frozen", "shard_size", "lora"):
             if getattr(self, name):
                 raise ValueError(f"{name} is not a setting of the DeepSpeed worker; omit it")
         return self
 
     def engine_settings(self, num_parameters: int, device: str) -> dict[str, Any]:
-        """Return the configuration of DeepSpeed's engine, which leaves boundaries, clipping and AdamW to the worker."""
+        """Return the configuration of DeepSpeed's engine, which leaves accumulation boundaries, clipping and AdamW to
+        the worker."""
         zero = {"reduce_bucket_size": min(num_parameters, 500_000_000), **self.zero_options, "stage": self.zero_stage}
         zero |= {"sub_group_size": num_parameters, "memory_efficient_linear": False}
         if self.cpu_offload:
@@ -120,7 +122,7 @@ class DeepSpeedWorker(ShardedWorker):
         self._engine.backward(loss)
 
     def _update(self, settings: AdamSettings | None) -> StepResult:
-        """Let DeepSpeed step. It does not reach the boundary if it finds a gradient that is not finite."""
+        """Let DeepSpeed step. DeepSpeed does not call the optimizer if it finds a gradient that is not finite."""
         self._has_gradients = False
         self._boundary.update = partial(super()._update, settings)
         self._engine.step()
@@ -136,14 +138,14 @@ class DeepSpeedWorker(ShardedWorker):
         self._compute_with_masters()
 
     def _clear_gradients(self) -> None:
-        """Let DeepSpeed drop its gradients, in a step that changes nothing."""
+        """Make DeepSpeed discard its gradients in a step that changes nothing."""
         if self._has_gradients:
             self._engine.step()
         self._has_gradients = False
 
     @torch.no_grad()
     def _compute_with_masters(self) -> None:
-        """Copy the float32 weights to those that layers compute with, as at the end of a step; collective."""
+        """Copy the float32 weights to the ones that layers compute with, as at the end of a step; collective."""
         zero = self._engine.optimizer
         if not hasattr(zero, "fp32_partitioned_groups_flat"):
             zero.update_lp_params()
@@ -156,7 +158,7 @@ class DeepSpeedWorker(ShardedWorker):
 
 
 class _Boundary(torch.optim.Optimizer):
-    """The optimizer in DeepSpeed's view: its step is called once gradients are reduced, in float32, on their ranks.
+    """The optimizer that DeepSpeed sees: its step is called once each rank has its reduced float32 gradients.
 
     DeepSpeed must finish its own step, so errors are kept for later.
     """
@@ -185,7 +187,7 @@ class _Boundary(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class _ZeroPart:
-    """A range of a flat tensor that DeepSpeed keeps float32 weights in; gradients are there at the boundary only."""
+    """A range of a flat tensor in which DeepSpeed keeps float32 weights; its gradients exist only at the boundary."""
 
     flat: torch.Tensor
     within: slice
@@ -205,7 +207,7 @@ class _ZeroPart:
 
 
 def _range_of(parameter: Any, zero: Any) -> tuple[slice, _ZeroPart] | None:
-    """Return the range of a flattened parameter whose float32 weights are on this rank, None if it has none."""
+    """Return the range of a flattened parameter whose float32 weights are on this rank, or None."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
         group, start, each = zero.grad_position[zero.get_param_id(parameter)]
         first = min(dist.get_rank() * each, parameter.ds_numel)
@@ -221,7 +223,7 @@ def _range_of(parameter: Any, zero: Any) -> tuple[slice, _ZeroPart] | None:
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    """Return DeepSpeed, made ready for the ranks of torch's default group. Raises `ConfigError` if it is missing."""
+    """Import DeepSpeed and prepare it for the ranks of torch's default group. Raises `ConfigError` if it is missing."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")  # in a group of one
     try:

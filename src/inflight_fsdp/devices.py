@@ -10,7 +10,8 @@ from inflight.errors import ConfigError
 
 
 def device_of(kind: str | None) -> torch.device:
-    """Return the device of this rank: of a kind, or a GPU if there is one. Raises `ConfigError` if there is none."""
+    """Return this rank's device of the given kind, by default a GPU if there is one. Raises `ConfigError` if there is
+    none."""
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
@@ -23,10 +24,10 @@ def device_of(kind: str | None) -> torch.device:
 
 
 def device_index(local_rank: int, num_devices: int) -> int:
-    """Return the GPU of a rank, of those that its process sees. Raises `ConfigError` if ranks would share one."""
+    """Return which of the GPUs that its process sees a rank uses. Raises `ConfigError` if ranks would share one."""
     if local_rank >= num_devices:
         raise ConfigError(
-            f"LOCAL_RANK is {local_rank}, but torch sees {num_devices} GPUs, so two ranks would share one, which NCCL "
-            "refuses: start one rank for each GPU, or set LOCAL_RANK=0 where each rank sees only its own"
+            f"LOCAL_RANK is {local_rank}, but torch sees {num_devices} GPUs, so two ranks would share one, which "
+            "NCCL refuses: start one rank per GPU, or set LOCAL_RANK=0 where each rank sees only its own"
         )
     return local_rank

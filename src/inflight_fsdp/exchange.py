@@ -1,4 +1,5 @@
-"""What ranks need to publish while they train: messages of their own, and weights that wait until they are read."""
+"""What ranks need to publish while they train: a separate message exchange, and weight changes that wait for
+readers."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from inflight.errors import TrainerError, TransferError
 dist: Any = torch.distributed  # its stubs leave out the default store
 _MAX_BYTES = 1 << 30
 _READ_S = 600.0
-"""How long a step may wait for a publish to read the weights."""
+"""How long, in seconds, a step may wait for a publish to read the weights."""
 _numbers = itertools.count()
-"""Numbers the exchanges of this process. Every rank makes the same ones in the same order."""
+"""Numbers the exchanges of this process. Every rank creates the same exchanges in the same order."""
 
 
 class Readers:
-    """Those that read weights in other threads, and for which a change of the weights waits."""
+    """The readers of the weights in other threads; a change of the weights waits for them."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -43,20 +44,20 @@ class Readers:
                 self._condition.notify_all()
 
     def wait(self, what: str) -> None:
-        """Return once nothing reads. Raises `TrainerError` after ten minutes."""
+        """Return once no thread reads the weights. Raises `TrainerError` after ten minutes."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._num_readers == 0, _READ_S):
                 raise TrainerError(
-                    f"{what} waited for {_READ_S:g} s for a publish that still reads the weights: exhaust or close its "
-                    "local_weights()"
+                    f"{what} waited {_READ_S:g} s for a publish that is still reading the weights: exhaust or close "
+                    "its local_weights()"
                 )
 
 
 class RankExchange:
-    """The exchange of all ranks of the default group; collective, and unusable after a failure.
+    """The message exchange among all ranks of the default group; collective, and unusable after a failure.
 
-    The first exchange forms the group. Messages of the training itself travel in other groups, and may be under way at
-    the same time.
+    The first exchange forms the group. The messages of training itself use other groups, and may be in transit at the
+    same time.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,9 @@ class RankExchange:
     def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
         """Do what `inflight.contracts.ShardedWeightSource.exchange` states."""
         if self._lost is not None:
-            raise TransferError(f"the ranks of the trainer have lost each other: {self._lost}")
+            raise TransferError(
+                f"an earlier exchange of the trainer's ranks failed: {self._lost}. Restart the trainer's ranks"
+            )
         deadline = time.monotonic() + timeout_s
         if self._group is None:
             self._form(deadline)
@@ -81,10 +84,10 @@ class RankExchange:
         return messages
 
     def _form(self, deadline: float) -> None:
-        """Form the group once all ranks are here: torch does not name a rank that it waits for.
+        """Form the group once all ranks have arrived: torch does not name the rank that it is waiting for.
 
-        It is no group of ``torch.distributed.new_group``, which numbers its calls: after a call that only some ranks
-        made, the next group of all ranks would never form.
+        The group is not made by ``torch.distributed.new_group``, which numbers its calls: after a call that only some
+        ranks made, the next group of all ranks would never form.
         """
         store, rank, num_ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore(self._name, store)
@@ -105,7 +108,10 @@ class RankExchange:
         size = torch.zeros(1, dtype=torch.int64)
         self._transfer(self._group.recv, size, rank, deadline)
         if not 0 <= (size_bytes := int(size)) <= _MAX_BYTES:
-            raise TransferError(f"rank {rank} of the trainer announces a message of {size_bytes} bytes")
+            raise TransferError(
+                f"rank {rank} of the trainer announced a message of {size_bytes} bytes; at most {_MAX_BYTES} are "
+                "accepted"
+            )
         data = torch.empty(size_bytes, dtype=torch.uint8)
         self._transfer(self._group.recv, data, rank, deadline)
         return data.numpy().tobytes()
@@ -114,10 +120,11 @@ class RankExchange:
         self._until(deadline, rank, lambda left: operation([tensor], rank, 0).wait(left))
 
     def _until(self, deadline: float, rank: int, call: Callable[[timedelta], Any]) -> Any:
-        """Return what ``call`` returns, which gets the time that is left for ``rank``. Raises `TransferError`."""
+        """Return the result of ``call``, which receives the time that remains for ``rank``. Raises `TransferError`."""
         try:
             return call(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
             is_late = time.monotonic() >= deadline
-            self._lost = f"rank {rank} {'did not answer in time' if is_late else 'is gone'}"
+            fate = "did not answer in time" if is_late else "has ended or lost its connection"
+            self._lost = f"rank {rank} of the trainer {fate}"
             raise TransferError(f"{self._lost} ({str(error).splitlines()[0]})") from error

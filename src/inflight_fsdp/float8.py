@@ -10,7 +10,7 @@ from torch import nn
 from inflight.errors import ConfigError
 
 _MULTIPLE = 16
-"""The kernels on GPUs take matrices whose sides are multiples of this."""
+"""The GPU kernels require matrices whose sides are multiples of this."""
 _CAPABILITY = (8, 9)
 
 
@@ -18,9 +18,9 @@ def multiply_in_float8(module: nn.Module, device: torch.device) -> None:
     """Make every linear layer within a module multiply in float8; its parameters stay unchanged.
 
     The forward and the gradient of the inputs are in float8, with a scale for each token; the gradient of the weight is
-    not. So neither depends on the tokens that others are packed with, and a product over T tokens, which need be no
-    multiple of 16, stays out of float8. Raises `ConfigError` if torchao is missing, the device has no such kernel, or a
-    side of a weight is not a multiple of 16.
+    not. The result for a token therefore does not depend on the tokens packed with it, and products over T tokens,
+    where T need not be a multiple of 16, are not in float8. Raises `ConfigError` if torchao is missing, the device has
+    no such kernel, or a side of a weight is not a multiple of 16.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -29,7 +29,9 @@ def multiply_in_float8(module: nn.Module, device: torch.device) -> None:
     on_cpu = device.type == "cpu"
     if not on_cpu and torch.cuda.get_device_capability(device) < _CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        raise ConfigError(f"float8 needs a GPU of compute capability 8.9 or later; {device} has {found}: leave it out")
+        raise ConfigError(
+            f"float8 needs a GPU of compute capability 8.9 or later, but {device} has {found}; omit float8"
+        )
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear) and (layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE):
             shape = tuple(layer.weight.shape)

@@ -39,7 +39,7 @@ class TorchTitanKind(WorkerKind):
 
 
 class DeepSpeedKind(WorkerKind):
-    """Workers of transformers' models that DeepSpeed's ZeRO shards. Their memory is not known."""
+    """Workers of transformers' models that DeepSpeed's ZeRO shards. Their memory needs are not estimated."""
 
     def create(self, settings: Mapping[str, object]) -> TrainerWorker:
         from inflight_fsdp.deepspeed import create_worker
@@ -48,7 +48,7 @@ class DeepSpeedKind(WorkerKind):
 
 
 class MegatronKind(WorkerKind):
-    """Workers of Megatron-Core's models. Their memory is not known."""
+    """Workers of Megatron-Core's models. Their memory needs are not estimated."""
 
     def create(self, settings: Mapping[str, object]) -> TrainerWorker:
         try:

@@ -1,4 +1,4 @@
-"""How one parameter is written in checkpoints: whole and under its own name, or cut into several tensors.
+"""How one parameter is stored in checkpoints: whole under its own name, or cut into several tensors.
 
 Servers and checkpoints use the names of Hugging Face; a trainer may compute with fused or permuted parameters.
 """
@@ -18,12 +18,12 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors that one parameter is stored as."""
+    """The tensors as which one parameter is stored."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Full shape by the name in checkpoints, in the order in which they are written."""
     split: Callable[[torch.Tensor], Stored] | None = None
-    """Cuts the whole parameter into stored tensors, which may share its memory; None: it is stored unchanged."""
+    """Cuts the whole parameter into stored tensors, which may share its memory; None if it is stored unchanged."""
     join: Callable[[Stored], torch.Tensor] | None = None
     """The inverse of ``split``."""
 
@@ -54,11 +54,11 @@ class Sharding:
     """Which part of a tensor each rank of the default group holds."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     boxes: tuple[Box | None, ...]
-    """By rank; None: nothing of it. Several ranks may hold the same box."""
+    """The box of each rank; None if the rank holds nothing of the tensor. Several ranks may hold the same box."""
     is_flat: bool = False
-    """Boxes are ranges of the flattened tensor."""
+    """Whether boxes are ranges of the flattened tensor."""
 
     @property
     def cut_shape(self) -> tuple[int, ...]:
@@ -67,11 +67,12 @@ class Sharding:
 
     @property
     def owners(self) -> dict[int, Box]:
-        """The boxes, each with the lowest rank that holds it; together they are the whole tensor."""
+        """The boxes, each with the lowest rank that holds it; together they make up the whole tensor."""
         return {ranks[0]: tuple(slice(*edges) for edges in key) for key, ranks in self._holders.items()}
 
     def senders(self, index: int) -> list[int]:
-        """Return a rank for each of the boxes, a different holder for each ``index``, so that all share the work."""
+        """Return which rank sends each box: a different holder for each ``index``, so that all holders share the
+        work."""
         return [ranks[index % len(ranks)] for ranks in self._holders.values()]
 
     @property
@@ -85,10 +86,10 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """This rank's part of a tensor that is sharded over ranks, and how the whole is written."""
+    """This rank's part of a tensor that is sharded over ranks, and how the whole tensor is stored."""
 
     local: torch.Tensor
-    """The rank's box, in memory of the trainer; without elements if it holds none."""
+    """The rank's box, in memory of the trainer; empty if the rank holds none."""
     sharding: Sharding
     layout: Layout
 
@@ -96,8 +97,8 @@ class ShardedTensor:
 def layout_by_expert(name: str, tensor: torch.Tensor, parts: Sequence[str]) -> Layout:
     """Return the layout of a parameter [experts, ...] that is stored expert by expert.
 
-    ``name`` is that of the parameter, as ``model.layers.0.mlp.experts.gate_up_proj``; its second dimension is cut into
-    ``parts``, stored as ``model.layers.0.mlp.experts.7.gate_proj.weight``.
+    ``name`` is the parameter's name, such as ``model.layers.0.mlp.experts.gate_up_proj``; its second dimension is cut
+    into ``parts``, stored as ``model.layers.0.mlp.experts.7.gate_proj.weight``.
     """
     prefix, num_experts = name.rpartition(".")[0], tensor.shape[0]
 

@@ -1,4 +1,4 @@
-"""A LoRA in a model of transformers: which layers it changes, its two matrices for each layer, and how PEFT stores it.
+"""A LoRA in a transformers model: which layers it changes, its two matrices for each layer, and how PEFT stores it.
 
 ``<layer>.lora_A.weight`` [r, in] and ``<layer>.lora_B.weight`` [out, r] are parameters next to ``<layer>.weight`` [out,
 in], which keeps its name and is frozen; PEFT's files hold them under ``base_model.model.``.
@@ -30,12 +30,12 @@ def is_lora(parameter: str) -> bool:
 
 
 def parts_of(layer: str) -> tuple[str, str]:
-    """Return the names of the parameters A and B of a layer."""
+    """Return the names of a layer's LoRA parameters, A and B."""
     return f"{layer}{PARTS[0]}", f"{layer}{PARTS[1]}"
 
 
 def lora_layout(name: str, parameter: torch.Tensor) -> Layout:
-    """Return how a parameter of a LoRA is stored and published: under the name that PEFT gives it."""
+    """Return how a LoRA parameter is stored and published, which is under PEFT's name for it."""
     return Layout({f"{PREFIX}{name}": tuple(parameter.shape)})
 
 
@@ -43,12 +43,12 @@ def add_lora(causal_lm: Any, layers: Iterable[nn.Module], settings: LoraSettings
     """Add an uninitialised LoRA to the target layers, and freeze all other parameters.
 
     ``layers`` are the decoder layers, of which only linear layers can be targets. Raises `ConfigError` for targets that
-    match none, `UnsupportedError` for models that take images.
+    match no layer, and `UnsupportedError` for models that take images.
     """
     if takes_images(causal_lm.config):
         raise UnsupportedError(
-            "lora does not train models that take images yet: their checkpoints name weights in another way than PEFT "
-            "does. Leave lora out"
+            "lora is not yet supported for models that take images, because their checkpoints name weights "
+            "differently than PEFT does; omit lora"
         )
     inside = {id(module) for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)}
     linear = {name: module for name, module in causal_lm.named_modules() if id(module) in inside}
@@ -69,7 +69,7 @@ def _add(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor, *, 
 def initialise(local: Mapping[str, torch.Tensor], shardings: Mapping[str, Sharding], settings: LoraSettings) -> None:
     """Fill this rank's parts of a LoRA as PEFT does: A by `kaiming_uniform_`, B with zeros.
 
-    ``local`` are the parts by parameter. The values depend on the seed alone, not on how many ranks share them.
+    ``local`` holds the parts by parameter name. The values depend only on the seed, not on how many ranks share them.
     """
     random = torch.Generator().manual_seed(settings.seed)
     for name, part in local.items():
@@ -83,7 +83,7 @@ def initialise(local: Mapping[str, torch.Tensor], shardings: Mapping[str, Shardi
 
 
 def peft_config(settings: LoraSettings, layers: Sequence[str], base: Path) -> str:
-    """Return the text of PEFT's adapter_config.json for a LoRA of these layers of the model in ``base``."""
+    """Return the text of PEFT's adapter_config.json for a LoRA on these layers of the model in ``base``."""
     ends = sorted({layer.rpartition(".")[2] for layer in layers})
     alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha
     return (

@@ -1,4 +1,4 @@
-"""`FsdpLoraWorker`: an `FsdpWorker` that trains and publishes a LoRA alone; the weights under it are frozen."""
+"""`FsdpLoraWorker`: an `FsdpWorker` that trains and publishes only a LoRA; the base weights are frozen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from inflight_fsdp.worker import FsdpWorker
 
 
 class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
-    """One trainer rank. Its weights, as it publishes them, are those of the LoRA.
+    """One trainer rank, which publishes only the weights of the LoRA.
 
     Checkpoints hold the LoRA as PEFT stores it in ``adapter/``, from which `load` reads it. Next to config.json are the
     weights with the LoRA merged, so that the directory can be loaded as a model.
@@ -37,13 +37,13 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
         self._changed = [name.removesuffix(PARTS[0]) for name in self._parameters.layouts if name.endswith(PARTS[0])]
         """The layers that the LoRA changes."""
         self._num_forwards = 0
-        """Number of forwards with gradients since the last step; each has different dropout."""
+        """Number of forward passes with gradients since the last step; each uses different dropout."""
 
     def lora_spec(self) -> LoraSpec:
         return self._lora.spec
 
     def frozen_names(self) -> Sequence[str]:
-        """Empty: a LoRA leaves out every weight of the model."""
+        """Always empty: a publish of a LoRA omits every weight of the model anyway."""
         return ()
 
     def merged(self, bucket_bytes: int) -> PartialWeightSource:

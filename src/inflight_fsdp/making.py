@@ -13,7 +13,7 @@ from inflight_fsdp.worker import FsdpWorker
 def create_worker(config: WorkerConfig | Mapping[str, object]) -> FsdpWorker:
     """Return this process's rank of a worker; collective over torch's default process group.
 
-    Without a default group a group of one is made, and `FsdpWorker.close` ends it. With ``lora`` it is an
+    Without a default group, a group of one is created, and `FsdpWorker.close` ends it. With ``lora`` the worker is an
     `FsdpLoraWorker`. Raises `ConfigError` or `UnsupportedError` on every rank if the settings or the model cannot be
     used.
     """

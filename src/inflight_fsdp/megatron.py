@@ -1,6 +1,6 @@
 """`MegatronWorker`: one rank of a trainer on Megatron-Core's models and tensor and pipeline parallelism.
 
-The model, its layers and what they communicate are Megatron-Core's, without transformer_engine. Logprobs, sums of
+The model, its layers and their communication are Megatron-Core's, without transformer_engine. Logprobs, sums of
 gradients over ranks, AdamW, clipping, checkpoints and the pipeline are those of the other workers.
 """
 
@@ -114,9 +114,9 @@ class MegatronWorker(ShardedWorker):
 
 
 class _Groups:
-    """The process groups of this rank. Every rank makes all groups, since torch requires it.
+    """The process groups of this rank. Every rank creates all groups, because torch requires it.
 
-    Ranks are numbered as `RankLayout` describes: S stages, D ranks with data of their own, T that share tensors.
+    Ranks are numbered as `RankLayout` describes: S stages, D ranks with their own data, T ranks that share tensors.
     """
 
     def __init__(self, layout: RankLayout) -> None:
@@ -133,7 +133,7 @@ class _Groups:
         self._ends = _group_of(ends_TDE.flatten(1)) if layout.stages > 1 else None
 
     def summing(self, name: str, is_tied: bool) -> dist.ProcessGroup | None:
-        """Return the ranks whose gradients of a parameter are to be summed, None if there is only this one."""
+        """Return the ranks over which a parameter's gradients are summed, None if there is only this one."""
         if name == EMBEDDING and is_tied and self._ends is not None:
             return self._ends  # the first and the last stage each have it
         if name.endswith(QK_NORMS):
@@ -148,7 +148,7 @@ def _group_of(ranks: torch.Tensor) -> dist.ProcessGroup:
 
 
 class _Part:
-    """This rank's box of a parameter, with a copy in the stored dtype if layers compute in another one.
+    """This rank's box of a parameter, with a copy in the stored dtype if layers compute in another dtype.
 
     Gradients of each backward are added up in the stored dtype.
     """
@@ -175,7 +175,8 @@ class _Part:
             self._computed.copy_(self.local)
 
     def _boxed(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the parameter's shape as the box; further rows only make the parts of ranks equal."""
+        """Return the box within a tensor of the parameter's shape; any further rows are padding that makes ranks' parts
+        equal."""
         return whole.view(-1, *self._lengths[1:])[: self._lengths[0]]
 
     def _take_gradient(self, parameter: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The settings of a Megatron worker, checked."""
+"""The validated settings of a Megatron worker."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class MegatronConfig(WorkerConfig):
     tensor_parallel: int = Field(default=1, ge=1)
     """Neighbouring ranks that share each matrix of the layers and the vocabulary, with the same micro-batches."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the layers, in stages of equal numbers. They receive the same micro-batches."""
+    """Ranks that share the layers, in stages with equal numbers of layers. They receive the same micro-batches."""
     pipeline_chunks: int | None = Field(default=None, ge=1)
-    """Parts that a pipeline cuts each micro-batch into, between segments, so that stages compute at the same time;
-    None: twice the stages."""
+    """Number of parts that a pipeline cuts each micro-batch into, between segments, so that stages compute at the same
+    time; None: twice the number of stages."""
 
     @model_validator(mode="after")
     def _is_supported(self) -> MegatronConfig:

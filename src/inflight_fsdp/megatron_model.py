@@ -1,7 +1,7 @@
-"""Models of Megatron-Core configured from the config.json of a Hugging Face checkpoint, and how they are stored.
+"""Megatron-Core models configured from the config.json of a Hugging Face checkpoint, and how they are stored.
 
-Megatron-Core fuses queries, keys and values, group by group, and the two inputs of a feed-forward part. Seen as
-[groups, rows of a group, H] and as [2, rows, H], what a tensor-parallel rank holds of them is one box.
+Megatron-Core fuses queries, keys and values, group by group, and the two input projections of a feed-forward part.
+Viewed as [groups, rows of a group, H] and as [2, rows, H], the part that a tensor-parallel rank holds is one box.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "llama3")
-"""Those that only change the frequencies, for all lengths alike."""
+"""The rope types that only change the frequencies, and in the same way for all lengths."""
 
 
 def supported_config(config: MegatronConfig) -> Any:
@@ -56,7 +56,7 @@ def supported_config(config: MegatronConfig) -> Any:
         )
     for name, what, number in (
         ("tensor_parallel", "key-value heads", heads_of(hf)[1]),
-        ("tensor_parallel", "rows of a feed-forward part (intermediate_size)", hf.intermediate_size),
+        ("tensor_parallel", "rows of a feed-forward projection (intermediate_size)", hf.intermediate_size),
         ("pipeline_parallel", "layers", hf.num_hidden_layers),
     ):
         if number % (size := getattr(config, name)):
@@ -65,7 +65,7 @@ def supported_config(config: MegatronConfig) -> Any:
 
 
 def build_stage(hf: Any, config: MegatronConfig, groups: ProcessGroupCollection) -> GPTModel:
-    """Return this rank's part of a model, without memory: its tensors are on torch's device ``meta``."""
+    """Return this rank's part of a model, with its tensors on torch's ``meta`` device, which allocates no memory."""
     num_heads, num_kv_heads, head_dim = heads_of(hf)
     has_qk_norm = hf.model_type == "qwen3"
     dtype = getattr(torch, config.dtype)
@@ -120,7 +120,7 @@ def build_stage(hf: Any, config: MegatronConfig, groups: ProcessGroupCollection)
 
 
 def rope_frequencies(hf: Any, device: torch.device) -> torch.Tensor:
-    """Return the angles [D / 2] by which the dimensions of a head turn from one position to the next."""
+    """Return the angles [D / 2] by which the dimensions of a head rotate from one position to the next."""
     kind = hf.rope_parameters.get("rope_type", "default")
     if kind != "default":
         frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS[kind](hf, device)[0]
@@ -140,10 +140,10 @@ class WholeParameter:
     shape: tuple[int, ...]
     layout: Layout
     shared_dim: int | None = None
-    """Dimension that tensor-parallel ranks share; None: each has all of it."""
+    """Dimension that tensor-parallel ranks divide; None if each rank has the whole parameter."""
 
     def box(self, rank: int, num_ranks: int) -> Box:
-        """Return the part of one of the tensor-parallel ranks."""
+        """Return the part that one of the tensor-parallel ranks holds."""
         each = [-(-size // num_ranks) if dim == self.shared_dim else size for dim, size in enumerate(self.shape)]
         starts = [rank * length if dim == self.shared_dim else 0 for dim, length in enumerate(each)]
         return tuple(
@@ -197,9 +197,9 @@ def _by_columns(shape: tuple[int, int], stored: str) -> WholeParameter:
 
 
 def _queries_keys_values(attention: str, kind: str, groups: tuple[int, int, int], *others: int) -> WholeParameter:
-    """Return the parameter [groups, rows, ...] that has the queries, the key and the value of each group in turn.
+    """Return the parameter [groups, rows, ...] that holds the queries, the key and the value of each group in turn.
 
-    ``groups`` are their number, the queries of one, and the rows of a head.
+    ``groups`` is the number of groups, of queries per group, and of rows per head.
     """
     num_groups, num_queries, head_dim = groups
     rows = (num_queries * head_dim, head_dim, head_dim)

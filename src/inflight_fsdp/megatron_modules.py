@@ -1,6 +1,6 @@
 """The attention of a Megatron model over packed segments, and the model as a function from rows to logprobs.
 
-Megatron-Core's own attention without transformer_engine takes no packed segments, and its head returns logits.
+Megatron-Core's own attention does not support packed segments without transformer_engine, and its head returns logits.
 
 Shape suffixes: R tokens of a row, N targets, A heads, D head size, H hidden, V vocabulary.
 """
@@ -41,7 +41,7 @@ class MegatronPolicy(nn.Module):
     def __init__(
         self, gpt: GPTModel, tensor_group: dist.ProcessGroup, frequencies: torch.Tensor, hf_config: Any
     ) -> None:
-        """``frequencies`` [D / 2] turn the dimensions of a head with the position."""
+        """``frequencies`` [D / 2] are the rotary angles of a head's dimensions per position."""
         super().__init__()
         self.gpt = gpt
         self._group = tensor_group

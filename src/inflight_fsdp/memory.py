@@ -1,20 +1,20 @@
-"""How much memory a rank of FSDP2 or TorchTitan needs, by arithmetic from ``config.json``, tensor shapes and settings.
+"""How much memory a rank of FSDP2 or TorchTitan needs, computed from ``config.json``, tensor shapes and settings.
 
 The parameters of a rank are those of the checkpoint, row by row over R ranks
 that share one copy: P = sum of ceil(rows / R) * elements of a row. m is the size in bytes of the stored dtype,
 c of ``dtype``, T the tokens of a micro-batch.
 
 - parameters: m P, once more for a reference model
-- gradients: m P, of what is trained
+- gradients: m P, for trained parameters only
 - optimizer states: 2 m P, or with ``adamw8bit`` 2 (1 + 4 / 256) P
-- gathered layers: 2 c L + (c + m) L + (2 c + m) E. L: elements of the largest layer, which is gathered while the next
-  one already is, with its gradient before and after it is summed over the ranks. E: what is outside of the layers
-  (embedding, head), gathered from the forward to the end of the backward.
+- gathered layers: 2 c L + (c + m) L + (2 c + m) E. L: elements of the largest layer, which is still gathered while the
+  next one is being gathered, with its gradient before and after the sum over ranks. E: elements outside the layers
+  (embedding, head), gathered from the forward pass to the end of the backward pass.
 - activations: T times the bytes that autograd keeps per token, for each layer, or with activation checkpointing c H for
   each layer and the rest for one. Of a layer, with A heads and K key-value heads of D elements, hidden size H and
-  intermediate size I:  2 (4 + 2 c) H  for the norms, which compute in float32,  c (5 / 4) (2 A + 2 K) D + 4 A  for
-  attention with segments padded by a quarter,  c A D  for its projection,  4 c I  for the MLP, and
-  (4 + c) (A + K) D  for norms of queries and keys. With experts, 4 c I + c H  for each that a token goes to.
+  intermediate size I: 2 (4 + 2 c) H for the norms, which compute in float32, c (5 / 4) (2 A + 2 K) D + 4 A for
+  attention with segments padded by a quarter, c A D for its projection, 4 c I for the MLP, and (4 + c) (A + K) D for
+  norms of queries and keys. With experts, 4 c I + c H for each that a token goes to.
 - head: 2 tiles of C x 4,096 logits and 2 of 4,096 x H weights, in float32, and 4 H + c H for each token.
 - publish: where trainers and servers alternate, the memory of rank 0 while servers sample: three buckets of 64 MiB, or
   of the largest tensor, at c bytes per element, and that tensor once more at m.
@@ -78,23 +78,23 @@ def memory_terms(config: WorkerConfig, load: TrainingLoad) -> tuple[MemoryTerm, 
 
 
 def publish_bytes(model: ModelShape, compute_size: int, master_size: int) -> int:
-    """Return the bytes that rank 0 has gathered but not sent yet."""
+    """Return the number of bytes that rank 0 has gathered but not yet sent."""
     largest = max(map(prod, model.tensors.values()))
     return 3 * max(DEFAULT_BUCKET_BYTES, compute_size * largest) + master_size * largest
 
 
 def shard_elements(tensors: Mapping[str, Sequence[int]], num_ranks: int) -> int:
-    """Return P: the elements that rank 0 holds, which has no fewer than any other."""
+    """Return P: the number of elements on rank 0, which holds at least as many as any other rank."""
     return sum(-(-shape[0] // num_ranks) * prod(shape[1:]) for shape in tensors.values() if shape)
 
 
 def optimizer_bytes(elements: int, master_size: int, *, is_8bit: bool) -> int:
-    """Return the bytes of both moments of so many elements."""
+    """Return the size in bytes of both moments for this many elements."""
     return 2 * (elements + 4 * elements // 256) if is_8bit else 2 * master_size * elements
 
 
 def _layer_elements(tensors: Mapping[str, Sequence[int]]) -> tuple[list[int], int]:
-    """Return the elements of each layer, and those outside of all layers."""
+    """Return the number of elements in each layer, and outside all layers."""
     layers: dict[str, int] = {}
     outside = 0
     for name, shape in tensors.items():

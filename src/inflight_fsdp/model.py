@@ -1,4 +1,4 @@
-"""A causal language model of transformers as a function from packed tokens to logprobs, sharded by ``fully_shard``.
+"""A causal language model from transformers as a function from packed tokens to logprobs, sharded by ``fully_shard``.
 
 Only the rows that predict a target go through the head.
 
@@ -36,20 +36,22 @@ from inflight_fsdp.sharding import read_shards
 
 
 class PolicyModel(nn.Module):
-    """The root of the sharded module: inside its forward the head's weight is whole, tied to the embedding or not."""
+    """The root of the sharded module: within its forward pass the head's weight is whole, whether tied to the embedding
+    or not."""
 
     def __init__(self, causal_lm: Any, routers: Routers | None = None) -> None:
-        """``routers`` are those that can replay a choice of experts; None if the model has none."""
+        """``routers`` can replay a choice of experts; None if the model has no such routers."""
         super().__init__()
         self.causal_lm = causal_lm
         self.routing_shape = None if routers is None else (*routers.shape, routers.num_experts)
-        """[L, K] of a token's experts, and how many experts a layer has; None if no choice of them can be replayed."""
+        """The shape [L, K] of a token's experts, and how many experts a layer has; None if choices cannot be
+        replayed."""
 
     def forward(self, row: Row) -> torch.Tensor:
         """Return the logprobs [N] of the targets.
 
-        A model that takes images always runs its vision tower, if only on a blank image: every rank takes part in the
-        sum of the tower's gradients.
+        A model that takes images always runs its vision tower, on a blank image if necessary, because every rank takes
+        part in the sum of the tower's gradients.
         """
         output = self.causal_lm.base_model(
             **self._inputs(row),
@@ -80,9 +82,9 @@ class PolicyModel(nn.Module):
 def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     """Return the configured model with its parameters on the meta device, unsharded, dropout off.
 
-    Raises `ConfigError` if there is none, its weights do not fit it, or it cannot be frozen or compiled as configured,
-    `UnsupportedError` if it is of a kind that this worker cannot train. Of weights that
-    have no checksums, only the files' headers are read.
+    Raises `ConfigError` if there is no model, its weights do not fit it, or it cannot be frozen or compiled as
+    configured, and `UnsupportedError` if this worker cannot train its kind. If weights have no checksums, only the
+    headers of their files are read.
     """
     if config.compile:
         check_compiler(device, "compile = true")
@@ -97,7 +99,9 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
         raise UnsupportedError(f"the head of {kind} is not a linear layer")
     known = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}  # a tied head under its own name
     if buffers := sorted(set(causal_lm.state_dict()) - known):
-        raise UnsupportedError(f"{kind} keeps state that is not trained: {buffers[:5]}")
+        raise UnsupportedError(
+            f"{kind} has persistent buffers, which this worker neither trains nor stores: {buffers[:5]}"
+        )
     layouts = layouts_of(causal_lm, stored_tensors(config.model_path))
     wanted = {name: shape for layout in layouts.values() for name, shape in layout.shapes.items()}
     ignored = tuple(causal_lm._keys_to_ignore_on_load_unexpected or ())
@@ -125,7 +129,7 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
 def layouts_of(causal_lm: Any, held: Collection[str] = ()) -> dict[str, Layout]:
     """Return how each parameter is stored in a checkpoint that holds tensors of these names.
 
-    Raises `UnsupportedError` for an unknown way.
+    Raises `UnsupportedError` if the model stores a parameter in a way that is not known.
     """
     return {
         name: lora_layout(name, parameter) if is_lora(name) else _layout(name, parameter, causal_lm, held)
@@ -143,8 +147,8 @@ def _layout(name: str, parameter: torch.Tensor, causal_lm: Any, held: Collection
         if layout.shapes == stored:
             return layout
     raise UnsupportedError(
-        f"{type(causal_lm).__name__} stores {name} as {sorted(stored)[:5]} in a way that this worker does not know; "
-        "servers would not recognise its name"
+        f"{type(causal_lm).__name__} stores {name} as {sorted(stored)[:5]}, a conversion that this worker does not "
+        "know, so servers would not recognise the published name"
     )
 
 
@@ -155,9 +159,9 @@ def load_weights(
     config: WorkerConfig,
     device: torch.device,
 ) -> None:
-    """Fill this rank's shards of a sharded policy from its checkpoint, those of a LoRA with their first values.
+    """Fill this rank's shards of a sharded policy from its checkpoint, and those of a LoRA with their initial values.
 
-    Buffers are not sharded; they are on the ``device`` that computes.
+    Buffers are not sharded; they are placed on the ``device`` that computes.
     """
     buffers = dict(policy.named_buffers())
     policy.to_empty(device="cpu" if config.cpu_offload else device)
@@ -173,7 +177,7 @@ def load_weights(
 
 
 def place_buffers(policy: PolicyModel, buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Put buffers, by name, on the device that computes."""
+    """Move the named buffers to the device that computes."""
     for name, buffer in buffers.items():
         owner, _, attribute = name.rpartition(".")
         setattr(policy.get_submodule(owner), attribute, buffer.to(device))
@@ -190,13 +194,13 @@ def _freeze(causal_lm: nn.Module, patterns: Sequence[str]) -> None:
             raise ConfigError(f"frozen: {pattern!r} matches no parameter; the parameters are {sorted(names)[:5]} ...")
     frozen = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
     if frozen == names:
-        raise ConfigError(f"frozen: {list(patterns)} matches every parameter, so there is nothing to train")
+        raise ConfigError(f"frozen: {list(patterns)} matches every parameter, so nothing would be trained")
     for name in frozen:
         causal_lm.get_parameter(name).requires_grad_(False)
 
 
 def _recompute_layers(policy: PolicyModel) -> None:
-    """Make each decoder layer keep only its input, and compute itself again in the backward."""
+    """Make each decoder layer keep only its input, and recompute itself in the backward pass."""
     model = policy.causal_lm
     # transformers 5.23 renames it and deprecates the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -208,8 +212,8 @@ def _recompute_layers(policy: PolicyModel) -> None:
 def shard_policy(policy: PolicyModel, mesh: DeviceMesh, config: WorkerConfig) -> None:
     """Shard each decoder layer and the rest over the mesh's last dimension, gradients summed over all of its ranks.
 
-    Gathered parameters are cast to the configured dtype, and gradients to the one that they are summed in. Shards in
-    host memory are pinned if the mesh is of GPUs.
+    Gathered parameters are cast to the configured dtype, and gradients to the dtype in which they are summed. Shards in
+    host memory are pinned if the mesh consists of GPUs.
     """
     summed_dtype = config.reduce_dtype or config.stored_dtype
     precision = MixedPrecisionPolicy()

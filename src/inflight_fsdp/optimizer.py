@@ -1,4 +1,4 @@
-"""AdamW over the local shards of one rank, in full or in 8 bits, its learning rate, and the norm over all ranks.
+"""AdamW over the local shards of one rank, in full precision or in 8 bits, its learning rate, and the global norm.
 
 AdamW works element by element, so it can work on plain local tensors, which avoids the cost of dispatching every
 operation through DTensor.
@@ -25,13 +25,14 @@ _SETTINGS = ("betas", "eps", "weight_decay")
 
 
 class ShardedAdamW:
-    """An AdamW of torch over the sharded parameters, by the names of the worker; all have taken as many steps.
+    """torch's AdamW over the sharded parameters, by the worker's names; all parameters have taken the same number of
+    steps.
 
     Moments are allocated when they are first needed: a worker that never steps, such as a frozen reference, has none.
     """
 
     def __init__(self, adamw: torch.optim.Optimizer, names: Iterable[str]) -> None:
-        """``adamw`` updates the parameters of these names, or this rank's parts of them, in the same order."""
+        """``adamw`` updates the parameters with these names, or this rank's parts of them, in the same order."""
         self._adamw = adamw
         (self._group,) = adamw.param_groups
         self._own_settings = {name: self._group[name] for name in _SETTINGS}
@@ -39,28 +40,29 @@ class ShardedAdamW:
 
     @property
     def states(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """First and second moments, ``exp_avg`` and ``exp_avg_sq``, of this rank's shards by parameter."""
+        """The moments, ``exp_avg`` and ``exp_avg_sq``, of this rank's shards, each by parameter."""
         self._allocate()
         return {kind: {name: self._moment(kind, name) for name in self._updated} for kind in _MOMENTS}
 
     @property
     def num_steps(self) -> int:
-        """Steps taken."""
+        """Number of steps taken."""
         first = next(iter(self._updated.values()))
         return int(self._adamw.state[first]["step"].item()) if self._adamw.state else 0
 
     def set_num_steps(self, value: int) -> None:
-        """Continue as after ``value`` steps; the caller fills the moments."""
+        """Set the number of steps taken to ``value``; the caller fills in the moments."""
         self._allocate()
         for tensor in self._updated.values():
             self._adamw.state[tensor]["step"].fill_(value)
 
     def resume(self, states: Mapping[str, Mapping[str, torch.Tensor]], num_steps: int) -> None:
-        """Continue after ``num_steps`` steps, with what was read into the ``states`` that `states` returned."""
+        """Continue after ``num_steps`` steps, with moments that the caller has read into the ``states`` from
+        `states`."""
         self.set_num_steps(num_steps)
 
     def reset(self) -> None:
-        """Continue as after no step."""
+        """Continue as if no step had been taken."""
         self._adamw.state.clear()
 
     def step(
@@ -97,7 +99,7 @@ class ShardedAdamW:
 class ShardedAdamW8bit(ShardedAdamW):
     """torchao's AdamW with moments in 8 bits; `states` are copies in the dtype of their parameters.
 
-    Shards of fewer than 4,096 elements, or that blocks of 256 do not divide, keep theirs in full.
+    Shards of fewer than 4,096 elements, or that blocks of 256 do not divide, keep theirs in full precision.
     """
 
     def resume(self, states: Mapping[str, Mapping[str, torch.Tensor]], num_steps: int) -> None:
@@ -155,8 +157,8 @@ def learning_rate_at(version: int, config: WorkerConfig) -> float:
 def global_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> float:
     """Return the 2-norm over all shards of all ranks, the same on every rank; squares are summed in float64.
 
-    Each shard must be passed by one rank only. ``device`` is one that the default group can communicate from; gradients
-    may be elsewhere.
+    Each shard must be passed by only one rank. ``device`` is a device that the default group can communicate from;
+    gradients may be on another one.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
@@ -174,9 +176,10 @@ def clip(gradients: Sequence[torch.Tensor], norm: float, max_norm: float | None)
 
 
 def as_sharded(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Return a local shard as part of a tensor that is sharded as ``like``; never communicates or copies.
+    """Return a local shard as part of a tensor that is sharded like ``like``; never communicates or copies.
 
-    As ``fully_shard`` makes its own: ``DTensor.from_local`` would move what is in host memory to the mesh's device.
+    The result is built as ``fully_shard`` builds its own: ``DTensor.from_local`` would move a shard in host memory to
+    the mesh's device.
     """
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)

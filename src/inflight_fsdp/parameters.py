@@ -21,8 +21,8 @@ from inflight_fsdp.stored_boxes import StoredBox, blocks_of, held_boxes
 class ShardedParameters:
     """This rank's parts of the parameters, and how all parameters are stored and sharded.
 
-    ``parts`` are of the parameters of which this rank has one, by the trainer's names; ``shardings`` and ``layouts``
-    are of all parameters, on every rank in the same order. What is not trained is not published either.
+    ``parts`` holds the parameters of which this rank has a part, by the trainer's names; ``shardings`` and ``layouts``
+    cover all parameters, in the same order on every rank. Parameters that are not trained are not published either.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class ShardedParameters:
         self.wire_dtype = wire_dtype
         self._device = device
         self._nothing = torch.empty(0, dtype=stored_dtype, device=device)
-        """Held of parameters that are on other ranks."""
+        """An empty part, for parameters that are on other ranks."""
         self._parameter_of = {stored: name for name, layout in layouts.items() for stored in layout.shapes}
         self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
-        """The parameter that was gathered last, if it is stored as several tensors, and those not requested yet."""
+        """The parameter gathered last, if it is stored as several tensors, and the tensors not yet requested."""
 
     @property
     def published(self) -> Mapping[str, Layout]:
-        """The layouts of trained parameters, of this rank or of others."""
+        """The layouts of trained parameters, whether on this rank or on others."""
         frozen = self.parts.keys() - self.trained.keys()
         return {name: layout for name, layout in self.layouts.items() if name not in frozen}
 
@@ -66,9 +66,9 @@ class ShardedParameters:
 
     @functools.cached_property
     def _held(self) -> list[dict[str, list[StoredBox]]] | None:
-        """What each rank sends of each stored tensor of trained parameters; None if one of them must be gathered.
+        """The boxes of trained parameters' stored tensors that each rank sends; None if one must be gathered.
 
-        Of the ranks that hold the same part of a parameter, another one sends each parameter.
+        Ranks that hold the same parts take turns, so that each parameter is sent by a different one of them.
         """
         num_ranks = dist.get_world_size()
         held: list[dict[str, list[StoredBox]]] = [{} for _ in range(num_ranks)]
@@ -101,7 +101,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def local(self, specs: Sequence[TensorSpec], buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yield the boxes of these tensors that this rank sends, in wire dtype. Never communicates."""
+        """Yield the boxes of these tensors that this rank sends, in the wire dtype. Never communicates."""
         assert self._held is not None
         held = self._held[dist.get_rank()]
         dtype: torch.dtype = getattr(torch, self.wire_dtype)
@@ -135,7 +135,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def _gather(self, name: str) -> torch.Tensor | None:
-        """Return one stored tensor in wire dtype, in memory of its own, on rank 0, None elsewhere; collective."""
+        """Return one stored tensor in the wire dtype, in its own memory, on rank 0 and None elsewhere; collective."""
         owner = self._parameter_of[name]
         layout = self.layouts[owner]
         dtype: torch.dtype = getattr(torch, self.wire_dtype)
@@ -148,13 +148,13 @@ class ShardedParameters:
         return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
     def sharded(self, name: str) -> ShardedTensor:
-        """Return what this rank holds of a parameter, with its sharding and layout."""
+        """Return this rank's part of a parameter, with its sharding and layout."""
         part = self.parts.get(name)
         local = self._nothing if part is None else part.local
         return ShardedTensor(local, self.shardings[name], self.layouts[name])
 
     def moments(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> list[ShardedTensor]:
-        """Return what this rank holds of the optimizer's moments, by kind and parameter."""
+        """Return this rank's part of the optimizer's moments, by kind and parameter."""
         return [
             ShardedTensor(tensors.get(name, self._nothing), self.shardings[name], layout.suffixed(f".{kind}"))
             for kind, tensors in states.items()

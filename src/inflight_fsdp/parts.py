@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 class ParameterPart(Protocol):
-    """This rank's part of one parameter: one box of it, or one range of the flattened parameter."""
+    """This rank's part of one parameter: a box of it, or a range of the flattened parameter."""
 
     @property
     def is_trained(self) -> bool:
@@ -22,10 +22,10 @@ class ParameterPart(Protocol):
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The gradient, summed over ranks, in memory that a step may change; zeros if nothing used the parameter."""
+        """The gradient, summed over ranks, in memory that a step may change; zeros if the parameter was not used."""
 
     def clear_gradient(self) -> None:
-        """Drop the gradient."""
+        """Discard the gradient."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The stages of a pipeline: hidden states are sent from stage to stage within autograd.
 
 `forward` and `backward` thus stay separate calls, as the worker contract requires. A stage sends each row before it
-computes the next, so stages compute different rows at the same time; autograd runs the backwards of the rows in the
+computes the next, so stages compute different rows at the same time; autograd runs the backward passes of the rows in
 reverse order, the same on every stage (GPipe, arXiv:1811.06965).
 
 Shape suffixes: R tokens of a row, H hidden, N targets of all rows.
@@ -23,12 +23,12 @@ class Pipeline:
     """One stage; the ranks of ``group`` are the stages, in order."""
 
     def __init__(self, group: dist.ProcessGroup, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """``dtype`` is that of hidden states; all ranks communicate from ``device``."""
+        """``dtype`` is the dtype of hidden states; all ranks communicate from ``device``."""
         self.group = group
         self.stage, self.num_stages = group.rank(), group.size()
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self._sent: list[tuple[Any, torch.Tensor]] = []
-        """Pending sends, and their memory."""
+        """The pending sends, and the tensors that they read."""
 
     @property
     def is_first(self) -> bool:
@@ -43,8 +43,8 @@ class Pipeline:
     ) -> torch.Tensor:
         """Return the logprobs [N] of the rows' targets, which the last stage computes, on every stage; collective.
 
-        ``compute`` takes a row and the hidden states [1, R, H] of the stage before, None on the first; it returns its
-        own, or logprobs on the last.
+        ``compute`` takes a row and the hidden states [1, R, H] of the previous stage (None on the first); it returns
+        its own hidden states, or logprobs on the last stage.
         """
         outputs = []
         for row in rows:
@@ -71,7 +71,8 @@ class Pipeline:
 
 
 class _Send(torch.autograd.Function):
-    """Hidden states to the next stage. Returns a zero, through which the backward receives their gradient."""
+    """Sends hidden states to the next stage, and returns a zero, through which the backward pass receives their
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden_1RH: torch.Tensor, pipeline: Pipeline) -> torch.Tensor:
@@ -86,7 +87,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Hidden states of the stage before; the backward sends their gradient there."""
+    """Receives the hidden states of the previous stage; the backward pass sends their gradient back to it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, pipeline: Pipeline, num_tokens: int) -> torch.Tensor:
@@ -101,7 +102,8 @@ class _Receive(torch.autograd.Function):
 
 
 class _FromLast(torch.autograd.Function):
-    """Logprobs from the last stage to all, whose loss is the same: only the last takes its gradient."""
+    """Sends logprobs from the last stage to all stages, which compute the same loss: only the last uses its
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, joined: torch.Tensor, pipeline: Pipeline, shape: tuple[int, ...]) -> torch.Tensor:

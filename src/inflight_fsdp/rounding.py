@@ -11,13 +11,13 @@ import torch.distributed as dist
 from inflight.errors import PrecisionWarning
 
 _SAMPLE = 1 << 20
-"""Elements of one rank that are compared."""
+"""Number of elements that each rank compares."""
 _NUM_STEPS = 3
 """Number of steps after which the lost updates are reported."""
 
 
 def spread_sample(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of evenly spread elements of one rank's shards."""
+    """Return copies of evenly spaced elements of one rank's shards."""
     stride = max(1, sum(shard.numel() for shard in shards) // _SAMPLE)
     return [shard.reshape(-1)[::stride].clone() for shard in shards]
 
@@ -28,9 +28,9 @@ def lost_share(
     gradients: Sequence[torch.Tensor],
     device: torch.device,
 ) -> float | None:
-    """Return the share of elements with a gradient that a step left unchanged; None without any; collective.
+    """Return the share of elements with a gradient that a step left unchanged, or None if none has one; collective.
 
-    Over the default group, which communicates from ``device``; each shard must be passed by one rank only.
+    The default group communicates from ``device``; each shard must be passed by only one rank.
     """
     counts = torch.zeros(2, dtype=torch.float64, device=device)
     for old, new, gradient in zip(before, after, gradients, strict=True):
@@ -43,14 +43,15 @@ def lost_share(
 
 
 class LostUpdates:
-    """Warns of the updates that bfloat16 masters lose: in general at first, and with figures after the first steps."""
+    """Warns that bfloat16 master weights lose updates: in general terms at first, with figures after the first
+    steps."""
 
     def __init__(self, *, warns: bool) -> None:
         self._shares: list[float] = []
         self._warns = warns
         self._warn(
             "master_dtype 'bfloat16': weights and moments have 8 significant bits, so an update smaller than 1/512 "
-            f"of its weight is rounded away. After {_NUM_STEPS} steps the worker reports how many were; "
+            f"of its weight is rounded away. After {_NUM_STEPS} steps the worker reports how many were lost; "
             "master_dtype 'float32' keeps them"
         )
 

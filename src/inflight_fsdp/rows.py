@@ -2,7 +2,7 @@
 
 Shape suffixes: T packed tokens, C tokens that are computed (T without those that repeat a shared prefix), R those of
 this rank, N targets that it predicts, H hidden, M tokens that images fill, L layers, K experts of a token in a layer,
-or tokens that are scored in the place of a target.
+or candidate tokens scored at a target's position.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class HeadTargets:
     """The targets of a row; N may be 0."""
 
     rows_N: torch.Tensor
-    """The hidden states that predict them: those of the tokens before."""
+    """The hidden states that predict the targets: those of the preceding tokens."""
     token_ids_N: torch.Tensor
-    """Or [N, K]: several tokens in the place of each target."""
+    """Or [N, K]: several candidate tokens at each target's position."""
     temperature_N: torch.Tensor
     chunk_size: int
-    """Targets whose logits exist at the same time."""
+    """Number of targets whose logits are in memory at the same time."""
 
     def some(self, chosen: torch.Tensor) -> HeadTargets:
         """Return the targets at these indices."""
@@ -52,9 +52,9 @@ class HeadTargets:
     def shared_logprobs(
         self, hidden_1RH: torch.Tensor, weight_VH: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Return the logprobs [N], or [N, K], of which each rank of a group computes some, with the whole weight.
+        """Return the logprobs [N], or [N, K]; each rank of a group computes some of them, with the whole weight.
 
-        Hidden states are the same on all of them; gradients of both arguments are those of a rank's own targets.
+        Hidden states are the same on all ranks; the gradients of both arguments cover only a rank's own targets.
         """
         mine = torch.arange(len(self.rows_N), device=weight_VH.device)[group.rank() :: group.size()]
         logprobs_N = self.some(mine).logprobs(hidden_1RH, weight_VH, None)
@@ -66,7 +66,7 @@ class PackedImages:
     """The images of a micro-batch on the device that computes."""
 
     rows_M: torch.Tensor
-    """int64: the tokens that they fill."""
+    """int64: the token positions that the images fill."""
     tensors: Mapping[str, torch.Tensor]
 
 
@@ -77,12 +77,12 @@ class Row:
     token_ids_R: torch.Tensor
     position_ids_R: torch.Tensor
     plan: SegmentPlan
-    """Of the whole row, of which other ranks may compute parts."""
+    """Segments of the whole row, parts of which other ranks may compute."""
     targets: HeadTargets
     places_N: torch.Tensor
     """int64: the targets' indices in the micro-batch."""
     images: PackedImages | None = None
-    """Only where the row is the whole micro-batch."""
+    """Present only if the row is the whole micro-batch."""
     routed_experts_RLK: torch.Tensor | None = None
     """int64: as in `MicroBatch`."""
 
@@ -97,9 +97,9 @@ def rows_of(
 ) -> list[Row]:
     """Return a micro-batch as ``num_rows`` rows of whole segments, whatever its size; tensors are on ``device``.
 
-    A row without segments gets a token of no segment: other ranks may have tokens there, and all take part in the same
-    collectives. With an ``exchange`` each row is padded, so that its ranks get equal parts. ``images`` are those of a
-    single row.
+    A row without segments gets a token that belongs to no segment: other ranks may have tokens in that row, and all
+    take part in the same collectives. With an ``exchange`` each row is padded so that its ranks get equal parts.
+    ``images`` are those of a single row.
     """
     rows, start = [], 0
     for lengths in _shares(batch.segment_lengths, num_rows):
@@ -110,7 +110,7 @@ def rows_of(
 
 
 def _shares(lengths: Sequence[int], num_shares: int) -> list[tuple[int, ...]]:
-    """Return the lengths in order as shares of about equal sums; some may be empty."""
+    """Return the lengths, in order, divided into shares with about equal sums; some may be empty."""
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     total, before = sum(lengths), 0
     for length in lengths:

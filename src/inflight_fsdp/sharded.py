@@ -53,7 +53,7 @@ from inflight_fsdp.rounding import LostUpdates, lost_share, spread_sample
 from inflight_fsdp.rows import PackedImages, Row, head_exchange, rows_of, sum_over_group
 
 _SAVE_S = 1800.0
-"""Longest wait for a save of a small model."""
+"""Longest wait, in seconds, for a save of a small model."""
 _LOG = logging.getLogger("inflight.worker")
 Worker = TypeVar("Worker", bound="ShardedWorker")
 
@@ -72,7 +72,7 @@ class ShardedWorker(
     """One trainer rank."""
 
     num_rows: int = 1
-    """Rows that a micro-batch is cut into."""
+    """Number of rows that a micro-batch is cut into."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class ShardedWorker(
         hf_config: Any,
         summed_over: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> None:
-        """Take over a sharded model.
+        """Build a worker around a sharded model.
 
         ``policy`` takes a `Row` and returns logprobs [N], which depend on every parameter even if N is 0, so that every
-        rank takes part in the same collectives. ``parts`` are of the parameters of which this rank has one, by the
-        trainer's names; ``shardings`` and ``layouts`` are of all parameters, on every rank in the same order. What is
-        not trained is not published either. ``optimizer`` updates the trained parts, in the same order.
+        rank takes part in the same collectives. ``parts`` holds the parameters of which this rank has a part, by the
+        trainer's names; ``shardings`` and ``layouts`` cover all parameters, in the same order on every rank. Parameters
+        that are not trained are not published either. ``optimizer`` updates the trained parts, in the same order.
         ``summed_over`` are the parameters that this rank computes with separately from the other ranks of a group:
         their gradients remain to be summed.
         """
@@ -173,9 +173,9 @@ class ShardedWorker(
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return logprobs on the device of the batch, which may differ from the worker's.
 
-        Raises `TrainerError` for a segment longer than the model's context and for experts that the model does not
-        have, `UnsupportedError` for images that the model does not take and for experts that this worker does not
-        replay, before any collective.
+        Before any collective, raises `TrainerError` for a segment longer than the model's context and for experts that
+        the model does not have, and `UnsupportedError` for images if the model takes none and for experts if this
+        worker cannot replay them.
         """
         images = self._images_of(batch)
         if batch.routed_experts_TLK is not None:
@@ -183,8 +183,9 @@ class ShardedWorker(
         lengths = batch.segment_lengths
         if lengths and (longest := max(lengths)) > self._context_length:
             raise TrainerError(
-                f"segment {lengths.index(longest)} of the micro-batch has {longest} tokens, but the model's context is "
-                f"{self._context_length} (max_position_embeddings): omit it, or sample shorter completions"
+                f"segment {lengths.index(longest)} of the micro-batch has {longest} tokens, but the model's context "
+                f"is {self._context_length} (max_position_embeddings): omit the segment, or sample shorter "
+                "completions"
             )
         rows = rows_of(batch, self.num_rows, self._exchange, self._config.logprob_chunk_size, self._device, images)
         logprobs_N = self._compute(rows)
@@ -215,17 +216,20 @@ class ShardedWorker(
         shape: tuple[int, int, int] | None = getattr(self._policy, "routing_shape", None)
         if shape is None:
             raise UnsupportedError(
-                "the micro-batch has routed_experts_TLK, but this worker replays none: its model has no routers that "
-                "are known, or its layers are compiled"
+                "the micro-batch has routed_experts_TLK, but this worker cannot replay routing: its model has no "
+                "supported routers, or its layers are compiled"
             )
         *of_token, num_experts = shape
         if experts_TLK.shape != (num_tokens, *of_token):
             raise TrainerError(
-                f"routed_experts_TLK is {list(experts_TLK.shape)}, but the micro-batch has {num_tokens} tokens and the "
-                f"model {of_token[0]} layers with {of_token[1]} experts for each"
+                f"routed_experts_TLK is {list(experts_TLK.shape)}, but must be [{num_tokens}, {of_token[0]}, "
+                f"{of_token[1]}]: the micro-batch has {num_tokens} tokens, and the model {of_token[0]} layers with "
+                f"{of_token[1]} experts per token"
             )
         if num_tokens and (largest := int(experts_TLK.max())) >= num_experts:
-            raise TrainerError(f"routed_experts_TLK names expert {largest}, but the model has {num_experts} in a layer")
+            raise TrainerError(
+                f"routed_experts_TLK names expert {largest}, but the model has only {num_experts} experts per layer"
+            )
 
     def backward(self, loss: torch.Tensor) -> None:
         self._has_gradients = True
@@ -235,7 +239,7 @@ class ShardedWorker(
     def step(self, settings: AdamSettings | None = None) -> StepResult:
         """Raise `TrainerError`, with nothing changed, if `backward` was not called since the last step."""
         if not self._has_gradients:
-            raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
+            raise TrainerError(f"step was called at version {self._version} without a gradient: call backward first")
         return self._update(settings)
 
     def _update(self, settings: AdamSettings | None) -> StepResult:
@@ -269,7 +273,7 @@ class ShardedWorker(
         )
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Omit frozen parameters."""
+        """Frozen parameters are omitted."""
         return self._parameters.specs()
 
     def frozen_names(self) -> Sequence[str]:
@@ -293,7 +297,7 @@ class ShardedWorker(
     def save(self, path: Path) -> None:
         """Every rank writes its shards. A directory that is not a checkpoint of a worker is not replaced.
 
-        Waits for a save in the background; if that fails, its error is raised and nothing is written.
+        Waits for any save in the background; if that fails, its error is raised and nothing is written.
         """
         self._saves.finish()
         save_checkpoint(path, self._saved_state())
@@ -313,7 +317,7 @@ class ShardedWorker(
     def load(self, path: Path, *, optimizer: bool = True) -> None:
         """Every rank reads its shards from ``path``; gradients are cleared.
 
-        Waits for a save in the background, which may be to ``path``; `finish_save` still reports how it ended.
+        Waits for any save in the background, which may be to ``path``; `finish_save` still reports how it ended.
         """
         self._saves.wait()
         self._readers.wait("loading")
@@ -329,7 +333,7 @@ class ShardedWorker(
         self._forget_whole_parameters()
 
     def close(self) -> None:
-        """Wait for a save in the background, and end the process groups that this worker made. Idempotent.
+        """Wait for any save in the background, and end the process groups that this worker created. Idempotent.
 
         Call `finish_save` first to find out how the save ended.
         """
@@ -354,18 +358,19 @@ class ShardedWorker(
         self._has_gradients = False
 
     def _forget_whole_parameters(self) -> None:
-        """Reshard layers that a forward without a backward left whole, so that nothing computes with old values."""
+        """Reshard layers that a forward pass without a backward pass left whole, so that nothing computes with old
+        values."""
         for module in fsdp_modules(self._policy):
             module.reshard()
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
-    """Yield every module that has a group of shards of its own."""
+    """Yield every module that has its own group of shards."""
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
 def sum_gradients_over_ranks(module: nn.Module) -> None:
-    """Make ranks sum gradients, not average them, in a way that every backend supports."""
+    """Make ranks sum gradients instead of averaging them, in a way that every backend supports."""
     for part in fsdp_modules(module):
         # The factor alone becomes a premultiplied sum, which gloo cannot do; the forced sum alone divides by the ranks.
         part.set_gradient_divide_factor(1.0)
@@ -375,7 +380,7 @@ def sum_gradients_over_ranks(module: nn.Module) -> None:
 def make_worker(kind: Callable[..., Worker], config: WorkerConfig) -> Worker:
     """Return this rank's worker in torch's default process group, or in a group of one that it then owns.
 
-    Called with the settings, the device and ``owns_group``. A group of one uses no network.
+    The worker class is called with the settings, the device and ``owns_group``. A group of one uses no network.
     """
     device = device_of(config.device)
     owns_group = not dist.is_initialized()
@@ -383,7 +388,7 @@ def make_worker(kind: Callable[..., Worker], config: WorkerConfig) -> Worker:
         if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
             raise ConfigError(
                 f"WORLD_SIZE is {ranks} but torch.distributed is not initialised: call "
-                "torch.distributed.init_process_group() on every rank before the worker is made"
+                "torch.distributed.init_process_group() on every rank before the worker is created"
             )
         backend = "gloo" if device.type == "cpu" else "nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

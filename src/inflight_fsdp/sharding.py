@@ -1,4 +1,4 @@
-"""Which part of each tensor a rank holds, gathering the parts, and reading only one's own from safetensors files."""
+"""Which part of each tensor a rank holds, gathering the parts, and reading only a rank's own part from safetensors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def shardings_of(
 ) -> dict[str, Sharding]:
     """Return which rank holds which box of each parameter in ``shapes``, the same on every rank; collective.
 
-    ``boxes`` are those of this rank, which may have only some of the parameters. ``device`` is one that the default
-    group communicates from.
+    ``boxes`` are this rank's boxes, possibly of only some of the parameters. The default group communicates from
+    ``device``.
     """
     width = 1 if is_flat else max(len(shape) for shape in shapes.values())
     edges = torch.zeros(len(shapes), width, 2, dtype=torch.int64)
@@ -53,9 +53,9 @@ def _box(edges: Sequence[tuple[int, int]], num_dims: int) -> Box | None:
 
 
 def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield each stretch of a box that is contiguous in the whole tensor, in order.
+    """Yield each run of a box that is contiguous in the whole tensor, in order.
 
-    Each is the index of its first element in the whole tensor, and the leading indices that select it from the box.
+    A run is the index of its first element in the whole tensor, and the leading indices that select it from the box.
     """
     cut = [dim for dim, (part, size) in enumerate(zip(box, shape, strict=True)) if part.stop - part.start < size]
     last = max(cut, default=0)
@@ -69,10 +69,10 @@ def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, tuple[int, ..
 def gather_on_first(
     tensor: ShardedTensor, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor | None:
-    """Return the whole tensor in ``dtype``, in memory of its own, on rank 0, None elsewhere; collective.
+    """Return the whole tensor in ``dtype``, in its own memory, on rank 0 and None elsewhere; collective.
 
-    Ranks send their parts to rank 0, so no other rank holds more than its own. The result is on the ``device`` that
-    ``group``, which is of all ranks, communicates from (None: the default group).
+    Ranks send their parts to rank 0, so no other rank holds more than its own. The result is on ``device``, from which
+    ``group`` communicates. The group contains all ranks (None: the default group).
     """
     sent_dtype = min(dtype, tensor.local.dtype, key=lambda d: d.itemsize)  # cast where it makes less to send
     rank, owners = dist.get_rank(), tensor.sharding.owners
@@ -117,7 +117,7 @@ def part_of(tensor: ShardedTensor, stored: Mapping[str, torch.Tensor]) -> torch.
 
 
 def _range_of(stored: Any, shape: Sequence[int], wanted: slice) -> torch.Tensor:
-    """Return a range of a flattened tensor, of which only the rows that it touches are read."""
+    """Return a range of a flattened tensor, reading only the rows that the range touches."""
     width = math.prod(shape[1:])
     first = wanted.start // width
     rows: torch.Tensor = stored[first : -(-wanted.stop // width)]
@@ -126,7 +126,7 @@ def _range_of(stored: Any, shape: Sequence[int], wanted: slice) -> torch.Tensor:
 
 @torch.no_grad()
 def read_shards(stored: Mapping[str, StoredTensor], tensors: Sequence[ShardedTensor]) -> None:
-    """Fill the parts of this rank, one after another, cast to their dtype; every tensor must be stored and fit.
+    """Fill this rank's parts one after another, cast to their dtype; every tensor must be stored with the right shape.
 
     If a parameter is stored unchanged, only the part of this rank is read. One file is open at a time, since its mapped
     pages count as memory of the process until it is closed.

@@ -1,4 +1,4 @@
-"""Which boxes of the stored tensors a rank's part of a parameter is, so that ranks can send them without gathering.
+"""Which boxes of the stored tensors make up a rank's part of a parameter, so that ranks can send without gathering.
 
 A parameter may be stored as several tensors. Each of them has to be a box of the parameter, flattened or reshaped.
 """
@@ -16,7 +16,7 @@ from inflight_fsdp.layout import Box, Layout, Sharding
 from inflight_fsdp.sharding import runs_of
 
 _MAX_BOXES = 64
-"""The most boxes into which one part of a stored tensor is divided."""
+"""The maximum number of boxes into which one part of a stored tensor is divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A box of a stored tensor that a rank holds, and where the rank has it: ``within`` its part of the parameter.
+    """A box of a stored tensor that a rank holds, and its place ``within`` the rank's part of the parameter.
 
-    ``within`` is a range if the parameter is cut flattened. The elements are in the same order, and may be in another
-    shape.
+    ``within`` is a range if the parameter was flattened before it was cut. The elements are in the same order, possibly
+    in another shape.
     """
 
     name: str
@@ -42,7 +42,7 @@ class StoredBox:
 
 
 def blocks_of(layout: Layout, shape: tuple[int, ...]) -> list[StoredBlock] | None:
-    """Return the stored tensors of a parameter as boxes of it, None if one of them is not a box."""
+    """Return the stored tensors of a parameter as boxes of it, or None if one of them is not a box."""
     if layout.split is None:
         return [StoredBlock(layout.name, shape, tuple(slice(0, size) for size in shape))]
     coordinates = [_coordinate(shape, dim) for dim in range(len(shape))]
@@ -63,7 +63,7 @@ def blocks_of(layout: Layout, shape: tuple[int, ...]) -> list[StoredBlock] | Non
 
 
 def _coordinate(shape: tuple[int, ...], dim: int) -> torch.Tensor:
-    """Return a tensor of this shape whose elements are their own index in a dimension; it has little memory."""
+    """Return a tensor of this shape whose elements are their own index in a dimension; it takes little memory."""
     line = torch.arange(shape[dim], dtype=torch.int32)
     return line.view([-1 if i == dim else 1 for i in range(len(shape))]).expand(shape)
 
@@ -71,7 +71,7 @@ def _coordinate(shape: tuple[int, ...], dim: int) -> torch.Tensor:
 def _is_row_major(
     points: Sequence[torch.Tensor], box: Box, sizes: tuple[int, ...], stored_shape: tuple[int, ...]
 ) -> bool:
-    """Return whether the elements of a stored tensor are those of the box in order, as far as samples show it.
+    """Return whether a stored tensor has the elements of the box in order, judging by samples.
 
     Samples are the lines through its first element along each dimension, and some elements anywhere.
     """
@@ -89,7 +89,7 @@ def _is_row_major(
 
 
 def held_boxes(blocks: Sequence[StoredBlock], sharding: Sharding, rank: int) -> list[StoredBox] | None:
-    """Return what a rank holds of the stored tensors of a parameter; None if that takes too many boxes."""
+    """Return the boxes of a parameter's stored tensors that a rank holds, or None if there are too many."""
     part = sharding.boxes[rank]
     if part is None:
         return []
@@ -107,7 +107,7 @@ def held_boxes(blocks: Sequence[StoredBlock], sharding: Sharding, rank: int) -> 
 
 
 def _stored_boxes(block: StoredBlock, common: Box, sharding: Sharding, part: Box) -> list[StoredBox] | None:
-    """Return a box of the parameter, which lies in a block and in a rank's part, as boxes of the stored tensor."""
+    """Return a box of the parameter that lies in both a block and a rank's part, as boxes of the stored tensor."""
     found = []
     for piece in _pieces(common, block, sharding):
         inner = _relative(piece, block.box)
@@ -130,7 +130,7 @@ def _stored_boxes(block: StoredBlock, common: Box, sharding: Sharding, part: Box
 
 
 def _pieces(common: Box, block: StoredBlock, sharding: Sharding) -> Iterator[Box]:
-    """Yield the box in pieces that are contiguous wherever they have to be: in a flattened part, or when reshaped."""
+    """Yield the box in pieces that are contiguous where they must be: in a flattened part, or when reshaped."""
     is_reshaped = _without_ones(common, _sizes(block.box), block.shape) is None
     if not sharding.is_flat and not is_reshaped:
         yield common
@@ -143,7 +143,8 @@ def _pieces(common: Box, block: StoredBlock, sharding: Sharding) -> Iterator[Box
 
 
 def _without_ones(box: Box, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box | None:
-    """Return the box in another shape that differs from ``sizes`` only by dimensions of 1; None if it differs more."""
+    """Return the box in another shape that differs from ``sizes`` only by dimensions of 1, or None if it differs
+    more."""
     if [size for size in sizes if size != 1] != [size for size in shape if size != 1]:
         return None
     kept = iter(part for part, size in zip(box, sizes, strict=True) if size != 1)
@@ -159,7 +160,7 @@ def _sizes(box: Box) -> tuple[int, ...]:
 
 
 def _boxes_of_range(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yield the boxes of a tensor that together are a range of it flattened, in order."""
+    """Yield, in order, the boxes of a tensor that together make up a range of the flattened tensor."""
     if not shape:
         yield ()
         return

@@ -1,7 +1,7 @@
 """`TorchTitanWorker`: one rank of a trainer on TorchTitan's models, parallelism and optimizers. Imports torchtitan.
 
 The model consists of TorchTitan's own modules, configured from the config.json of a Hugging Face checkpoint,
-parallelised by the function of its family, and named in checkpoints by its state-dict adapter.
+parallelized by its family's function, and stored under the names of its state-dict adapter.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from inflight_fsdp.torchtitan_modules import TitanPolicy
 def create_worker(config: TorchTitanConfig | Mapping[str, object]) -> TorchTitanWorker:
     """Return this process's rank of a worker; collective over torch's default process group.
 
-    Without a default group a group of one is made, and `TorchTitanWorker.close` ends it. Raises `ConfigError` or
+    Without a default group, a group of one is created, and `TorchTitanWorker.close` ends it. Raises `ConfigError` or
     `UnsupportedError` on every rank if the settings or the model cannot be used.
     """
     return make_worker(TorchTitanWorker, parse_config(config, TorchTitanConfig))
@@ -123,7 +123,7 @@ class TorchTitanWorker(ShardedWorker):
 
 
 def _padding_row(hf_config: Any, tensor_mesh: DeviceMesh | None) -> int | None:
-    """Return the padding's row of this rank's part of the embedding, None if it is not there."""
+    """Return the row of the padding token in this rank's part of the embedding, or None if it is on another rank."""
     row: int | None = hf_config.pad_token_id
     if row is None or tensor_mesh is None:
         return row
@@ -132,7 +132,7 @@ def _padding_row(hf_config: Any, tensor_mesh: DeviceMesh | None) -> int | None:
 
 
 def _tied_embedding_groups(config: TorchTitanConfig) -> dict[str, dist.ProcessGroup]:
-    """Return the group of the first and the last stage, which both have the tied embedding; collective."""
+    """Return the group of the first and last stages, which both have the tied embedding; collective."""
     num_ranks, num_stages = dist.get_world_size(), config.pipeline_parallel
     if num_stages == 1:
         return {}
@@ -146,7 +146,7 @@ def _tied_embedding_groups(config: TorchTitanConfig) -> dict[str, dist.ProcessGr
 def _parallel_dims(config: TorchTitanConfig, device: torch.device) -> ParallelDims:
     """Return TorchTitan's meshes of all ranks; collective.
 
-    To TorchTitan, ranks that share rows are ranks with rows of their own: it would sum their gradients in the same way.
+    TorchTitan is not told that ranks share rows: it sums their gradients like those of ranks with their own rows.
     """
     num_ranks = dist.get_world_size()
     num_sharing = num_ranks // (config.tensor_parallel * config.pipeline_parallel)
@@ -171,10 +171,10 @@ def _parallel_dims(config: TorchTitanConfig, device: torch.device) -> ParallelDi
 def _parallelize(
     decoder: Decoder, family: Family, dims: ParallelDims, config: TorchTitanConfig, device: torch.device
 ) -> None:
-    """Shard the decoder as TorchTitan does, but for a tied head, which stays tied to its embedding.
+    """Shard the decoder as TorchTitan does, except that a tied head stays tied to its embedding.
 
-    TorchTitan cuts the two for tensor parallelism one by one, and ties them once FSDP2 has taken them for two: where
-    ranks have parts of other sizes, FSDP2 then computes with an embedding that no step changes.
+    TorchTitan cuts the two separately for tensor parallelism, and ties them only after FSDP2 has treated them as two
+    parameters: where ranks have parts of different sizes, FSDP2 then computes with an embedding that no step changes.
     """
     cut = decoder.parallelize
 
@@ -202,7 +202,7 @@ def _parallelize(
 
 
 def _optimizer(decoder: Decoder, parameters: Mapping[str, DTensor], config: TorchTitanConfig) -> ShardedAdamW:
-    """Return the one optimizer of TorchTitan's container, which is over all parameters."""
+    """Return the only optimizer in TorchTitan's container, which covers all parameters."""
     settings = {"lr": config.learning_rate, **config.adamw_settings}
     group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=settings)
     container = OptimizersContainer.Config(param_groups=[group], implementation=config.optimizer_implementation)

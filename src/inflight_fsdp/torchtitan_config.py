@@ -1,4 +1,4 @@
-"""The settings of a TorchTitan worker, checked."""
+"""The validated settings of a TorchTitan worker."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ class TorchTitanConfig(WorkerConfig):
     LABEL: ClassVar[str] = "TorchTitan"
 
     optimizer_implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """Of TorchTitan's optimizer container."""
+    """The optimizer in TorchTitan's optimizer container."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Neighbouring ranks that share each matrix of the layers and the vocabulary, with the same micro-batches."""
     expert_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the experts of each layer, tokens travelling to their experts. Each has tokens of its own."""
+    """Ranks that share the experts of each layer; tokens are sent to their experts. Each rank has its own tokens."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the layers, in stages of about equal numbers. They receive the same micro-batches."""
+    """Ranks that share the layers, in stages with about equal numbers of layers. They receive the same
+    micro-batches."""
     pipeline_chunks: int | None = Field(default=None, ge=1)
-    """Parts that a pipeline cuts each micro-batch into, between segments, so that stages compute at the same time;
-    None: twice the stages."""
+    """Number of parts that a pipeline cuts each micro-batch into, between segments, so that stages compute at the same
+    time; None: twice the number of stages."""
 
     @model_validator(mode="after")
     def _has_no_settings_of_fsdp(self) -> TorchTitanConfig:
         if self.reduce_dtype == "bfloat16":
-            raise ValueError("reduce_dtype 'bfloat16': TorchTitan sums gradients in float32; omit it")
+            raise ValueError(
+                "reduce_dtype 'bfloat16' is not supported: TorchTitan sums gradients in float32; omit reduce_dtype"
+            )
         if self.float8:
             raise ValueError("float8 is supported only by the worker 'fsdp'; omit it")
         if self.lora is not None:
@@ -42,9 +45,9 @@ class TorchTitanConfig(WorkerConfig):
         sizes = {name: getattr(self, name) for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel")}
         used = [name for name, size in sizes.items() if size > 1]
         if self.compile and used:
-            raise ValueError(f"compile cannot be combined with {', '.join(used)}: omit one")
+            raise ValueError(f"compile cannot be combined with {', '.join(used)}; omit one of them")
         if self.expert_parallel > 1 and len(used) > 1:
-            raise ValueError(f"{' and '.join(used)} cannot be combined yet: omit one")
+            raise ValueError(f"{' and '.join(used)} cannot be combined yet; omit one of them")
         return self
 
     def rank_layout(self, num_ranks: int) -> RankLayout:

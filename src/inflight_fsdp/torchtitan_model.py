@@ -29,7 +29,7 @@ from inflight_fsdp.torchtitan_config import TorchTitanConfig
 from inflight_fsdp.torchtitan_modules import Experts, LogprobHead, Router, SegmentAttention
 
 _NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
-"""Weights come from a checkpoint."""
+"""A no-op, because weights come from a checkpoint."""
 HEAD, EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
 
 
@@ -38,14 +38,14 @@ HEAD, EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family of TorchTitan's registry, and the settings of it that are translated."""
+    """One family of TorchTitan's registry, and which of its settings are translated."""
 
     model: Any
     block: Any
     adapter: Callable[[Any, None], Any]
     parallelize: Callable[..., Any]
     shard: Callable[..., None]
-    """Sets in a model's configuration how its tensors are shared."""
+    """Sets, in a model's configuration, how its tensors are sharded."""
     rope: Any
     rope_types: tuple[str, ...]
     has_qk_norm: bool
@@ -88,13 +88,17 @@ def supported_config(config: TorchTitanConfig) -> Any:
             "The worker 'fsdp' trains the models of transformers"
         )
     if getattr(hf, "attention_bias", False) or getattr(hf, "mlp_bias", False):
-        raise UnsupportedError(f"TorchTitan's {hf.model_type} has no biases, but {str(config.model_path)!r} does")
+        raise UnsupportedError(
+            f"TorchTitan's {hf.model_type} has no biases, but the model in {str(config.model_path)!r} does"
+        )
     if hf.hidden_act != "silu":
         raise UnsupportedError(f"TorchTitan's {hf.model_type} computes silu, not hidden_act {hf.hidden_act!r}")
     if config.optimizer != "adamw":
-        raise ConfigError(f"optimizer {config.optimizer!r}: TorchTitan's container supports only adamw")
+        raise ConfigError(
+            f"optimizer {config.optimizer!r} is not supported: TorchTitan's optimizer container supports only adamw"
+        )
     if config.dtype == "float64":
-        raise ConfigError("dtype 'float64': TorchTitan trains in float32 or bfloat16")
+        raise ConfigError("dtype 'float64' is not supported: TorchTitan trains in float32 or bfloat16")
     _check_sizes(hf, config)
     return hf
 
@@ -118,7 +122,8 @@ def _check_sizes(hf: Any, config: TorchTitanConfig) -> None:
 
 
 def model_config_of(hf: Any, config: TorchTitanConfig) -> Decoder.Config:
-    """Return TorchTitan's configuration of a transformers config. Raises `UnsupportedError` for scaled positions."""
+    """Return TorchTitan's configuration for a transformers config. Raises `UnsupportedError` for a rope type that is
+    not supported."""
     family = FAMILIES[hf.model_type]
     rope = _rope(hf, family)
     model: Decoder.Config = family.model.Config(
@@ -220,7 +225,8 @@ def _rope(hf: Any, family: Family) -> RoPE.Config:
 
 
 def keep_stage(decoder: Decoder, stage: int, num_stages: int) -> None:
-    """Leave a decoder only the layers of one stage of a pipeline; the first has the embedding, the last the head."""
+    """Remove from a decoder all layers but those of one pipeline stage; the first has the embedding, the last the
+    head."""
     start, stop = (len(decoder.layers) * i // num_stages for i in (stage, stage + 1))
     for index in [index for index in decoder.layers if not start <= int(index) < stop]:
         del decoder.layers[index]
@@ -232,7 +238,7 @@ def keep_stage(decoder: Decoder, stage: int, num_stages: int) -> None:
 
 
 def layout_of(name: str, parameter: torch.Tensor, adapter: Any) -> Layout:
-    """Return how TorchTitan's adapter writes one parameter, found by writing an empty one."""
+    """Return how TorchTitan's adapter stores one parameter, determined by converting an empty one."""
     empty = torch.empty(parameter.shape, device="meta")
     stored = dict(adapter.to_hf({name: empty}))
     shapes = {key: tuple(tensor.shape) for key, tensor in stored.items()}

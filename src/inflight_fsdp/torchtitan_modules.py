@@ -1,7 +1,7 @@
 """Replacements for modules of TorchTitan's models, and a model as a function from rows to logprobs.
 
-TorchTitan's attentions have no backward on a CPU; its head returns logits; it always computes experts in bfloat16, and
-their router under an autocast that a CPU does not have.
+TorchTitan's attention implementations have no backward pass on a CPU; its head returns logits; it always computes
+experts in bfloat16, and runs their router under an autocast that a CPU does not support.
 
 Shape suffixes: N targets, R tokens of a row; those of TorchTitan's modules are B batch, L length, N heads, H head size,
 D model, F feed-forward, E experts, K experts of a token, R routed tokens.
@@ -26,7 +26,7 @@ from inflight_fsdp.rows import HeadTargets, Row
 
 
 class TitanPolicy(nn.Module):
-    """A decoder of TorchTitan as a function from packed tokens to logprobs."""
+    """A TorchTitan decoder as a function from packed tokens to logprobs."""
 
     def __init__(self, decoder: Decoder, tensor_mesh: DeviceMesh | None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class TitanPolicy(nn.Module):
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that all ranks of its mesh hold alike as a plain one; differentiable."""
+    """Return a tensor that is replicated over its mesh as a plain tensor; differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -66,14 +66,15 @@ class LogprobHead(Linear):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):  # type: ignore[misc]
-        """Selects this class, because TorchTitan creates the module whose settings these are."""
+        """Makes TorchTitan create this class: it creates the module that a configuration belongs to."""
 
     targets: HeadTargets | None = None
 
     def forward(self, hidden_1LD: torch.Tensor) -> torch.Tensor:
         """Return the logprobs [N] of the `targets`.
 
-        Ranks that share the head each compute some of them, with the whole weight, so gradients are sums over ranks.
+        Ranks that share the head each compute some of the logprobs, with the whole weight, so gradients are sums over
+        ranks.
         """
         targets = self.targets
         assert targets is not None
@@ -90,7 +91,7 @@ class SegmentAttention(Module):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):  # type: ignore[misc]
-        """Adds whether torch's compiler may include the attention in its graphs."""
+        """Adds a setting: whether torch's compiler may include the attention in its graphs."""
 
         in_graphs: bool = True
 
@@ -108,17 +109,17 @@ class SegmentAttention(Module):  # type: ignore[misc]
         scale: float | None = None,
         **_: object,
     ) -> torch.Tensor:
-        """Return [1, L, N, H]; TorchTitan calls the plan of segments masks, and shards arguments by these names."""
+        """Return [1, L, N, H]; ``attention_masks`` is the plan of segments, named as TorchTitan names it."""
         query, key, value = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         return self._attend(query, key, value, attention_masks, scale)
 
 
 class Experts(GroupedExperts):  # type: ignore[misc]
-    """Replaces TorchTitan's experts: one after another, in the dtype of their tokens."""
+    """Replaces TorchTitan's experts: computes them one after another, in the dtype of their tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):  # type: ignore[misc]
-        """Selects this class, because TorchTitan creates the module whose settings these are."""
+        """Makes TorchTitan create this class: it creates the module that a configuration belongs to."""
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Return [R, D]; tokens come sorted by expert.
@@ -135,16 +136,16 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 
 
 class Router(TokenChoiceTopKRouter):  # type: ignore[misc]
-    """Replaces TorchTitan's router: a softmax in float32 over all experts, of which the largest are taken."""
+    """Replaces TorchTitan's router: computes a float32 softmax over all experts, and selects the largest."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):  # type: ignore[misc]
-        """Selects this class, because TorchTitan creates the module whose settings these are."""
+        """Makes TorchTitan create this class: it creates the module that a configuration belongs to."""
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the shares and ids [B, L, K] of each token's experts, and the shares [B, L, E] of all."""
+        """Return the weights and ids [B, L, K] of each token's experts, and the weights [B, L, E] of all experts."""
         assert expert_bias_E is None
         shares_BLE = F.softmax(self.gate(x_BLD), dim=-1, dtype=torch.float32)
         shares_BLK, experts_BLK = torch.topk(shares_BLE, k=self.top_k, dim=-1)

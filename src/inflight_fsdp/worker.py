@@ -1,4 +1,4 @@
-"""`FsdpWorker`: one rank of a trainer of transformers' models on torch's ``fully_shard``."""
+"""`FsdpWorker`: one rank of a trainer for transformers models, sharded with torch's ``fully_shard``."""
 
 from __future__ import annotations
 

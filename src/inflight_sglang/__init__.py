@@ -1,4 +1,4 @@
-"""SGLang behind the inference contract: an endpoint over SGLang's own routes. Nothing is installed in the engine.
+"""SGLang as an inference backend: an endpoint over SGLang's own routes. Nothing is installed in the engine.
 
 Importing this package loads neither SGLang nor torch.
 """

@@ -1,4 +1,4 @@
-"""The capabilities that a running SGLang server reports, and the reasons for which it cannot be attached to."""
+"""The capabilities of a running SGLang server, and the reasons why inflight cannot attach to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inflight_sglang.requests import RequestLimits
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """The properties of a server. ``specs`` are the tensors that it loads, None if ``directory`` is unreadable here."""
+    """The properties of a server. ``specs`` are the tensors that it loads, or None if they cannot be read."""
 
     capabilities: Capabilities
     limits: RequestLimits
@@ -30,7 +30,7 @@ class Attached:
 async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates | None) -> Attached:
     """Return the server's properties. Raises `ConfigError` with the command that starts it correctly.
 
-    ``updates`` None chooses staged updates where possible, but not for servers on CUDA, whose own groups take NCCL.
+    ``updates`` None chooses staged updates where possible, except for servers on CUDA, whose own groups use NCCL.
     """
     paths = await routes.fetch_paths()
     if problem := flags.missing_routes(paths):
@@ -48,7 +48,7 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
         raise _refusal(routes, info, problem)
     why_not = flags.why_not_staged(routes.url, info, config)
     if specs is None and why_not is None:  # loading other shapes ends SGLang: it goes back by reading the same files
-        why_not = f"its checkpoint {str(directory)!r} cannot be read here; pass model_dir"
+        why_not = f"its checkpoint {str(directory)!r} cannot be read by this process; pass model_dir"
     if updates == "staged" and why_not is not None:
         raise ConfigError(f"{routes.url}: updates cannot be staged for this SGLang server: {why_not}")
     try:
@@ -91,7 +91,8 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ProtocolError(
-            f"/server_info has no {error}: inflight does not know this interface", routes.url
+            f"the answer of /server_info lacks {error}: this release of SGLang has a different interface than 0.5.23",
+            routes.url,
         ) from error
     return Attached(capabilities, limits, specs, directory)
 
@@ -104,7 +105,7 @@ def _refusal(routes: EngineRoutes, info: Mapping[str, Any], problem: Problem) ->
 
 
 async def _logprob_problem(routes: EngineRoutes) -> Problem | None:
-    """Return a problem if logprobs are not of the scaled logits. Does not ask a paused server."""
+    """Return a problem if logprobs are not those of the scaled logits. A paused server is not asked."""
     status, _ = await routes.ask("GET", "/ready")
     if status != 200:
         return None

@@ -1,8 +1,8 @@
-"""Updates that are staged in this process and handed to SGLang as a checkpoint directory, which SGLang itself loads.
+"""Updates staged in this process and handed to SGLang as a checkpoint directory, which SGLang itself loads.
 
-The files lie in this host's memory if they fit there, in a directory that only this user can enter. They are written
-as buckets arrive, and exist as long as their update is open: after loading, SGLang no longer needs them. A LoRA is
-merged here, and the weights that it changes are written.
+The files are in this host's memory if they fit there, in a directory that only this user can enter. They are written as
+buckets arrive, and exist only while their update is open: after loading, SGLang no longer needs them. A LoRA is merged
+here, and the resulting weights are written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointFiles:
-    """The buckets of one update as safetensors files. `remove` also removes files that are written afterwards."""
+    """The buckets of one update as safetensors files. After `remove`, files written later are removed too."""
 
     def __init__(self, update: WeightUpdate) -> None:
         self._update = update
@@ -43,7 +43,7 @@ class CheckpointFiles:
 
     @property
     def probe(self) -> Path:
-        """An empty directory: a server that sees it sees the checkpoint too."""
+        """An empty directory: a server that can see it can also see the checkpoint."""
         return self._made().path / "probe"
 
     @property
@@ -60,7 +60,9 @@ class CheckpointFiles:
         from inflight.weights.send.module import tensor_spec
 
         specs = [tensor_spec(name, tensor, None) for name, tensor in named]
-        self._write(len(self._update.buckets), specs, pack([tensor for _, tensor in named]), "what the update changes")
+        self._write(
+            len(self._update.buckets), specs, pack([tensor for _, tensor in named]), "the merged weights of the update"
+        )
 
     def _write(self, index: int, tensors: Sequence[TensorSpec], flat: torch.Tensor, what: str) -> None:
         from inflight.weights.transports.bucket_files import bucket_name, safetensors_header
@@ -74,7 +76,7 @@ class CheckpointFiles:
                     while written < len(part):
                         written += file.write(part[written:])
         except OSError as error:
-            raise TransferError(f"{what} could not be stored for the engine: {error}") from error
+            raise TransferError(f"{what} could not be written to {self.checkpoint} for the engine: {error}") from error
         finally:
             with self._lock:
                 is_late, home = self._is_removed, self._home
@@ -82,7 +84,7 @@ class CheckpointFiles:
                 shutil.rmtree(home.path, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove everything. Files that the engine has mapped stay readable there. Idempotent."""
+        """Remove everything. Files that the engine has mapped remain readable to it. Idempotent."""
         with self._lock:
             self._is_removed = True
             home = self._home
@@ -99,7 +101,7 @@ class CheckpointFiles:
                     for name in ("probe", "checkpoint"):
                         (self._home.path / name).mkdir(mode=0o700)
                 except OSError as error:
-                    raise TransferError(f"no directory could be made for the engine: {error}") from error
+                    raise TransferError(f"no directory could be created for the engine: {error}") from error
             return self._home
 
 
@@ -107,8 +109,8 @@ class CheckpointSink(BucketSink):
     """Compares and decodes buckets in this process, then writes them for SGLang.
 
     ``clear`` is called before a group is joined, and ends the session and the pause of a dead publisher.
-    ``make_loaded`` makes the record of the weights that the server has loaded, into which LoRAs are merged. It is
-    called for the first update, because it loads torch.
+    ``make_loaded`` creates the record of the weights that the server has loaded, into which LoRAs are merged. It is
+    called at the first update, because it loads torch.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class CheckpointSink(BucketSink):
     @property
     def files(self) -> CheckpointFiles:
         if self._files is None:
-            raise TransferError("no update is open")
+            raise TransferError("no weight update is open: begin one first")
         return self._files
 
     async def join(self, spec: TransportSpec) -> None:
@@ -175,7 +177,7 @@ class CheckpointSink(BucketSink):
                 await run_abandonable(write, "inflight-write")
         except TimeoutError as error:
             raise TransferError(
-                f"storing bucket {bucket.index} for the engine failed: not done after {transfer.timeout_s:g} s"
+                f"storing bucket {bucket.index} for the engine failed: it took longer than {transfer.timeout_s:g} s"
             ) from error
 
     def note_committed(self) -> None:
@@ -185,14 +187,14 @@ class CheckpointSink(BucketSink):
         self._drop()
 
     def _drop(self) -> None:
-        """Remove the files outside the event loop: freeing gigabytes takes a while."""
+        """Remove the files outside the event loop, because freeing gigabytes takes a while."""
         files, self._files = self._files, None
         if files is not None:
             self._background.start(asyncio.get_running_loop().run_in_executor(None, files.remove))
 
 
 def _parent(size_bytes: int) -> Path:
-    """Return this host's memory if the update fits there, else the directory for temporary files."""
+    """Return a directory in this host's memory if the update fits there, else the one for temporary files."""
     memory = Path("/dev/shm")
     with contextlib.suppress(OSError):
         free = os.statvfs(memory)

@@ -55,17 +55,17 @@ _CLOSE_S = 5.0
 
 
 class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, ScoringEndpoint):
-    """One SGLang server at ``url``; nothing of inflight is installed there.
+    """One SGLang server at ``url``; nothing needs to be installed there.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it
     correctly. ``api_key`` is the server's own. ``model_dir`` is the checkpoint as this process sees it, if that differs
     from the server's path: manifests are checked against it before anything is sent, and the vocabulary is read there.
 
-    ``updates`` selects where weights are received. ``staged`` updates arrive in this process, are compared, and the
-    commit loads them from files that both sides see. ``native`` updates are received by the engine itself as they come,
-    which poisons it if the update stops halfway. None means staged for a server on this host's CPU with one rank, and
-    native otherwise. With staged updates SGLang's own ``/model_info`` and ``/v1/models`` name the files last loaded,
-    which no longer exist; nothing here reads them.
+    ``updates`` selects where weights are received. ``staged`` updates arrive in this process, are compared, and are
+    loaded at the commit from files that both sides can see. ``native`` updates are received directly by the engine,
+    whose weights are torn if the update stops halfway. None means staged for a server on this host's CPU with one rank,
+    and native otherwise. With staged updates, SGLang's own ``/model_info`` and ``/v1/models`` name the files last
+    loaded, which no longer exist.
 
     Only servers with ``--enable-deterministic-inference`` honour seeds; others ignore them. A drain waits for the
     requests of other clients too.
@@ -137,7 +137,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
     async def weight_version(self) -> WeightVersion:
         """Also PAUSED while another client has paused the server.
 
-        ``num_running`` is the server's, including other clients' requests.
+        ``num_running`` is the server's count, which includes other clients' requests.
         """
         await self.capabilities()
         session = self._updates.session
@@ -158,7 +158,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
     # ------------------------------------------------------------------------------------------------- generation
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Cancelling the call ends the request in the server, which sees its connection close."""
+        """Cancelling the call closes its connection, which ends the request in the server."""
         can, limits = await self.capabilities(), self._attached.limits
         check_request(request, limits)
         require(can, Needs.of_request(request), self.name)
@@ -171,7 +171,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         return response_of(request, await self._gate.sample(request, self._label, send, version_labels_of), limits)
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """SGLang uses cached prefixes before ``start``. An update in the meantime repeats the computation."""
+        """SGLang uses cached prefixes before ``start``. After an update in the meantime it computes again."""
         can, limits = await self.capabilities(), self._attached.limits
         require(can, Needs.of_score(request), self.name)
         check_scored(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)

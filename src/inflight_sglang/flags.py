@@ -15,7 +15,7 @@ MODULE = "sglang.launch_server"
 NEEDED_ARGUMENTS = ("--disable-overlap-schedule",)
 """Arguments without which inflight refuses to attach."""
 RELEASE_ARGUMENTS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
-"""Without these a server cannot release its memory, or would lose its weights. They need ``torch_memory_saver``."""
+"""Without these a server cannot release its memory, or would lose its weights. They require ``torch_memory_saver``."""
 NEEDED_ROUTES = (
     "/generate",
     "/abort_request",
@@ -38,13 +38,13 @@ NEEDED_ROUTES = (
 )
 """Every route of SGLang that the endpoint calls."""
 Updates = Literal["staged", "native"]
-"""Weights are staged by this process and loaded from files, or received by the engine itself in a group."""
+"""This process stages weights that SGLang loads from files, or the engine itself receives them."""
 _CHAT_ROUTES = ("/v1/tokenize", "/v1/detokenize")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A setting of a running server that inflight cannot work with, and the arguments that would undo it."""
+    """A setting of a running server that inflight cannot work with, and the arguments that correct it."""
 
     text: str
     remedy: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Problem:
 def restart_command(url: str, info: Mapping[str, Any], remedy: Sequence[str]) -> str:
     """Return a shell command that restarts the server at ``url`` correctly.
 
-    ``info`` is the answer of ``/server_info``. If an argument is given twice, SGLang takes the last.
+    ``info`` is the answer of ``/server_info``. If an argument occurs twice, SGLang uses the last.
     """
     words = ["python", "-m", MODULE]
     if isinstance(given := info.get("launch_command"), str):
@@ -94,13 +94,14 @@ _SETTINGS: tuple[tuple[str, Callable[[Any], bool], str, tuple[str, ...]], ...] =
     (
         "dp_size",
         _is_above_one,
-        "SGLang receives weights over a group only with one data-parallel replica; start one server for each replica",
+        "SGLang can receive weights over a group only with a single data-parallel replica; start one server per "
+        "replica",
         ("--dp-size", "1"),
     ),
     (
         "pp_size",
         _is_above_one,
-        "SGLang's ranks in a weight group are counted by tensor-parallel rank only, so pipeline stages collide",
+        "SGLang numbers its ranks in a weight group by tensor-parallel rank only, so pipeline stages would collide",
         ("--pp-size", "1"),
     ),
     (
@@ -124,7 +125,7 @@ _SETTINGS: tuple[tuple[str, Callable[[Any], bool], str, tuple[str, ...]], ...] =
     (
         "disaggregation_mode",
         lambda value: value not in (None, "null"),
-        "one server must do prefill and decoding, so that its weights change at once",
+        "a server must do both prefill and decoding, so that its weights change in one step",
         ("--disaggregation-mode", "null"),
     ),
     (
@@ -145,28 +146,32 @@ def wrong_setting(info: Mapping[str, Any]) -> Problem | None:
 
 
 _UNSTAGED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("tp_size", _is_above_one, "files are handed to one rank only"),
-    ("quantization", lambda value: value is not None, "quantized weights are not loaded from files again"),
-    ("enable_lora", bool, "LoRAs are named after the model, which SGLang names after its last files"),
+    ("tp_size", _is_above_one, "SGLang loads the files of an update on one rank only"),
+    ("quantization", lambda value: value is not None, "SGLang does not reload quantized weights from files"),
+    (
+        "enable_lora",
+        bool,
+        "LoRAs are addressed by the model's name, which SGLang changes to that of the files last loaded",
+    ),
     (
         "model_checksum",
         lambda value: value is not None,
-        "only the files that the server started with would pass --model-checksum",
+        "only the files that the server started with match --model-checksum",
     ),
     (
         "load_format",
         lambda value: value not in (None, "auto", "safetensors", "dummy"),
-        "another loader would be used from the first update on",
+        "from the first update on, SGLang would use another loader",
     ),
 )
 
 
 def why_not_staged(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return why updates cannot be staged for a server; None if they can. ``config`` as for `dtype_of`."""
+    """Return why updates cannot be staged for a server; None if they can. ``config`` is as for `dtype_of`."""
     if not is_loopback(urlsplit(url).hostname or ""):
-        return "its address is not this host's loopback, and the server has to see this process's files"
+        return "its address is not this host's loopback, and the server must be able to see this process's files"
     if "quantization_config" in config:
-        return "quantized weights are not loaded from files again"
+        return "SGLang does not reload quantized weights from files"
     for name, is_wrong, reason in _UNSTAGED:
         if is_wrong(info.get(name)):
             return f"{name} is {info.get(name)!r}: {reason}"
@@ -177,14 +182,14 @@ _DTYPES = {"half": "float16", "float": "float32"}
 
 
 def dtype_of(info: Mapping[str, Any], config: Mapping[str, Any]) -> str | Problem:
-    """Return the dtype in which a model is served. ``config`` is its ``config.json``, empty if it is not known."""
+    """Return the dtype in which a model is served. ``config`` is its ``config.json``, empty if unknown."""
     asked = str(info.get("dtype"))
     if asked != "auto":
         return _DTYPES.get(asked, asked)
     found = config.get("dtype") or config.get("torch_dtype")
     if found in ("bfloat16", "float16"):  # then SGLang serves float32 checkpoints in another dtype
         return str(found)
-    return Problem("--dtype is auto, so the dtype of the served weights is not known", ("--dtype", "bfloat16"))
+    return Problem("--dtype is auto, so the dtype of the served weights is unknown", ("--dtype", "bfloat16"))
 
 
 def probe_of_logprobs(token_id: int) -> dict[str, Any]:

@@ -26,24 +26,25 @@ _CPU_ARGUMENTS = (
     "--sleep-on-idle",  # otherwise it keeps a core busy
 )
 _CPU_SEQUENCES = 64
-"""Number of sequences that run at a time on a CPU, unless the options specify it or the cache holds fewer."""
+"""Number of sequences that run concurrently on a CPU, unless the options specify it or the cache holds fewer."""
 _CPU_CACHE_BYTES = 2 << 30
 """Maximum size of keys and values on a CPU, unless the options imply more."""
 
 _NO_DRAFTS = (
-    "SGLang drafts every request from one corpus, which it takes as text only, not from completions of its prompt; and "
-    "on a CPU it answers the likeliest token at any temperature while it verifies drafts"
+    "SGLang cannot draft from recorded completions of a request's prompt: it drafts every request from a single "
+    "corpus, which must be text. On a CPU it also returns the likeliest token at any temperature while it verifies "
+    "drafts. Omit drafts"
 )
 
 _MEMORY_SHARE = 0.95
-"""Assumed share that SGLang fills on its own: it computes ``--mem-fraction-static`` so that the rest holds activations
-and CUDA graphs."""
+"""Assumed share of GPU memory that SGLang fills by default: it computes ``--mem-fraction-static`` so that the rest
+holds activations and CUDA graphs."""
 _BESIDE_STATIC = 0.1
-"""Assumed share that activations and CUDA graphs need in addition to ``--mem-fraction-static``."""
+"""Assumed share of GPU memory that activations and CUDA graphs need in addition to ``--mem-fraction-static``."""
 
 
 class SglangKind(EngineKind):
-    """SGLang's own server. It has no `liveness_path`: it ends on its own a few seconds after a part of it has died."""
+    """SGLang's own server. It has no `liveness_path`: it exits soon after one of its processes has died."""
 
     name = "sglang"
     health_path = "/ready"  # ``/health`` takes a second, and samples a token
@@ -96,7 +97,7 @@ class SglangKind(EngineKind):
     ) -> InferenceEndpoint:
         """The token is SGLang's ``--api-key``; ``?updates=`` sets the endpoint's ``updates``.
 
-        Raises `ConfigError` for another query.
+        Raises `ConfigError` for any other query.
         """
         address, _, query = url.partition("?")
         return SglangEndpoint(
@@ -117,11 +118,14 @@ def _updates_of(query: str) -> Updates | None:
     for updates in get_args(Updates):
         if query == f"updates={updates}":
             return updates  # type: ignore[no-any-return]
-    raise ConfigError(f"?{query} is not understood; write ?updates=staged or ?updates=native, or nothing")
+    raise ConfigError(
+        f"the query ?{query} of the endpoint's URL is not supported; write ?updates=staged or ?updates=native, or no "
+        "query"
+    )
 
 
 def _cpu_sizes(options: EngineOptions, context: int | None) -> tuple[int, int]:
-    """Return how many sequences run at a time, and the tokens of a cache that holds all of them at full length.
+    """Return how many sequences run concurrently, and the size in tokens of a cache that holds all at full length.
 
     SGLang starts a request only if its cache can hold the longest answer, so a smaller cache would run fewer
     sequences than the server supports. Where the options leave a size open, `_CPU_CACHE_BYTES` bounds the cache.

@@ -1,4 +1,4 @@
-"""The weights that one SGLang server has loaded, as far as this process knows: its checkpoint, and updates from here.
+"""The weights that one SGLang server has loaded, as far as this process knows: its checkpoint and updates from here.
 
 LoRAs are merged into them here. Weights that another process made the server load are not known; LoRAs are then
 refused until all weights are sent again.
@@ -20,8 +20,7 @@ from inflight.wire import UpdateRef, WeightUpdate
 class LoadedWeights:
     """The weights of one server, in ``dtype``.
 
-    ``served`` returns the update that the server serves (None: the checkpoint), and whether loading it tore the
-    weights.
+    ``served`` returns the update that the server serves (None: the checkpoint), and whether the weights are torn.
     """
 
     def __init__(self, directory: Path, dtype: str, served: Callable[[], tuple[UpdateRef | None, bool]]) -> None:
@@ -48,14 +47,14 @@ class LoadedWeights:
         if self._base is None:
             assert served is not None  # the checkpoint is known
             raise UpdateRefusedError(
-                f"LoRA of version {update.version} refused: another process had version {served.version} loaded, "
-                "so its base is not known here; send all weights first, with keep_base=True"
+                f"LoRA of version {update.version} refused: another process had version {served.version} loaded, so "
+                "this process does not know its base; send all weights first, with keep_base=True"
             )
         adapted = self._adapted.names
         self._base.require(name for name in changed_names(update.manifest) if name not in adapted)
 
     def prepare(self, update: WeightUpdate, arrived: Named) -> Named:
-        """Return the tensors to load in addition to the received ones, or instead of them for a LoRA. Blocks."""
+        """Return the tensors to load in addition to the received tensors, or, for a LoRA, instead of them. Blocks."""
         if self._base is None:
             return []
         load = self._adapted.prepare(update.manifest, arrived, self._base.tensor)
@@ -64,7 +63,7 @@ class LoadedWeights:
         return load.tensors if update.manifest.lora is not None else load.tensors[len(arrived) :]
 
     def note_committed(self, arrived: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Record that the update begun last is loaded."""
+        """Record that the most recently begun update is loaded."""
         update, load = self._update, self._load
         assert update is not None  # `begin` came first
         if self._base is None and not update.manifest.frozen:

@@ -2,8 +2,8 @@
 
 An update that ends after its first bucket leaves torn weights. SGLang's session is therefore opened only for the first
 bucket: a client that finds it open knows that bytes may have been loaded. A broadcast in the engine cannot be
-cancelled, so the engine enters one only when the sender is ready. If the sender stops halfway, the call remains
-pending in the engine, and its outcome is checked when it ends.
+cancelled, so the engine enters one only when the sender is ready. If the sender stops halfway, the call remains pending
+in the engine, and its outcome is examined when it ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed
 
 
 class NativeSink(BucketSink):
-    """Buckets arrive in SGLang's own group of ``num_ranks`` ranks; ``engine`` is notified of what they load."""
+    """Buckets arrive in SGLang's own group of ``num_ranks`` ranks; ``engine`` is notified of each load."""
 
     def __init__(self, routes: EngineRoutes, engine: SglangUpdates, background: TaskOwner, num_ranks: int) -> None:
         self._routes = routes
@@ -53,7 +53,7 @@ class NativeSink(BucketSink):
 
     @property
     def has_applied(self) -> bool:
-        """True as well while a bucket is being loaded, which may already be in the model."""
+        """Return whether a bucket may be in the model; True also while one is being loaded."""
         return self._engine.has_loaded or self._engine.is_loading
 
     @property
@@ -67,7 +67,7 @@ class NativeSink(BucketSink):
 
         assert isinstance(spec, ProcessGroupSpec)  # the only supported transport
         if spec.group_name in self._former:
-            raise TransferError(f"the weight group {spec.group_name!r} was joined before; open a new one")
+            raise TransferError(f"the weight group {spec.group_name!r} was already joined once; open a new group")
         deadline = time.monotonic() + spec.timeout_s
         self._ranks = ranks = AnnouncedRanks(spec, self._num_ranks)
         await self._engine.clear(spec, self._forget_stale_groups)
@@ -93,7 +93,7 @@ class NativeSink(BucketSink):
             self._stale.add(spec.group_name)
 
     def leave(self) -> None:
-        """The engine is notified in the background; a broadcast that it has entered continues."""
+        """Leave the group. The engine is notified in the background; a broadcast that it has entered continues."""
         if self._ranks is not None:
             self._ranks.abandon()
             self._ranks = None
@@ -111,9 +111,9 @@ class NativeSink(BucketSink):
         """Do nothing, because nothing is kept."""
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """Ask SGLang to receive once the bucket is being sent. That call cannot be cancelled."""
+        """Ask SGLang to receive the bucket once it is being sent. That call cannot be cancelled."""
         if self._group is None or self._ranks is None:
-            raise TransferError("no weight group is formed")
+            raise TransferError("the engine belongs to no weight group; form a group first")
         timeout_s = transfer.timeout_s
         ranks, index, deadline = self._ranks, self._num_received, time.monotonic() + timeout_s
         self._num_received += 1
@@ -127,7 +127,9 @@ class NativeSink(BucketSink):
             return loading.result()
         if left.done():
             raise TransferError(f"the weight group was abandoned while bucket {bucket.index} was being sent")
-        raise TransferError(f"receiving bucket {bucket.index} failed: not done after {timeout_s:g} s")
+        raise TransferError(
+            f"receiving bucket {bucket.index} failed: the engine had not received it after {timeout_s:g} s"
+        )
 
     async def _load(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], group: str) -> None:
         """Make the engine receive and load one bucket; note whether any of it is in the model."""
@@ -150,7 +152,7 @@ class NativeSink(BucketSink):
         if status == 200 or not words.startswith(_NOTHING_LOADED):
             self._engine.has_loaded = True
         if status != 200:
-            raise TransferError(f"bucket {bucket.index} did not arrive in the engine: {words}")
+            raise TransferError(f"the engine did not receive bucket {bucket.index}: {words}")
 
     async def _forget_stale_groups(self) -> None:
         for name in tuple(self._stale):

@@ -17,7 +17,7 @@ _POLL_S = 0.01
 _CALLS_AT_ONCE = 16
 _ABORT_AGAIN_S = 0.1
 _FLUSHES = 20
-"""Attempts to empty the cache once all requests are retracted."""
+"""Number of attempts to empty the cache once all requests are retracted."""
 
 
 async def stop(routes: EngineRoutes, policy: InFlightPolicy, num_sent: Callable[[], int]) -> float:
@@ -62,7 +62,7 @@ async def _stop_when_idle(routes: EngineRoutes, num_sent: Callable[[], int], *, 
 
 
 async def abort(routes: EngineRoutes, rids: Sequence[str]) -> None:
-    """End the requests with these ids, which return the tokens that they have. Ids that are not running are ignored."""
+    """End the requests with these ids, which return the tokens sampled so far. Ids that are not running are ignored."""
     slots = asyncio.Semaphore(_CALLS_AT_ONCE)
 
     async def end(rid: str) -> None:
@@ -73,7 +73,7 @@ async def abort(routes: EngineRoutes, rids: Sequence[str]) -> None:
 
 
 async def resume_sampling(routes: EngineRoutes) -> None:
-    """Sample again."""
+    """Resume sampling."""
     await routes.post("/continue_generation", {"torch_empty_cache": False})
 
 
@@ -83,9 +83,9 @@ async def set_label(routes: EngineRoutes, label: str) -> None:
 
 
 async def poison(routes: EngineRoutes, label: str) -> None:
-    """End every request, then label the weights as torn, so that no span names the label; the server stays paused.
+    """End every request, then label the weights as torn, so that no span carries that label; the server stays paused.
 
-    A server that can no longer be reached has no weights to label.
+    A server that can no longer be reached is left alone.
     """
     with contextlib.suppress(InflightError):
         await _pause(routes, "retract")

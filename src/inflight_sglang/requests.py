@@ -1,7 +1,7 @@
 """Conversion of the contract's requests to SGLang's `/generate` format, and of its answers to the contract's.
 
-A request for n completions is one batch of n, each with its own id and, where the server honours seeds, its own seed:
-SGLang's ``n`` gives all of them the same seed.
+A request for n completions is sent as one batch of n, each with its own id and, if the server honours seeds, its own
+seed: SGLang's ``n`` gives all of them the same seed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class RequestLimits:
     largest_kept_set: int
     """Maximum number of tokens that a filter may keep: ``--sampling-mask-max-tokens``."""
     has_seeds: bool
-    """Whether the server honours ``sampling_seed``: ``--enable-deterministic-inference``. Min-p ends such a server."""
+    """Whether the server honours ``sampling_seed``: ``--enable-deterministic-inference``. Min-p crashes such a
+    server."""
 
     def has_top_k(self, sampling: SamplingParams) -> bool:
         return 0 < sampling.top_k < self.vocab_size
@@ -67,22 +68,22 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     if has_top_k and sampling.top_k > limits.largest_kept_set:
         raise UnsupportedError(
             f"top_k {sampling.top_k}: SGLang reports the logprobs of at most {limits.largest_kept_set} kept tokens; "
-            f"start it with --sampling-mask-max-tokens {sampling.top_k}"
+            f"start the server with --sampling-mask-max-tokens {sampling.top_k}"
         )
     if sampling.min_p > 0 and limits.has_seeds:
         raise UnsupportedError(
-            f"min_p {sampling.min_p:g}: SGLang cannot sample with seeds under min-p; start it without "
+            f"min_p {sampling.min_p:g}: SGLang cannot sample with seeds under min-p; start the server without "
             "--enable-deterministic-inference"
         )
 
 
 def is_filtered(sampling: SamplingParams, limits: RequestLimits) -> bool:
-    """Return whether a filter is on. Greedy decoding takes the likeliest token whatever the filters are."""
+    """Return whether a filter is on. Greedy decoding takes the likeliest token regardless of filters."""
     return sampling.temperature > 0 and (limits.has_top_k(sampling) or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def body_of(request: GenerateRequest, limits: RequestLimits, asked: Mapping[int, SentRequest]) -> dict[str, Any]:
-    """Return the body of ``POST /generate`` for completions, which are given by their index."""
+    """Return the body of ``POST /generate`` for the completions with these indices."""
     sampling, room = request.sampling, limits.max_model_len - len(request.prompt_token_ids)
     params = _sampling_params(sampling, room, limits)
     body = {
@@ -120,7 +121,7 @@ def _sampling_params(sampling: SamplingParams, room: int, limits: RequestLimits)
 
 
 def _seed(sampling: SamplingParams, index: int, limits: RequestLimits) -> dict[str, int]:
-    """Return the seed of completion ``index``. Without one, a server that honours seeds repeats the same."""
+    """Return the seed of completion ``index``. Without one, a server with seeds would repeat itself."""
     if not limits.has_seeds:
         return {}
     if sampling.seed is None:
@@ -132,13 +133,13 @@ def _seed(sampling: SamplingParams, index: int, limits: RequestLimits) -> dict[s
 def scoring_body_of(request: ScoreRequest, asked: SentRequest) -> dict[str, Any]:
     """Return the body of ``POST /generate`` that scores tokens; one more token is sampled after them.
 
-    SGLang scores the same candidates in the place of each token. Raises `InvalidRequestError` if there are too many.
+    SGLang scores the same candidates at the position of each token. Raises `InvalidRequestError` if there are too many.
     """
     candidates = sorted({token for row in request.candidates for token in row})
     if len(candidates) > _MAX_CANDIDATES:
         raise InvalidRequestError(
-            f"there are {len(candidates)} different candidates: SGLang scores each of them in the place of every "
-            f"token, so at most {_MAX_CANDIDATES} are sent. Split the request"
+            f"the request has {len(candidates)} different candidates, but at most {_MAX_CANDIDATES} are sent, "
+            "because SGLang scores each of them at every position; split the request"
         )
     body = {
         "input_ids": [list(request.token_ids)],
@@ -165,7 +166,7 @@ def scores_of(request: ScoreRequest, item: Mapping[str, Any], version: int, voca
         scored = meta["input_token_logprobs"][-num:]
         reported = [token if token < vocab_size - 1 else 0 for token in request.token_ids[request.start :]]
         if [token for _, token, *_ in scored] != reported:
-            raise ValueError("it scored other tokens than the request has")
+            raise ValueError("it scored other tokens than those of the request")
         if not all(math.isfinite(logprob) for logprob, *_ in scored):
             raise NonFiniteError("scored logprobs are not finite: the served weights are broken; publish valid weights")
         top = meta["input_top_logprobs"][-num:] if request.top_k else []
@@ -188,7 +189,7 @@ def scores_of(request: ScoreRequest, item: Mapping[str, Any], version: int, voca
 
 
 def items_of(answer: Any, num: int) -> list[Any]:
-    """Return SGLang's answer for each of ``num`` completions. Raises `ProtocolError` for another number."""
+    """Return SGLang's answer for each of ``num`` completions. Raises `ProtocolError` if their number differs."""
     if not isinstance(answer, list) or len(answer) != num:
         raise ProtocolError(f"/generate did not answer with {num} completions: {str(answer)[:200]}")
     return answer
@@ -217,7 +218,7 @@ def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, l
     token_ids: Sequence[int] = item["output_ids"]
     reason = meta["finish_reason"]["type"]
     if reason not in _REASONS:
-        raise ValueError(f"finish reason {reason!r}")
+        raise ValueError(f"unknown finish reason {reason!r}")
     if is_filtered(sampling, limits):
         logprobs = meta.get("output_token_sampling_logprobs", [])
         _refuse_cut_sets(meta.get("output_token_sampling_mask", []), sampling, limits)
@@ -242,24 +243,25 @@ def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, l
 
 
 def _up_to_stop(token_ids: Sequence[int], sampling: SamplingParams, reason: str) -> tuple[int, str]:
-    """Return where a completion ends, and why. If it ignores the end of sequence, SGLang ignores stop tokens too."""
+    """Return where a completion ends, and why. A request that ignores the end of sequence ignores stop tokens too."""
     ends = [i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids]
     return (ends[0] + 1, "stop") if ends else (len(token_ids), reason)
 
 
 def _refuse_cut_sets(masks: Sequence[Sequence[int]], sampling: SamplingParams, limits: RequestLimits) -> None:
-    """Raise `UnsupportedError` if a kept set was cut at the largest size that SGLang can report."""
+    """Raise `UnsupportedError` if a kept set was truncated to the largest size that SGLang can report."""
     if limits.has_top_k(sampling) or limits.largest_kept_set >= limits.vocab_size:
         return
     if any(len(mask) >= limits.largest_kept_set for mask in masks):
         raise UnsupportedError(
             f"top_p {sampling.top_p:g} and min_p {sampling.min_p:g} kept more than {limits.largest_kept_set} tokens, "
-            "where SGLang cuts the set; start it with a larger --sampling-mask-max-tokens, or set top_k"
+            "and SGLang truncates the set there; start the server with a larger --sampling-mask-max-tokens, or set "
+            "top_k"
         )
 
 
 def misaligned(update: WeightUpdate) -> str | None:
-    """Return why SGLang cannot load an update's buckets: a tensor that is not aligned to its element size."""
+    """Return why SGLang cannot load an update's buckets (a tensor not aligned to its element size), None if it can."""
     for bucket in update.buckets:
         offset = 0
         for tensor in update.manifest.tensors[bucket.start : bucket.stop]:

@@ -1,6 +1,6 @@
 """Weight updates over SGLang's routes: the pause, the load and the commit of one server.
 
-The commit loads staged weights from files, and SGLang's session is open for the pause only. Weights that SGLang
+The commit loads staged weights from files, and SGLang's session is open only during the pause. Weights that SGLang
 itself receives are loaded as they arrive: see `inflight_sglang.native`. If this process dies meanwhile, the open
 session shows other clients that the weights may be torn.
 """
@@ -30,15 +30,15 @@ from inflight_sglang import pausing
 from inflight_sglang.checkpoint_files import CheckpointFiles
 
 STUCK_S = 1860.0
-"""A little longer than torch waits for a broadcast in a group that SGLang joined."""
+"""Slightly longer than torch waits for a broadcast in a group that SGLang joined."""
 _NO_FILES = "Failed to get weights iterator: Cannot find any model weights"
-"""SGLang's answer for an empty directory that it sees; it looks up a directory that it cannot see in the Hub."""
+"""SGLang's answer for an empty directory that it can see. A directory that it cannot see is looked up on the Hub."""
 
 
 class SglangUpdates(PausableEngine, ReleasableEngine):
     """The weights of one server. ``gate`` is closed while they change.
 
-    With ``files``, those of the open update, updates are staged; without them they are native.
+    With ``files``, the files of the open update, updates are staged; without, they are native.
     """
 
     def __init__(
@@ -79,22 +79,22 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
                 await self._clear()
         except TimeoutError as error:
             raise TransferError(
-                f"the engine was still busy after {spec.timeout_s:g} s: it waits for the rest of a bucket, and "
-                "the bucket's publisher has to abandon its group"
+                f"the engine was still busy after {spec.timeout_s:g} s: it is waiting for the rest of a bucket from "
+                "another publisher, which must leave its group first"
             ) from error
 
     async def run_alone(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Run a call once no other call is pending in the engine."""
+        """Run ``call`` once no other call is pending in the engine."""
         async with self._exclusive_access():
             await call()
 
     @property
     def is_loading(self) -> bool:
-        """Whether the engine loads a bucket, or waits for one."""
+        """Whether the engine is loading a bucket, or waiting for one."""
         return self._loading is not None and not self._loading.done()
 
     def begin_load(self, call: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        """Begin a call that makes the engine load a bucket. It ends on its own; nothing else begins until then."""
+        """Begin a call that makes the engine load a bucket. It ends by itself, and no other call begins until then."""
         self._loading = self._background.start(call)
         return self._loading
 
@@ -104,7 +104,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             try:
                 await self._routes.post("/begin_weight_update", {"selector": "target"})
             except ProtocolError as error:
-                raise TransferError(f"the engine does not accept weights: {error.message}") from error
+                raise TransferError(f"the engine refused to begin a weight update: {error.message}") from error
             self._session_is_open = True
 
     async def pause(self, update: WeightUpdate) -> None:
@@ -133,7 +133,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             self._is_draining = False
 
     async def apply(self, update: WeightUpdate) -> None:
-        """Change the label while nothing is sampled, so that spans change with the weights."""
+        """Apply the update, changing the label while nothing is sampled, so that spans change with the weights."""
         async with self._exclusive_access():
             started = time.monotonic()
             if self.files is not None:
@@ -164,10 +164,10 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             self._gate.is_open.set()
 
     async def fail_requests(self) -> None:
-        """The engine stays paused; its label shows every other client that its weights are torn.
+        """End all requests. The engine stays paused, and its label shows other clients that its weights are torn.
 
-        While the engine still waits for a bucket this continues in the background: if nothing was loaded in the end,
-        the weights are still whole, and the engine samples again.
+        While the engine still waits for a bucket, this continues in the background: if in the end nothing was loaded,
+        the weights are still intact, and the engine resumes sampling.
         """
         self.is_torn = True
         is_stuck = self.is_loading
@@ -192,9 +192,9 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
                     await pausing.abort(self._routes, rids)
 
     async def free_memory(self) -> None:
-        """Wait briefly for requests of other clients of the engine, because a release while one runs ends SGLang.
+        """Release memory, after a brief wait for other clients' requests, because a release while one runs ends SGLang.
 
-        The label changes last: a resume without a release ends SGLang too.
+        The label changes last, because a resume without a release ends SGLang too.
         """
         self._gate.refuse_if_busy()
         async with self._exclusive_access():
@@ -203,7 +203,10 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
                     await pausing.stop(self._routes, InFlightPolicy.DRAIN, lambda: self._gate.num_sent)
             except TimeoutError as error:
                 await pausing.resume_sampling(self._routes)
-                raise BusyError(f"requests of other clients still ran after {IDLE_S:g} s") from error
+                raise BusyError(
+                    f"memory was not released: requests of other clients were still running after {IDLE_S:g} s; try "
+                    "again later"
+                ) from error
             await self._routes.post("/release_memory_occupation", {}, MOVE_S)
             await pausing.set_label(self._routes, released_label(await self._served_label()))
 
@@ -227,25 +230,25 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
     # ---------------------------------------------------------------------------------------------------- details
 
     async def _begin_session(self) -> None:
-        """Open the session of a load: SGLang has one session only, and does not survive two loads at once."""
+        """Open the session of a load. SGLang has only one session, and two concurrent loads crash it."""
         self._session_is_open = True
         try:
             await self._routes.post("/begin_weight_update", {"selector": "target"})
         except ProtocolError as error:
             self._session_is_open = False
-            raise UpdateRefusedError(f"the engine does not accept weights now: {error.message}") from error
+            raise UpdateRefusedError(f"the engine refused to begin loading the weights: {error.message}") from error
 
     async def _resume_after_failure(self) -> None:
         await ignore_engine_errors(self._end_session())
         await self._resume_sampling()
 
     async def _check_files_are_visible(self, files: CheckpointFiles) -> None:
-        """Make sure that the server sees this process's files. The probed directory is empty, so nothing is loaded."""
+        """Check that the server can see this process's files. The probed directory is empty, so nothing is loaded."""
         status, answer = await self._routes.ask("POST", "/update_weights_from_disk", _body_of_files(files.probe))
         if status == 200 or not error_text_of(answer).startswith(_NO_FILES):
             raise UpdateRefusedError(
-                "the server cannot see the files of this process, although its address is this host's: attach with "
-                f"?updates=native. Its answer: {error_text_of(answer)}"
+                "the server cannot see the files of this process, although its address is on this host; attach with "
+                f"?updates=native. The server answered: {error_text_of(answer)}"
             )
         self._has_seen_files = True
 
@@ -264,7 +267,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             await self._routes.post("/end_weight_update", {})
 
     async def _settle(self, *, may_be_whole: bool) -> None:
-        """Once the engine's last call has ended, label it torn and end its requests; resume if weights are whole."""
+        """Once the engine's last call has ended, label torn weights and end its requests; resume if they are intact."""
         if self._loading is not None:
             await asyncio.wait([self._loading])
         async with self._lock:
@@ -278,7 +281,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             await pausing.poison(self._routes, label_of(self._update, torn=True))
 
     async def _clear(self) -> None:
-        """End what another client left open: its session, and its pause.
+        """End whatever another client left open: its session and its pause.
 
         Torn weights stay paused, and so does an engine whose memory is released.
         """

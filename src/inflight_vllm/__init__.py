@@ -1,4 +1,4 @@
-"""vLLM behind the inference contract: an endpoint over vLLM's own routes, and a plug-in for the engine's processes.
+"""vLLM as an inference backend: an endpoint over vLLM's own routes, and a plug-in for the engine's processes.
 
 Importing this package loads neither vLLM nor torch. Only vLLM loads the modules that import it: `transfer_engine`,
 `engine_core`, `reloading`, `traced_loads`, `ready_layers` and `verification`.

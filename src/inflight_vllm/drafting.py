@@ -1,9 +1,9 @@
 """The drafts of one vLLM worker: a proposer that vLLM's ``--speculative-config`` names, of method ``custom_class``.
 
 vLLM creates it in the worker and requests drafts from it after every step. The completions that it drafts from arrive
-through ``collective_rpc``, like all other calls of the endpoint on the engine's half: it works over any distance, and
-no worker reads a file that another process writes. They are kept in the worker's memory, so a new process starts
-without any. This module never imports vLLM.
+through ``collective_rpc``, like all other calls from the endpoint to the plug-in: this also works between hosts, and no
+worker reads a file that another process writes. They are kept in the worker's memory, so a new process starts without
+any. This module never imports vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inflight.rollouts.drafts import Drafter, DraftSource
 from inflight.wire import DraftHistory
 
 CONTINUED = "inflight_num_continued"
-"""Extra argument of a request: how many of its prompt's last tokens an earlier request sampled, which it continues."""
+"""Extra argument: how many of the prompt's last tokens were sampled by an earlier request that this one continues."""
 _LOG = logging.getLogger("vllm.inflight")  # vLLM only shows records of loggers below its own name
 
 
@@ -28,11 +28,11 @@ class _Row:
 
     drafter: Drafter
     max_tokens: int
-    """Including those of the prompt."""
+    """Number of tokens, including the prompt."""
     num_tokens: int
-    """Tokens that the drafter knows, including those of the prompt."""
+    """Number of tokens that the drafter knows, including the prompt."""
     draft: list[int] = field(default_factory=list)
-    """Proposed after these tokens."""
+    """The draft that was proposed after these tokens."""
 
 
 class HistoryProposer:
@@ -44,18 +44,18 @@ class HistoryProposer:
         self._longest = int(vllm_config.speculative_config.num_speculative_tokens)
         self._runner: Any = None
         self._rows: dict[str, _Row] = {}
-        _LOG.info("Drafts are taken from recorded completions; this process starts without any")
+        _LOG.info("Drafts come from recorded completions; this process starts without any")
 
     @property
     def num_prompts(self) -> int:
-        """Prompts with recorded completions."""
+        """Number of prompts with recorded completions."""
         return self._source.num_prompts
 
     def load_model(self, *_: object) -> None:
         """Do nothing, because there is no drafting model."""
 
     def record(self, history: DraftHistory, runner: Any) -> None:
-        """Replace the recorded completions of these prompts. ``runner`` is the worker's, which knows its requests."""
+        """Replace the recorded completions of these prompts. ``runner`` is the worker's model runner."""
         self._source.record(history)
         self._runner = runner
 
@@ -101,12 +101,12 @@ class HistoryProposer:
 
 
 def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:
-    """Return how many tokens are equal before the first that differs."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(draft, sampled, strict=False)))
 
 
 def record_history(worker: Any, history: Mapping[str, Any]) -> dict[str, Any]:
-    """Record the body of a `DraftHistory` in one worker, and return the number of prompts that it stores.
+    """Record the body of a `DraftHistory` in one worker, and return the number of prompts stored.
 
     A worker without a proposer, such as any but the last stage of a pipeline, records nothing.
     """

@@ -59,7 +59,7 @@ from inflight_vllm.updates import PLUGIN_PROTOCOL, VllmUpdates, status_of
 
 _CLOSE_S = 30.0
 _PART_TOKENS = 1 << 15
-"""Tokens of history in one call. A worker samples nothing while it records them."""
+"""Number of tokens of history per call. A worker samples nothing while it records them."""
 
 
 class VllmEndpoint(
@@ -102,8 +102,8 @@ class VllmEndpoint(
             if flags.is_without_dev_mode(paths):
                 raise await self._refusal(problem)
             raise ConfigError(
-                f"{self.name}: cannot attach to this vLLM server: {problem}. "
-                "Install a different release of vLLM: 0.32.0 is known to work"
+                f"{self.name}: cannot attach to this vLLM server: {problem}. Install another release of vLLM; 0.32.0 "
+                "is known to work"
             )
         version, models, config = await asyncio.gather(
             self._routes.get("/version"),
@@ -120,7 +120,9 @@ class VllmEndpoint(
             model, root, max_model_len = card["id"], card["root"], int(card["max_model_len"])
         except (KeyError, TypeError, IndexError) as error:
             raise ProtocolError(
-                f"/server_info or /v1/models has no {error}: inflight does not know this interface", self.name
+                f"the answer of /server_info or /v1/models lacks {error}: this release of vLLM has a different "
+                "interface; vLLM 0.32.0 is known to work",
+                self.name,
             ) from error
         if problem or (problem := await self._scale_out_problem(model)):
             raise await self._refusal(problem)
@@ -128,8 +130,8 @@ class VllmEndpoint(
         for status in statuses:
             if status.get("protocol") != PLUGIN_PROTOCOL:
                 raise ConfigError(
-                    f"{self.name}: the server's plug-in uses protocol {status.get('protocol')}, "
-                    f"but this client uses {PLUGIN_PROTOCOL}: install the same release of inflight next to vLLM"
+                    f"{self.name}: the server's plug-in uses protocol {status.get('protocol')}, but this client uses "
+                    f"{PLUGIN_PROTOCOL}: install the same release of inflight in vLLM's environment"
                 )
         self._speculates = flags.speculates(settings)
         checkpoint = self._model_dir or Path(root)
@@ -199,14 +201,14 @@ class VllmEndpoint(
         await receiver.request(update)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """Return without querying the server, whose answer would take one more step."""
+        """Return without querying the server, because its answer would take another step."""
         await (await self.receiver()).commit(ref)
         return self._version(self._updates.session.state, await self.capabilities())
 
     async def weight_version(self) -> WeightVersion:
         """Also PAUSED while another client has paused the server.
 
-        ``num_running`` counts this client's sequences: vLLM's own count may be arbitrarily outdated.
+        ``num_running`` counts this client's sequences: vLLM's own count may be out of date by any amount.
         """
         can = await self.capabilities()
         session = self._updates.session
@@ -236,7 +238,7 @@ class VllmEndpoint(
             await self._routes.post("/collective_rpc", body)
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """vLLM computes the whole sequence, without its prefix cache. An update in the meantime repeats that."""
+        """vLLM computes the whole sequence, without its prefix cache, and again after an update in the meantime."""
         can = await self.capabilities()
         require(can, Needs.of_score(request), self.name)
         check_scored(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
@@ -279,7 +281,7 @@ class VllmEndpoint(
         return parse_rendered_prompt(answer, [url for message in request.messages for url in message.image_urls])
 
     async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        """vLLM's route always includes special tokens, so those to be skipped are not sent."""
+        """vLLM's route always includes special tokens, so tokens to be skipped are not sent."""
 
         async def text(ids: Sequence[int]) -> str:
             tokens = [it for it in ids if not (skip_special_tokens and it in self._special_ids)]

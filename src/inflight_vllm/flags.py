@@ -15,12 +15,12 @@ from inflight.wire import MAX_ALTERNATIVES
 BACKEND = "inflight"
 """The weight transfer backend that `inflight_vllm.transfer_engine` registers."""
 RELEASE_ARGUMENTS = ("--enable-sleep-mode",)
-"""Without these a server cannot release its memory. vLLM refuses them on a CPU."""
+"""Without these arguments a server cannot release its memory. vLLM refuses them on a CPU."""
 PROPOSER = "inflight_vllm.drafting.HistoryProposer"
 """The class that vLLM imports in each worker to draft from recorded completions."""
 MODULE = "vllm.entrypoints.openai.api_server"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
-"""Mounts the routes for pausing, resuming and updating; vLLM has no finer switch for them."""
+"""Enables the routes for pausing, resuming and updating; vLLM has no narrower setting for them."""
 
 NEEDED_ROUTES = (
     "/inference/v1/generate",
@@ -62,7 +62,7 @@ def drafting_arguments() -> list[str]:
 
 
 def speculates(config: Mapping[str, Any]) -> bool:
-    """Return whether a server with these settings verifies drafts, wherever they come from."""
+    """Return whether a server with these settings verifies drafts from any source."""
     return bool(config.get("speculative_config"))
 
 

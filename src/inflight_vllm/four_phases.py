@@ -1,9 +1,9 @@
 """A server with vLLM's routes but without inflight's plug-in as an `InferenceEndpoint`.
 
-Any server that speaks the four phases of a weight update can be attached to: pause, start, update, finish, and resume.
-Weights are staged here and written into a directory that the server reads. The protocol cannot promise that a pause
-ends if its client does, that only one client updates, or that what was loaded is what was sent; docs/dialect.md lists
-what that costs.
+Any server that implements the four phases of a weight update can be attached to: pause, start, update, finish, and
+resume. Weights are staged here and written into a directory that the server reads. The protocol cannot guarantee that a
+pause ends when its client dies, that only one client updates, or that the weights loaded are the weights sent;
+docs/dialect.md lists the consequences.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from inflight_vllm.requests import ids_of
 from inflight_vllm.updates import PAUSES
 
 _LOAD = "/load"
-"""The route by which a server may report how many requests it has."""
+"""The optional route that reports how many requests a server has."""
 _NEEDED = ("/pause", "/resume", "/is_paused", "/start_weight_update", "/update_weights", "/finish_weight_update", LABEL)
 
 
 @dataclass(frozen=True, slots=True)
 class FourPhaseOptions:
-    """Facts about a server, from the query of its URL."""
+    """Facts about a server, given in the query of its URL."""
 
     model_dir: str = ""
     """The checkpoint directory that the server was started with, as this process sees it."""
@@ -62,7 +62,7 @@ class FourPhaseOptions:
     seeds: bool = False
     """Whether the server honours seeds as the contract specifies (1) or not (0)."""
     timeout_s: float = 600.0
-    """How long the server may take to pause, and to load weights."""
+    """How long the server may take, in seconds, to pause and to load weights."""
 
 
 class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, PausableEngine):
@@ -171,7 +171,7 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
         self._paused_since = time.monotonic()
 
     async def apply(self, update: WeightUpdate) -> None:
-        """Until the server has loaded everything, its label states that its weights are torn."""
+        """Load the update. Until the server has loaded everything, its label marks its weights as torn."""
         started, timeout_s = time.monotonic(), self._options.timeout_s
         async with self._written() as directory:
             await self._routes.post("/update_weight_version", {"new_version": label_of(update.ref, torn=True)})
@@ -199,7 +199,7 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
 
     @contextlib.asynccontextmanager
     async def _written(self) -> AsyncIterator[str]:
-        """Write the weights that arrived into a checkpoint directory, which is deleted at the end."""
+        """Write the received weights into a checkpoint directory, which is deleted at the end."""
         from safetensors.torch import save_file
 
         tensors = {name: tensor.contiguous() for name, tensor in self._sink.take()}
@@ -221,13 +221,14 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
 
 
 class FourPhaseKind(EngineKind):
-    """Supports only attaching: the server is started by its own command."""
+    """Only attaches: the server is started with its own command."""
 
     name = "fourphase"
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         raise ConfigError(
-            "start the server by its own command, and attach with fourphase+http://HOST:PORT?model_dir=..."
+            "servers of the kind fourphase cannot be started by inflight: start the server with its own command, "
+            "and attach with fourphase+http://HOST:PORT?model_dir=..."
         )
 
     def connect(
@@ -240,7 +241,7 @@ class FourPhaseKind(EngineKind):
             if not Path(given := getattr(options, name)).is_dir() or not given:
                 is_not = f"{given!r}, which is not a directory" if given else "missing"
                 raise ConfigError(
-                    f"{address}: {name} is {is_not}: add ?model_dir=DIRECTORY&directory=DIRECTORY to the URL"
+                    f"{address}: {name} is {is_not}; add ?model_dir=DIRECTORY&directory=DIRECTORY to the URL"
                 )
         return FourPhaseEndpoint(
             address,

@@ -26,11 +26,11 @@ from inflight_vllm.requests import (
 
 LABEL = "/weight_info"
 _RESUMED_S = 0.05
-"""Seconds between two questions whether a server that refuses requests while it is paused has resumed."""
+"""Seconds between checks of whether a server that refuses requests while paused has resumed."""
 
 
 class GeneratingEndpoint(AttachedEndpoint):
-    """One server with vLLM's routes; ``requests`` are used for samples, ``routes`` for everything else."""
+    """One server with vLLM's routes; ``requests`` is used for sampling, ``routes`` for everything else."""
 
     def __init__(
         self, routes: EngineRoutes, requests: EngineRoutes, *, close_s: float, generate_timeout_s: float
@@ -41,7 +41,7 @@ class GeneratingEndpoint(AttachedEndpoint):
         self._speculates = False  # as `_attach` finds
         self._resuming = asyncio.Lock()
         self._sampled_at = 0.0
-        """When the server was last asked whether it is paused, and was not."""
+        """When the server last reported that it is not paused."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Cancelling the call closes its connection, which ends the request in vLLM."""
@@ -70,14 +70,14 @@ class GeneratingEndpoint(AttachedEndpoint):
         return response_of(request, await self._gate.sample(request, label, send, version_labels_of, resumed))
 
     async def _sampled(self, body: Mapping[str, Any]) -> Any:
-        """Return vLLM's answer to a request, or `Unsampled` if vLLM is paused and does not keep it until it resumes."""
+        """Return vLLM's answer, or `Unsampled` if vLLM is paused and does not hold the request until it resumes."""
         status, answer = await self._requests.ask("POST", GENERATE, body, self._generate_timeout_s)
         if is_refused_for_now(status, answer):
             return Unsampled.PAUSED
         return self._requests.answer_of(GENERATE, status, answer)
 
     async def _wait_until_resumed(self, deadline: float) -> None:
-        """Return once the server samples; requests that wait at the same time share the calls that find this out.
+        """Return once the server samples; requests that wait at the same time share the polling.
 
         Raises as `_label` does if it will not resume, and `DeadlineError` at ``deadline``.
         """

@@ -1,9 +1,9 @@
-"""Layers whose next weights are ready before sampling is paused. Only vLLM loads this module.
+"""Layers whose next weights are prepared before sampling is paused. Only vLLM loads this module.
 
-Where vLLM computes with weights as its loaders leave them, the tensors that arrived are ready, and taking them is a
-copy on the device. On a CPU vLLM packs the weights of linear layers for its kernels. There vLLM packs the next weights
-into a copy of the layer that shares no memory with it, and taking them is taking the pack. Quantized layers are never
-ready.
+Where vLLM computes with weights as its loaders leave them, the received tensors are ready, and switching to them is a
+copy on the device. On a CPU vLLM packs the weights of linear layers for its kernels. In this case the next weights are
+packed into a copy of the layer that shares no memory with it, and the layer then takes over the pack. Quantized layers
+are never ready.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 @dataclass(frozen=True, slots=True)
 class ReadyLayer:
-    """A layer, copies of tensors to places of its parameters, and attributes that vLLM made."""
+    """A layer, the tensor copies to make into its parameters, and the attributes that vLLM made."""
 
     module: torch.nn.Module
     copies: Sequence[tuple[str, StridedRegion, torch.Tensor]]
@@ -48,7 +48,7 @@ class ReadyLayer:
 def ready_layers(
     model: Any, traced: TracedLoad, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> tuple[list[ReadyLayer], set[str]]:
-    """Return the layers that can be made ready, and the tensors that they take. Does not change the model."""
+    """Return the layers that can be prepared, and the tensors that they use. Does not change the model."""
     layers: list[ReadyLayer] = []
     loaded: set[str] = set()
     for layer in traced.repeatable(tensors, lambda it: _is_copied(it, device) or _is_packed(it, device)):

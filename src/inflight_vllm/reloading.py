@@ -2,10 +2,10 @@
 
 Layers whose load is known to be copies are prepared before sampling is paused; the others use vLLM's layerwise reload.
 
-This module handles four facts of vLLM 0.32. A partly loaded layer becomes whatever its memory held, so its other
-tensors must be loaded too. A failed reload leaves half-loaded layers, which would corrupt the next reload. On a
-CPU linear layers are packed, and a head tied to the embedding keeps its old packing until it is packed again. Experts
-are packed on a CPU too, but only once.
+This module works around four properties of vLLM 0.32. The rest of a partly loaded layer becomes whatever its memory
+held, so its other tensors must be loaded too. A failed reload leaves half-loaded layers, which would corrupt the next
+reload. On a CPU linear layers are packed, and a head tied to the embedding keeps its old packing until it is packed
+again. Experts are packed on a CPU too, but only once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PreparedLoad:
 
     layers: Sequence[ReadyLayer]
     rest: Named
-    """Tensors that vLLM's reload has to load."""
+    """The tensors that vLLM's own reload has to load."""
 
 
 class ReloadedModel:
@@ -50,7 +50,7 @@ class ReloadedModel:
         self._traced: TracedLoad | None = None
         self._attention = [module for module in model.modules() if is_deferred_attention_layer(module)]
         self.is_dirty = False
-        """Whether a load failed half-way, so that the next one has to put layers back first."""
+        """Whether a load failed half-way, so that the next one must restore layers first."""
 
     @torch.no_grad()
     def prepare(self, tensors: Named) -> PreparedLoad:
@@ -65,7 +65,7 @@ class ReloadedModel:
     def load(self, prepared: PreparedLoad) -> None:
         """Load the prepared tensors; layers that receive none keep their weights. After any error the model is torn.
 
-        On return the device has read the tensors: their memory may be reused.
+        On return the device has read the tensors, so their memory may be reused.
         """
         if self.is_dirty:
             self._put_back()
@@ -94,7 +94,7 @@ class ReloadedModel:
         return self._traced
 
     def companions(self, names: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Return the other tensors of the layers that take those named: they must be loaded together.
+        """Return the other tensors of the layers that use the named ones: they must be loaded together.
 
         ``shapes`` as for `find_layers`. Raises `UnsupportedError` if it cannot be determined which layer
         takes a tensor.
@@ -102,8 +102,8 @@ class ReloadedModel:
         traced = self.find_layers(shapes)
         if traced.problem is not None:
             raise UnsupportedError(
-                f"inflight cannot determine which checkpoint tensors make {traced.problem}: "
-                "this model supports only complete updates"
+                f"inflight cannot determine which checkpoint tensors are loaded into {traced.problem}: this model "
+                "supports only complete updates"
             )
         given = wanted = set(names)
         while True:
@@ -113,7 +113,7 @@ class ReloadedModel:
             wanted = sharing
 
     def _put_back(self) -> None:
-        """Put back the layers that are half-way through a load, without the tensors it had loaded for them."""
+        """Restore the layers that are half-way through a load, discarding the tensors loaded for them."""
         initialize_layerwise_reload(self._model)
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
@@ -130,7 +130,7 @@ class ReloadedModel:
 
     @contextlib.contextmanager
     def _repack_experts(self) -> Iterator[None]:
-        """Make vLLM pack the experts that are loaded within.
+        """Make vLLM pack the experts that are loaded within the context.
 
         On a CPU vLLM packs them when it makes a layer's kernel, and copies later weights into the pack without packing
         them.

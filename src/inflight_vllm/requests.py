@@ -38,8 +38,8 @@ REFUSED_FOR_NOW = "ServiceUnavailableError"
 def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bool = False) -> None:
     """Raise `InvalidRequestError` if the request does not fit.
 
-    Raises `UnsupportedError` for filters in a different order, for seeds that the server does not honour, and for min-p
-    if it ``speculates``, that is, verifies drafts.
+    Raises `UnsupportedError` for combined filters that vLLM applies in another order, for seeds that the server does
+    not honour, and for min-p if it ``speculates``, that is, verifies drafts.
     """
     check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
     sampling = request.sampling
@@ -66,7 +66,7 @@ def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bo
 
 
 def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, SentRequest]) -> list[dict[str, Any]]:
-    """Return the bodies of ``POST /inference/v1/generate`` for completions, which are given by their index.
+    """Return the bodies of ``POST /inference/v1/generate`` for the completions with these indices.
 
     There are several bodies if vLLM does not support n completions at once, or if it counts drafts, which it does
     only for a single completion.
@@ -82,7 +82,7 @@ def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, S
 
 
 def ids_of(names: Sequence[str]) -> list[str]:
-    """Return vLLM's ids of the requests that `bodies_of` makes for completions with these names, and possibly others.
+    """Return vLLM's ids of the requests that `bodies_of` makes for completions with these names, and possibly more.
 
     A request for several completions has the name of the first.
     """
@@ -105,7 +105,7 @@ def _body(request: GenerateRequest, can: Capabilities, asked: SentRequest, start
 
 
 def _images(request: GenerateRequest, salt: str) -> dict[str, Any]:
-    """Return the images of a prompt, in which vLLM itself repeats the placeholder of each.
+    """Return the images of a prompt; vLLM itself repeats each image's placeholder.
 
     vLLM keeps the features of an image under its name, and serves them after an update of the vision tower too. The
     name therefore begins with the ``salt``, which distinguishes weights.
@@ -127,7 +127,7 @@ def _images(request: GenerateRequest, salt: str) -> dict[str, Any]:
 
 
 def check_placed(request: GenerateRequest, answers: Sequence[Any]) -> None:
-    """Raise `InvalidRequestError` unless vLLM has put each image where the request specifies."""
+    """Raise `InvalidRequestError` unless vLLM has placed each image where the request specifies."""
     if not request.images:
         return
     with protocol_errors(GENERATE):
@@ -135,14 +135,14 @@ def check_placed(request: GenerateRequest, answers: Sequence[Any]) -> None:
     wanted = tuple((image.start, image.num_tokens) for image in request.images)
     for token_ids, places in found - {(request.prompt_token_ids, wanted)}:
         raise InvalidRequestError(
-            f"vLLM fills {list(places)} (first token, number of tokens) of {len(token_ids)} tokens with images, the "
-            f"request has {list(wanted)} of {len(request.prompt_token_ids)}: expand placeholders with the model's own "
-            "processor, and remove the placeholder's token elsewhere, which vLLM treats as an image"
+            f"vLLM places images at {list(places)} (first token, number of tokens) of {len(token_ids)} tokens, but "
+            f"the request at {list(wanted)} of {len(request.prompt_token_ids)}: expand placeholders with the model's "
+            "own processor, and remove the placeholder's token elsewhere, which vLLM treats as an image"
         )
 
 
 def parse_rendered_prompt(answer: Mapping[str, Any], urls: Sequence[str]) -> tuple[list[int], list[PromptImage]]:
-    """Return the tokens that vLLM rendered messages to, and the places of the images with these URLs."""
+    """Return the tokens that vLLM rendered messages to, and the positions of the images with these URLs."""
     with protocol_errors("/v1/chat/completions/render"):
         places = _places(answer["features"]["mm_placeholders"]) if urls else ()
         images = [
@@ -263,7 +263,7 @@ def _completion(choice: Mapping[str, Any], index: int) -> Completion:
 
 
 def _draft_counts(metrics: Mapping[str, Any] | None) -> DraftCounts | None:
-    """Return vLLM's draft counts of one request; None if it has none, for example because the request was aborted."""
+    """Return vLLM's draft counts of one request; None if there are none, as after an abort."""
     counted = (metrics or {}).get("speculative_decoding")
     if counted is None:
         return None

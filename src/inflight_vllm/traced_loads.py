@@ -1,8 +1,8 @@
-"""The writes of a model's weight loaders, found by one load without memory. Only vLLM loads this module.
+"""The writes of a model's weight loaders, found by tracing one load on meta tensors. Only vLLM loads this module.
 
 vLLM runs through a model's loaders again for each load, which takes about a millisecond per tensor. The writes of the
-loaders are therefore recorded once, on meta tensors. A layer whose loaders only copy parts of checkpoint
-tensors, or write constants, and thereby fill each of its parameters, is loaded as well by repeating these writes.
+loaders are therefore recorded once, on meta tensors. A layer whose loaders only copy parts of checkpoint tensors, or
+write constants, and thereby fill each of its parameters, can also be loaded by repeating these writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_layerwise_reload
 
 _DTYPE = torch.float32
-"""Dtype of the traced tensors. Any will do, because a copy converts."""
+"""Dtype of the traced tensors. Any dtype will do, because copies convert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,18 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class TracedLayer:
-    """A layer, the checkpoint tensors that it takes, and the writes of its loaders."""
+    """A layer, the checkpoint tensors that it loads, and the writes of its loaders."""
 
     module: torch.nn.Module
     parameters: Mapping[str, torch.Tensor]
-    """The layer's parameters as passed to the loaders, most without memory."""
+    """The layer's parameters as passed to the loaders, most of them on the meta device."""
     sources: set[str] = field(default_factory=set)
     writes: list[Write] = field(default_factory=list)
     does_more: bool = False
-    """Whether its loaders do anything else, so that repeating the writes is not enough."""
+    """Whether its loaders do anything else, so that repeating the writes does not suffice."""
 
     def is_filled(self) -> bool:
-        """Return whether the writes reach each element of each parameter once. Sampling uses no buffer of the layer."""
+        """Return whether the writes cover each element of each parameter exactly once and the layer has no buffers."""
         if any(buffer is not None for buffer in self.module._buffers.values()):
             return False
         places: dict[str, list[StridedRegion]] = {name: [] for name in self.parameters}
@@ -74,7 +74,7 @@ class TracedLayer:
 
 
 def _fill(parameter: torch.Tensor, places: Sequence[StridedRegion]) -> bool:
-    """Return whether disjoint boxes make up a contiguous tensor. Other shapes of places are not looked at."""
+    """Return whether disjoint boxes make up a contiguous tensor; False if a region is not a box."""
     boxes = [_box(place, parameter) for place in places]
     if not parameter.is_contiguous() or any(box is None for box in boxes):
         return False
@@ -87,7 +87,7 @@ def _fill(parameter: torch.Tensor, places: Sequence[StridedRegion]) -> bool:
 
 
 def _box(place: StridedRegion, parameter: torch.Tensor) -> list[range] | None:
-    """Return the indices of a place along each dimension of a contiguous tensor that is longer than 1."""
+    """Return a region's range of indices along each dimension longer than 1 of a contiguous tensor."""
     lengths = {stride: size for size, stride in zip(place.size, place.stride, strict=True) if size != 1}
     rest, box = place.offset, []
     for size, stride in zip(parameter.shape, parameter.stride(), strict=True):
@@ -102,21 +102,21 @@ def _box(place: StridedRegion, parameter: torch.Tensor) -> list[range] | None:
 
 @dataclass(frozen=True, slots=True)
 class TracedLoad:
-    """The layers that take the tensors of a checkpoint."""
+    """The layers that load the tensors of a checkpoint."""
 
     layers: Sequence[TracedLayer]
     shapes: Mapping[str, Sequence[int]]
     computed: Collection[str]
     """Tensors from which the loaders compute something."""
     problem: str | None
-    """A parameter for which it is unknown which tensors its loader takes; None if there is none."""
+    """A parameter for which it is unknown which tensors its loader uses; None if there is none."""
 
     def repeatable(
         self, tensors: Mapping[str, torch.Tensor], suits: Callable[[TracedLayer], bool]
     ) -> list[TracedLayer]:
         """Return the layers that can be loaded by repeating their writes, and for which ``suits`` returns True.
 
-        No other layer needs any of their tensors. There are none if a tensor does not have the traced shape.
+        No other layer needs any of their tensors. The result is empty if a tensor does not have the traced shape.
         """
         if self.problem is not None or any(
             tuple(tensor.shape) != tuple(self.shapes.get(name, ())) for name, tensor in tensors.items()
@@ -195,7 +195,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def trace(model: Any, shapes: Mapping[str, Sequence[int]], put_back: Callable[[], None]) -> TracedLoad:
     """Return what the model's loaders do with tensors of ``shapes``, which are those of the whole checkpoint.
 
-    ``put_back`` ends a load that was begun.
+    ``put_back`` ends a load that has begun.
     """
     meta = {name: torch.empty(tuple(shape), dtype=_DTYPE, device="meta") for name, shape in shapes.items()}
     names = {_storage(tensor): name for name, tensor in meta.items()}

@@ -1,15 +1,16 @@
-"""The engine's half: a weight transfer engine that vLLM finds by its entry point and loads in each of its workers.
+"""The plug-in: a weight transfer engine that vLLM finds by its entry point and loads in each of its workers.
 
 join -> start_weight_update -> update_weights: begin, then once for each bucket -> finish_weight_update
 
 A bucket is received in a thread and staged where its transport delivers it: in host memory, or on the worker's GPU,
 where it uses a separate stream so that it does not wait for the model. The worker therefore keeps answering, a receive
-can be ended, and only ``finish_weight_update`` changes the model: any failure before it leaves the old weights serving.
-``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, since vLLM's own calls cannot return it.
+can be aborted, and only ``finish_weight_update`` changes the model: after any failure before it, the old weights keep
+serving. ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, because vLLM's own calls cannot
+return it.
 
 That thread also prepares the load. It completes a partial update with the tensors that vLLM keeps in the same layers,
-and merges a LoRA into its base. If those tensors are no longer known, the update is refused when it begins. vLLM needs
-no session to stage weights while it samples: staging asks for no pause, and only ``finish_weight_update`` needs one.
+and merges a LoRA into its base. If those tensors are no longer known, the update is refused when it begins. Staging
+weights while vLLM samples requires no pause; only ``finish_weight_update`` does.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def register() -> None:
 
 
 def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
-    """Return the status of the worker's transfer engine, waiting up to ``wait_s`` seconds for work in progress."""
+    """Return the status of the worker's transfer engine, after up to ``wait_s`` seconds for work in progress."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if not isinstance(engine, InflightTransferEngine):
         return {"protocol": None, "backend": type(engine).__name__}
@@ -115,7 +116,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     # ------------------------------------------------------------------------------------------- what vLLM calls
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Leave an earlier group and begin to join; `status` indicates when that is done."""
+        """Leave any earlier group and begin to join; `status` reports when that is done."""
         self._drop()
         with contextlib.suppress(UpdateRefusedError):  # no checkpoint to read: vLLM's loaders load everything
             self._reloaded.find_layers(self._base.shapes())
@@ -136,7 +137,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._forget()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Begin an update, or begin to receive one of its buckets; `status` indicates when that is staged."""
+        """Begin an update, or begin to receive one of its buckets; `status` reports when it is staged."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -152,13 +153,15 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     def finish_weight_update(self) -> None:
         """Load the staged weights if all have arrived; if none have, change nothing."""
         if self._phase == "busy":
-            raise RuntimeError("a bucket is still being received")
+            raise RuntimeError("the update cannot be committed: a bucket is still being received")
         staging, update, prepared = self._staging, self._update, self._prepared
         if staging is None or update is None or self._num_staged == 0:
             self._forget()
             return
         if prepared is None:
-            raise RuntimeError(f"only {self._num_staged} of {len(update.buckets)} buckets have arrived")
+            raise RuntimeError(
+                f"the update cannot be committed: only {self._num_staged} of {len(update.buckets)} buckets have arrived"
+            )
         adapted, load = prepared
         self._reloaded.load(load)
         self._adapted.note_loaded(adapted)
@@ -210,10 +213,13 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     def _begin_update(self, update: WeightUpdate) -> None:
         receiver = self._receiver
         if receiver is None or self._group is None:
-            raise RuntimeError("this engine is not in a weight group: it was restarted, or left its group")
+            raise RuntimeError(
+                "this engine is not in a weight group: it was restarted, or has left its group; form the group again"
+            )
         if update.base is not None and (self._kept is None or update.base != self._kept.ref):
             raise RuntimeError(
-                f"the update is a delta to version {update.base.version}, which this engine has not kept"
+                f"the update is a delta to version {update.base.version}, which this engine has not kept; send all "
+                "weights"
             )
         self._forget()
         self._completing = self._completion(update.manifest)
@@ -239,10 +245,12 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
 
     def _begin_bucket(self, transfer: BucketTransfer) -> None:
         if self._phase == "busy":
-            raise RuntimeError("a bucket is being received already; wait for it, or drop it")
+            raise RuntimeError("another bucket is already being received; wait for it, or drop the group")
         receiver, staging, update = self._receiver, self._staging, self._update
         if receiver is None or staging is None or update is None or transfer.ref != update.ref:
-            raise RuntimeError("this update has not begun here: the engine was restarted, or abandoned the update")
+            raise RuntimeError(
+                "this update has not begun in this engine: the engine was restarted, or has abandoned the update"
+            )
         bucket = update.buckets[transfer.bucket_index]
         tensors = update.manifest.tensors[bucket.start : bucket.stop]
         completing = self._completing

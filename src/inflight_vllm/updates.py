@@ -1,7 +1,7 @@
 """Weight updates over vLLM's routes: the pause, the group, the buckets and the commit of one server.
 
-The engine's half is `inflight_vllm.transfer_engine`, which stages what arrives, and `inflight_vllm.engine_core`, which
-commits it. Everything before the commit leaves the old weights serving. Calls on the engine are made one after another.
+On the engine's side, `inflight_vllm.transfer_engine` stages what arrives, and `inflight_vllm.engine_core` commits it.
+Until the commit, the old weights keep serving. Calls on the engine are made one after another.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from inflight.wire import (
 )
 
 PLUGIN_PROTOCOL = 5
-"""Increased when a client of the previous protocol would misread the engine's half. Compared when a client attaches."""
+"""Increased when a client of the previous protocol would misread the plug-in. Compared when a client attaches."""
 COMMIT = "inflight_commit"
 """The method of ``/collective_rpc`` that loads, labels and resumes: see `inflight_vllm.engine_core`."""
 PAUSES = {
@@ -52,7 +52,7 @@ PAUSES = {
     InFlightPolicy.ABORT: "mode=abort&clear_cache=true",
 }
 _WAIT_S = 0.02
-"""How long the engine's half may hold one status call while nothing is sampled."""
+"""How long, in seconds, the plug-in may hold one status call while nothing is sampled."""
 _POLL_S = 0.01
 """Seconds between two status calls while tokens are sampled."""
 
@@ -89,12 +89,12 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
 
     @property
     def has_applied(self) -> bool:
-        """Always False: the engine's half stages what arrives."""
+        """Always False: the plug-in stages what arrives."""
         return False
 
     @property
     def kept(self) -> UpdateRef | None:
-        """The update that the engine reported when its group was formed; no other group has been formed since."""
+        """Return the update that the engine reported when the current group was formed."""
         return self._kept
 
     async def join(self, spec: TransportSpec) -> None:
@@ -113,18 +113,18 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             self._group = spec.group
 
     def leave(self) -> None:
-        """The engine is notified in the background; a pending join notifies it when the join ends."""
+        """Leave the group. The engine is notified in the background, or at the end of a pending join."""
         self._joining = None
         if self._group is not None:
             name, self._group = self._group, None
             self._background.start(self._leave(name))
 
     def begin(self, update: WeightUpdate) -> None:
-        """The engine is notified when sampling is paused, or with the first bucket."""
+        """Begin an update. The engine is notified when sampling is paused, or with the first bucket."""
         self._update = update
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """A bucket offered while the pause is still pending waits for it."""
+        """Receive a bucket, after the pause if one is still pending."""
         update = self._update
         assert update is not None  # the session lets no bucket through without an update
         await asyncio.sleep(0)  # a pause requested at the same moment takes the lock first
@@ -147,7 +147,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
     # ----------------------------------------------------------------------------------------------- the engine
 
     async def pause(self, update: WeightUpdate) -> None:
-        """Leave the pause to `apply` if the engine's half can pause on its own."""
+        """Pause sampling, unless the commit in `apply` pauses it."""
         self._gate.is_open.clear()
         if self._pauses_in_commit(update):
             return
@@ -181,7 +181,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
     def _pauses_in_commit(self, update: WeightUpdate) -> bool:
         """Return whether the commit itself pauses sampling.
 
-        For other policies than ``keep``, vLLM's route also clears caches of its server and waits for requests. Replicas
+        For policies other than ``keep``, vLLM's route also clears the server's caches and waits for requests. Replicas
         resume together, and would wait for a replica that has failed to load.
         """
         return update.staged and update.in_flight is InFlightPolicy.KEEP and not self.has_replicas
@@ -208,7 +208,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             self._gate.is_open.set()  # waiting requests themselves notice that the server is unreachable
 
     async def fail_requests(self) -> None:
-        """End all requests. The engine stays paused, and its label tells other clients that its weights are torn."""
+        """End all requests. The engine stays paused, and its label shows other clients that its weights are torn."""
         await asyncio.shield(self._background.start(self._fail_requests()))
 
     async def _fail_requests(self) -> None:
@@ -224,23 +224,26 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             self._gate.is_open.set()  # waiting requests are now refused
 
     async def free_memory(self) -> None:
-        """Wait briefly for requests of other clients of the engine, because vLLM would end them, or sleep later."""
+        """Release memory, after a brief wait for other clients' requests, which vLLM would end."""
         self._gate.refuse_if_busy()
         async with self._lock:
             try:
                 await self._routes.post("/pause?mode=wait&clear_cache=true", timeout_s=IDLE_S)
             except DeadlineError as error:
                 await self._resume()
-                raise BusyError(f"requests of other clients still ran after {IDLE_S:g} s") from error
+                raise BusyError(
+                    f"memory was not released: requests of other clients were still running after {IDLE_S:g} s; try "
+                    "again later"
+                ) from error
             await self._set_label(released_label(await self._served_label()))
             await self._routes.post("/sleep?level=1&mode=keep", timeout_s=MOVE_S)  # level 2 would drop the weights
 
     async def take_memory(self) -> None:
-        """Wake the engine, which can then sample; clients of inflight send nothing before they see the label."""
+        """Wake the engine, which can then sample; inflight's clients send nothing before they see the label."""
         async with self._lock:
             answer = await self._routes.post("/wake_up", timeout_s=MOVE_S)
             if answer.get("status") != "awake":
-                raise EndpointError(f"POST /wake_up answered {answer!r}", self._routes.url)
+                raise EndpointError(f"POST /wake_up answered {answer!r} instead of status 'awake'", self._routes.url)
             await self._set_label(restored_label(await self._served_label()))
 
     async def _served_label(self) -> str:
@@ -273,8 +276,8 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             if status.get("group") != self._group:
                 self._group = None
                 raise TransferError(
-                    "the engine is not in this client's weight group: it was restarted, or another publisher "
-                    "formed a group. Form the group again"
+                    "the engine is not in this client's weight group: it was restarted, or another publisher formed "
+                    "a group. Form the group again"
                 )
 
     def _require(self, joining: TransportSpec) -> None:
@@ -284,7 +287,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
     async def _wait_until_done(
         self, what: str, timeout_s: float, *, wait_s: float, joining: TransportSpec | None = None
     ) -> None:
-        """Return when the engine's half has finished its work. Raises `TransferError`, also for a lost group."""
+        """Return when the plug-in has finished its work. Raises `TransferError`, also for a lost group."""
         deadline = time.monotonic() + timeout_s + 1.0  # the engine's own error is more specific
         while True:
             statuses = await status_of(self._routes, wait_s)
@@ -296,12 +299,12 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             if all(status["phase"] == "done" for status in statuses):
                 return
             if time.monotonic() > deadline:
-                raise TransferError(f"{what} failed: not done after {timeout_s:g} s")
+                raise TransferError(f"{what} failed: the engine had not finished after {timeout_s:g} s")
             if not wait_s:
                 await asyncio.sleep(_POLL_S)
 
     async def _clear(self) -> None:
-        """End what another client left open: its session, its group, and its pause.
+        """End whatever another client left open: its session, its group, and its pause.
 
         Torn weights stay paused, and so does an engine whose memory is released.
         """
@@ -334,7 +337,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
                     await self._routes.post("/shutdown_weight_transfer_engine")  # otherwise it is another publisher's
 
     async def _resume(self) -> None:
-        """Resume. vLLM briefly refuses while it still has an abandoned drain pending."""
+        """Resume sampling; vLLM briefly refuses while an abandoned drain is still pending."""
         deadline = time.monotonic() + 5.0
         while True:
             try:
@@ -348,11 +351,13 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
 
 
 async def status_of(routes: EngineRoutes, wait_s: float = 0.0) -> list[dict[str, Any]]:
-    """Return what the engine's half reports in each worker."""
+    """Return what the plug-in reports in each worker."""
     answer = await routes.post("/collective_rpc", {"method": "inflight_status", "kwargs": {"wait_s": wait_s}})
     results = answer.get("results") if isinstance(answer, dict) else None
     if not results or not all(isinstance(result, dict) for result in results):
-        raise ProtocolError(f"POST /collective_rpc inflight_status answered {answer!r}", routes.url)
+        raise ProtocolError(
+            f"POST /collective_rpc inflight_status answered {answer!r}, not one status per worker", routes.url
+        )
     return list(results)
 
 

@@ -1,10 +1,10 @@
-"""Repairs of how vLLM 0.32 verifies drafts. Each is made only in a worker in which a test finds the fault.
+"""Repairs of how vLLM 0.32 verifies drafts. Each repair is made only in a worker in which a test finds the fault.
 
 On a CPU, `expand_batch_to_tokens` writes into a copy of its result, so that drafted tokens are judged at a temperature,
-top-k and top-p of uninitialised memory (vLLM's issue 55005). There, the token -1, with which vLLM pads the drafts of a
-new request, is accepted with the probability stored in memory before the correct row. And in a step without any
-draft, top-k asks for the largest element of an empty tensor, which ends the engine. All concern every method of
-speculation.
+top-k and top-p read from uninitialized memory (vLLM's issue 55005). Also on a CPU, the token -1, with which vLLM pads
+the drafts of a new request, is accepted with the probability stored in memory before its row. And in a step without any
+draft, top-k asks for the largest element of an empty tensor, which ends the engine. All three faults concern every
+method of speculation.
 
 Shape suffixes: B requests, T drafted tokens, V vocabulary.
 """
@@ -32,14 +32,17 @@ def repair_verification(device: torch.device) -> None:
         if not is_right(device):
             repair()
             if not is_right(device):
-                raise RuntimeError(f"inflight cannot repair how this vLLM verifies drafts ({is_right.__name__})")
+                raise RuntimeError(
+                    f"inflight cannot repair how this release of vLLM verifies drafts ({is_right.__name__}); start "
+                    "the server without drafts"
+                )
 
 
 # --------------------------------------------------------------------------------------------------------- expansion
 
 
 def _expands(device: torch.device) -> bool:
-    """Return whether a value for each request becomes the value of each of its drafted tokens."""
+    """Return whether each request's value becomes the value of each of its drafted tokens."""
     ends_B = torch.tensor([2, 2, 3], dtype=torch.int32, device=device)
     for dtype in (torch.float32, torch.int32):
         values_B = torch.tensor([7, 3, 0], dtype=dtype, device=device)
@@ -61,7 +64,7 @@ def _expand(
     replace_to: int,
     max_num_tokens: int | None = None,
 ) -> None:
-    """Write ``values_B``, replaced where equal to ``replace_from``, for each token up to the ends of the requests."""
+    """Write each request's value, replaced if equal to ``replace_from``, to each of its tokens."""
     values_B = values_B.masked_fill(values_B == replace_from, replace_to)
     expanded_T.copy_(values_B.repeat_interleave(_num_drafted(ends_B)))
 
@@ -74,7 +77,7 @@ def _num_drafted(ends_B: torch.Tensor) -> torch.Tensor:
 
 
 def _rejects_padding(device: torch.device) -> bool:
-    """Return whether the token -1 is rejected; the last probability of the row in front of its own is 1."""
+    """Return whether the token -1 is rejected although the last probability of the preceding row is 1."""
     vocab_size, recovered = 4, 2
     answers_BT = torch.full((2, 2), -1, dtype=torch.int32, device=device)
     rejection_sampler._rejection_random_sample(

@@ -161,7 +161,7 @@ def test_each_completion_of_a_server_that_counts_drafts_is_a_request_of_its_own_
     [
         (KIND, "siblings", "only from recorded completions"),
         (KIND, "both", "only from recorded completions"),
-        (inflight_sglang.KIND, "history", "as text only"),
+        (inflight_sglang.KIND, "history", "from a single corpus"),
     ],
 )
 def test_drafts_that_an_engine_cannot_take_are_refused_before_it_starts(

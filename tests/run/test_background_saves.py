@@ -144,7 +144,7 @@ def test_a_save_that_fails_in_the_background_ends_the_run_with_the_cause(
     (run.directory / "checkpoints" / "version-000004").write_text("in the way")
     gate.open()
     assert run.wait() == 1
-    assert "is not a checkpoint of a worker" in run.output()
+    assert "is not a checkpoint that a worker saved" in run.output()
     assert "Traceback" not in run.output()
     assert latest(run) >= before
 

@@ -93,7 +93,7 @@ def test_a_run_takes_drafts_that_its_engines_can_make(engine: str, drafts: str) 
 
 @pytest.mark.parametrize(
     ("engine", "drafts", "words"),
-    [("vllm", "both", "only from recorded completions"), ("sglang", "history", "as text only")],
+    [("vllm", "both", "only from recorded completions"), ("sglang", "history", "from a single corpus")],
 )
 def test_a_run_refuses_drafts_that_an_engine_cannot_make(engine: str, drafts: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"a server has engine '{engine}': .*{words}"):

@@ -117,7 +117,7 @@ def test_a_save_that_fails_is_told_once_and_training_is_as_without_it(tmp_path, 
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
     for path, words in (
-        (tmp_path / "thesis", "is not a checkpoint of a worker"),
+        (tmp_path / "thesis", "is not a checkpoint that a worker saved"),
         (tmp_path / "thesis" / "thesis.tex" / "checkpoint", "NotADirectoryError"),
     ):
         worker.begin_save(path)
@@ -128,7 +128,7 @@ def test_a_save_that_fails_is_told_once_and_training_is_as_without_it(tmp_path, 
         worker.finish_save(0.0)
     for refused in (worker.begin_save, worker.save):
         worker.begin_save(tmp_path / "thesis")
-        with pytest.raises(CheckpointError, match="is not a checkpoint of a worker"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint that a worker saved"):
             refused(tmp_path / "next")
         assert not (tmp_path / "next").exists()
     assert file_bytes(tmp_path) == {"thesis/thesis.tex": b"years of work"}
@@ -145,7 +145,7 @@ def test_ranks_save_while_their_collectives_train_and_one_rank_resumes(tmp_path,
         assert seen["pending"]
         assert not seen["there"]
         assert seen["failure"][0] == "CheckpointError"
-        assert "is not a checkpoint of a worker" in seen["failure"][1]
+        assert "is not a checkpoint that a worker saved" in seen["failure"][1]
         assert seen["again"] == seen["steps"]
     assert file_bytes(tmp_path / "background") == file_bytes(tmp_path / "blocking")
     assert file_bytes(tmp_path / "trained again") == file_bytes(tmp_path / "trained on")

@@ -139,8 +139,8 @@ def test_the_worker_conforms(monkeypatch: pytest.MonkeyPatch, stage: int, num_ra
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dtype": "float64"}, "DeepSpeed computes in float32 or bfloat16"),
-        ({"master_dtype": "bfloat16", "dtype": "bfloat16"}, "keeps weights in float32"),
+        ({"dtype": "float64"}, "the DeepSpeed worker computes in float32 or bfloat16"),
+        ({"master_dtype": "bfloat16", "dtype": "bfloat16"}, "keeps its weights in float32"),
         ({"compile": True}, "compile is not a setting of the DeepSpeed worker"),
         ({"frozen": ["*"]}, "frozen is not a setting"),
         ({"shard_size": 2}, "shard_size is not a setting"),

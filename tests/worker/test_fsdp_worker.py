@@ -446,7 +446,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path, stepped):
         before = file_bytes(disk)
         accumulate(stepped, [make_batch(LENGTHS, seed=34)])
         stepped.step()
-        with pytest.raises(CheckpointError, match=r"No space left on device.*an earlier one there is intact"):
+        with pytest.raises(CheckpointError, match=r"No space left on device.*an earlier checkpoint there is intact"):
             stepped.save(disk / "checkpoint")
         assert file_bytes(disk) == before
         stepped.load(disk / "checkpoint")
@@ -488,7 +488,7 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path, stepped):
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path, stepped):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match="is not a checkpoint of a worker"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint that a worker saved"):
         stepped.save(tmp_path / "thesis")
     assert file_bytes(tmp_path) == {"thesis/thesis.tex": b"years of work"}
 
@@ -796,7 +796,7 @@ def test_frozen_parameters_stay_and_the_others_train_as_without_them(tmp_path, m
 
 @pytest.mark.parametrize(
     ("patterns", "says"),
-    [(["model.layers.7.*"], "'model.layers.7.*' matches no parameter"), (["*"], "nothing to train")],
+    [(["model.layers.7.*"], "'model.layers.7.*' matches no parameter"), (["*"], "nothing would be trained")],
 )
 def test_patterns_that_freeze_nothing_or_everything_are_refused(make_worker, patterns, says):
     with pytest.raises(ConfigError, match=re.escape(says)):

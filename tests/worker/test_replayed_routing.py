@@ -140,7 +140,7 @@ def test_experts_that_the_model_does_not_have_are_refused(tmp_path: Path) -> Non
     dense = create_worker(settings(make_model(tmp_path / "dense", dtype=torch.float64, tokenizer=False)))
     try:
         assert not dense.replays_routing
-        with pytest.raises(UnsupportedError, match="replays none"):
+        with pytest.raises(UnsupportedError, match="cannot replay routing"):
             dense.forward(replace(batch, routed_experts_TLK=experts_TLK))
     finally:
         dense.close()
