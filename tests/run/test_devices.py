@@ -57,7 +57,7 @@ def test_a_colocated_run_that_does_not_fit_is_refused_before_anything_is_written
     shared = ("--servers.colocated", "true", "--servers.engine", "vllm")
     run = RunProcess(tmp_path, model_dir, *shared, environment=machine | {"CUDA_VISIBLE_DEVICES": "0"})
     assert run.wait() == 1
-    assert "by estimate, GPU 0 needs" in run.output()
+    assert "GPU 0 is estimated to need" in run.output()
     assert "set run.mode = 'conventional' and servers.release_memory" in run.output()
     assert not run.directory.exists()
 

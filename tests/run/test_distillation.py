@@ -129,7 +129,7 @@ def test_a_teacher_that_stands_still_is_asked_again_and_one_that_is_gone_ends_th
     run.wait_for_steps(2)
     server.kill()
     assert run.wait(60) == 1
-    assert "a teacher failed to score; retrying for up to 3 s" in run.output()
+    assert "a teacher failed to score a completion; retrying for up to 3 s" in run.output()
     assert "the teacher did not score a completion within distillation.timeout_s = 3 s" in run.output()
     assert server.url in run.output()
 
@@ -203,7 +203,7 @@ def test_a_teacher_scores_no_more_completions_at_a_time_than_its_bound(
     assert len(counting.failed) == 6
     assert [it.teacher is not None and len(it.teacher.logprobs or ()) for it in scored.rollouts] == [3] * 12
     assert ["a teacher failed to score" in note for note in notes] == [True, False]  # however often it fails
-    assert notes[1] == f"teacher {model_dir.name} scores again"
+    assert notes[1] == f"teacher {model_dir.name} scores completions again"
 
 
 # ---- refused configurations

@@ -42,7 +42,7 @@ def test_a_run_goes_on_to_its_end_when_its_output_cannot_be_written(
     os.close(writable)
     assert run.wait() == 0, run.output()
     assert run.summary()["version"] == 6
-    assert "nothing more is shown: standard output: " in run.output()
+    assert "standard output cannot be written " in run.output()
     assert "Traceback" not in run.output()
 
 

@@ -124,7 +124,7 @@ def test_a_run_whose_task_blocks_says_so_and_obeys_a_signal(
     start_run: Callable[..., RunProcess], how: str, number: signal.Signals
 ) -> None:
     run = start_run(how)
-    waits = "the task has been making item" if how.startswith("item") else "of them wait for rewards"
+    waits = "the task has been working on item" if how.startswith("item") else "of them wait for rewards"
     run.wait_for_output(waits)
     run.process.send_signal(number)
     assert run.wait(30) == 130

@@ -46,10 +46,10 @@ def test_servers_join_a_run_and_leave_it_with_notice_and_without(
     for server in (first, second, third):
         run.wait_for_events("group", lambda event, url=server.url: event["endpoint"] == url)
     first.process.send_signal(signal.SIGTERM)
-    run.wait_for_output(f"{first.url} is no longer listed: it hands on its partial completions and leaves")
+    run.wait_for_output(f"{first.url} is no longer listed: it is handing on its partial completions and leaving")
     assert first.process.wait(60) is not None
     second.kill()
-    run.wait_for_output(f"{second.url} is no longer listed: it leaves once its groups have ended")
+    run.wait_for_output(f"{second.url} is no longer listed: it will leave once its groups have ended")
     steps = len(run.rows())
     run.wait_for_steps(steps + 2)
     run.interrupt()

@@ -83,6 +83,6 @@ def test_a_lease_is_refused_where_nothing_can_outlive_the_run(tmp_path: Path, mo
     path = tmp_path / "run.toml"
     path.write_text(CONFIG.format(directory=tmp_path / "run", model=model_dir))
     launcher = ("--run.launcher", "tests.run.test_leases:WithoutOutliving")
-    with pytest.raises(ConfigError, match=r"servers.lease_s lets servers outlive the run, but those of launcher"):
+    with pytest.raises(ConfigError, match=r"servers.lease_s lets servers outlive the run, but the servers of launcher"):
         runs_module.train(load_config(path, (*launcher, "--servers.lease_s", "5")))
     assert not (tmp_path / "run").exists()

@@ -407,7 +407,7 @@ def test_a_completion_that_no_micro_batch_holds_is_refused_before_anything_is_st
 ) -> None:
     run = start_run("--sampling.max_tokens", "512")
     assert run.wait(60) == 1
-    assert "sampling.max_tokens 512 and a prompt do not fit into train.max_tokens_per_micro_batch 512" in run.output()
+    assert "sampling.max_tokens 512 plus a prompt do not fit into train.max_tokens_per_micro_batch 512" in run.output()
     assert not run.directory.exists()
 
 
@@ -419,7 +419,7 @@ def test_a_task_without_signal_is_told_within_a_few_dozen_groups_and_counted_at_
     run.wait_for_output("the last 24 groups were dropped; dropped: 24 equal rewards")
     assert "have the reward 0, so there is no signal" in run.output()
     assert run.wait(90) == 1
-    assert "Are all rewards equal?" in run.output()
+    assert "Check whether all rewards are equal" in run.output()
     dropped = run.summary()["ledger"]["dropped"]["equal rewards"]
     assert f"dropped groups: {dropped:,} equal rewards" in run.output()
 

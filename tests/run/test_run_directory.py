@@ -164,7 +164,7 @@ def test_a_run_with_a_checkpoint_is_resumed_only_by_word_and_keeps_its_name(tmp_
 
 
 def test_a_directory_without_a_run_is_not_resumed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run to resume: start one without --resume"):
+    with pytest.raises(ConfigError, match="holds no run to resume: start a new run without --resume"):
         own(tmp_path / "run", resume=True)
     assert not (tmp_path / "run").exists()
 

@@ -104,7 +104,7 @@ def test_a_run_starts_a_server_and_lets_it_go_and_its_items_add_up(start_run: Ca
     (grown, *_) = run.wait_for_events("fleet_scaled", lambda event: event["change"] == "grow")
     (extra,) = grown["servers"]
     run.wait_for_output("stopping extra-1 at " + extra)
-    run.wait_for_output(f"{extra} is no longer listed: it hands on its partial completions and leaves")
+    run.wait_for_output(f"{extra} is no longer listed: it is handing on its partial completions and leaving")
     run.wait_for_events("fleet_scaled", lambda event: event["change"] == "shrink")
 
     def extras() -> set[str]:  # one after another: the fleet grows and shrinks as long as the run continues

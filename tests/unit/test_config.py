@@ -80,8 +80,11 @@ def test_an_entropy_bonus_is_refused_in_a_run(config_file: Path) -> None:
         (["--servers.transport", "shm"], "unknown key 'servers.transport'; did you mean updates.transport?"),
         (["--servers.join", "a:1"], "unknown key 'servers.join'; did you mean servers.attach.join?"),
         (["--updates.transport", "pigeon"], "updates.transport: unknown transport 'pigeon'; known: file, gloo, http"),
-        (["--servers.max_concurrent", "4"], "a group would never run as a whole"),
-        (["--servers.drafts", "history", "--servers.compile", "true"], "servers.drafts and servers.compile exclude"),
+        (["--servers.max_concurrent", "4"], "a whole group could never run at the same time"),
+        (
+            ["--servers.drafts", "history", "--servers.compile", "true"],
+            "servers.drafts and servers.compile cannot be combined",
+        ),
         (["--run.mode", "conventional", "--run.conventional_steps", "16"], "rollouts.max_lag 8 masks them"),
         (
             ["--loss.preset", "dapo", "--loss.policy", '{ gate = { kind = "score" } }'],

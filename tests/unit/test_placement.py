@@ -140,7 +140,7 @@ def test_colocated_servers_start_again_at_the_first_gpu(configured) -> None:
         (
             ["--servers.engine", "vllm", "--servers.engine_arguments", '["-tp=2"]', "--servers.devices", "[1, 1]"],
             4,
-            "GPU 1 is named twice for server-0-vllm",
+            "GPU 1 is listed twice for server-0-vllm",
         ),
     ],
 )

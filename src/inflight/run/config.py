@@ -59,13 +59,13 @@ class RunSection(Section):
     seed: int = 0
     checkpoint_every_steps: int = Field(default=50, ge=1)
     checkpoint_every_s: float = Field(default=60.0, gt=0)
-    """Also save a checkpoint after a step if so many seconds, and 20 times as long as the last save took, have passed
-    since then."""
+    """Also save a checkpoint after a step if at least this many seconds, and at least 20 times the duration of the last
+    save, have passed since then."""
     keep_checkpoints: int = Field(default=2, ge=1)
     background_saves: bool = False
     """Keep training while a checkpoint is written. The workers first copy their state to host memory."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """How long to wait for the servers to start, and, once none is left, for one to come back."""
+    """How long to wait for the servers to start and, after the loss of all servers, for one to come back."""
     step_timeout_s: float | None = Field(default=None, gt=0)
     """How long to wait for one batch of finished completions, or for one optimizer step and its publish. None: 900 s; a
     step also gets the time for moving the weights at 0.5 GB/s."""
@@ -94,8 +94,8 @@ class TaskSection(TaskSettings):
     """The task or environment, and how its episodes and rewards are computed."""
 
     system_prompt: str | None = None
-    """The system message before each problem of a task. None: no system message, for which some chat templates insert
-    one of their own; an empty string replaces that one."""
+    """The system message before each problem of a task. None: no system message, in which case some chat templates
+    insert their own; an empty string suppresses that."""
     reward_timeout_s: float = Field(default=60.0, gt=0)
     """How long an item, or the rewards of one group, may take."""
     reward_processes: int | None = Field(default=None, ge=0)
@@ -105,7 +105,7 @@ class TaskSection(TaskSettings):
     episode_timeout_s: float = Field(default=600.0, gt=0)
     """How long an episode of an environment may take."""
     extra_episodes: int = Field(default=0, ge=0)
-    """Episodes of an environment to start in addition to ``sampling.group_size``. Those that finish last are
+    """Number of episodes of an environment to start in addition to ``sampling.group_size``. The last ones to finish are
     abandoned."""
 
 
@@ -145,7 +145,7 @@ class TrainSection(OptimizerSettings):
     ``fsdp`` does."""
     num_ranks: int = Field(default=1, ge=1)
     device: Literal["cpu", "cuda"] | None = None
-    """Where the ranks compute. None: on a GPU each if there are any, otherwise on the CPU."""
+    """Where the ranks compute. None: each on its own GPU if there are any, otherwise on the CPU."""
     devices: tuple[NonNegativeInt, ...] | None = None
     """The index of the GPU of each rank. None: any free GPUs."""
     place: str | None = None
@@ -225,8 +225,8 @@ class RolloutsSection(Section):
     """The largest lag, in weight versions, of a token that is trained on."""
     burst: int = Field(default=1, ge=1)
     """Once enough groups are in flight, new ones are offered only when there is room for this many. If a step has only
-    one or two groups, set it to several: an engine is more efficient when it samples several groups at a time, and
-    updates arrive while they are being sampled."""
+    one or two groups, set this to several: an engine is more efficient when it samples several groups at a time, and
+    updates then arrive while groups are being sampled."""
     scheduler: str = "least_loaded"
     """Decides which completions run where and when. Constructed with ``sampling.group_size``, ``run.seed`` and
     ``scheduler_params``."""
@@ -237,8 +237,8 @@ class RolloutsSection(Section):
     min_ess: float | None = Field(default=None, gt=0, le=1)
     """The smallest acceptable effective sample size of a step, as a share of its tokens. None: no limit."""
     on_low_ess: Literal["wait", "stop"] = "wait"
-    """What to do below ``min_ess``: ``wait`` makes the next step only of tokens that were sampled since, and ``stop``
-    ends the run."""
+    """What to do below ``min_ess``: with ``wait``, the next step uses only tokens that were sampled afterwards;
+    ``stop`` ends the run."""
     credit: Credit = "episode"
     """How the rewards of an environment become advantages of tokens: see `inflight.rollouts.credit`."""
     discount: float = Field(default=1.0, gt=0, le=1)
@@ -247,7 +247,7 @@ class RolloutsSection(Section):
     """What the critic learns from, if ``credit`` is ``critic``: Monte Carlo returns (``monte_carlo``) or temporal
     differences (``td``)."""
     composer: str = "token_budget"
-    """Decides which finished groups make up a step. Constructed with the tokens of a step over all ranks, and
+    """Decides which finished groups make up a step. Constructed with the number of tokens per step over all ranks, and
     ``composer_params``."""
     composer_params: dict[str, Any] = Field(default_factory=dict)
 
@@ -272,13 +272,14 @@ class RunConfig(Section):
         if self.sampling.group_size > self.servers.fewest_slots:
             raise ValueError(
                 f"sampling.group_size {self.sampling.group_size} exceeds servers.max_concurrent "
-                f"{self.servers.fewest_slots}: a group would never run as a whole"
+                f"{self.servers.fewest_slots}: a whole group could never run at the same time; lower the first or "
+                "raise the second"
             )
         if self.sampling.max_tokens >= self.train.max_tokens_per_micro_batch:
             raise ValueError(
-                f"sampling.max_tokens {self.sampling.max_tokens} and a prompt do not fit into "
-                f"train.max_tokens_per_micro_batch {self.train.max_tokens_per_micro_batch}: lower the first or "
-                "raise the second"
+                f"sampling.max_tokens {self.sampling.max_tokens} plus a prompt do not fit into "
+                f"train.max_tokens_per_micro_batch {self.train.max_tokens_per_micro_batch}: lower the first or raise "
+                "the second"
             )
         if self.servers.release_memory and self.run.mode != "conventional":
             raise ValueError(
@@ -288,7 +289,8 @@ class RunConfig(Section):
         if self.run.mode == "conventional" and self.run.conventional_steps - 1 > self.rollouts.max_lag:
             raise ValueError(
                 f"run.conventional_steps {self.run.conventional_steps} trains on tokens of lag "
-                f"{self.run.conventional_steps - 1}, but rollouts.max_lag {self.rollouts.max_lag} masks them: raise it"
+                f"{self.run.conventional_steps - 1}, but rollouts.max_lag {self.rollouts.max_lag} masks them: raise "
+                "rollouts.max_lag"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Tracks the version of each server, and gives work to the servers that are up to date."""
+"""Tracking the version of each server, and giving work to the servers that are up to date."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inflight.weights.send.fleet import MemberState
 from inflight.wire import EndpointState, WeightVersion
 
 _ASK_AGAIN_S = 0.5
-"""Interval at which servers are asked for their versions."""
+"""Interval, in seconds, at which servers are asked for their versions."""
 _VERSION_S = 2.0
 """How long a server that pulls may take to report the version that it serves."""
 _SAMPLES = (EndpointState.READY, EndpointState.STAGING, EndpointState.PAUSED, EndpointState.UPDATING)
@@ -39,7 +39,7 @@ class Delivery(Protocol):
 
     @abstractmethod
     def record(self, published: PublishResult | None) -> None:
-        """Record a publish, if there was one, and give work to the servers that it reached."""
+        """Record the result of a publish, if there was one, and give work to the servers that it reached."""
 
     @abstractmethod
     async def watch(self) -> None:
@@ -55,7 +55,7 @@ class PushDelivery(Delivery):
     serving: Mapping[str, int | None] = field(default_factory=dict)
     noted: set[str] = field(default_factory=set)
     problems: Sequence[str] = ()
-    """The problems of servers that the last publishes found; empty once a server has a version."""
+    """The problems that the last publishes found with servers; empty once a server has a version."""
     known: set[str] = field(default_factory=set)
     """The servers that took part from the start or have since held a version."""
 
@@ -95,7 +95,7 @@ class PushDelivery(Delivery):
         self.servers.served(published.endpoints)
 
     async def watch(self) -> None:
-        """Whenever no server is left, publish again until one answers. Otherwise the publish of each step asks them."""
+        """Whenever no server is left, publish again until one answers. Otherwise each step's publish contacts them."""
         actor, timeout_s = self.servers.actor, self.servers.config.run.start_timeout_s
         while True:
             await actor.unserved.wait()
@@ -152,7 +152,9 @@ class PullDelivery(Delivery):
             if version is not None and before.get(name, version) is None:
                 self.servers.note(f"{name} is back, at version {version}")
             elif version is None and before.get(name) is not None:
-                self.servers.note(f"{name} does not answer or has incomplete weights: it gets no work")
+                self.servers.note(
+                    f"{name} does not answer or has incomplete weights: it receives no work until it recovers"
+                )
         if self.serving != before:
             self.servers.journal.event(
                 events.ServedVersions, trainer=self.servers.journal.version, servers=self.serving
@@ -160,7 +162,7 @@ class PullDelivery(Delivery):
         self.servers.actor.serve([name for name, version in self.serving.items() if version is not None], 0)
 
     def _may_sample(self, served: WeightVersion) -> bool:
-        """Return whether a server has weights of this run that an earlier incarnation has not trained further."""
+        """Return whether a server has weights of this run that no earlier incarnation has since overtaken."""
         return (
             served.state in _SAMPLES
             and served.run_id in (None, self.servers.membership.run_id)

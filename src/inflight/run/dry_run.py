@@ -72,7 +72,7 @@ class DryRun:
     update: PlannedUpdate
     devices: tuple[DeviceUse, ...]
     host_memory: Memory
-    """What the processes without GPUs need of this host's memory; those without terms are unknown."""
+    """How much of this host's memory each process without a GPU needs; processes without terms are unknown."""
     notes: tuple[str, ...]
 
 
@@ -114,7 +114,7 @@ def _planned_processes(prepared: Prepared) -> list[PlannedProcess]:
     meets = "meets the other ranks at a free port of rank 0's host" if num > 1 else "the only rank"
     teachers = [f"teacher {str(it.path)!r}" for it in config.distillation.teachers if it.path is not None]
     teaches = f", which also loads {' and '.join(teachers)}" if teachers else ""
-    found = [PlannedProcess("controller", "samples, scores and composes", (), "connects to the others")]
+    found = [PlannedProcess("controller", "samples, scores and composes", (), "connects to the other ranks")]
     for rank, it in enumerate(prepared.placement.trainers):
         what = f"{train.trainer} worker, rank {rank} of {num}{teaches}"
         found.append(PlannedProcess(it.name, what, _indices(it), meets, memory.get(it.name, ())))
@@ -178,7 +178,7 @@ def planned_update(prepared: Prepared) -> PlannedUpdate:
         deadline_s=prepared.limits.publish_s,
         num_buckets=len(plan_buckets(specs)),
         transport=updates.transport,
-        travels=f"only what changed, {travels}" if updates.delta else travels,
+        travels=f"only changed elements, {travels}" if updates.delta else travels,
     )
 
 
@@ -222,7 +222,7 @@ def _host_lines(memory: Memory) -> list[str]:
         lines.append(f"  {name}: {size} ({terms_as_text(terms)})" if len(terms) > 1 else f"  {name}: {size}")
     needed = sum(total(terms, None) for terms in memory.values())
     has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    rest = "" if all(memory.values()) else ", and what is unknown"
-    much = "" if needed <= has else "; that is too little: the system will end a process"
+    rest = "" if all(memory.values()) else ", plus the unknown amounts"
+    much = "" if needed <= has else "; that is too little: the system would kill a process"
     lines.append(f"  this host: {gib(needed)}{rest} of {gib(has)}{much}")
     return lines

@@ -12,11 +12,11 @@ from inflight.contracts import DEFAULT_MAX_CONCURRENT, EMBEDDED, EngineKind
 from inflight.http.kinds import load_engine_kind
 
 _OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "compile", "place")
-"""Fields of the section that describe the servers to start if all of them are alike."""
+"""The fields that describe the servers to start if all of them are of one kind."""
 
 
 class ServerGroupSection(Section):
-    """What ``count`` servers of one kind are started with."""
+    """The settings of ``count`` servers of one kind."""
 
     engine: str = EMBEDDED
     """``embedded``, or another entry point in the group ``inflight.engines``."""
@@ -29,9 +29,10 @@ class ServerGroupSection(Section):
     """The indices of the GPUs of all these servers, server by server: ``count`` times as many as one server uses. None:
     any free GPUs."""
     max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
-    """Completions that a server decodes at a time, and that the run sends it at a time.
+    """Number of completions that a server decodes concurrently, and that the run sends it concurrently.
 
-    In ``servers`` it also applies to servers that are attached to or join, and to tables of a fleet that do not set it.
+    In ``servers`` it also applies to servers that are attached to or join, and to the tables of a fleet that do not set
+    it.
     """
     compile: bool = False
     """Compile the decode step and, on a GPU, capture CUDA graphs. The engine must support this option."""
@@ -176,7 +177,7 @@ class ServersSection(ServerGroupSection):
 
     @property
     def fewest_slots(self) -> int:
-        """The number of slots of the server that has the fewest."""
+        """The smallest number of slots of any server."""
         limits = [member.max_concurrent for member in self.members]
         others = [self.max_concurrent] if not limits or self.attach.others_may_come else []
         return min(limits + others)
@@ -216,5 +217,5 @@ class ServersSection(ServerGroupSection):
                         f"servers.drafts is {self.drafts!r}, but a server has engine {member.engine!r}: {problem}"
                     )
         if self.drafts != "off" and any(member.compile for member in self.members):
-            raise ValueError("servers.drafts and servers.compile exclude each other: leave one of them out")
+            raise ValueError("servers.drafts and servers.compile cannot be combined: leave one of them out")
         return self

@@ -39,7 +39,9 @@ class Interrupt:
             self._note("stopping after this step; press Ctrl-C again to stop at once")
             return
         if not self.is_immediate:
-            self._note("stopping at once: the run's processes are killed, and steps after the last checkpoint are lost")
+            self._note(
+                "stopping at once: the run's processes are being killed, and steps since the last checkpoint are lost"
+            )
         self.is_immediate = True
         self._kill()
 

@@ -9,7 +9,7 @@ _DEFAULTS = (
     (1e9, {"learning_rate": 3e-5, "warmup_steps": 2}),
     (float("inf"), {"learning_rate": 1e-6, "warmup_steps": 5}),
 )
-"""Defaults of ``train`` for models with fewer parameters than each bound.
+"""Defaults of ``train`` by size: each applies to models with fewer parameters than its bound.
 
 The first two are those with which this project trains models of 0.2 to 3 million parameters and SmolLM2-135M: there,
 3e-5 without warm-up takes the effective sample size of the loss from 0.997 to 0.72 in one step. 1e-6 is the default of

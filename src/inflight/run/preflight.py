@@ -1,4 +1,4 @@
-"""Checks everything about a run that can be checked before a process starts, for ``train`` and ``--dry-run``."""
+"""Checking everything about a run that can be checked before a process starts, for ``train`` and ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Machine:
     starting_point: Callable[[Path, bool], StartingPoint] = lambda path, resume: starting_point(path, resume=resume)
 
     def held_by(self, directory: RunDirectory) -> Machine:
-        """Return this machine for a run that already owns its directory and ports, and restarts its ranks."""
+        """Return this machine as seen by a run that already owns its directory and ports, and restarts its ranks."""
         start = StartingPoint(directory.checkpoint, directory.state)
         return replace(self, check_port=lambda *_: None, starting_point=lambda *_: start)
 
@@ -135,19 +135,19 @@ class Prepared:
     devices: tuple[Device, ...]
     """The GPUs of this machine; none if no process uses one, or if a launcher chooses among hosts."""
     memory: Memory
-    """What each process with GPUs needs on each of them, by its name."""
+    """The memory that each process needs on each of its GPUs, by process name."""
     host_memory: Memory
-    """Of this host; empty if processes run on other hosts."""
+    """The memory that each process needs on this host; empty if processes run on other hosts."""
     uses: tuple[DeviceUse, ...]
     limits: TimeLimits
     attached: tuple[str, ...]
     """URLs of the servers that are already running."""
     defaults: tuple[str, ...]
-    """Which settings have a value that depends on the size of the model."""
+    """One line for each setting whose value was chosen by the size of the model."""
 
     @property
     def longest_sequence(self) -> int:
-        """The largest number of tokens of a prompt and what follows it."""
+        """The largest number of tokens in a prompt and its completion together."""
         return _longest_sequence(self.config, self.model)
 
 
@@ -284,13 +284,13 @@ def _check_launcher(config: RunConfig, hosts: Hosts) -> None:
         )
     if config.servers.lease_s and not hosts.can_outlive:
         raise ConfigError(
-            f"servers.lease_s lets servers outlive the run, but those of launcher {config.run.launcher!r} cannot: "
-            "leave it out, or use launcher 'local'"
+            f"servers.lease_s lets servers outlive the run, but the servers of launcher {config.run.launcher!r} "
+            "cannot: leave it out, or use launcher 'local'"
         )
 
 
 def _addresses(config: RunConfig, hosts: Hosts) -> list[tuple[str, int, str]]:
-    """Return host and port of each address at which the run listens, and what to do if it is taken."""
+    """Return host and port of each address at which the run listens, and a remedy if it is taken."""
     found = []
     if (port := config.run.metrics_port) is not None:
         found.append(("127.0.0.1", port, "choose another run.metrics_port, or 0 for any"))

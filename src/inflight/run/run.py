@@ -49,7 +49,7 @@ def train(config: RunConfig, *, resume: bool = False) -> int:
     """Run to the end or until Ctrl-C; return the exit status: 0 when the run is complete, 130 when it was interrupted.
 
     After a second Ctrl-C, steps after the last checkpoint are lost; otherwise everything is saved. Raises the
-    `InflightError` that stopped the run; the last checkpoint is complete then.
+    `InflightError` that stopped the run; the last checkpoint is then complete.
     """
     with contextlib.ExitStack() as stack:
         launcher = load_launcher(config.run.launcher, config.run.launcher_options)
@@ -109,7 +109,7 @@ async def _conventional(run: _Run) -> None:
 
 
 async def _train_last(run: _Run, batch: StepBatch) -> list[Trained]:
-    """Take the last step of a phase and publish it, once servers that released their memory have it back."""
+    """Take the last step of a phase, and publish it once servers that released their memory have it back."""
     if run.memory is None:
         return await _train(run, batch, publish=run.servers.members())
     first, *others = await _train(run, batch, publish=None)
@@ -314,7 +314,7 @@ class _Run:
 
     async def _train_and_watch(self) -> None:
         if self._is_done():
-            self.progress.note(f"the run is already complete: it has made {self.journal.version} steps")
+            self.progress.note(f"the run is already complete: it has taken {self.journal.version} steps")
             return
         async with run_in_background(
             self.sampling.actor.run(),

@@ -32,7 +32,7 @@ class Updates(Protocol):
 
     @abstractmethod
     def publishing(self, worker: TrainerWorker, start: Start, deadline_s: float) -> Publishing:
-        """Return the half of a rank. Raises what connecting to the servers raises."""
+        """Return a rank's half. Raises whatever connecting to the servers raises."""
 
 
 @dataclass(frozen=True)

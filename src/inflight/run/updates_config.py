@@ -33,7 +33,7 @@ class UpdatesSection(Section):
     deadline_s: float | None = Field(default=None, gt=0)
     """How long a publish may take. None: 60 s plus the time for moving the weights at 0.5 GB/s."""
     quorum: int | None = Field(default=None, ge=1)
-    """How many servers must hold each version; with fewer, the run waits. None: all that can be reached, at least
+    """How many servers must hold each version; with fewer, the run waits. None: all that can be reached, but at least
     one."""
     encoding: Rounding = "raw"
     """``bfloat16`` and ``float8`` round the weights in transit, so that fewer bytes are sent. ``raw`` sends them
@@ -42,11 +42,11 @@ class UpdatesSection(Section):
     """Send only the elements that changed since the last publish. Trainer and servers each keep one more copy of the
     weights."""
     sharded: bool = False
-    """Let every trainer rank send the weights that it holds, instead of gathering them on rank 0. It is faster where
-    ranks are on several hosts, and the links of the hosts are the limit."""
+    """Let every trainer rank send the weights that it holds, instead of gathering them on rank 0. This is faster if
+    ranks are on several hosts and the hosts' links are the bottleneck."""
     staged: bool = True
-    """Keep sampling while weights arrive, on servers that support it. They hold a second copy of the weights
-    meanwhile."""
+    """Keep sampling while weights arrive, on servers that support it. They then temporarily hold a second copy of the
+    weights."""
 
     @property
     def followed(self) -> Path | None:

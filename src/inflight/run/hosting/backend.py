@@ -139,8 +139,9 @@ class HostedBackend(Backend):
                 ready = await trainers.load_and_connect(None, f"{self._directory.run_id}-{self._num_created}", None)
                 if not (ready.takes_step_settings and ready.scores_target_ids):
                     raise ConfigError(
-                        f"trainer {config.train.trainer!r} cannot be used here: it takes no settings with each step, "
-                        "or scores no target ids; use fsdp, torchtitan, deepspeed or megatron"
+                        f"trainer {config.train.trainer!r} cannot be used by inflight tinker: it does not accept "
+                        "optimizer settings with each step, or does not score target ids; use fsdp, torchtitan, "
+                        "deepspeed or megatron"
                     )
             except BaseException:
                 await trainers.stop()

@@ -26,7 +26,7 @@ class _Sampler:
     url: str
     endpoint: InferenceEndpoint
     weights: Weights | None = field(default_factory=BaseWeights)
-    """None while it switches, and after that has failed."""
+    """The weights that the server serves; None while it switches, and after a failed switch."""
     base_is: Weights = field(default_factory=BaseWeights)
     """The last complete weights: a LoRA is added to these."""
     last_publisher: object = None
@@ -110,13 +110,13 @@ class SamplerPool:
                 sampler.weights = None
 
     def lose(self, url: str) -> None:
-        """Send nothing to a server any more, because its process has ended."""
+        """Stop sending to a server, because its process has ended."""
         for sampler in self._samplers:
             if sampler.url == url:
                 sampler.is_lost, sampler.weights = True, None
 
     async def replace(self, url: str, new_url: str, endpoint: InferenceEndpoint) -> None:
-        """Use a server that was restarted, with the weights of the base model, in the place of a lost one."""
+        """Replace a lost server by its restarted process, which serves the base model."""
         for i, sampler in enumerate(self._samplers):
             if sampler.url == url and sampler.is_lost:
                 await self._close(sampler)
@@ -160,7 +160,8 @@ class SamplerPool:
                             self._changed.notify_all()
         except TimeoutError as error:
             raise BusyError(
-                f"all {len(self._samplers)} servers served other weights for {_WAIT_S:g} s; start more with --samplers"
+                f"all {len(self._samplers)} servers were busy with other weights for {_WAIT_S:g} s; start more "
+                "servers with --samplers"
             ) from error
 
     def _find(self, weights: Weights) -> _Sampler | None:

@@ -1,4 +1,4 @@
-"""A model in training on ranks of its own."""
+"""A model in training on its own ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inflight.types import AdamSettings
 
 
 class HostedTraining(Training):
-    """The ranks of one model, which have loaded it. ``publish`` updates the servers that serve the model."""
+    """The ranks of one model, which have loaded it; ``publish`` updates the servers that serve the model."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class HostedTraining(Training):
         self.trainers = trainers
         self.is_lora = is_lora
         self.sending = asyncio.Lock()
-        """Held while servers receive the weights: a publish must not miss one that is about to have older ones."""
+        """Held while servers receive weights, so that a publish does not miss a server about to receive older ones."""
         self._failure: WorkerDiedError | None = None
         self._owner = TaskOwner()
         self._publish = publish
@@ -90,13 +90,13 @@ class HostedTraining(Training):
             return await self._publish(self)
 
     async def watch(self) -> None:
-        """Return once a rank has ended; every later call fails then."""
+        """Return once a rank has ended; every later call then fails."""
         with contextlib.suppress(WorkerDiedError), self._calling():
             await self.trainers.watch()
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Let every later call fail once a rank has died."""
+        """Make every later call fail once a rank has died."""
         if self._failure is not None:
             raise self._failure
         try:

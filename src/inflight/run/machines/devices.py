@@ -43,7 +43,7 @@ def num_cores_here() -> int:
 
 
 def installed_devices(query: Sequence[str] = _QUERY) -> tuple[Device, ...]:
-    """Return every GPU of this machine, in the order of their PCI buses; none if there is no NVIDIA driver.
+    """Return every GPU of this machine, in PCI bus order; empty if there is no NVIDIA driver.
 
     Raises `ConfigError` if the driver does not answer.
     """
@@ -64,7 +64,9 @@ def _device(line: str) -> Device:
         index, uuid, mebibytes = (word.strip() for word in line.split(","))
         return Device(int(index), uuid, (int(mebibytes) << 20) if mebibytes.isdecimal() else 0)
     except ValueError as error:
-        raise ConfigError(f"nvidia-smi describes a GPU as {line!r}, which cannot be parsed") from error
+        raise ConfigError(
+            f"nvidia-smi describes a GPU as {line!r}, which cannot be parsed; expected index, uuid and memory"
+        ) from error
 
 
 def visible_devices(devices: Sequence[Device], visible: str | None) -> tuple[Device, ...]:

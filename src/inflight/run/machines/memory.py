@@ -3,13 +3,13 @@
 The estimates are computed from ``config.json``, tensor shapes and settings. The worker kind reports what a trainer
 needs: see `inflight.contracts.WorkerKind.memory`.
 
-A server:
+Each server needs:
 
 - weights: c times all elements, over the GPUs that share a copy
 - KV cache (embedded engine): its limit, which is ``max_concurrent`` sequences of the whole context at 2 c K D bytes per
   token and layer, at most half of the memory that the weights leave
 - engine (any other engine): its share of each GPU, which holds weights, KV cache and activations
-- staged update: c times all elements, where an update waits in GPU memory for its commit
+- staged update: c times all elements, if an update waits in GPU memory for its commit
 
 With ``servers.release_memory`` trainers and servers take turns: while trainers train, servers hold no GPU memory.
 
@@ -44,10 +44,10 @@ CONTEXT_BYTES = 1 << 30
 PROCESS_BYTES = 600 << 20
 """Assumed for each process: the interpreter, torch and transformers."""
 ON_THE_GPU = ("nccl", "ipc")
-"""Transports whose buckets arrive in GPU memory."""
+"""The transports whose buckets arrive in GPU memory."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Memory = Mapping[str, tuple[MemoryTerm, ...]]
-"""The memory that each process with GPUs needs on each of them, or that others need of their host, by process name."""
+"""The memory that each process needs on each of its GPUs, or on its host if it has none, by process name."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ Memory = Mapping[str, tuple[MemoryTerm, ...]]
 
 
 def trainer_terms(config: RunConfig, base: MemoryTerm) -> tuple[MemoryTerm, ...]:
-    """Return what the largest rank needs on its GPU, or of its host, with ``base``; empty if its kind reports nothing.
+    """Return the memory that the largest rank needs on its GPU or host, plus ``base``; empty if its kind is silent.
 
     Raises `ConfigError`.
     """
@@ -76,7 +76,7 @@ def server_terms(
 ) -> tuple[MemoryTerm, ...]:
     """Return what one server needs on each of its GPUs, each of which has ``memory_bytes`` (0: unknown).
 
-    Raises `ConfigError` if the engine's share of it cannot hold the model and one sequence.
+    Raises `ConfigError` if the engine's share of that memory cannot hold the model and one sequence.
     """
     dtype = config.model.dtype
     size_bytes = DTYPE_SIZES[dtype] * model.num_elements
@@ -135,14 +135,14 @@ class DeviceUse:
     index: int
     memory_bytes: int
     needed_bytes: int
-    """The total, or that of the larger phase if trainers and servers take turns."""
+    """The total, or the total of the larger phase if trainers and servers take turns."""
     processes: tuple[str, ...]
     phase: Phase | None = None
     """The larger phase; None if the memory does not depend on the phase."""
 
 
 def memory_of(config: RunConfig, model: ModelShape, placement: Placement) -> Memory:
-    """Return what every process with GPUs needs. Raises `ConfigError` if an engine's own settings are too small."""
+    """Return the memory of every process with GPUs. Raises `ConfigError` if an engine's own share is too small."""
     context = MemoryTerm("context", CONTEXT_BYTES)
     of_trainers = trainer_terms(config, context) if any(it.devices for it in placement.trainers) else ()
     memory = {it.name: of_trainers for it in placement.trainers if it.devices}
@@ -154,7 +154,7 @@ def memory_of(config: RunConfig, model: ModelShape, placement: Placement) -> Mem
 
 
 def host_memory_of(config: RunConfig, model: ModelShape, placement: Placement) -> Memory:
-    """Return the host memory of every process without a GPU, and of the controller next to them; () is unknown."""
+    """Return the host memory of every process without a GPU, and of the controller; () means unknown."""
     process = MemoryTerm("process", PROCESS_BYTES)
     memory: dict[str, tuple[MemoryTerm, ...]] = {"controller": (process,)}
     for it in placement.trainers:
@@ -167,7 +167,7 @@ def host_memory_of(config: RunConfig, model: ModelShape, placement: Placement) -
 
 
 def _host_terms(config: RunConfig, member: ServerGroupSection, model: ModelShape) -> tuple[MemoryTerm, ...]:
-    """Return what the embedded engine keeps in host memory while an update arrives."""
+    """Return the host memory that the embedded engine uses while an update arrives."""
     dtype = config.model.dtype
     is_packed = dtype == "bfloat16"
     weights = (1 + is_packed) * DTYPE_SIZES[dtype] * model.num_elements
@@ -180,7 +180,7 @@ def _host_terms(config: RunConfig, member: ServerGroupSection, model: ModelShape
 
 
 def device_uses(devices: Sequence[Device], placement: Placement, memory: Memory) -> tuple[DeviceUse, ...]:
-    """Return what all processes need on each device."""
+    """Return the memory that all processes together need on each device."""
     uses = []
     for device in devices:
         names = tuple(it.name for it in placement.placed if device in it.devices)
@@ -204,12 +204,12 @@ def _shortage(use: DeviceUse, memory: Memory) -> str:
     largest = sorted(terms, key=lambda term: -term.size_bytes)[:3]
     remedies = list(dict.fromkeys(term.remedy for term in largest))
     if len(use.processes) > 1:
-        remedies.append("give the processes GPUs of their own")
+        remedies.append("give each process its own GPUs")
         if use.phase is None:
             remedies.append("set run.mode = 'conventional' and servers.release_memory = true, so that they take turns")
     when = "" if use.phase is None else f" while {use.phase}"
     return (
-        f"by estimate, GPU {use.index} needs {gib(use.needed_bytes)}{when} but has {gib(use.memory_bytes)}, "
+        f"GPU {use.index} is estimated to need {gib(use.needed_bytes)}{when} but has {gib(use.memory_bytes)}, "
         f"{gib(use.needed_bytes - use.memory_bytes)} too little ({'; '.join(parts)}): {'; or '.join(remedies)}"
     )
 

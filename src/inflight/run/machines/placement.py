@@ -25,7 +25,7 @@ class GpuPlacement:
     role: Literal["trainer", "server"]
     devices: tuple[Device, ...] = ()
     num_gpus: int = 0
-    """The number of GPUs that the launcher chooses, on a host of its choice."""
+    """Number of GPUs that the launcher assigns, on a host of its choice."""
 
     @property
     def has_gpu(self) -> bool:
@@ -33,7 +33,7 @@ class GpuPlacement:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that limit the process to its devices, numbered from 0."""
+        """Environment variables that restrict the process to its devices, numbered from 0."""
         if not self.devices:
             return {}
         # Without the order, CUDA counts the fastest GPU first and nvidia-smi does not.
@@ -42,7 +42,7 @@ class GpuPlacement:
 
     def __str__(self) -> str:
         if self.num_gpus:
-            return f"{self.name} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)} of the launcher's choice"
+            return f"{self.name} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)} chosen by the launcher"
         return f"{self.name} on GPU {', '.join(str(device.index) for device in self.devices)}"
 
 
@@ -147,12 +147,12 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
 
 
 def server_name(index: int, member: ServerGroupSection) -> str:
-    """Return the name of a server that a run starts; it includes the engine unless that runs in the server process."""
+    """Return the name of a server that a run starts; it includes an engine that is a separate process."""
     return f"server-{index}" if member.kind.runs_in_process else f"server-{index}-{member.engine}"
 
 
 def gpu_use(member: ServerGroupSection) -> GpuUse:
-    """Return the GPUs that one server of a fleet member takes. Raises `ConfigError` for an unknown engine."""
+    """Return the GPUs that one server of a fleet member uses. Raises `ConfigError` for an unknown engine."""
     return member.kind.gpu_use(member.engine_arguments)
 
 
@@ -267,7 +267,7 @@ def _check_sharing(places: Sequence[GpuPlacement], config: RunConfig) -> None:
             continue
         names = " and ".join(it.name for it in sharing)
         if len(set(sharing)) < len(sharing):
-            raise ConfigError(f"GPU {index} is named twice for {sharing[0].name}: name different GPUs")
+            raise ConfigError(f"GPU {index} is listed twice for {sharing[0].name}: list different GPUs")
         if sum(it.role == "trainer" for it in sharing) > 1:
             raise ConfigError(f"{names} share GPU {index}, which NCCL refuses: give each rank its own in train.devices")
         if not config.servers.colocated:

@@ -36,14 +36,14 @@ _POLL_S = 0.05
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_": str(1 << 35)}
 """Settings of glibc's allocator with which a process keeps the memory that it frees.
 
-By default, glibc returns the memory of every large tensor to the system, which clears memory before it hands it out
+By default, glibc returns the memory of every large tensor to the system, which zeroes memory before it hands it out
 again: on a CPU, this takes a tenth of the trainer's time."""
 CPU_RANK_VARIABLES = _KEEP_MEMORY | WAIT_ASLEEP
 """Environment variables of trainer ranks that compute on a CPU."""
 STOP_S = 10.0
 """How long a process may take to end after its standard input is closed."""
 _STOP_ENGINE_S = 30.0
-"""The same for a server that must first stop the server of its engine."""
+"""The same limit for a server that must first stop its engine's server."""
 NUM_LINES = 24
 """The number of lines of a traceback that an error quotes."""
 
@@ -64,7 +64,7 @@ class Process:
         return f"{how}; the end of {self.log}:\n{quoted}" if quoted else how
 
     async def stop(self) -> None:
-        """Close its standard input and wait for it to end; kill it if it takes too long."""
+        """Close the process's standard input and wait for it to end; kill it if it takes too long."""
         await self.process.stop(self.stop_s)
 
 
@@ -77,16 +77,16 @@ class ServerProcess(Process):
     launcher: Launcher
     url: str = ""
     is_ready: bool = False
-    """Time since it was last started."""
+    """Seconds since the server was last started."""
     is_leased: bool = False
-    """Whether it keeps running when its standard input is closed."""
+    """Whether the server keeps running when its standard input is closed."""
     has_served: bool = False
-    """Whether it has held a version since it was last started."""
+    """Whether the server has held a version since it was last started."""
     is_end_reported: bool = False
-    """Whether the user has been notified of how it ended; reset when it is restarted."""
+    """Whether the user has been notified of how the server ended; reset when it is restarted."""
 
     async def stop(self) -> None:
-        """Stop it like any process, but send a signal if closing its input would not end it.
+        """Stop the server like any process, but with a signal if closing its input would not end it.
 
         A server that is still starting does not watch its input yet.
         """
@@ -95,7 +95,7 @@ class ServerProcess(Process):
         await Process.stop(self)
 
     async def restart(self, timeout_s: float, *, same_port: bool) -> None:
-        """Restart it after its process has ended, and wait until it is ready; ``url`` is then its new address.
+        """Restart the server after its process has ended, and wait until it is ready; ``url`` is then its new address.
 
         Raises `ConfigError` with the end of its log if it does not become ready; the process has ended then.
         """
@@ -107,7 +107,8 @@ class ServerProcess(Process):
         await self.wait_until_ready(timeout_s)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return once it answers at ``url``. Raises `ConfigError` with the end of its log; no process is left then."""
+        """Return once the server answers at ``url``. Raises `ConfigError` with the end of its log; its process has then
+        ended."""
         try:
             async with asyncio.timeout(timeout_s):
                 await _wait_for_url(self)
@@ -125,11 +126,11 @@ class Rank(Process):
     rank: int
     meeting: Meeting
     doing: str = "starting"
-    """The activity that it last reported; empty between requests."""
+    """The activity that the rank last reported; empty between requests."""
     _channel: RunChannel | None = None
 
     async def channel(self) -> RunChannel:
-        """Return the channel to it, once it has connected. Raises `WorkerDiedError` if it ends before that."""
+        """Return the channel to the rank once it has connected. Raises `WorkerDiedError` if it ends before that."""
         if self._channel is None:
             early = WorkerDiedError(f"trainer rank {self.rank} ended before it connected to the run")
             self._channel = await result_unless(self.meeting.channel(self.rank), self.process.wait(), lambda: early)
@@ -142,7 +143,7 @@ class Rank(Process):
         return said.rendezvous
 
     def how_it_ended(self) -> str:
-        """Return what it was doing and how it ended, with the last lines of its output."""
+        """Return what the rank was doing and how it ended, with the last lines of its output."""
         return self.during(Process.how_it_ended(self))
 
     def during(self, what: str) -> str:
@@ -277,7 +278,7 @@ async def _wait_for_url(server: ServerProcess) -> None:
 
 
 def unless_set(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those of ``variables`` that are not already set in the environment."""
+    """Return the entries of ``variables`` that are not already set in the environment."""
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 

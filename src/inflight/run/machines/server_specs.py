@@ -1,4 +1,4 @@
-"""The specifications with which the servers of a run are started."""
+"""The specifications from which the servers of a run are started."""
 
 from __future__ import annotations
 

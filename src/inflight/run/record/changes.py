@@ -11,9 +11,9 @@ from inflight.errors import ConfigError
 
 _CONFIG = "config.json"
 _FIXED = ("task.name", "run.seed")
-"""The ledger numbers the items of one task under one seed."""
+"""Settings that may not change, because the ledger numbers the items of one task under one seed."""
 _OF_PROMPTS = ("task.params", "task.prompt_template", "task.system_prompt", "model.path")
-"""With other prompts, a completion that was begun cannot be continued."""
+"""Settings after whose change a partial completion cannot be continued, because prompts differ."""
 _MAX_VALUE = 60
 
 
@@ -33,8 +33,9 @@ def changed_settings(path: Path, config_json: str) -> dict[str, tuple[Any, Any]]
     changes = {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
     if fixed := [describe_change(key, changes[key]) for key in _FIXED if key in changes]:
         raise ConfigError(
-            f"the run in {str(path)!r} cannot be continued with other settings of these: {'; '.join(fixed)}. Restore "
-            "them, or start a new run from its weights with model.path and another run.directory"
+            f"the run in {str(path)!r} cannot be continued with different values of these settings: "
+            f"{'; '.join(fixed)}. Restore them, or start a new run from its weights with model.path and another "
+            "run.directory"
         )
     return changes
 

@@ -17,10 +17,10 @@ from inflight.model.checksums import check_checkpoint
 
 _LATEST = "latest.json"
 _NAME = re.compile(r"(latest\.partial)|\.?version-(?P<version>\d{6,})(\.json|\.new|\.old)?")
-"""What a run writes there, except the pointer."""
+"""The files that a run writes there, except the pointer."""
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
-"""What reading a damaged state raises."""
+"""The exceptions that reading a damaged state raises."""
 
 
 def checkpoint_path(directory: Path, version: int) -> Path:
@@ -47,7 +47,7 @@ def finish_checkpoint(directory: Path, version: int, state: Mapping[str, Any], k
 
 
 def latest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
-    """Return the weights' directory and the run's state; None for both if there is no checkpoint.
+    """Return the directory of the weights and the run's state; None for both if there is no checkpoint.
 
     Raises `ConfigError` if the checkpoint cannot be read.
     """
@@ -68,7 +68,7 @@ def latest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[No
 
 
 def intact_checkpoint(directory: Path, damaged: int | None = None) -> str:
-    """Return what to do about a ``damaged`` checkpoint: the newest other one that is intact, and how to use it."""
+    """Return advice about a ``damaged`` checkpoint: the newest other one that is intact, and how to use it."""
     for version in reversed(_finished_versions(directory)):
         if version == damaged:
             continue
@@ -125,8 +125,8 @@ def _saved_versions(directory: Path) -> list[int]:
 def remove_unfinished(directory: Path) -> None:
     """Remove incomplete checkpoints that a killed run left after its latest checkpoint.
 
-    Complete ones, which a user who went back to an earlier checkpoint leaves, get another name instead. Files of other
-    names are left alone.
+    Complete ones, which are left when a user has gone back to an earlier checkpoint, are renamed instead. Files with
+    other names are left alone.
     """
     latest, _ = latest_checkpoint(directory)
     finished = {version for version in _finished_versions(directory) if _is_readable(directory, version)}

@@ -19,11 +19,11 @@ from inflight.base.printable import printable
 
 _LINE_EVERY_S = 5.0
 _WAIT_S = 10.0
-"""After this long without output, the run reports what it is waiting for."""
+"""Seconds without output after which the run reports what it is waiting for."""
 
 
 class _Console(Console):
-    """Standard output for as long as it can be written: a reader that has gone or a full device ends no run."""
+    """Standard output, as long as it can be written: a closed pipe or a full disk does not end the run."""
 
     def _check_buffer(self) -> None:
         try:
@@ -41,7 +41,11 @@ class _Console(Console):
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
         with contextlib.suppress(OSError, ValueError):
-            print(f"inflight: nothing more is shown: standard output: {error.strerror}", file=sys.stderr, flush=True)
+            print(
+                f"inflight: standard output cannot be written ({error.strerror}), so nothing more is shown",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class Progress:
@@ -54,7 +58,7 @@ class Progress:
         self._first: Mapping[str, Any] | None = None
         """The first row since this process started, from which the remaining time is estimated."""
         self._reward: float | None = None
-        """The mean reward of the last step in whose time groups were finished."""
+        """The mean reward of the last step during which groups finished."""
         self._last_line = 0.0
         self._last_word = self._last_event = time.monotonic()
 

@@ -26,7 +26,7 @@ from inflight.types import Group
 from inflight.wire import DraftCounts
 
 _WINDOW = 10
-"""The largest number of steps over which the first and the last reward of the summary are averaged."""
+"""The largest number of steps over which the first and last rewards in the summary are averaged."""
 _SHARE_OF_STEPS = 5
 """These windows are at most a fifth of the steps, so that they show what was learned."""
 
@@ -41,7 +41,7 @@ class _Counts(BaseModel):
     paused_s: dict[str, float] = {}
     """Seconds paused, by endpoint."""
     lags: Counter[int] = Counter()
-    """Trained tokens by lag."""
+    """Number of trained tokens by lag."""
     ages: Counter[int] = Counter()
     """Number of trained completions by the lag of their first token."""
     slots: SlotSeconds = SlotSeconds()
@@ -124,7 +124,7 @@ class Journal:
             counts.num_completion_tokens += rollout.num_sampled_tokens
 
     def event(self, of: type[events.Event], span: tuple[float, float] | None = None, /, **facts: Any) -> None:
-        """Write an event; ``span`` is its start and end in wall-clock seconds. None: now."""
+        """Write an event; ``span`` is its start and end in wall-clock seconds (None: now)."""
         start_s, end_s = map(self.since, span or (unix_time(),) * 2)
         # Readers ignore unknown facts, so they are rejected here.
         self._write(of.model_validate({"start_s": start_s, "end_s": end_s, **facts}, extra="forbid"))

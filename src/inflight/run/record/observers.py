@@ -19,7 +19,7 @@ from inflight.run.record.run_directory import RunDirectory
 class Observers:
     """Passes events to trackers and metrics. Metrics are served while the context is open.
 
-    The trackers are notified of the end, and of the `InflightError` that caused it, when the context is closed.
+    When the context is closed, the trackers are notified of the end, and of the `InflightError` that caused it.
     """
 
     def __init__(

@@ -34,7 +34,10 @@ async def serve_page(directory: Path, logs: Path, note: Callable[[str], None]) -
     try:
         async for line in process.stdout:
             note(line.decode(errors="replace").strip().removeprefix("inflight: "))
-        note(f"the page of the run has ended; its output is in {log}. Run inflight watch {directory} to serve it again")
+        note(
+            f"the process that serves the run's page has ended; its output is in {log}. Run inflight watch "
+            f"{directory} to serve the page again"
+        )
         await process.wait()
     finally:
         process.stdin.close()

@@ -85,10 +85,10 @@ def _draw_lengths(rows: Sequence[dict[str, Any]], counts: dict[str, int]) -> Any
     figure, axes = _figure(1, 2)
     lengths = [int(key) for key, count in counts.items() for _ in range(count)]
     axes[0].hist(lengths, bins=40, color=_COLOURS["generate"])
-    axes[0].set(xlabel="tokens of a completion", ylabel="completions")
+    axes[0].set(xlabel="tokens per completion", ylabel="completions")
     measured = [row for row in rows if row["completion_length"] is not None]
     axes[1].plot([row["version"] for row in measured], [row["completion_length"] for row in measured], color="#555")
-    axes[1].set(xlabel="optimizer step", ylabel="mean tokens of a completion")
+    axes[1].set(xlabel="optimizer step", ylabel="mean tokens per completion")
     axes[1].grid(alpha=0.3)
     return figure
 
@@ -162,7 +162,7 @@ def _histories(events: Iterable[dict[str, Any]]) -> dict[str, list[tuple[float, 
 
 
 def _draw_fleet(histories: Mapping[str, Sequence[tuple[float, str | None]]], end_s: float) -> Any:
-    """Draw every server whose state changed over the whole run, coloured by state."""
+    """Draw every server whose state changed, over the whole run, coloured by state."""
     from matplotlib.patches import Patch
 
     figure, axis = _figure(height=1.5 + 0.4 * len(histories))

@@ -26,13 +26,13 @@ from inflight.run.record.checkpoints import latest_checkpoint, remove_unfinished
 _ORPHANS_S = 20.0
 """How long processes of a killed run may take to end without being killed."""
 _OWNER_S = 2.0
-"""How long an owner that was just killed may take to disappear."""
+"""How long, in seconds, an owner that was just killed may take to disappear."""
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """Where a run in a directory begins: at a checkpoint, or with version 0."""
+    """Where a run in a directory begins: at a checkpoint, or at version 0."""
 
     checkpoint: Path | None
     """What workers load; None at the beginning of a run."""
@@ -73,8 +73,8 @@ class RunDirectory:
             is_present = False
         if not is_present:
             raise CheckpointError(
-                f"run directory {str(self.path)!r} was deleted or replaced while the run was writing to it: what it "
-                "held is lost. Start the run again"
+                f"run directory {str(self.path)!r} was deleted or replaced while the run was writing to it: its "
+                "contents are lost. Start the run again"
             )
 
     def release(self) -> None:
@@ -89,7 +89,7 @@ def starting_point(path: Path, *, resume: bool) -> StartingPoint:
     contains a run and ``resume`` is false, or if it contains none and ``resume`` is true.
     """
     if resume and not (path / "config.json").exists():
-        raise ConfigError(f"{str(path)!r} holds no run to resume: start one without --resume")
+        raise ConfigError(f"{str(path)!r} holds no run to resume: start a new run without --resume")
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         why = os.strerror(errno.EACCES if existing.is_dir() else errno.ENOTDIR)
@@ -118,7 +118,7 @@ def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], N
     continued with the new settings; it is then unchanged.
     """
     if resume and not (path / "config.json").exists():
-        raise ConfigError(f"{str(path)!r} holds no run to resume: start one without --resume")
+        raise ConfigError(f"{str(path)!r} holds no run to resume: start a new run without --resume")
     try:
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         (path / "logs").mkdir(exist_ok=True)
@@ -202,7 +202,7 @@ def _already_owned(path: Path, lock: int) -> ConfigError:
 
 
 def _owner(lock: int) -> int | None:
-    """Return the process id in the lock if it is of this host; otherwise None."""
+    """Return the process id in the lock if it belongs to this host; otherwise None."""
     words = os.pread(lock, 200, 0).decode().split()
     return int(words[1]) if len(words) >= 4 and words[3] == socket.gethostname() else None
 

@@ -18,7 +18,7 @@ from inflight.run.record.checkpoints import checkpoint_path, finish_checkpoint
 from inflight.run.record.recording import RunRecording
 
 _LONGEST_SHARE = 20
-"""Saves because of the time take at most one part of so many."""
+"""Saves that are due by time take at most one part in this many of the run's time."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _IncompleteCheckpoint:
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """Saves the steps made since version ``last``; ``state`` returns the run's own state."""
+    """Saves the steps taken since version ``last``; ``state`` returns the run's own state."""
 
     trainers: TrainerGroup
     directory: Path
@@ -42,7 +42,7 @@ class Saving:
     on_saved: Callable[[int], None] = lambda version: None
     """Called with each version whose checkpoint is complete."""
     recording: RunRecording | None = None
-    """Awaited before a checkpoint begins, so that all its steps are recorded."""
+    """Awaited before a checkpoint begins, so that all earlier steps are recorded."""
     saved_at_s: float = field(default_factory=time.monotonic)
     """When the last save ended; ``took_s`` is how long the ranks waited for it."""
     took_s: float = 0.0
@@ -56,7 +56,7 @@ class Saving:
             await self._save(version)
 
     async def finish(self, version: int) -> None:
-        """Save if any step was made since the last checkpoint, and wait until every checkpoint is complete."""
+        """Save if a step was taken since the last checkpoint, and wait until every checkpoint is complete."""
         if version > self.last:
             await self._save(version)
         if self.begun:

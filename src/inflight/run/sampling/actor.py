@@ -57,7 +57,7 @@ class EndedRequest:
 
 @dataclass(frozen=True, slots=True)
 class FailedEpisode:
-    """An episode that is left out of its group: the kind of failure, and what happened."""
+    """An episode that is left out of its group: the kind of failure, and a description."""
 
     item: int
     kind: str
@@ -92,7 +92,7 @@ class _LiveRequest:
     endpoint: SamplingEndpoint
     began_at: float
     task: asyncio.Task[None] | None = None
-    """None if the run ended before it was sent."""
+    """None if the run ended before the request was sent."""
 
     @property
     def is_running(self) -> bool:
@@ -109,12 +109,12 @@ class Actor:
     seed: int
     on_outcome: Callable[[Outcome], None]
     teachers: Teachers | None = None
-    """They score the rollouts of each finished group."""
+    """The teachers, which score the rollouts of each finished group."""
     run_id: str | None = None
     """The run whose versions endpoints may sample from; None: any."""
     clock: Callable[[], float] = time.monotonic
     making: tuple[int, float] | None = field(default=None, init=False)
-    """The item that the task is making, and when that began."""
+    """The item that the task is making, and when it began."""
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while no endpoint receives work, after the first call of `serve`."""
     _endpoints: dict[str, SamplingEndpoint] = field(default_factory=dict, init=False)
@@ -134,7 +134,7 @@ class Actor:
     def add(self, endpoint: InferenceEndpoint, limit: int, capabilities: Capabilities | None = None) -> None:
         """Add an endpoint; it receives work once `serve` names it.
 
-        It runs as many completions at a time as ``limit`` and its capabilities allow, but at least one request.
+        It runs as many completions at a time as ``limit`` and its capabilities allow, and always at least one request.
         """
         if capabilities is not None:
             limit = min(limit, capabilities.max_concurrent_sequences)

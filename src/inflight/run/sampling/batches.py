@@ -1,4 +1,4 @@
-"""Turns finished groups into the requests of one optimizer step: advantages, staleness, packing."""
+"""Turning finished groups into the requests of one optimizer step: advantages, staleness, packing."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class StepBatch:
     groups: Sequence[Group]
     samples: Sequence[Sample]
     version: int
-    """Version of the weights that the step starts from."""
+    """Version of the weights from which the step starts."""
     token_lags: Counter[int]
-    """Trained tokens by lag."""
+    """Number of trained tokens by lag."""
     num_stale_tokens: int
-    """Tokens that are masked because they are too old."""
+    """Number of tokens that are masked because they are too old."""
     kept: Sequence[Sequence[bool]]
     """For each group, which of its completions have a token that is not too old."""
 
@@ -99,7 +99,7 @@ def refuse_newer(groups: Sequence[Group], version: int) -> None:
     if newest > version:
         raise TrainerError(
             f"the step that starts from version {version} has tokens of version {newest}, which this run has not "
-            "trained: another trainer updates the same servers. Give each run its own servers"
+            "produced: another trainer is updating the same servers. Give each run its own servers"
         )
 
 

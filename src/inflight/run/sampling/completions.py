@@ -28,17 +28,18 @@ def opening_messages(system_prompt: str | None, prompt: str) -> tuple[Message, .
 
 @dataclass(frozen=True)
 class Completions(Work):
-    """``tokenizer`` renders prompts, with its chat template if it has one, and decodes. A group has ``sampling.n``."""
+    """``tokenizer`` renders prompts, with its chat template if any, and decodes. A group has ``sampling.n``
+    completions."""
 
     task: Task
     tokenizer: Any
     sampling: SamplingParams
     max_sequence_tokens: int
-    """An item whose prompt and completion may exceed this length together is not used."""
+    """An item whose prompt and completion together may exceed this length is not used."""
     timeout_s: float
     """How long an item, or the rewards of one group, may take."""
     pool: ScoringPool | None = None
-    """Processes that make items and compute rewards. None: a thread for each item and each group."""
+    """Processes that make items and compute rewards. None: one thread for each item and each group."""
     routed_experts: bool = False
     """Whether requests ask which experts computed each token."""
     system_prompt: str | None = None
@@ -68,7 +69,9 @@ class Completions(Work):
         try:
             item.prompt.encode()
         except UnicodeEncodeError as error:
-            raise UnusableItem(f"its prompt has a lone surrogate at character {error.start}") from error
+            raise UnusableItem(
+                f"its prompt has a lone surrogate at character {error.start}, which cannot be encoded"
+            ) from error
         return self._template.opening(opening_messages(self.system_prompt, item.prompt)).token_ids
 
     def too_long(self, prompt_token_ids: Sequence[int]) -> str | None:
@@ -117,7 +120,7 @@ class Completions(Work):
         return Completion.model_validate(saved)
 
     async def rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
-        """Compute rewards outside the event loop, which a slow function would block. `TaskError` if it hangs."""
+        """Compute rewards outside the event loop, which a slow function would block. Raises `TaskError` if it hangs."""
         what = f"the reward of task {self.task.name!r}, item {item.index},"
         if self.pool is not None:
             token_ids = [completion.token_ids for completion in completions]

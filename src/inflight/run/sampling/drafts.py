@@ -1,4 +1,4 @@
-"""Sends finished groups to endpoints, which draft later completions of the same prompts from them."""
+"""Sending finished groups to endpoints, which draft later completions of the same prompts from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FinishedGroups:
         self._drafting: dict[InferenceEndpoint, bool] = {}
 
     def finished(self, group: Group) -> None:
-        """Queue a group to be sent, in place of an earlier group of the same prompt that still waits.
+        """Queue a group to be sent, replacing an earlier group of the same prompt that is still waiting.
 
         Episodes are left out, because later turns have other prompts.
         """

@@ -24,7 +24,7 @@ from inflight.types import TaskItem
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 
 _MIN_EPISODES = 2
-"""A smaller group has nothing to compare."""
+"""The smallest useful group: a single episode has nothing to be compared with."""
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class _RunningEpisode:
     playing: PlayingEpisode
     task: asyncio.Future[PlayedEpisode]
     failed: asyncio.Future[None]
-    """Receives the error of the current endpoint if that endpoint fails."""
+    """Receives the error of the current endpoint if the endpoint fails."""
 
     async def at(self, endpoint: SamplingEndpoint) -> PlayedEpisode:
         """Continue on an endpoint, and return the episode once it is over. Exceptions of the endpoint propagate."""
@@ -73,7 +73,7 @@ class Episodes(Work):
     environment: Environment
     template: ChatTemplate
     sampling: SamplingParams
-    """Sampling parameters of every turn."""
+    """The sampling parameters of every turn."""
     num_needed: int
     num_extra: int
     """Number of additional episodes to start; the last ones to finish are abandoned."""
@@ -81,7 +81,7 @@ class Episodes(Work):
     timeout_s: float
     """How long an episode may take."""
     proxy: Proxy | None = None
-    """Serves the episodes that request a URL."""
+    """Serves the episodes that ask for a URL."""
     routed_experts: bool = False
     """Whether requests ask which experts computed each token; nothing is then streamed."""
     loop: PlayLoop = field(default_factory=PlayLoop)
@@ -114,8 +114,8 @@ class Episodes(Work):
     async def sample(self, endpoint: SamplingEndpoint, order: Order) -> list[Sampled]:
         """Play an episode, or continue one that has lost its endpoint. Raises like `SamplingEndpoint.sample`.
 
-        An episode that ended just as its endpoint was lost is kept for the next call. One that is cancelled because
-        another one blocks the thread of all episodes is played again, in a thread of its own.
+        An episode that ended just as its endpoint was lost is kept for the next call. An episode that is cancelled
+        because another one blocks the shared thread of all episodes is played again in its own thread.
         """
         key = (order.item.index, order.numbers[0])
         while True:

@@ -24,7 +24,7 @@ from inflight.types import TaskItem
 from inflight.wire import Completion
 
 EVALUATION = "evaluation.jsonl"
-"""File in the run's directory: one line per answer."""
+"""File in the run's directory, with one line per answer."""
 _SHOWN_LENGTH = 240
 
 
@@ -77,7 +77,7 @@ class Answer(BaseModel):
 
 @dataclass
 class Evaluation:
-    """The greedy answers to the same items, of the weights at the start of a run and at its end.
+    """The greedy answers to the same items, from the weights at the start of a run and from those at its end.
 
     ``note`` shows a line. Without items, or for an environment, which `check_task` refuses, nothing is sampled.
     """
@@ -87,7 +87,7 @@ class Evaluation:
     directory: Path
     note: Callable[[str], None]
     _answers: dict[int, list[Answer]] = field(default_factory=dict, init=False)
-    """By version."""
+    """The answers by version."""
 
     def __post_init__(self) -> None:
         path = self.directory / EVALUATION
@@ -123,7 +123,9 @@ class Evaluation:
             return
         served = max((span.version for it in items for span in it.completions[0].version_spans), default=version)
         if served != version:
-            self.note(f"the evaluation is of version {served}, because {endpoint.name} has not received {version}")
+            self.note(
+                f"the evaluation used version {served}, because {endpoint.name} has not received version {version}"
+            )
         self._answers[served] = [
             Answer(version=served, item=it.item.index, prompt=it.item.prompt, answer=it.texts[0], reward=it.rewards[0])
             for it in items
@@ -164,7 +166,7 @@ class Evaluation:
 
 
 def _read(path: Path) -> list[Answer]:
-    """Return the answers in a file; a line that a killed process left incomplete is left out."""
+    """Return the answers in a file, without a line that a killed process left incomplete."""
     answers = []
     for line in path.read_text().split("\n"):  # an answer may contain other line separators
         try:

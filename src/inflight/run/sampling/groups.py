@@ -18,7 +18,7 @@ from inflight.run.sampling.work import Work
 from inflight.wire import SamplingParams
 
 _LOAD_S = 120.0
-"""How long the process of a task may take to load it, at least."""
+"""The least time, in seconds, that the process of a task is given to load it."""
 
 
 def check_task(config: RunConfig, task: Task | Environment) -> None:

@@ -1,4 +1,4 @@
-"""Produces the batches of optimizer steps from a task, through the dispatcher, and records what happens."""
+"""Producing the batches of optimizer steps from a task, through the dispatcher, and recording what happens."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Sampling:
         self.draft_source = FinishedGroups()
         """Finished groups to send to the servers that draft from them."""
         self.num_rewritten = 0
-        """Number of conversations that continued from another rendering of their history, as a separate rollout."""
+        """Number of conversations that continued as a separate rollout after another rendering of their history."""
         self.is_training = False
         """Whether a batch has been returned and is not settled yet."""
         self._groups: Sequence[Group] = ()
@@ -165,13 +165,13 @@ class Sampling:
         )
 
     def _waits_for_the_task(self) -> str:
-        """Return as text what the user's code has not returned yet."""
+        """Return, as text, the calls of the user's code that have not returned yet."""
         num_scoring = sum(group.is_scoring for group in self.dispatcher.open.values())
         making = self.actor.making
         return (f", {num_scoring} of them wait for rewards" if num_scoring else "") + (
             ""
             if making is None
-            else f", the task has been making item {making[0]} for {self.actor.clock() - making[1]:.0f} s"
+            else f", the task has been working on item {making[0]} for {self.actor.clock() - making[1]:.0f} s"
         )
 
     async def batch(self, version: int) -> StepBatch:
@@ -294,8 +294,8 @@ class Sampling:
         except TimeoutError as error:
             raise TrainerError(
                 f"no batch of {self._config.tokens_per_step} tokens was ready within {timeout_s:g} s: "
-                f"{self.dispatcher.steps.waiting.num_tokens} tokens are ready, {self.num_running} groups are running"
-                f"{self.warnings.drops()}. Are all rewards equal?"
+                f"{self.dispatcher.steps.waiting.num_tokens} tokens are ready, {self.num_running} groups are "
+                f"running{self.warnings.drops()}. Check whether all rewards are equal"
             ) from error
 
 

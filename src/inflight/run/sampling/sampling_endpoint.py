@@ -1,4 +1,4 @@
-"""One endpoint of a run. Attributes the failure of a request to the item, the request or the endpoint."""
+"""One endpoint of a run, which attributes the failure of a request to the item, the request or the endpoint."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SamplingEndpoint:
     run_id: str | None = None
     """The run whose versions it may sample from; None: any."""
     _num_arrived: int = 0
-    """Number of completions whose run was to be checked; of them, ``_num_checked`` belong to this run."""
+    """Number of completions whose run had to be checked; ``_num_checked`` of them are known to belong to this run."""
     _num_checked: int = 0
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -122,7 +122,7 @@ class SamplingEndpoint:
         """Raise `EndpointError` if tokens that have arrived may come from another run's weights.
 
         The endpoint is asked after the tokens have arrived, once for all that arrive meanwhile. The trainer never takes
-        back an endpoint from another run, so an endpoint that is this run's now was so when it sampled them.
+        an endpoint back from another run, so an endpoint that belongs to this run now also did when it sampled them.
         """
         if self.run_id is None:
             return
@@ -134,7 +134,7 @@ class SamplingEndpoint:
             num_arrived, answer = self._num_arrived, await version_of(self.endpoint, _HEALTHY_S)
             if answer is None:
                 raise EndpointError(
-                    f"it did not report within {_HEALTHY_S:g} s whose weights it sampled from", self.name
+                    f"it did not report within {_HEALTHY_S:g} s which run's weights it sampled from", self.name
                 )
             if answer.run_id not in (None, self.run_id):
                 raise EndpointError(
@@ -159,7 +159,9 @@ class SamplingEndpoint:
         except EndpointError:
             raise
         except Exception as error:  # endpoints may be user code
-            raise EndpointError(f"generate failed: {type(error).__name__}: {error}", self.name) from error
+            raise EndpointError(
+                f"the endpoint's generate failed: {type(error).__name__}: {error}", self.name
+            ) from error
 
 
 def request_of(
@@ -182,8 +184,8 @@ def _check_versions(name: str, version: int | None, sampled: Collection[int]) ->
     oldest = min(sampled, default=version)
     if version is not None and oldest is not None and oldest < version:
         raise ProtocolError(
-            f"version {version} was published to it, but it sampled from version {oldest}: another server took its "
-            "place",
+            f"version {version} was published to it, but it sampled from version {oldest}: another server has taken "
+            "its place",
             name,
         )
 

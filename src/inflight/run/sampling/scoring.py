@@ -1,10 +1,10 @@
-"""Makes items and computes rewards in separate processes: ``python -m inflight.run.sampling.scoring FD HOW TASK ...``.
+"""Making items and scoring in separate processes: ``python -m inflight.run.sampling.scoring FD HOW TASK ...``.
 
 Code that blocks, or holds the interpreter's lock, would stop the run; a process can be abandoned. Each process
-constructs the task and the same items, and decodes completions. A call is its number, the number of an item, its level
-in a curriculum, and the lengths of its completions and their token ids as 32-bit integers, or -1 instead for the item
-itself. Answers, and the message that the process is ready, are JSON. A process ends when its standard input ends, even
-while it computes rewards.
+constructs the task and the same items, and decodes completions. A call consists of its number, the number of an item,
+its level in a curriculum, and the lengths and token ids of its completions as 32-bit integers, or -1 to request the
+item itself. Answers, and the message that the process is ready, are JSON. A process ends when its standard input ends,
+even while it computes rewards.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from inflight.types import TaskItem
 _HEAD = struct.Struct("<QQIi")
 """Number of the call, index of the item, its level (0 without a curriculum) and number of its completions."""
 _ITEM = -1
-"""Stands for the number of completions where the item is wanted."""
+"""Replaces the number of completions in a call that requests the item."""
 _READY = 0
-"""The call that is answered once the process is ready."""
+"""The number of the call that is answered once the process is ready."""
 _SIZE = struct.Struct("<I")
 _STOP_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _NUM_KEPT = 4096
-"""Items that a process keeps until it scores them."""
+"""Number of items that a process keeps until it scores them."""
 
 How = Literal["together", "in turn"]
-"""Whether a process answers each call in a thread of its own, or one after another in its main thread."""
+"""Whether a process answers each call in its own thread, or all calls one after another in its main thread."""
 
 
 @dataclass(eq=False)
@@ -76,14 +76,14 @@ class ScoringPool:
             pass
 
     async def item(self, index: int, level: int, timeout_s: float, what: str) -> TaskItem:
-        """Return an item, with the metadata that JSON can hold. Raises as `rewards` does."""
+        """Return an item, with the metadata that JSON can represent. Raises as `rewards` does."""
         answer = await self._ask(_HEAD.pack(0, index, level, _ITEM), timeout_s, what)
         return TaskItem(**answer["item"])
 
     async def rewards(
         self, item: TaskItem, completions: Sequence[Sequence[int]], timeout_s: float, what: str
     ) -> list[float]:
-        """Return the reward of each completion of an item. A process that does not become idle again is killed.
+        """Return the reward of each completion of an item. A process that does not answer in time is killed.
 
         Raises `TaskError`, also if ``what`` takes too long, not counting the wait for a process.
         """
@@ -218,7 +218,7 @@ class _Answering:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._items: OrderedDict[tuple[int, int], TaskItem] = OrderedDict()
-        """Items that were made and not scored yet, by level and index: a task need not make the same one again."""
+        """Items that were made and not yet scored, by level and index: a task need not make the same item again."""
 
     def answer_calls(self, stream: BinaryIO, how: How) -> None:
         self._send({"call": _READY})
@@ -283,7 +283,9 @@ def main() -> None:
     connection = socket.socket(fileno=int(descriptor))
     os.set_inheritable(connection.fileno(), False)  # so that processes started by the task do not keep it open
     task = TaskSettings.model_validate_json(settings).load(int(seed))
-    assert isinstance(task, Task), "environments are played in the process of the run"
+    assert isinstance(task, Task), (
+        "a scoring process was started for an environment, but environments are played in the process of the run"
+    )
     tokenizer = load_tokenizer(Path(model))
     with connection.makefile("rb") as stream:
         _Answering(connection, task, tokenizer).answer_calls(stream, "together" if how == "together" else "in turn")

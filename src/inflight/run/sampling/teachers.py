@@ -19,7 +19,7 @@ from inflight.types import Rollout, TaskItem, TeacherScores
 from inflight.wire import Needs, ScoreRequest, ScoreResponse
 
 _QUIET_S = 30.0
-"""After a report that a teacher fails."""
+"""Seconds without further reports after a report that a teacher fails."""
 _MAX_PAUSE_S = 5.0
 """Longest pause between two attempts to score a completion."""
 
@@ -33,9 +33,9 @@ class _Teacher:
     is_failing: bool = False
     """Whether the user has been notified that its scoring fails."""
     quiet_until: float = 0.0
-    """Until then, further failures are not reported."""
+    """The time until which further failures are not reported."""
     num_waiting: int = 0
-    """Completions that it has not scored yet."""
+    """Number of completions that the teacher has not scored yet."""
 
 
 def short_context(name: str, has: int, needed: int) -> str:
@@ -68,7 +68,7 @@ class Teachers:
         self._token = token
         self._note = note
         self._teachers: list[_Teacher | None] = []
-        """None for a teacher whose logprobs the trainer ranks compute."""
+        """An entry is None for a teacher whose logprobs the trainer ranks compute."""
         self._num_requests = 0
 
     @property
@@ -151,11 +151,13 @@ class Teachers:
                     else:
                         if teacher.is_failing:
                             teacher.is_failing = False
-                            self._note(f"teacher {endpoint.name} scores again")
+                            self._note(f"teacher {endpoint.name} has recovered and scores completions again")
                         return response
                     if not teacher.is_failing and time.monotonic() >= teacher.quiet_until:
                         teacher.is_failing, teacher.quiet_until = True, time.monotonic() + _QUIET_S
-                        self._note(f"a teacher failed to score; retrying for up to {timeout_s:g} s: {failure}")
+                        self._note(
+                            f"a teacher failed to score a completion; retrying for up to {timeout_s:g} s: {failure}"
+                        )
                     await asyncio.sleep(backoff.next(time.monotonic()))
         except TimeoutError as error:
             why = failure or "no response"

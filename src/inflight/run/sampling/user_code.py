@@ -1,4 +1,4 @@
-"""Calls of a user's task: what it returns is checked, and whatever it raises becomes a `TaskError`."""
+"""Calls of a user's task: results are checked, and any exception becomes a `TaskError`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def item_of(task: Task | Environment, index: int, level: int = 0) -> TaskItem:
     what = f"{kind} {task.name!r} failed to make item {index}"
     item = call_user(what, lambda: task.item_at(level, index) if isinstance(task, Curriculum) else task.item(index))
     if not isinstance(item, TaskItem) or not isinstance(item.prompt, str):
-        raise TaskError(f"{what}: it returned {shortened(repr(item))}, not a TaskItem with a text as its prompt")
+        raise TaskError(f"{what}: it returned {shortened(repr(item))}, not a TaskItem with a string as its prompt")
     if item.index != index:
-        raise TaskError(f"{what}: it returned an item with index {item.index}")
+        raise TaskError(f"{what}: it returned an item with index {item.index}, not with the requested one")
     return item
 
 
@@ -35,10 +35,10 @@ def rewards_of(task: Task, item: TaskItem, texts: Sequence[str]) -> list[float]:
 
 
 def call_user(what: str, call: Callable[[], T]) -> T:
-    """Return what a user's code returns. Raises `TaskError`, which begins with ``what``, for anything that it raises.
+    """Return the result of a user's code. Raises a `TaskError`, which begins with ``what``, for any exception.
 
-    To be called in a thread or process of its own, where nothing but the user's code raises `SystemExit`,
-    `KeyboardInterrupt` or `CancelledError`.
+    Call this in a separate thread or process, where only the user's code can raise `SystemExit`, `KeyboardInterrupt` or
+    `CancelledError`.
     """
     try:
         return call()
@@ -49,7 +49,7 @@ def call_user(what: str, call: Callable[[], T]) -> T:
 
 
 async def in_thread(what: str, call: Callable[[], T], timeout_s: float) -> T:
-    """Return what ``call`` returns in a thread of its own. Raises `TaskError` if it takes too long, and as it does."""
+    """Return the result of ``call``, run in its own thread. Also raises `TaskError` if it takes too long."""
     try:
         async with asyncio.timeout(timeout_s):
             return await run_abandonable(call, "inflight-task")
@@ -66,7 +66,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def json_of(item: TaskItem) -> dict[str, Any]:
-    """Return an item without the metadata that JSON cannot hold, which stays where its rewards are computed."""
+    """Return an item without the metadata that JSON cannot represent, which stays where its rewards are computed."""
     kept = {key: value for key, value in item.metadata.items() if isinstance(value, (str, int, float, bool))}
     answer = None if item.answer is None else str(item.answer)
     return {"index": item.index, "prompt": str(item.prompt), "answer": answer, "metadata": kept}

@@ -14,7 +14,7 @@ from inflight.types import Group
 _NUM_DROPPED = 24
 """The user is warned after this many dropped groups in a row, and after each doubling."""
 
-_WHY_STALE = "Their tokens are older than rollouts.max_lag allows: do the servers lag behind the trainer?"
+_WHY_STALE = "Their tokens are older than rollouts.max_lag allows: check whether the servers lag behind the trainer"
 _WHY_FILTERED = "The composer rejects groups like the last one: see rollouts.composer."
 
 
@@ -29,7 +29,7 @@ class SamplingWarnings:
     num_failed_episodes: Counter[str] = field(default_factory=Counter)
     """Number of failed episodes, by kind of failure."""
     _shown_reasons: set[str] = field(default_factory=set)
-    """Reasons for which the user has been shown an example."""
+    """The reasons for which the user has already been shown an example."""
     _num_dropped_in_a_row: int = 0
 
     def drops(self) -> str:
@@ -48,8 +48,9 @@ class SamplingWarnings:
             why = _WHY_STALE
         if reason == "equal rewards":
             why = (
-                f"All completions of the last one have the reward {group.rollouts[0].reward:g}, so there is no signal: "
-                "is the task too hard or too easy for the model, or is its reward wrong?"
+                f"All completions of the last one have the reward {group.rollouts[0].reward:g}, so there is no "
+                "signal: check whether the task is too hard or too easy for the model, and whether its reward is "
+                "right"
             )
         self._count_drop(why)
 

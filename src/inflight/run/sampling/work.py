@@ -14,7 +14,7 @@ from inflight.types import TaskItem
 from inflight.wire import Completion
 
 Sampled = Completion | PlayedEpisode
-"""One complete or partial completion, or one episode. Both have ``num_tokens`` and ``is_whole``."""
+"""One completion, complete or partial, or one episode. Both have ``num_tokens`` and ``is_whole``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Work(Protocol):
     """Makes items, prompts, requests and rewards. It calls user code, whose exceptions become `TaskError`."""
 
     is_one_request: ClassVar[bool]
-    """Whether all completions of an order run as one request. If not, each has its own order."""
+    """Whether all completions of an order run as one request. If not, each completion has its own order."""
 
     @property
     @abstractmethod

@@ -13,7 +13,7 @@ from inflight.run.fleet_config import ServersSection
 from inflight.wire import Capabilities, Needs
 
 _MAX_FILE_BYTES = 1 << 20
-"""The number of bytes of a list of servers that are read."""
+"""The largest number of bytes that are read of a list of servers."""
 
 
 def check_servers(servers: ServersSection) -> None:

@@ -1,6 +1,6 @@
 """The HTTP route at which servers join a run and leave it, protected by the run's token.
 
-A server renews its registration repeatedly. It is no longer listed once it stops doing so or announces that it leaves.
+A server renews its registration repeatedly. It is no longer listed once it stops doing so or announces its departure.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class JoinServer:
         return {name: it.url for name, it in self._joined.items() if not it.has_left and now - it.renewed < _SILENT_S}
 
     def hands_on(self, name: str) -> bool:
-        """Return whether an unlisted server has announced that it leaves, so that its requests can be handed on."""
+        """Return whether an unlisted server has announced its departure, so that its requests can be handed on."""
         return name in self._joined and self._joined[name].has_left
 
     async def _answer(self, request: Request) -> Response:

@@ -65,7 +65,7 @@ class LeasedServer(Launched):
                 async with asyncio.timeout(patience_s):
                     await self._wait_until_gone()
             self.send_signal(signal.SIGKILL)
-            self._ended = ProcessEnd(None, cause="the run has stopped it")
+            self._ended = ProcessEnd(None, cause="the run has stopped the server")
             await cancel_and_wait(self._watching)
         await self._endpoint.aclose()
 
@@ -82,7 +82,7 @@ class LeasedServer(Launched):
                 answered = time.monotonic()
             await asyncio.sleep(_BEAT_S)
         self._ended = ProcessEnd(
-            None, cause=f"it was started by an earlier process of this run; {self.url} no longer answers"
+            None, cause=f"the server was started by an earlier process of this run; {self.url} no longer answers"
         )
         return self._ended
 

@@ -81,7 +81,7 @@ class ListedServers:
         return " or ".join(f"servers.attach.{key} {str(it)!r}" for key, it in settings.items() if it is not None)
 
     def _listed(self) -> dict[str, str] | None:
-        """Return the URLs of listed and joined servers, by endpoint name; None if the file is unreadable."""
+        """Return the URLs of listed and joined servers, by endpoint name; None if the file cannot be read."""
         listed: dict[str, str] | None = {}
         if self._config.servers.attach.urls_file is not None:
             listed, problems = read_server_list(self._config.servers.attach.urls_file)
@@ -102,7 +102,11 @@ class ListedServers:
         for name in self._lines.keys() - listed.keys():
             if self._lines.pop(name).takes_part:
                 hands_on = self._desk is not None and self._desk.hands_on(name)
-                how = "hands on its partial completions and leaves" if hands_on else "leaves once its groups have ended"
+                how = (
+                    ("is handing on its partial completions and leaving")
+                    if hands_on
+                    else "will leave once its groups have ended"
+                )
                 self._note(f"{name} is no longer listed: it {how}")
                 self._membership.retire(name, hands_on=hands_on)
         present = {endpoint.name for endpoint in self._membership.taking_part}  # includes those that are leaving
@@ -121,7 +125,7 @@ class ListedServers:
                 can = await self._membership.check(endpoint)
         except (TimeoutError, InflightError) as error:
             await endpoint.aclose()
-            why = str(error) or f"{endpoint.name}: did not answer within {_ASK_S:g} s"
+            why = str(error) or f"{endpoint.name} did not answer within {_ASK_S:g} s"
             self._note_once(f"a server of {self._where} cannot take part yet: {why}")
             line.backoff.next(time.monotonic())
             return None

@@ -1,4 +1,4 @@
-"""Passes GPU memory between servers, which hold it while they sample, and trainers, which hold it while they train.
+"""Passing GPU memory between servers, which hold it while they sample, and trainers, which hold it while they train.
 
 A server that fails to release or restore its memory is left out, like any other server that fails, until a publish
 reaches it again.
@@ -65,12 +65,12 @@ class MemoryTurns:
         for endpoint, why in zip(endpoints, problems, strict=True):
             if why is not None and endpoint.name not in self.servers.actor.dispatcher.endpoints.lost:
                 self.servers.note(f"{endpoint.name} did not {what} its memory and is left out: {why}")
-                self.servers.actor.lose(endpoint.name, f"it did not {what} its memory: {why}")
+                self.servers.actor.lose(endpoint.name, f"the server did not {what} its memory: {why}")
 
     async def _ask(
         self, endpoint: InferenceEndpoint, ask: Callable[[ReleasingEndpoint], Awaitable[object]]
     ) -> str | None:
-        """Return None if it succeeded, or else the reason why it failed."""
+        """Return None if the call succeeded, or else the reason why it failed."""
         try:
             if not isinstance(endpoint, ReleasingEndpoint):
                 raise UnsupportedError(f"{type(endpoint).__name__} has no release_memory")
@@ -84,7 +84,7 @@ class MemoryTurns:
 
 
 async def _release(endpoint: ReleasingEndpoint) -> None:
-    """Release the memory of an endpoint. Requests of disconnected clients may still run for a moment."""
+    """Release the memory of an endpoint, after retries while requests of disconnected clients are running."""
     deadline = time.monotonic() + _IDLE_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Scales the fleet by a rule: the run starts additional servers, which join it like any others."""
+"""Scaling the fleet by a rule: the run starts additional servers, which join it like any others."""
 
 from __future__ import annotations
 

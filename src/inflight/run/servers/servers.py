@@ -63,7 +63,7 @@ class Servers:
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while the trainers hold the memory that a server needs to start."""
     killed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by `kill`: from then on no server is restarted, and no end of one is reported."""
+    """Set by `kill`: from then on servers are not restarted, and their ends are not reported."""
 
     def __post_init__(self) -> None:
         self.may_start.set()
@@ -216,7 +216,7 @@ class Servers:
 
 
 def no_server_left(actor: Actor, news: Collection[str] = ()) -> EndpointError:
-    """Return the error that states how every endpoint was lost, and the ``news`` about them since then."""
+    """Return the error that states how every endpoint was lost, with the ``news`` about them since then."""
     causes = "; ".join(f"{lost}: {why}" for lost, why in actor.dispatcher.endpoints.lost.items())
     since = f". Since then: {'; '.join(news)}" if news else ""
     return EndpointError(f"no inference server is left ({causes}){since}")
