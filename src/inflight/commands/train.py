@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.epilog = "Every field can be overridden: --train.learning_rate 1e-4, --run.mode conventional, ..."
+    parser.epilog = (
+        "Every field of the configuration can be overridden: --train.learning_rate 1e-4, --run.mode conventional, ... "
+        "The sections are run, model, task, evaluation, sampling, servers, updates, train, loss, distillation and "
+        "rollouts. 'inflight config' prints their fields; docs/configuration.md describes them."
+    )
     parser.set_defaults(overrides=())
     parser.add_argument("config", type=Path, metavar="RUN.toml", help="run configuration")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint of the run directory")

@@ -16,6 +16,7 @@ class LoraSettings(Section):
     """A LoRA as a worker trains it, in PEFT's terms: ``r``, ``lora_alpha``, ``target_modules``, ``lora_dropout``."""
 
     rank: int = Field(ge=1, le=65536)
+    """The inner dimension of the two factors, A and B."""
     alpha: float = Field(gt=0, le=1_000_000)
     """Each changed weight is its base plus ``alpha / rank`` times B A."""
     targets: tuple[str, ...] | Literal["all-linear"]
@@ -25,7 +26,7 @@ class LoraSettings(Section):
     """Share of a layer's inputs that are hidden from the LoRA, drawn again in each forward with gradients. The
     trainer's logprobs then differ from those of the servers, which drop nothing."""
     seed: int = Field(default=0, ge=0)
-    """Of A, which PEFT also initialises at random, and of the dropout. B begins as zeros."""
+    """Seed of the initial A, which is random as in PEFT, and of the dropout. B begins as zeros."""
 
     @model_validator(mode="after")
     def _names_targets_once(self) -> LoraSettings:

@@ -16,7 +16,10 @@ class OptimizerSettings(Section):
     """The default suits full training of models of billions of parameters. A run chooses it by the size of the model:
     see `inflight.run.model_defaults`."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
     max_gradient_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm over all parameters; None: never."""
     warmup_steps: int = Field(default=0, ge=0)
+    """The number of first steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up: not at all, or to 0 at the last step."""

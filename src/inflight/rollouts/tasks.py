@@ -64,7 +64,9 @@ class TaskSettings(AnswerFormat):
     ``module:factory``."""
 
     name: str
+    """The name of the dataset or entry point, or ``module:factory``."""
     params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the dataset or factory."""
     levels: int | tuple[dict[str, Any], ...] | None = None
     """A curriculum: the run begins at the first level, and moves to the next or the previous one when the mean reward
     of 16 groups is at least 0.75 or at most 0.2. A number: so many levels of the curriculum that reasoning-gym has for

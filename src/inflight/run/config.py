@@ -32,6 +32,7 @@ class RunSection(Section):
     """The mode and the length of the run, and where it writes its files."""
 
     directory: Path
+    """The directory that the run writes to. Only ``--resume`` continues in one that holds a checkpoint."""
     mode: Literal["pipeline", "conventional"] = "pipeline"
     """``pipeline`` trains while generation continues. ``conventional`` alternates: it generates the data of
     ``conventional_steps`` optimizer steps, then trains on it."""
@@ -54,14 +55,18 @@ class RunSection(Section):
     checkpoint after one of them is lost. The servers keep running. A rank that is lost before the first step ends the
     run. With 0, the run always ends, and ``--resume`` continues it."""
     num_steps: int = Field(default=100, ge=1)
+    """The number of optimizer steps after which the run ends."""
     stop_at_reward: float | None = None
     """End the run early once the mean reward over the last ten steps reaches this value. None: never."""
     seed: int = 0
+    """Seed of the order of items, of sampling and of the policies."""
     checkpoint_every_steps: int = Field(default=50, ge=1)
+    """Save a checkpoint each time this many steps have been trained."""
     checkpoint_every_s: float = Field(default=60.0, gt=0)
     """Also save a checkpoint after a step if at least this many seconds, and at least 20 times the duration of the last
     save, have passed since then."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    """The number of checkpoints to keep; older ones are deleted."""
     background_saves: bool = False
     """Keep training while a checkpoint is written. The workers first copy their state to host memory."""
     start_timeout_s: float = Field(default=300.0, gt=0)
@@ -85,6 +90,7 @@ class ModelSection(Section):
     """The model that is trained and served."""
 
     path: Path
+    """The directory of a checkpoint in the format of transformers."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the computation in trainer and servers, and of published weights. ``train.master_dtype`` sets the dtype
     of the trained parameters."""
@@ -125,8 +131,11 @@ class SamplingSection(Section):
     """How completions are sampled."""
 
     group_size: int = Field(default=8, ge=2, le=1024)
+    """The number of completions that are sampled for each item and compared with each other."""
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=100.0)
+    """The sampling temperature."""
     max_tokens: int = Field(default=128, ge=1, le=2**31 - 1)
+    """The largest number of tokens of a completion."""
     generate_timeout_s: float = Field(default=600.0, gt=0)
     """How long a server may take to answer one request."""
 
@@ -144,6 +153,7 @@ class TrainSection(OptimizerSettings):
     """Train and publish a LoRA adapter instead of the weights of the model. The trainer must support this, as
     ``fsdp`` does."""
     num_ranks: int = Field(default=1, ge=1)
+    """The number of trainer processes."""
     device: Literal["cpu", "cuda"] | None = None
     """Where the ranks compute. None: each on its own GPU if there are any, otherwise on the CPU."""
     devices: tuple[NonNegativeInt, ...] | None = None
@@ -163,6 +173,7 @@ class TrainSection(OptimizerSettings):
     tokens_per_worker: int = Field(default=4096, ge=1)
     """A step begins once this many training tokens (prompts and completions) per rank have accumulated."""
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
+    """The largest number of tokens that a rank computes at a time. It limits the memory of a step, not its result."""
     router_replay: bool = False
     """For mixtures of experts: compute each token with the experts that sampled it, instead of those that the trainer's
     routers choose. The servers and the trainer must support it."""
@@ -231,9 +242,11 @@ class RolloutsSection(Section):
     """Decides which completions run where and when. Constructed with ``sampling.group_size``, ``run.seed`` and
     ``scheduler_params``."""
     scheduler_params: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the scheduler."""
     staleness: str = "max_lag"
     """Decides which tokens are too old to train on. Constructed with ``max_lag`` and ``staleness_params``."""
     staleness_params: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the staleness policy."""
     min_ess: float | None = Field(default=None, gt=0, le=1)
     """The smallest acceptable effective sample size of a step, as a share of its tokens. None: no limit."""
     on_low_ess: Literal["wait", "stop"] = "wait"
@@ -250,6 +263,7 @@ class RolloutsSection(Section):
     """Decides which finished groups make up a step. Constructed with the number of tokens per step over all ranks, and
     ``composer_params``."""
     composer_params: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the composer."""
 
 
 class RunConfig(Section):

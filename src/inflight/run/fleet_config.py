@@ -21,6 +21,7 @@ class ServerGroupSection(Section):
     engine: str = EMBEDDED
     """``embedded``, or another entry point in the group ``inflight.engines``."""
     count: int = Field(default=1, ge=1)
+    """The number of servers to start."""
     python: Path | None = None
     """The Python interpreter of the engine's virtual environment. None: the interpreter of the run."""
     engine_arguments: tuple[str, ...] = ()
@@ -130,6 +131,7 @@ class ServersSection(ServerGroupSection):
     """Start more servers when training waits for samples, and stop them when slots are free. None: the fleet keeps its
     size."""
     threads: int = Field(default=1, ge=1)
+    """Number of CPU threads of each server that the run starts."""
     device: str | None = None
     """Device of all servers that the run starts: ``cpu`` or ``cuda``. None: GPUs if there are any."""
     drafts: Literal["off", "history", "siblings", "both"] = "off"
