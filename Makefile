@@ -52,7 +52,7 @@ SMOLLM2 := models/smollm2
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-agents test-tinker test-tinker-engines coverage test-engines engines vllm-sources check-vllm-sources certificates certificate-tinker certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
+.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-agents test-tinker test-tinker-engines coverage test-engines engines vllm-sources check-vllm-sources certificates certificate-tinker certificate-vllm certificate-sglang certificates-trainers apart lint format types docs site dist bench gpu screenshots clean
 
 # A real pretrained model where the package index has it, the tiny one where not.
 demo: $(STAMP)
@@ -117,6 +117,10 @@ coverage: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE
 	$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered --sort miss
+
+# The site of docs/ in build/site. A link, an anchor or a reference that leads nowhere fails it.
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet --strict
 
 # The real engines, each in a virtual environment of its own.
 engines: $(STAMP_VLLM) $(STAMP_SGLANG)

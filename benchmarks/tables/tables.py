@@ -14,6 +14,7 @@ from benchmarks.tables.campaign_table import campaign_table
 from benchmarks.tables.doctor_table import doctor_table
 from benchmarks.tables.kept import ROOT, kept, kept_rows, milliseconds
 from benchmarks.tables.planner_tables import PLANNER_TABLES
+from benchmarks.tables.reference_tables import REFERENCE_TABLES
 from benchmarks.tables.replay_tables import REPLAY_TABLES
 from benchmarks.tables.rollout_tables import ROLLOUT_TABLES
 from benchmarks.tables.scale_tables import SCALE_TABLES
@@ -524,6 +525,7 @@ TABLES = {
     "proxy": proxy_table,
     "events": event_tables,
     "environments": environments_table,
+    **REFERENCE_TABLES,
     **WEIGHT_TABLES,
     **ROLLOUT_TABLES,
     **PLANNER_TABLES,

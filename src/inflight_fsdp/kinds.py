@@ -60,4 +60,11 @@ class MegatronKind(WorkerKind):
         return create_worker(settings)
 
 
-FSDP, TORCHTITAN, DEEPSPEED, MEGATRON = FsdpKind(), TorchTitanKind(), DeepSpeedKind(), MegatronKind()
+FSDP = FsdpKind()
+"""Workers on torch's ``fully_shard``."""
+TORCHTITAN = TorchTitanKind()
+"""Workers on TorchTitan."""
+DEEPSPEED = DeepSpeedKind()
+"""Workers on DeepSpeed's ZeRO."""
+MEGATRON = MegatronKind()
+"""Workers on Megatron-Core."""

@@ -110,6 +110,7 @@ class SglangKind(EngineKind):
 
 
 KIND = SglangKind()
+"""The engine kind `sglang`."""
 
 
 def _updates_of(query: str) -> Updates | None:

@@ -253,3 +253,4 @@ class FourPhaseKind(EngineKind):
 
 
 FOUR_PHASES = FourPhaseKind()
+"""Servers with vLLM's own four phases of an update."""

@@ -82,3 +82,4 @@ class VllmKind(EngineKind):
 
 
 KIND = VllmKind()
+"""The engine kind `vllm`."""

@@ -115,7 +115,7 @@ def create_app(
 
     async def metrics(_: Request) -> Response:
         registry = CollectorRegistry()
-        registry.register(_MetricsCollector(await endpoint.weight_version(), None if stats is None else stats()))
+        registry.register(MetricsCollector(await endpoint.weight_version(), None if stats is None else stats()))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     async def openapi(_: Request) -> Response:
@@ -249,7 +249,7 @@ async def _answer_failure(request: Request, error: Exception) -> Response:
     return _json(_error_body(InflightError(f"{request.url.path} failed: {type(error).__name__}: {error}")), 500)
 
 
-class _MetricsCollector:
+class MetricsCollector:
     """Version and engine counters in the format of Prometheus."""
 
     def __init__(self, version: WeightVersion, stats: EngineStats | None) -> None:

@@ -99,6 +99,7 @@ class Sum(Piece):
 Aggregation = Annotated[
     TokenMean | SegmentMean | SegmentSum | Constant | PromptMean | Budget | Sum, Field(discriminator="kind")
 ]
+"""How the losses of targets become the loss of a step."""
 
 
 def token_shares(

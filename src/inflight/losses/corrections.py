@@ -154,6 +154,7 @@ class MaxAge(Piece):
 
 
 Correction = Annotated[Truncate | Band | TrustTv | TrustKl | Opsm | SecondMoment | MaxAge, Field(discriminator="kind")]
+"""A weight or a mask of targets that corrects for the policy that sampled them."""
 
 
 def depends_on_trainer(correction: Correction) -> bool:

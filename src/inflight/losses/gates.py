@@ -182,6 +182,7 @@ class GeometricMean(Piece):
 
 
 Gate = Annotated[Score | PpoClip | PositiveUnclipped | Sapo | Vespo | GeometricMean, Field(discriminator="kind")]
+"""How the ratio of a target enters the loss: the clipping of a policy loss."""
 
 
 def _by_sign(positive_N: torch.Tensor, positive: float, negative: float, like_N: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ class Maximum:
 
 
 Metrics = Mapping[str, Metric | Maximum]
+"""The metrics of a micro-batch by name, which `add_metrics` adds up over micro-batches and ranks."""
 
 WeightKind = Literal["ratio", "pull", "sequence_ratio", "sequence_pull"]
 

@@ -165,3 +165,4 @@ class TeacherKl(Piece):
 
 
 Penalty = Annotated[Kl | Entropy | SquaredLogRatio | CrossEntropy | TeacherKl, Field(discriminator="kind")]
+"""A term that is added to the loss of each target."""

@@ -29,6 +29,7 @@ TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 
 
 TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""A positive number of tokens."""
 
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
@@ -54,9 +55,11 @@ def is_reward(value: object) -> bool:
 
 
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
+"""A client's name for one of its running requests."""
 
 
 RunId = Annotated[str, Field(min_length=1, max_length=1024)]
+"""The name of a run, which owns the weights that it publishes."""
 
 
 def is_empty(value: object) -> bool:

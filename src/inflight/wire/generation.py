@@ -13,9 +13,11 @@ from pydantic import AfterValidator, Field, model_validator
 from inflight.wire.fields import MAX_REWARD, Items, Natural, RequestId, Seed, TokenCount, TokenId, WireModel, is_empty
 
 FinishReason = Literal["stop", "length", "abort"]
+"""Why a completion ended: a stop token or string, the limit of tokens, or an abort."""
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+"""Text that ends a completion."""
 
 
 MAX_IMAGES = 64

@@ -16,7 +16,7 @@ from inflight.observe.trace import events
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _PARTS = ("gather_s", "wire_s", "load_s", "pause_s", "first_token_s", "total_s")
-_OF_STEPS = {
+OF_STEPS = {
     "reward": ("inflight_run_reward", "Mean reward of the rollouts that finished since the previous step"),
     "lag_mean": ("inflight_run_lag_mean", "Mean lag of the trained tokens, in versions"),
     "lag_max": ("inflight_run_lag_max", "Largest lag of a trained token"),
@@ -45,7 +45,7 @@ _OF_STEPS = {
 """Metrics of a step that are exported unchanged."""
 
 
-_COUNTERS = {
+COUNTERS = {
     "steps": ("Optimizer steps",),
     "trained_tokens": ("Tokens of optimizer steps",),
     "stale_tokens": ("Tokens that were masked because of their lag",),
@@ -58,13 +58,13 @@ _COUNTERS = {
     "failed_episodes": ("Episodes that failed and are not trained on", "reason"),
     "failures": ("Failures that ended an incarnation of the run",),
 }
-_GAUGES = {
+GAUGES = {
     "weight_version": ("Number of trained versions so far",),
     "groups": ("Groups that are being sampled, and complete groups that wait", "state"),
     "items_outstanding": ("Items that were issued and are not settled",),
     "servers": ("Servers by state", "state"),
 }
-_HISTOGRAMS = {
+HISTOGRAMS = {
     "train_seconds": ("Duration of optimizer steps, without the publish",),
     "request_seconds": ("Duration of requests to servers", "endpoint"),
     "publish_seconds": ("Duration of the parts of publishes", "part"),
@@ -80,17 +80,17 @@ class RunMetrics:
         self._info = Info("inflight_run", "The run", registry=registry)
         self._counters = {
             name: Counter(f"inflight_run_{name}", text, labels, registry=registry)
-            for name, (text, *labels) in _COUNTERS.items()
+            for name, (text, *labels) in COUNTERS.items()
         }
         self._gauges = {
             name: Gauge(f"inflight_run_{name}", text, labels, registry=registry)
-            for name, (text, *labels) in _GAUGES.items()
+            for name, (text, *labels) in GAUGES.items()
         }
         self._histograms = {
             name: Histogram(f"inflight_run_{name}", text, labels, registry=registry, buckets=_SECONDS)
-            for name, (text, *labels) in _HISTOGRAMS.items()
+            for name, (text, *labels) in HISTOGRAMS.items()
         }
-        self._of_steps = {key: Gauge(name, text, registry=registry) for key, (name, text) in _OF_STEPS.items()}
+        self._of_steps = {key: Gauge(name, text, registry=registry) for key, (name, text) in OF_STEPS.items()}
         for of_step in self._of_steps.values():
             of_step.set(math.nan)  # unknown before the first step
         self._has_server_states = False
