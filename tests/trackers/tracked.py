@@ -179,6 +179,10 @@ def main() -> None:
     name, options, directory = sys.argv[1:]
     os.chdir(directory)
     told = live(name, json.loads(options), Path(directory))
+    if name == "wandb":  # its process of its own answers that a run has ended, and then writes the rest of its file
+        import wandb
+
+        wandb.teardown()
     stored = globals()[name](Path(directory))
     print(json.dumps({"told": told, **stored}))
 
