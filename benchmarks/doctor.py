@@ -1,6 +1,6 @@
 """What ``inflight doctor`` says of each planted cause of drift, and of healthy pairs: python benchmarks/doctor.py
 
-Writes benchmarks/results/doctor.json, of which docs/doctor.md has the table.
+Writes benchmarks/results/doctor.json, of which docs/evidence-doctor.md has the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of docs/doctor.md: what was planted, what the doctor said, and how long it took."""
+"""The table of docs/evidence-doctor.md: planted causes, diagnoses and times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.tables.kept import kept
 
 def doctor_table() -> str:
     """Return one row for each planted cause and each healthy pair."""
-    lines = ["| planted | cause | the doctor said | where | took |", "|---|---|---|---|---|"]
+    lines = ["| planted | cause | diagnosis | where | time |", "|---|---|---|---|---|"]
     for row in kept("doctor")["rows"]:
         pair = row["model"] if "," in row["model"] else f"{row['model']} model"
         planted = f"nothing ({pair})" if row["cause"] is None else row["planted"]

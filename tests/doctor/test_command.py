@@ -30,7 +30,7 @@ def test_the_report_names_the_cause_the_place_the_evidence_and_what_mends_it(
     assert "embedded" in printed and "compared with transformers in float32" in printed
     assert "Cause 3: the loader changes what it loads." in printed
     assert "  evidence: with the same weights, logprobs differ by" in printed
-    assert "  mend: load into untransformed parameters" in printed
+    assert "  fix: load into untransformed parameters" in printed
     found = json.loads(file.read_text())
     assert [it["cause"]["number"] for it in found["findings"]] == [3]
     assert found["examination"]["same"]["same_weights"]["num_tokens"] == 8 * 96

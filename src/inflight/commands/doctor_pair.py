@@ -68,7 +68,7 @@ async def _examined(target: Any, arguments: argparse.Namespace) -> int:
         where = f" ({finding.where})" if finding.where else ""
         print(f"Cause {finding.cause.number}: {finding.cause.name}{where}.")
         print(f"  evidence: {finding.evidence}")
-        print(f"  mend: {finding.cause.mend}")
+        print(f"  fix: {finding.cause.fix}")
     print(f"Examined in {time.monotonic() - started:.0f} s.", flush=True)
     row = {"findings": [dataclasses.asdict(it) for it in findings], "examination": dataclasses.asdict(found)}
     write_json(arguments.json, row)

@@ -10,11 +10,11 @@ from inflight.doctor.experiments import Examination
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One cause, with what mends it."""
+    """One cause, and how to fix it."""
 
     number: int
     name: str
-    mend: str
+    fix: str
 
 
 CAUSES = {
