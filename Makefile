@@ -105,7 +105,7 @@ test-tinker-engines: $(STAMP) $(STAMP_TINKER) $(STAMP_VLLM)
 test-agents: $(STAMP) $(STAMP_AGENTS)
 	INFLIGHT_TESTS_AGENTS=$(CURDIR)/$(AGENTS) $(BIN)/python -m pytest tests/real_agents --durations 5 $(PYTEST)
 
-# Keeps which methods of the SDK's release passed their tests, for the table of docs/tinker.md.
+# Stores which methods of the SDK's release passed their tests, for the table of docs/evidence-tinker.md.
 certificate-tinker:
 	mkdir -p build
 	$(MAKE) test-tinker PYTEST="--junit-xml build/tinker.xml"

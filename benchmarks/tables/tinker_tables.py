@@ -1,4 +1,4 @@
-"""Tables of docs/tinker.md: methods of the SDK with the test of each, and what programs learned."""
+"""Tables of docs/tinker.md and docs/evidence-tinker.md: the methods of the SDK, and the rewards of programs."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def _rows(client: str, methods: Mapping[str, str], note: str, releases: Mapping[
     return rows
 
 
+def refused_methods() -> str:
+    """Return the methods that are refused, as one line."""
+    names = dict.fromkeys(method.partition(".")[2].removesuffix("_async") for method in REFUSED)
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def programs_table() -> str:
     """Return one row for each program."""
     lines = [
@@ -69,6 +75,7 @@ def programs_table() -> str:
 
 
 TINKER_TABLES = {
+    "tinker_refused": refused_methods,
     "tinker_methods": methods_table,
     "tinker_programs": programs_table,
 }
