@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md."""
+"""The tables of docs/evidence-scale.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def controller_table() -> str:
         lines.append(f"| {what} | {cells[0]} | {cells[1]} |")
     sums = [_us_per_request(rows[name]) for name in ("before", "after")]
     cells = [f"{us:,.0f} µs per request" for us in sums]
-    lines.append(f"| all of it but the first row | {cells[0]} | {cells[1]} |")
+    lines.append(f"| all rows except the first | {cells[0]} | {cells[1]} |")
     cells = [f"{1e6 * _TOKENS / us:,.0f}" for us in sums]
     lines.append(f"| **tokens per second of one core, at most** | **{cells[0]}** | **{cells[1]}** |")
     return "\n".join(lines)
