@@ -1,4 +1,4 @@
-"""The table of mutants in docs/conformance.md, from what the last run of all of them found."""
+"""The table of mutants in docs/evidence-conformance.md, from what the last run of all of them found."""
 
 from __future__ import annotations
 

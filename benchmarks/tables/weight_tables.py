@@ -1,4 +1,4 @@
-"""Tables of docs/weights.md: how weights move, what that costs, and what holds under faults."""
+"""Tables of docs/evidence-weights.md: how weights move, what that costs, and what holds under faults."""
 
 from __future__ import annotations
 

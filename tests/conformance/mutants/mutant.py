@@ -16,7 +16,7 @@ class Mutant:
     name: str
     caught_by: str
     fault: str
-    """Description of the fault, as it appears in the table of docs/conformance.md."""
+    """Description of the fault, as it appears in the table of docs/evidence-conformance.md."""
     infect: Callable[[EmbeddedEndpoint], InferenceEndpoint]
     """Puts the fault into a healthy endpoint and returns it, or returns a faulty endpoint that wraps it."""
     over_ipc: bool = False
