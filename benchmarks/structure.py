@@ -3,7 +3,7 @@
     python benchmarks/structure.py BEFORE [--test-seconds BEFORE AFTER]
 
 checks out the commit BEFORE in a directory of its own, measures it and this checkout, each with its own code, and
-keeps both in benchmarks/results/structure.json. `make docs` renders the table of docs/design.md from there.
+keeps both in benchmarks/results/structure.json. `make docs` renders the table of docs/evidence-design.md from there.
 
 - Lines are those of every Python and TOML file under src.
 - Two packages at the top of `inflight` import each other if the import statements of one lead to the other and back,
