@@ -125,10 +125,10 @@ def test_empty_micro_batch_has_zero_loss_that_depends_on_the_logprobs(preset, co
         (replace(FIRST, advantages=[1.0]), "sample 1 has 3 completion tokens but advantages has 1"),
         (replace(FIRST, loss_mask=[True] * 4), "loss_mask has 4"),
         (replace(FIRST, rollout=replace(FIRST.rollout, behaviour_logprobs=[])), "behaviour_logprobs has 0"),
-        (replace(FIRST, rollout=replace(FIRST.rollout, version_spans=[])), "version_spans has 0"),
+        (replace(FIRST, rollout=replace(FIRST.rollout, version_spans=[])), "version_spans cover 0"),
         (
             replace(FIRST, rollout=replace(FIRST.rollout, turns=[Turn(0, 1)])),
-            "sample 1 has 1 sampled tokens but version_spans has 3",
+            "sample 1 has 1 sampled tokens but its version_spans cover 3",
         ),
         (
             replace(

@@ -164,7 +164,7 @@ def test_maximum_keeps_the_larger_and_never_hides_a_nan():
 
 
 def test_metrics_that_reduce_in_different_ways_are_not_added():
-    with pytest.raises(TypeError, match="reduce in different ways"):
+    with pytest.raises(TypeError, match="are reduced in different ways"):
         add_metrics({"a": Metric(1, 2)}, {"a": Maximum(3)})
 
 

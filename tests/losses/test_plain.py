@@ -117,12 +117,10 @@ def test_a_call_without_targets_has_a_loss_and_a_gradient_of_zero():
 
 def test_tensors_that_do_not_fit_are_refused_by_name():
     trainer, behaviour, advantages, mask = plain_tensors(4, 6)
-    with pytest.raises(
-        InvalidRequestError, match=r"behaviour_logprobs are \[4, 5\], but trainer_logprobs are \[4, 6\]"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"behaviour_logprobs has shape \[4, 5\], but must have .*\[4, 6\]"):
         grpo_loss(trainer, behaviour[:, 1:], advantages, mask)
-    with pytest.raises(InvalidRequestError, match=r"loss_mask are \[24\]"):
+    with pytest.raises(InvalidRequestError, match=r"loss_mask has shape \[24\]"):
         grpo_loss(trainer, behaviour, advantages, mask.flatten())
     for wrong in (advantages[0], advantages[:, :5], advantages[None], torch.zeros(1, 1, 1)):
-        with pytest.raises(InvalidRequestError, match="advantages"):
+        with pytest.raises(InvalidRequestError, match=r"advantages has shape .*per token, \[4, 6\], or per row, \[4\]"):
             grpo_loss(trainer, behaviour, wrong, mask)

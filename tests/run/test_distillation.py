@@ -203,7 +203,7 @@ def test_a_teacher_scores_no_more_completions_at_a_time_than_its_bound(
     assert len(counting.failed) == 6
     assert [it.teacher is not None and len(it.teacher.logprobs or ()) for it in scored.rollouts] == [3] * 12
     assert ["a teacher failed to score" in note for note in notes] == [True, False]  # however often it fails
-    assert notes[1] == f"teacher {model_dir.name} scores completions again"
+    assert notes[1] == f"teacher {model_dir.name} has recovered"
 
 
 # ---- refused configurations

@@ -114,5 +114,5 @@ def test_estimators_say_what_they_lack():
         group_advantages([1.0, 0.0], "opo")
     with pytest.raises(InvalidRequestError, match="call batch_advantages"):
         group_advantages([1.0, 0.0], "batch_std")
-    with pytest.raises(InvalidRequestError, match="one entry per reward"):
+    with pytest.raises(InvalidRequestError, match="as many lengths as rewards"):
         batch_advantages([[1.0, 0.0]], "opo", [[3]])

@@ -67,7 +67,7 @@ def test_groups_beyond_the_budget_stay_for_the_next_step():
 def test_step_that_is_not_ready_is_refused_and_nothing_is_lost():
     waiting = WaitingGroups(POLICY, TokenBudget(20))
     waiting.add(group(0, 19))
-    with pytest.raises(InvalidRequestError, match="the 19 waiting training tokens do not make a step"):
+    with pytest.raises(InvalidRequestError, match="the 19 waiting training tokens are too few for a step"):
         waiting.take()
     assert waiting.num_groups == 1
 

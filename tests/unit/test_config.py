@@ -153,7 +153,7 @@ def test_an_answer_format_inserts_the_problem_and_reads_the_last_answer() -> Non
     [
         ("prompt_template", "Answer it.", "does not contain {question}"),
         ("answer_pattern", "(", "is not a regular expression"),
-        ("answer_pattern", "(a)(b)", "has 2 groups, but one answer is read"),
+        ("answer_pattern", "(a)(b)", "has 2 groups, but only one answer is read"),
     ],
 )
 def test_an_answer_format_that_cannot_work_is_refused(setting: str, value: str, message: str) -> None:

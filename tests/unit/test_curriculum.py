@@ -150,7 +150,11 @@ def test_levels_of_reasoning_gym_and_own_parameters_become_harder() -> None:
     ("name", "given_levels", "message"),
     [
         ("chain_sum", 12, "task.levels is 12, but the curriculum of 'chain_sum' has 11 levels"),
-        ("tests.run.tasks:count_letters", 3, "is for datasets of reasoning-gym, and 'tests.run.tasks:count_letters'"),
+        (
+            "tests.run.tasks:count_letters",
+            3,
+            "applies to datasets of reasoning-gym, and 'tests.run.tasks:count_letters'",
+        ),
         ("tests.environments.places:three_turns", ({}, {}), "is an environment: leave it out"),
         ("composite", 3, "reasoning-gym has no curriculum for 'composite': list the parameters of each level"),
     ],
@@ -162,5 +166,5 @@ def test_levels_that_do_not_exist_are_refused(name: str, given_levels: int, mess
 
 @pytest.mark.parametrize("given_levels", [1, 0, [{}]])
 def test_a_single_level_is_refused(given_levels: object) -> None:
-    with pytest.raises(ConfigError, match="a curriculum has at least two levels"):
+    with pytest.raises(ConfigError, match="a curriculum must have at least two levels"):
         check_settings(TaskSettings, {"name": "chain_sum", "levels": given_levels}, "task")

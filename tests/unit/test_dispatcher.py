@@ -391,7 +391,7 @@ def test_a_scheduler_that_issues_to_a_full_endpoint_or_twice_is_refused() -> Non
     with pytest.raises(InvalidRequestError, match="b, which has left"):
         dispatcher.decide(1.0)
     dispatcher.endpoints.serve(["a", "b"], 0, 1.0)
-    with pytest.raises(InvalidRequestError, match="issued completion 0 of item 0 while it ran or had finished"):
+    with pytest.raises(InvalidRequestError, match="issued completion 0 of item 0, which is running or has finished"):
         dispatcher.decide(1.0)
 
 

@@ -100,5 +100,5 @@ def test_a_completion_that_ended_by_itself_has_no_continuation(reason):
 
 
 def test_nothing_is_left_of_a_completion_with_all_its_tokens():
-    with pytest.raises(ValueError, match="with all of its 20 tokens"):
+    with pytest.raises(ValueError, match="after all of its 20 tokens"):
         continuation(REQUEST, completion_of([(1, -1.0, 0)] * 20, "abort"), "b")

@@ -89,7 +89,7 @@ def test_shuffle_is_the_same_for_the_same_seed_and_another_for_another():
     [
         ([1.0, -1.0], 2, "at least 0"),
         ([math.nan], 1, "finite"),
-        ([1.0, 1.0], 17, "8 rounds over 2 items cannot give 17"),
+        ([1.0, 1.0], 17, "8 rounds over 2 items cannot yield 17"),
     ],
 )
 def test_shuffle_refuses_what_it_cannot_draw(weights, size, message):

@@ -187,7 +187,7 @@ def test_records_that_do_not_fit_are_refused() -> None:
     experts = np.zeros((4, 2, 2), np.uint8)
     with pytest.raises(InvalidRequestError, match="5 tokens but routed_experts has 6 rows"):
         collate([sample_of(record_of(np.zeros((6, 2, 2), np.uint8)))])
-    with pytest.raises(InvalidRequestError, match="differ in layers"):
+    with pytest.raises(InvalidRequestError, match="must have the same numbers of layers"):
         collate([sample_of(record_of(experts)), sample_of(record_of(experts[:, :1]))])
     with pytest.raises(ValueError, match="16 bytes, but 5 rows of 4 bytes"):
         RoutedExperts.model_validate(record_of(experts).model_dump() | {"num_tokens": 5})

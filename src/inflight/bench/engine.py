@@ -1,4 +1,4 @@
-"""Measures token times of a server by number of running completions, for ``inflight plan``."""
+"""Measuring the token times of a server by number of running completions, for ``inflight plan``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class EngineTimes:
 
     num_running: int
     token_s: float
-    """Time of one step, in which each completion gets a token."""
+    """Time of one step, in which each completion receives a token."""
     request_s: float
-    """Time that each request adds to the tokens' own, including its prompt."""
+    """Time that each request adds to the time of its tokens, including its prompt."""
 
 
 async def measure(
@@ -46,13 +46,13 @@ async def measure(
     capabilities = await endpoint.capabilities()
     if max(batches) > capabilities.max_concurrent_sequences:
         raise ConfigError(
-            f"{endpoint.name} runs {capabilities.max_concurrent_sequences} completions at a time, not "
+            f"{endpoint.name} runs at most {capabilities.max_concurrent_sequences} completions at a time, not "
             f"{max(batches)}; request fewer"
         )
     if num_tokens + num_prompt_tokens > capabilities.max_model_len or num_tokens < 2 * _SHORTER:
         raise ConfigError(
-            f"--tokens {num_tokens} and --prompt-tokens {num_prompt_tokens} must be at least {2 * _SHORTER} tokens and "
-            f"fit the context of {capabilities.max_model_len}"
+            f"--tokens {num_tokens} and --prompt-tokens {num_prompt_tokens} must be at least {2 * _SHORTER} tokens "
+            f"and together fit the server's context of {capabilities.max_model_len} tokens"
         )
     rng = random.Random(0)
     number = 0

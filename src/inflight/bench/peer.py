@@ -1,6 +1,6 @@
-"""The other end of a raw transfer, in its own process: ``python -m inflight.bench.peer``; it reads JSON on stdin.
+"""The other end of a raw transfer, in its own process: ``python -m inflight.bench.peer``; JSON comes on stdin.
 
-It repeatedly receives the same raw bytes, which gives the limit that a transport is compared with.
+It repeatedly receives the same raw bytes, which measures the limit that a transport is compared with.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def make_model(path: Path, size_bytes: int, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     if size_bytes < 4_000_000:
-        raise ConfigError(f"a model of {size_bytes} bytes is too small to measure; use 4MB or more")
+        raise ConfigError(f"a model of {size_bytes} bytes is too small to measure; use at least 4MB")
     num_elements = size_bytes // getattr(torch, dtype).itemsize
     narrower = 1
     while _LAYER_ELEMENTS // narrower**2 > num_elements // 4:

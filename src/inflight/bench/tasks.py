@@ -1,4 +1,4 @@
-"""Samples tasks with a model, to find one that the model can learn: some answers right and some wrong."""
+"""Sampling tasks with a model, to find one that the model can learn: some answers are right and some wrong."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class SampledTask:
     name: str
     problem: str | None = None
     reward: float = 0.0
-    """Mean over all completions."""
+    """Mean reward over all completions."""
     signal_share: float = 0.0
     """Share of the groups whose rewards differ. The others are not trained on."""
     num_prompt_tokens: float = 0.0
     num_answer_tokens: float = 0.0
-    """Medians."""
+    """Median lengths, in tokens."""
     cut_share: float = 0.0
     """Share of the completions that reached the limit of tokens."""
     step_s: float | None = None
-    """Seconds to sample the groups of a step at this rate, counting those without a signal. None: no group has one."""
+    """Seconds to sample the groups of a step at this rate, plus those without a signal. None: none has a signal."""
     example: tuple[str, str] | None = None
     """A prompt and the best completion."""
 
@@ -79,7 +79,7 @@ async def sample_tasks(
         try:
             task = load_task(name, params, how.seed, how.answer_format)
             if isinstance(task, Environment):
-                raise TaskError("an environment, which only a run can play")
+                raise TaskError("this is an environment, which only a run can play")
             sampling = SamplingParams(
                 n=how.group_size, max_tokens=how.max_tokens, temperature=how.temperature, seed=how.seed
             )

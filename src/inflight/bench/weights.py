@@ -1,4 +1,4 @@
-"""``inflight bench weights``: publishes one model from trainer to server over each transport, and measures its limit.
+"""``inflight bench weights``: publishes of one model to a server over each transport, and its limit.
 
 The server of the embedded engine runs in its own process. Each transport publishes the same weights several times,
 first while the server is idle, then while it samples. Between two publishes, a share of the elements changes, as in an
@@ -69,10 +69,10 @@ class TransportResult:
     busy: dict[str, Spread]
     """The same while the server samples, plus ``first_token``."""
     limit: str
-    """The raw operation on the same bytes."""
+    """The time of the raw operation on the same bytes."""
     limit_s: Spread
     copy_s: Spread
-    """One copy of the same bytes in memory."""
+    """The time of one copy of the same bytes in memory."""
 
     @property
     def gb_per_s(self) -> float:
@@ -100,10 +100,10 @@ def measure(
     directory: Path | None = None,
     report_progress: Callable[[str], None] = lambda text: None,
 ) -> list[TransportResult]:
-    """Measure each transport with a model of about ``size_bytes``; ``report_progress`` gets lines of progress.
+    """Measure each transport with a model of about ``size_bytes``; ``report_progress`` receives lines of progress.
 
     Both processes use ``num_threads`` threads; torch in this process keeps that setting. ``directory`` holds the model
-    and the files of the transport ``file``. Raises `ConfigError` for an unknown transport, and what a publish raises.
+    and the files of the transport ``file``. Raises `ConfigError` for an unknown transport, and the errors of a publish.
     """
     torch.set_num_threads(num_threads)
     for transport in transports:

@@ -1,4 +1,4 @@
-"""Denominators: how much each target weighs in the loss.
+"""Denominators: how much weight each target has in the loss.
 
 The loss is a plain sum over targets. Its weights come from counts over the whole optimizer step, so any split of the
 segments into micro-batches and ranks gives the same gradient.
@@ -21,37 +21,37 @@ from inflight.losses.targets import Targets
 Counted = Literal["before", "after"]
 """Whether a denominator counts before or after corrections have rejected targets.
 
-``before``: all targets and, as papers write it, all completions, even those without a target. ``after``: the remaining
-targets, and the completions that have one of them.
+``before``: all targets and, as in the papers, all completions, even those without a target. ``after``: the remaining
+targets, and the completions that still have one.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers over the whole optimizer step: all micro-batches of all ranks."""
+    """Counts over the whole optimizer step: all micro-batches of all ranks."""
 
     num_tokens: float
-    """Targets."""
+    """Number of targets."""
     num_sequences: float
-    """Completions; after rejection, only those with a target left."""
+    """Number of completions; after rejection, only of those that still have a target."""
     tokens_P: tuple[float, ...] = ()
-    """Targets of each prompt's completions together; empty if no denominator asks for it."""
+    """Number of targets in all completions of each prompt; empty if no denominator needs it."""
 
     @property
     def num_prompts(self) -> int:
-        """Prompts with at least one target, before or after rejection."""
+        """Number of prompts with at least one target, before or after rejection."""
         return sum(tokens > 0 for tokens in self.tokens_P)
 
 
 class TokenMean(Piece):
-    """1 / N_tokens: every token of the step weighs the same (DAPO, arXiv 2503.14476, eq. 8)."""
+    """1 / N_tokens: every token of the step has the same weight (DAPO, arXiv 2503.14476, eq. 8)."""
 
     kind: Literal["token_mean"] = "token_mean"
     counted: Counted = "before"
 
 
 class SegmentMean(Piece):
-    """1 / (N_sequences L_i): every sequence weighs the same, so tokens of short ones weigh more (GRPO, 2402.03300).
+    """1 / (N_sequences L_i): every sequence has the same weight, so tokens of short ones have more (GRPO, 2402.03300).
 
     L_i counts targets.
     """
@@ -61,7 +61,7 @@ class SegmentMean(Piece):
 
 
 class SegmentSum(Piece):
-    """1 / N_sequences: tokens of a sequence add up (PipelineRL). On a loss of whole sequences: LUSPO's weight."""
+    """1 / N_sequences: tokens of a sequence add up (PipelineRL). With a ratio of whole sequences: LUSPO's weight."""
 
     kind: Literal["segment_sum"] = "segment_sum"
     counted: Counted = "before"
@@ -72,19 +72,19 @@ class Constant(Piece):
 
     kind: Literal["constant"] = "constant"
     length: float = Field(gt=0)
-    """Tokens, usually the longest completion that sampling allows."""
+    """In tokens; usually the longest completion that sampling allows."""
     counted: Counted = "before"
 
 
 class PromptMean(Piece):
-    """1 / (N_prompts T_p): every prompt weighs the same, T_p the tokens of its completions (ScaleRL, 2510.13786)."""
+    """1 / (N_prompts T_p): equal weight for prompts; T_p: tokens of its completions (ScaleRL, 2510.13786)."""
 
     kind: Literal["prompt_mean"] = "prompt_mean"
     counted: Counted = "before"
 
 
 class Budget(Piece):
-    """1 / tokens: a fixed number of tokens, whatever the step holds (C3PO, Ring-lite, arXiv 2506.14731)."""
+    """1 / tokens: a fixed number of tokens, regardless of the step's size (C3PO, Ring-lite, arXiv 2506.14731)."""
 
     kind: Literal["budget"] = "budget"
     tokens: float = Field(gt=0)
@@ -112,7 +112,7 @@ def token_shares(
     """Return the weight of each target, float64 [N].
 
     ``counted_N`` and ``counts`` cover all targets or the kept ones, as the aggregation counts; ``prompts_S`` indicates
-    which segments share a prompt. Raises `InvalidRequestError` if it is needed and None.
+    which segments share a prompt. Raises `InvalidRequestError` if it is None although needed.
     """
     # A step without targets has counts of 0, and nothing to weigh.
     num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)

@@ -1,8 +1,8 @@
-"""Corrections: weights and rejections for tokens that were sampled by another policy than the trained one.
+"""Corrections: weights and rejections for tokens that were sampled by a policy other than the trained one.
 
 A correction multiplies the policy term of a target by a weight, or rejects the target: loss and gradient of its policy
-term are 0 then. A call returns the weights, or with dtype bool which targets are kept. They carry no gradient.
-Penalties are not corrected.
+term are 0 then. A call returns the weights, or, as booleans, which targets are kept. They carry no gradient. Penalties
+are not corrected.
 
 Shape suffixes: N targets, S segments.
 """
@@ -46,8 +46,8 @@ class Truncate(Piece):
 class Band(Piece):
     """Rejects targets whose ratio lies outside [low, high] (IcePop, Ring-1T, arXiv 2510.18855), or whole segments.
 
-    ``level`` takes the ratio of a segment (geometric mean or product); ``whole_segments`` rejects every target of
-    a segment that has one outside.
+    ``level`` takes the ratio of a segment (geometric mean or product); ``whole_segments`` rejects every target of a
+    segment that has one target outside.
     """
 
     kind: Literal["band"] = "band"
@@ -124,8 +124,8 @@ class SecondMoment(Piece):
     """Rejects the targets of largest squared log ratio until the mean of the rest is at most ``bound`` (M2PO,
     arXiv 2510.01161).
 
-    The mean is over all targets of the optimizer step, so `prepare` computes the largest square that stays. Targets of
-    equal squares are kept or rejected together.
+    The mean is over all targets of the optimizer step, so `prepare` computes the largest square that is kept. Targets
+    of equal squares are kept or rejected together.
     """
 
     kind: Literal["second_moment"] = "second_moment"
@@ -176,9 +176,9 @@ def couples_segments(correction: Correction) -> bool:
 def second_moment_threshold(correction: SecondMoment, step: Sequence[Targets], add: Reduce) -> float:
     """Return the threshold of squares below which the mean of all remaining squares is within the bound.
 
-    The mean grows with the threshold, so bisection over floats finds it with sums over ranks alone. It lies half-way
-    between the largest square that stays and the smallest that goes, so that squares which are computed again, with
-    another rounding, fall on the same side.
+    The mean grows with the threshold, so bisection over floats finds it using only sums over ranks. It lies half-way
+    between the largest square kept and the smallest rejected, so that squares recomputed with different rounding fall
+    on the same side.
     """
     squares = torch.cat([torch.zeros(0, dtype=torch.float64), *(correction.squares(targets).cpu() for targets in step)])
 
@@ -198,7 +198,7 @@ def second_moment_threshold(correction: SecondMoment, step: Sequence[Targets], a
 
 
 def _bits_of(number: float) -> int:
-    """Return the bits of a float as an integer, which grows with floats of at least 0."""
+    """Return the bits of a nonnegative float as an integer, which increases with the float."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 

@@ -19,7 +19,7 @@ from inflight.losses.pieces import Piece
 from inflight.losses.targets import Targets
 
 _LARGEST_EXPONENT = 700.0
-"""exp of more is close to the limit of float64."""
+"""The largest log ratio that is exponentiated; exp of more is close to the limit of float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class GatedLoss:
 
     loss_N: torch.Tensor
     pull_N: torch.Tensor
-    """g / A of each target, detached: the weight that its score has in the gradient, at the level of the ratio."""
+    """g / A of each target, detached: the weight of its score in the gradient, at the level of the ratio."""
     fractions: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Booleans [N] whose means are worth logging."""
 
@@ -38,7 +38,7 @@ class Score(Piece):
 
     c clamps w to [``low``, ``high``], or with ``outside = "drop"`` is w inside and 0 outside. Truncated from above it
     is the loss of PipelineRL (arXiv 2509.19128), AIPO (LlamaRL, arXiv 2505.24034) and CISPO (MiniMax-M1, arXiv
-    2506.13585); with drop that of GLM-5 (arXiv 2602.15763). ``low = high = 1`` is plain REINFORCE.
+    2506.13585); with "drop" it is that of GLM-5 (arXiv 2602.15763). ``low = high = 1`` is plain REINFORCE.
     """
 
     kind: Literal["score"] = "score"
@@ -47,7 +47,7 @@ class Score(Piece):
     """None: no upper bound."""
     outside: Literal["clamp", "drop"] = "clamp"
     positive_unweighted: bool = False
-    """c is 1 where A > 0 (TOPR, arXiv 2503.14286)."""
+    """Whether c is 1 where A > 0 (TOPR, arXiv 2503.14286)."""
 
     def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> GatedLoss:
         ratio_N = log_ratio_N.detach().exp()
@@ -74,8 +74,8 @@ class PpoClip(Piece):
     """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7): loss -min(w A, clip(w, 1 - low, 1 + high) A), g = A w
     inside.
 
-    g is 0 where A > 0 and w > 1 + ``high``, or A < 0 and w < 1 - ``low``. ``dual`` bounds the loss where A < 0 at
-    -dual A (dual clip, arXiv 1912.09729): g is 0 for w > dual there. ``delta`` bounds w from above before all else, for
+    g is 0 where A > 0 and w > 1 + ``high``, or A < 0 and w < 1 - ``low``. ``dual`` bounds the loss where A < 0 at -dual
+    A (dual clip, arXiv 1912.09729): g is 0 for w > dual there. ``delta`` bounds w from above before anything else, for
     both signs (INTELLECT-2, arXiv 2505.07291).
     """
 
@@ -197,7 +197,7 @@ def _clipped(
     ceilings: tuple[float | None, float | None],
     floor: float | None,
 ) -> GatedLoss:
-    """Return -A w, its w bounded where that lowers the objective: from above by the ceiling of the sign of A, from
+    """Return -A w, with w bounded where that lowers the objective: from above by the ceiling for the sign of A, from
     below by the floor where A is negative."""
     advantages_N = targets.advantages_N
     raw_N = log_ratio_N.detach().exp()

@@ -1,8 +1,8 @@
 """Logprobs of given tokens from hidden states, without holding all logits at once.
 
-Logits are computed in tiles of some targets by part of the vocabulary, in the forward and again in the backward (two
-passes, for any loss). `one_pass` computes the logits of a few targets once and differentiates at once, for losses that
-allow it. `inflight.losses.products` decides how tiles are multiplied.
+Logits are computed in tiles of some targets by part of the vocabulary, in the forward pass and again in the backward
+pass (two passes, for any loss). `one_pass` computes the logits of a few targets once and differentiates immediately,
+for losses that allow it. `inflight.losses.products` decides how tiles are multiplied.
 
 Shape suffixes: N targets, C targets of one tile, K tokens scored of each, H hidden, V vocabulary, W the tile's part of
 it.
@@ -41,10 +41,10 @@ def chunked_logprobs(
     Targets [N, K] are K tokens of each distribution, which may repeat; the result is [N, K].
 
     Computed in float32, or in float64 if the hidden states are float64, with autocast or without. On NVIDIA GPUs
-    bfloat16 inputs are multiplied unchanged, with float32 sums, to the same accuracy. Logits of at most
-    ``chunk_size`` targets and ``vocab_chunk_size`` tokens exist at a time; the backward computes them again, only for
-    targets with a gradient other than 0. Gradients go to hidden states, weight and bias; they are accumulated in the
-    dtype of the computation and rounded once. With ``kept``, the softmax is over those tokens.
+    bfloat16 inputs are multiplied unchanged, with float32 sums, to the same accuracy. Logits of at most ``chunk_size``
+    targets and ``vocab_chunk_size`` tokens are in memory at a time; the backward pass recomputes them, only for targets
+    with a nonzero gradient. Gradients go to hidden states, weight and bias; they are accumulated in the dtype of the
+    computation and rounded once. With ``kept``, the softmax is over those tokens.
 
     Raises `InvalidRequestError` if shapes, dtypes or devices do not fit, a target is outside the vocabulary or the
     ``kept`` tokens, a temperature is not above 0 and finite, or a chunk is smaller than 1. A second derivative raises
@@ -110,9 +110,9 @@ def one_pass(
 
     ``loss_of`` takes the logprobs of some targets and their rows, and returns their part of the loss, a scalar. The
     loss must therefore be a sum over targets in which no term depends on the logprob of another target. Logits of
-    ``chunk_size`` targets and the whole vocabulary exist at a time and are computed once, a third less arithmetic than
-    in two passes. A later factor on the result is applied to the finished gradients. Raises as `chunked_logprobs` does,
-    and `InvalidRequestError` if a part of the loss is not a scalar.
+    ``chunk_size`` targets and the whole vocabulary are in memory at a time and are computed once, which takes a third
+    less arithmetic than two passes. A later factor on the result is applied to the finished gradients. Raises as
+    `chunked_logprobs` does, and `InvalidRequestError` if a part of the loss is not a scalar.
     """
     check_arguments(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size)
     # Without elements, but in the graph of the inputs: keeping it alive does not keep them alive.
@@ -352,8 +352,8 @@ class _OnePass(torch.autograd.Function):
 
 
 _DENSE = 0.75
-"""Share of targets with a gradient above which skipping the others costs more than it saves. On a GPU none are
-skipped in one pass: to read their number, every tile would wait for the previous one."""
+"""Share of targets with a gradient above which skipping the others costs more than it saves. On a GPU, `one_pass` skips
+none: to read their number, every tile would have to wait for the previous one."""
 
 
 def _scalar(part: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -361,7 +361,7 @@ def _scalar(part: torch.Tensor, rows: slice) -> torch.Tensor:
     if not isinstance(part, torch.Tensor) or part.dim() or not part.dtype.is_floating_point:
         what = f"{list(part.shape)} of {part.dtype}" if isinstance(part, torch.Tensor) else repr(part)
         raise InvalidRequestError(
-            f"loss_of returned {what} for targets {rows.start} to {rows.stop - 1}: it must return their part "
-            "of the loss as a scalar"
+            f"loss_of returned {what} for targets {rows.start} to {rows.stop - 1}: it must return their part of the "
+            "loss as a floating-point scalar"
         )
     return part if part.requires_grad else part.detach().requires_grad_()

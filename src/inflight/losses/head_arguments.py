@@ -99,7 +99,7 @@ def check_kept(kept: KeptTokens | None, targets_N: torch.Tensor, vocab_size: int
     if len(offsets) != len(targets_N) + 1 or offsets[0] != 0 or offsets[-1] != len(token_ids_K) or (sizes_N < 0).any():
         raise InvalidRequestError(
             f"the offsets of the kept tokens do not divide {len(token_ids_K)} tokens among {len(targets_N)} targets: "
-            f"there must be {len(targets_N) + 1}, from 0 to {len(token_ids_K)}, and none smaller than the one before"
+            f"there must be {len(targets_N) + 1}, from 0 to {len(token_ids_K)}, in ascending order"
         )
     wrong_K = (token_ids_K < 0) | (token_ids_K >= vocab_size)
     if wrong_K.any():

@@ -30,13 +30,13 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """The mean; NaN without weight."""
+        """The mean; NaN if the weight is 0."""
         return self.sum / self.weight if self.weight else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Maximum:
-    """The largest value seen; reduces by taking the larger one. NaN wins."""
+    """The largest value seen; reduces by taking the larger one. NaN takes precedence."""
 
     value: float
 
@@ -85,9 +85,9 @@ def metric_values(metrics: Metrics) -> dict[str, float]:
 def effective_sample_size(metrics: Metrics, kind: WeightKind = "ratio") -> float:
     """Return (sum w)^2 / (n sum w^2) of n weights w: 1 if all are equal, 1/n if one dwarfs the rest.
 
-    ``ratio``: the raw ratios of tokens; truncated ones would give 1 under a tight cap at any staleness.
-    ``pull``: the weights that tokens have in the gradient after truncation, clipping and rejection.
-    ``sequence_ratio``: the raw ratios of whole sequences. ``sequence_pull``: the mean pull of each sequence's tokens.
+    ``ratio``: the raw ratios of tokens; truncated ratios would give 1 under a tight cap at any staleness. ``pull``: the
+    weights that tokens have in the gradient after truncation, clipping and rejection. ``sequence_ratio``: the raw
+    ratios of whole sequences. ``sequence_pull``: the mean pull of each sequence's tokens.
     """
     return metrics[kind].value ** 2 / metrics[f"{kind}_squared"].value
 
@@ -109,7 +109,7 @@ def ratio_metrics(trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.
     ``ratio`` and ``ratio_squared`` are the means of w and w^2 (see `effective_sample_size`), ``max_abs_log_ratio`` the
     largest abs(log w). ``behaviour_kl_k1`` and ``behaviour_kl_k3`` estimate KL(behaviour || trainer) in nats per token:
     means of -log w and of w - 1 - log w (http://joschu.net/blog/kl-approx.html). Log ratios are clamped to +-300 for
-    all but the maximum.
+    all metrics but the maximum.
     """
     raw_N = trainer_logprobs_N.double() - behaviour_logprobs_N.double()
     log_ratio_N = raw_N.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
@@ -131,8 +131,8 @@ def staleness_metrics(
     """Return the age of the targets in versions, and the mismatch of those at lag 0.
 
     ``lag`` and ``max_lag`` are mean and largest lag. ``mismatch_k1`` and ``mismatch_k3`` are KL(behaviour || trainer)
-    as in `ratio_metrics`, over targets of lag 0 alone: the difference in numerics, without staleness.
-    ``stale_k1`` and ``stale_k3`` are those of the other targets.
+    as in `ratio_metrics`, over targets of lag 0 alone: the difference in numerics, without staleness. ``stale_k1`` and
+    ``stale_k3`` cover the other targets.
     """
     parts = {"mismatch": (lag_N == 0).nonzero().squeeze(1), "stale": (lag_N != 0).nonzero().squeeze(1)}
     kl = {
@@ -168,7 +168,7 @@ def pull_metrics(targets: Targets, pull_N: torch.Tensor) -> dict[str, Metric | M
 
 
 def mean_metrics(values: Mapping[str, torch.Tensor]) -> dict[str, Metric | Maximum]:
-    """Return the mean of each tensor, every element of weight 1; one transfer from the device for all."""
+    """Return the mean of each tensor, with weight 1 for each element, in a single transfer from the device."""
     if not values:
         return {}
     sums = torch.stack([value_N.double().sum() for value_N in values.values()]).tolist()
@@ -184,4 +184,4 @@ def _add(a: Metric | Maximum, b: Metric | Maximum) -> Metric | Maximum:
         return Metric(a.sum + b.sum, a.weight + b.weight)
     if isinstance(a, Maximum) and isinstance(b, Maximum):
         return b if math.isnan(b.value) or b.value > a.value else a
-    raise TypeError(f"{a} and {b} reduce in different ways")
+    raise TypeError(f"{a} and {b} cannot be added: they are reduced in different ways")

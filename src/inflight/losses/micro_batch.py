@@ -20,9 +20,9 @@ from inflight.types import FREE_EXPERT, OBSERVED, MicroBatch, Sample, TeacherSco
 Int64s = npt.NDArray[np.int64]
 
 NO_GROUP = -1
-"""Group of a segment that is not a completion."""
+"""The group of a segment that is not a completion."""
 NO_TEACHER = -1
-"""Teacher of a segment that no teacher scores."""
+"""The teacher of a segment that no teacher scores."""
 
 
 ImageTensors = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
@@ -36,12 +36,12 @@ def collate(
     *,
     share_prefixes: bool = False,
 ) -> MicroBatch:
-    """Return the samples packed in order, one segment each: prompt, then completion. No sample: `empty_micro_batch`.
+    """Return the samples packed in order, one segment each: prompt, then completion. If none: `empty_micro_batch`.
 
     With ``share_prefixes`` the micro-batch states which tokens have the same prefix, for a `PrefixSharingWorker`. A
-    temperature of 0 (greedy) becomes 1, since behaviour logprobs are then of the unscaled logits. Values at masked
-    tokens become 0. ``image_tensors`` is needed where rollouts have images. Raises `InvalidRequestError` for a sample
-    without prompt or whose fields differ in length.
+    temperature of 0 (greedy) becomes 1, because behaviour logprobs are then computed from the unscaled logits. Values
+    at masked tokens become 0. ``image_tensors`` is required if rollouts have images. Raises `InvalidRequestError` for a
+    sample without prompt or whose fields differ in length.
     """
     if not samples:
         return empty_micro_batch(device)
@@ -102,10 +102,13 @@ def _have_all(name: str, values: Sequence[object]) -> bool:
 def _of_teachers(
     teachers: Sequence[TeacherScores], places: Sequence[tuple[int, int]], loss_mask_T: npt.NDArray[np.bool_]
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the fields of what the teacher of each sample says of its targets."""
+    """Return the fields with the teacher's scores of each sample's targets."""
     widths = {len(row) for it in teachers for row in it.top_token_ids}
     if len(widths) > 1 or (widths and not all(it.top_token_ids for it in teachers)):
-        raise InvalidRequestError("rollout.teacher of the samples have different numbers of top_token_ids")
+        raise InvalidRequestError(
+            "the teachers' scores of the samples (rollout.teacher) have different numbers of top_token_ids; request "
+            "the same top_k for all"
+        )
     num_top = max(widths, default=0)
     logprobs_T = np.zeros(len(loss_mask_T), np.float32)
     top_ids_TK = np.zeros((len(loss_mask_T), num_top), np.int64)
@@ -150,7 +153,7 @@ def _images_of(
 
 
 def _places(samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Return where the completion of each sample lies among the packed tokens."""
+    """Return where the completion of each sample is located among the packed tokens."""
     ends = [*itertools.accumulate(sample.rollout.num_tokens for sample in samples)]
     return [(end - len(s.rollout.completion_token_ids), end) for s, end in zip(samples, ends, strict=True)]
 
@@ -175,7 +178,10 @@ def _routed_experts(samples: Sequence[Sample], lengths: Sequence[int]) -> npt.ND
     records = [sample.rollout.routed_experts for sample in samples]
     shapes = {(it.num_layers, it.num_chosen) for it in records if it is not None}
     if len(shapes) != 1:
-        raise InvalidRequestError(f"routed_experts of the samples differ in layers and experts: {sorted(shapes)}")
+        raise InvalidRequestError(
+            "routed_experts of the samples must have the same numbers of layers and experts per token, but these "
+            f"are {sorted(shapes)}"
+        )
     (shape,) = shapes
     experts_TLK = np.full((sum(lengths), *shape), FREE_EXPERT, np.int16)
     for index, (record, length, end) in enumerate(zip(records, lengths, itertools.accumulate(lengths), strict=True)):
@@ -190,7 +196,9 @@ def _routed_experts(samples: Sequence[Sample], lengths: Sequence[int]) -> npt.ND
         start = end - length
         known = np.where(rows_RLK == np.iinfo(dtype).max, np.int32(FREE_EXPERT), rows_RLK)
         if known.size and known.max() > np.iinfo(np.int16).max:
-            raise InvalidRequestError(f"sample {index} names expert {known.max()}, more than a model can have here")
+            raise InvalidRequestError(
+                f"sample {index} names expert {known.max()}, but at most {np.iinfo(np.int16).max} is supported"
+            )
         experts_TLK[start : start + record.num_tokens] = known
     return experts_TLK
 
@@ -198,8 +206,8 @@ def _routed_experts(samples: Sequence[Sample], lengths: Sequence[int]) -> npt.ND
 def empty_micro_batch(device: torch.device | str | None = None) -> MicroBatch:
     """Return a micro-batch of two tokens without a target, for a rank that has run out of data.
 
-    Every rank must run the same forwards and backwards, or their collectives wait for each other. The loss
-    of this micro-batch is 0, its gradient is 0, its metrics have no weight, and no denominator counts it.
+    Every rank must run the same forward and backward passes, or their collectives would wait forever. The loss and
+    gradient of this micro-batch are 0, its metrics have no weight, and no denominator counts it.
     """
 
     def zeros(dtype: torch.dtype) -> torch.Tensor:
@@ -243,7 +251,7 @@ _KINDS: Mapping[str, torch.dtype | None] = {
 
 
 def check_micro_batch(batch: MicroBatch, **of_trainer_T: torch.Tensor | None) -> None:
-    """Raise `InvalidRequestError` unless the fields that losses read, and further values per token, fit.
+    """Raise `InvalidRequestError` unless the fields that losses read, and any further values per token, fit.
 
     Checks shapes, dtypes, devices and the range of segment ids.
     """
@@ -304,7 +312,7 @@ def check_finite(rows_N: torch.Tensor, **values: torch.Tensor | None) -> None:
 
 def _check(sample: Sample, index: int) -> None:
     if not sample.rollout.prompt_token_ids:
-        raise InvalidRequestError(f"sample {index} has no prompt: its first token has nothing to be predicted from")
+        raise InvalidRequestError(f"sample {index} has no prompt: its first token cannot be predicted from anything")
     num_tokens = len(sample.rollout.completion_token_ids)
     fields: dict[str, Sequence[object]] = {
         "behaviour_logprobs": sample.rollout.behaviour_logprobs,
@@ -326,8 +334,11 @@ def _check(sample: Sample, index: int) -> None:
     num_sampled = sum(turn.end - turn.start for turn in turns) if turns else num_tokens
     if sample.rollout.num_sampled_tokens != num_sampled:
         raise InvalidRequestError(
-            f"sample {index} has {num_sampled} sampled tokens but version_spans has {sample.rollout.num_sampled_tokens}"
+            f"sample {index} has {num_sampled} sampled tokens but its version_spans cover "
+            f"{sample.rollout.num_sampled_tokens}"
         )
     versions = sample.rollout.token_versions() if turns else ()
     if any(kept and version == OBSERVED for kept, version in zip(sample.loss_mask, versions, strict=False)):
-        raise InvalidRequestError(f"sample {index} has a true loss_mask at a token of an observation")
+        raise InvalidRequestError(
+            f"sample {index} has a true loss_mask at a token of an observation; only sampled tokens can be targets"
+        )

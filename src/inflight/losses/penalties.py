@@ -1,9 +1,9 @@
-"""Penalties: terms added to the policy's, each with a true gradient and, optionally, its own denominator.
+"""Penalties: terms added to the policy term, each with a true gradient and, optionally, its own denominator.
 
 d is the log ratio of trainer to reference, g = -d loss / d trainer logprob before the coefficient. Corrections do not
 apply to them.
 
-Shape suffixes: N targets, K tokens in the place of a target.
+Shape suffixes: N targets, K candidate tokens at a target's position.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from inflight.losses.targets import Targets
 KlEstimator = Literal["k1", "k2", "k3", "k3_straight_through", "ratio_k1", "ratio_k3"]
 """How KL(trainer || reference) enters the loss (arXiv 2506.09477; gradients are of the trainer's logprobs):
 
-``k1``                   d; its expected gradient is 0, so it does not regularise
-``k2``                   d^2 / 2; on-policy it has the gradient of the reverse KL
-``k3``                   exp(-d) + d - 1; on-policy it has the gradient of the *forward* KL(reference || trainer)
-``k3_straight_through``  the value of k3 with the gradient of k2
-``ratio_k1``             r d, correct off-policy too; r = exp(trainer - behaviour) is not detached
-``ratio_k3``             r k3, whose gradient is r d; correct off-policy too (DeepSeek-V3.2, 2512.02556, eq. 7)
+``k1`` d; its expected gradient is 0, so it does not regularize ``k2`` d^2 / 2; on-policy it has the gradient of the
+reverse KL ``k3`` exp(-d) + d - 1; on-policy it has the gradient of the *forward* KL(reference || trainer)
+``k3_straight_through`` the value of k3 with the gradient of k2 ``ratio_k1`` r d, correct off-policy too; r =
+exp(trainer - behaviour) is not detached ``ratio_k3`` r k3, whose gradient is r d; correct off-policy too
+(DeepSeek-V3.2, 2512.02556, eq. 7)
 """
 
 OwnAggregation = Aggregation | None
-"""The denominator of a penalty; None: as the policy's."""
+"""The denominator of a penalty; None: the policy term's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Kl(Piece):
     aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> PenaltyTerms:
-        """Raises `InvalidRequestError` without reference logprobs."""
+        """Return the penalty. Raises `InvalidRequestError` without reference logprobs."""
         if targets.reference_N is None:
             raise InvalidRequestError(
                 "a KL penalty needs reference_logprobs_T in the micro-batch: give every sample reference_logprobs"
@@ -89,7 +88,7 @@ class Kl(Piece):
 class Entropy(Piece):
     """-``coefficient`` times the entropy of the trainer's distribution at each target, in nats: a bonus.
 
-    The entropy is exact, over the vocabulary, and must be given to the loss with its gradient.
+    The entropy is exact, over the whole vocabulary, and must be passed to the loss with its gradient.
     """
 
     kind: Literal["entropy"] = "entropy"
@@ -97,7 +96,7 @@ class Entropy(Piece):
     aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> PenaltyTerms:
-        """Raises `InvalidRequestError` without entropies."""
+        """Return the penalty. Raises `InvalidRequestError` without entropies."""
         if targets.entropy_N is None:
             raise InvalidRequestError("an entropy bonus needs entropy_T: compute it with chunked_logprobs_and_entropy")
         return PenaltyTerms(-targets.entropy_N, {"entropy": targets.entropy_N.detach()})

@@ -10,7 +10,8 @@ from inflight.base.toml import Section
 
 
 class Piece(Section):
-    """Settings of one piece of a loss; its ``kind`` names it. ``"unbounded"`` is None, which TOML cannot hold."""
+    """Settings of one piece of a loss; its ``kind`` names it. ``"unbounded"`` stands for None, which TOML cannot
+    represent."""
 
     @model_validator(mode="before")
     @classmethod

@@ -32,12 +32,12 @@ def grpo_loss(
 
     ``denominator`` is by default the number of targets of this call, which is right only if the call sees the whole
     optimizer step. A step that is split into micro-batches or over ranks needs one number for all its calls, such as
-    its total number of targets: a mean of the parts' means gives targets of short parts more weight. Gradients must
-    then be summed; if they are averaged over R ranks, as DDP does, give a denominator R times smaller.
+    its total number of targets: a mean of the parts' means would give targets of short parts more weight. Gradients
+    must then be summed; if they are averaged over R ranks, as DDP does, pass a denominator that is R times smaller.
 
     Raises `InvalidRequestError` if shapes, dtypes or devices do not fit, a clip is negative, or the denominator is not
-    one number above 0, `NonFiniteError` if a behaviour logprob or an advantage of a target is not finite. Metrics:
-    those of the ratios, ``clip_fraction_high`` and ``clip_fraction_low``.
+    one number above 0, and `NonFiniteError` if a behaviour logprob or an advantage of a target is not finite. Metrics:
+    those of the ratios, plus ``clip_fraction_high`` and ``clip_fraction_low``.
     """
     gate = _gate(PpoClip, low=clip_low, high=clip_high)
     return _sum_loss(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
@@ -54,7 +54,8 @@ def reinforce_loss(
 ) -> LossOutput:
     """Return REINFORCE with importance weights truncated at ``cap`` (`inflight.losses.Score`), as in PipelineRL.
 
-    Tensors, ``denominator``, errors: as in `grpo_loss`. Metrics: those of the ratios, and ``truncated_fraction``.
+    Tensors, ``denominator`` and errors are as in `grpo_loss`. Metrics: those of the ratios, plus
+    ``truncated_fraction``.
     """
     gate = _gate(Score, high=cap)
     return _sum_loss(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
@@ -78,7 +79,9 @@ def _sum_loss(
     shape = trainer_logprobs.shape
     for name, tensor in (("behaviour_logprobs", behaviour_logprobs), ("loss_mask", loss_mask)):
         if tensor.shape != shape:
-            raise InvalidRequestError(f"{name} are {list(tensor.shape)}, but trainer_logprobs are {list(shape)}")
+            raise InvalidRequestError(
+                f"{name} has shape {list(tensor.shape)}, but must have that of trainer_logprobs, {list(shape)}"
+            )
     given = {
         "trainer_logprobs": trainer_logprobs,
         "behaviour_logprobs": behaviour_logprobs,
@@ -88,11 +91,12 @@ def _sum_loss(
     for name, tensor in given.items():
         if tensor.dtype.is_complex or (name.endswith("logprobs") and not tensor.dtype.is_floating_point):
             raise InvalidRequestError(
-                f"{name} are {tensor.dtype}: logprobs must be floating-point, other tensors of a real dtype"
+                f"{name} has dtype {tensor.dtype}, but logprobs must be floating-point, and other tensors must have "
+                "a real dtype"
             )
         if tensor.device != trainer_logprobs.device:
             raise InvalidRequestError(
-                f"{name} are on {tensor.device}, but trainer_logprobs are on {trainer_logprobs.device}"
+                f"{name} is on {tensor.device}, but trainer_logprobs on {trainer_logprobs.device}: move one of them"
             )
     if denominator is not None and not (
         (not isinstance(denominator, torch.Tensor) or denominator.numel() == 1) and 0 < float(denominator) < math.inf
@@ -101,7 +105,10 @@ def _sum_loss(
     per_target = advantages.reshape(*advantages.shape, *[1] * (len(shape) - advantages.dim()))
     sizes = list(per_target.shape)
     if len(sizes) != len(shape) or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
-        raise InvalidRequestError(f"advantages {list(advantages.shape)} do not fit trainer_logprobs {list(shape)}")
+        raise InvalidRequestError(
+            f"advantages has shape {list(advantages.shape)}, but trainer_logprobs {list(shape)}: pass one advantage "
+            f"per token, {list(shape)}, or per row, {list(shape[:1])}"
+        )
     rows_N = (loss_mask.flatten() != 0).nonzero().squeeze(1)
     length = max(shape[-1] if shape else 1, 1)
     given_N = {

@@ -1,9 +1,9 @@
 """`PolicyLoss`: combines a ratio, a gate, corrections, penalties and denominators.
 
 `inflight.losses.prepare` counts once over the whole optimizer step. After that the loss is a plain sum over targets, so
-losses and gradients add up to the same however the segments are split into micro-batches and ranks.
+losses and gradients add up to the same result regardless of how segments are split into micro-batches and ranks.
 
-Shape suffixes: T packed tokens, N targets, S segments, P prompts, K tokens in the place of a target.
+Shape suffixes: T packed tokens, N targets, S segments, P prompts, K candidate tokens at a target's position.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from inflight.types import MicroBatch
 Need = Literal[
     "reference_logprobs", "teacher_logprobs", "teacher_top", "versions", "entropy", "group_ids", "first_forward"
 ]
-"""Requirements of a loss beyond trainer and behaviour logprobs, advantages and mask. ``first_forward``: `prepare` needs
-trainer logprobs of the whole step before its first micro-batch is trained on."""
+"""A requirement of a loss beyond trainer and behaviour logprobs, advantages and mask. ``first_forward``: `prepare`
+needs trainer logprobs of the whole step before its first micro-batch is trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,14 @@ class LossPlan:
 
     loss: PolicyLoss
     before: Counts
-    """Of all targets and completions."""
+    """Counts of all targets and completions."""
     after: Counts
-    """Of targets that no correction rejects, and their completions; as ``before`` if no denominator asks."""
+    """Counts of targets that no correction rejects, and of their completions; equal to ``before`` if no denominator
+    needs them."""
     thresholds: tuple[float | None, ...] = ()
-    """Of each correction that has a statistic of the whole step, in the order of the corrections."""
+    """The threshold of each correction that has a statistic of the whole step, in the order of the corrections."""
     current_version: int | None = None
-    """Version of the trained weights."""
+    """The version of the trained weights."""
 
 
 class PolicyLoss(Piece):
@@ -78,14 +79,14 @@ class PolicyLoss(Piece):
     distillation: Distillation | None = None
     """None: advantages are those of the micro-batch."""
     non_finite: Literal["raise", "drop", "on_policy"] = "raise"
-    """The treatment of targets whose behaviour logprob is not finite: raise an error, drop them from the loss and all
-    counts, or use the trainer's logprob, for a ratio of 1."""
+    """The treatment of targets whose behaviour logprob is not finite: raise an error, exclude them from the loss and
+    all counts, or use the trainer's logprob, for a ratio of 1."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> PolicyLoss:
         if isinstance(self.gate, GeometricMean) and self.level != "token":
             raise ValueError(
-                f"geometric_mean takes the mean over a segment itself: level {self.level!r} must be 'token'"
+                f"gate geometric_mean itself takes the mean over a segment: level must be 'token', not {self.level!r}"
             )
         return self
 
@@ -117,7 +118,7 @@ class PolicyLoss(Piece):
     def has_terms_without_advantage(self) -> bool:
         """Whether targets without advantage have a gradient: imitation, a teacher, or a KL to a reference.
 
-        The squared log ratio does not count, since it only limits what the policy term moves.
+        The squared log ratio does not count, because it only limits the effect of the policy term.
         """
         others = any(not isinstance(penalty, SquaredLogRatio) for penalty in self.penalties)
         return others or self.distillation is not None
@@ -146,8 +147,8 @@ class PolicyLoss(Piece):
         ``student_top_TK`` are the trainer logprobs of ``teacher_top_ids_TK``. Computed in float64; the loss has the
         dtype of ``trainer_logprobs_T``. Values at masked positions, even NaN, have no effect on loss or gradient.
         Raises `NonFiniteError` if a behaviour logprob (see ``non_finite``), reference or teacher logprob or advantage
-        of a target is not finite, `InvalidRequestError` if the micro-batch lacks what the loss `needs`, shapes, dtypes
-        or devices do not fit, or the plan is for another loss.
+        of a target is not finite, and `InvalidRequestError` if the micro-batch lacks fields that the loss `needs`,
+        shapes, dtypes or devices do not fit, or the plan is for another loss.
         """
         given = {"trainer_logprobs_T": trainer_logprobs_T, "entropy_T": entropy_T, "student_top_TK": student_top_TK}
         self._check(batch, plan, **given)
@@ -176,7 +177,7 @@ class PolicyLoss(Piece):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return d loss / d trainer logprobs [T], and d loss / d entropy [T] if entropies are given.
 
-        Raises as a call does, and `InvalidRequestError` for a loss with a ``teacher_kl`` penalty.
+        Raises like a call, and `InvalidRequestError` for a loss with a ``teacher_kl`` penalty.
         """
         self._check(batch, plan, trainer_logprobs_T=trainer_logprobs_T, entropy_T=entropy_T)
         leaves = [trainer_logprobs_T.detach().requires_grad_()]
@@ -192,15 +193,15 @@ class PolicyLoss(Piece):
     def on_targets(self, batch: MicroBatch, plan: LossPlan) -> Callable[[torch.Tensor, slice], torch.Tensor]:
         """Return the ``loss_of`` of `inflight.losses.one_pass`: the part of the loss of some targets of the batch.
 
-        Targets are those of ``loss_mask_T``, in order. Raises `InvalidRequestError` if the loss couples targets: its
-        `locality` must be ``token``, its denominators count before rejection, and it must not need entropies. It and
-        the returned function raise as a call does.
+        Targets are the tokens selected by ``loss_mask_T``, in order. Raises `InvalidRequestError` if the loss couples
+        targets: its `locality` must be ``token``, its denominators count before rejection, and it must not need
+        entropies. Otherwise this function and the returned one raise like a call.
         """
         rejects = bool(self.corrections) and any(map(counts_after_rejection, self._aggregations))
         if self.locality != "token" or rejects or self.needs & {"entropy", "teacher_top"}:
             raise InvalidRequestError(
-                "the loss of a target depends on other targets, on entropies or on other tokens in its place, so it "
-                "cannot be computed in one pass: use chunked_logprobs"
+                "the loss of a target depends on other targets, on entropies or on other tokens at its position, so "
+                "it cannot be computed in one pass: use chunked_logprobs"
             )
         self._check(batch, plan)
         rows_N = batch.loss_mask_T.nonzero().squeeze(1)
@@ -238,7 +239,7 @@ class PolicyLoss(Piece):
 
     @property
     def _aggregations(self) -> list[Aggregation]:
-        """The policy term's, then each penalty's."""
+        """The aggregation of the policy term, then that of each penalty."""
         return [self.aggregation, *(penalty.aggregation or self.aggregation for penalty in self.penalties)]
 
     def _sum(
@@ -246,7 +247,7 @@ class PolicyLoss(Piece):
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss, the weight of each target in its gradient, and further values to average.
 
-        ``shares`` are the weights by the denominators of the policy term and of each penalty.
+        ``shares`` are the weights that the denominators of the policy term and of each penalty give.
         """
         live_N = keep_N & (targets.advantages_N != 0)
         log_ratio_N = targets.at_level(targets.log_ratio(self.between), self.level)
@@ -314,7 +315,7 @@ class PolicyLoss(Piece):
         if self.proximal == "interpolated":
             if lag_N is None:
                 raise InvalidRequestError(
-                    "an interpolated proximal policy needs versions: pass current_version to prepare"
+                    "an interpolated proximal policy needs the versions of the targets: pass current_version to prepare"
                 )
             share_N = torch.where(lag_N > 0, (lag_N - 1).double() / lag_N.clamp(min=1).double(), 0.0)
             proximal_N = behaviour_N + share_N * (detached_N - behaviour_N)

@@ -31,12 +31,12 @@ def prepare(
 ) -> LossPlan:
     """Return the counts and statistics of a whole optimizer step that the loss needs; without gradients.
 
-    ``batches`` are all micro-batches of this rank, none of which splits a segment. ``reduce`` sums over ranks; every
-    rank must call `prepare`, even without a target. A loss that needs a ``first_forward`` needs ``trainer_logprobs``
-    [T] of each micro-batch; one that needs ``group_ids`` on several ranks needs ``num_groups`` of the whole step.
-    ``current_version`` is the version of the trained weights. ``num_sequences`` counts the completions of the whole
-    step, if some are in no micro-batch because all their tokens are masked; by default it counts the segments of all
-    micro-batches but `empty_micro_batch`.
+    ``batches`` are all micro-batches of this rank; segments must not be split between them. ``reduce`` sums over ranks;
+    every rank must call `prepare`, even without a target. A loss that needs a ``first_forward`` needs
+    ``trainer_logprobs`` [T] of each micro-batch; one that needs ``group_ids`` on several ranks needs ``num_groups`` of
+    the whole step. ``current_version`` is the version of the trained weights. ``num_sequences`` counts the completions
+    of the whole step, if some are in no micro-batch because all their tokens are masked; by default the segments of all
+    micro-batches except `empty_micro_batch` are counted.
 
     Raises `InvalidRequestError` if something is missing, and the errors that `PolicyLoss` raises for its targets.
     """
@@ -59,7 +59,9 @@ def prepare(
                 "this loss needs group_ids_S, which indicate which segments share a prompt, in every micro-batch"
             )
         if num_groups is None and reduce is not None:
-            raise InvalidRequestError("one rank cannot count the prompts of the whole step: pass num_groups to prepare")
+            raise InvalidRequestError(
+                "a single rank cannot count the prompts of the whole step: pass num_groups to prepare"
+            )
         largest = max(
             (int(b.group_ids_S.max()) for b in batches if b.group_ids_S is not None and len(b.group_ids_S)), default=-1
         )
@@ -84,7 +86,8 @@ def prepare(
         left, completions = _counts(everything, num_groups, add)
         if num_sequences is not None and num_sequences < completions:
             raise InvalidRequestError(
-                f"the micro-batches hold {completions:.0f} completions, but num_sequences is {num_sequences}"
+                f"the micro-batches hold {completions:.0f} completions, but num_sequences is only {num_sequences}: "
+                "pass the number of completions of the whole step"
             )
         before = after = replace(left, num_sequences=completions if num_sequences is None else num_sequences)
         if any(map(counts_after_rejection, loss._aggregations)):

@@ -26,7 +26,7 @@ class Preset:
     advantages: AdvantageEstimator
     """Estimator for `inflight.rollouts.batch_advantages`; the loss itself accepts any advantages."""
     formula: str
-    """The loss of a token, in the symbols of presets.toml."""
+    """The formula of a token's loss, in the symbols of presets.toml."""
     gradient: str
     source: str
     note: str = ""
@@ -60,14 +60,14 @@ class Preset:
 
 
 def preset(name: str) -> Preset:
-    """Return the preset called ``name``. Raises `ConfigError` that lists the known ones."""
+    """Return the preset called ``name``. Raises a `ConfigError` that lists the known names."""
     if name not in PRESETS:
         raise ConfigError(f"unknown loss preset {name!r}; known: {', '.join(sorted(PRESETS))}")
     return PRESETS[name]
 
 
 def _describe_piece(piece: Piece) -> str:
-    """Return a piece as its kind with its settings."""
+    """Return a piece's kind and settings as text."""
     fields = type(piece).model_fields
     inside = ", ".join(
         f"{key}={'unbounded' if value is None else value}"

@@ -12,7 +12,7 @@ import torch
 def is_narrow(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
     """Return whether hidden states and weight are multiplied unchanged, in bfloat16 on a GPU, or in float32.
 
-    Not in float16: gradients of logits are often smaller than its smallest number. On a CPU, casting once per tile is
+    float16 is never used: gradients of logits are often below its smallest number. On a CPU, casting once per tile is
     faster. torch.mm takes ``out_dtype`` on NVIDIA GPUs only.
     """
     is_bfloat16 = hidden_NH.dtype == weight_VH.dtype == torch.bfloat16
@@ -28,7 +28,7 @@ def product(a_MK: torch.Tensor, b_KN: torch.Tensor, out_MN: torch.Tensor) -> Non
 
 
 def add_product(sum_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
-    """Add a product to ``sum_MN``, in its dtype. If ``a_MK`` is bfloat16, both are multiplied without a cast."""
+    """Add a product to ``sum_MN``, in its dtype. If ``a_MK`` is bfloat16, the factors are multiplied without a cast."""
     if a_MK.dtype == torch.bfloat16 and a_MK.device.type == "cuda":
         torch.addmm(sum_MN, a_MK, b_KN, torch.float32, out=sum_MN)
     else:
@@ -39,8 +39,9 @@ def halves(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two bfloat16 tensors whose sum is a float32 tensor within 2**-17 of each element; overwrites it.
 
     Gradients of logits are float32. Rounded to bfloat16 once, their products would be off by 2**-8 of the sum of
-    magnitudes, in which positive and negative terms do not cancel: more than the one rounding of the result. The rest
-    of the rounding, in a second product, reduces that to 2**-17, in the time that TF32, with 2**-11, takes for one.
+    magnitudes, in which positive and negative terms do not cancel, which exceeds the rounding of the result. A second
+    product with the remainder of the rounding reduces the error to 2**-17, in the time that TF32, with 2**-11, takes
+    for one product.
     """
     high = wide.to(torch.bfloat16)
     return high, wide.sub_(high).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Raises an error for second derivatives of functions whose backward has none."""
+"""Raising an error for second derivatives of functions whose backward pass has none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from inflight.errors import UnsupportedError
 
 
 def only_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., Any]:
-    """Return a backward that raises when it is differentiated itself, with respect to any of its inputs.
+    """Return a backward function that raises when it is itself differentiated with respect to any input.
 
-    torch's ``once_differentiable`` raises only if the upstream gradient requires a gradient, and only in a backward to
-    all leaves: second derivatives of a plain sum would silently be 0.
+    torch's ``once_differentiable`` raises only if the upstream gradient requires a gradient, and only in a backward
+    pass to all leaves: second derivatives of a plain sum would silently be 0.
     """
 
     @wraps(backward)
@@ -34,15 +34,17 @@ def only_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Calla
 
 
 def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backward that raises `UnsupportedError` where a graph of the gradients is requested (create_graph).
+    """Return a backward function that raises `UnsupportedError` if the gradients' graph is requested (create_graph).
 
-    For gradients that are sent to other processes, which a graph cannot cover.
+    It is for gradients that are sent to other processes, which a graph cannot cover.
     """
 
     @wraps(backward)
     def wrapper(ctx: Any, *upstream: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
-            raise UnsupportedError("gradients that pass between pipeline stages have no second derivative")
+            raise UnsupportedError(
+                "gradients that pass between pipeline stages have no second derivative: omit create_graph"
+            )
         return backward(ctx, *upstream)
 
     return wrapper

@@ -1,9 +1,9 @@
 """The targets of a micro-batch, one after another, and which of them share a segment.
 
 Masked tokens are removed before anything is computed, so that their NaN cannot meet a zero gradient. Values are
-float64: N values are few compared with N rows of logits, and ratios of whole segments need the range.
+float64: N values are few compared with N rows of logits, and ratios of whole segments need the range of float64.
 
-Shape suffixes: N targets (tokens with a true loss mask), S segments, K tokens in the place of a target.
+Shape suffixes: N targets (tokens with a true loss mask), S segments, K candidate tokens at a target's position.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Between = Literal["trainer/behaviour", "trainer/proximal", "proximal/behaviour"]
 class Targets:
     """The targets of one micro-batch, float64 [N] unless noted. Only trainer logprobs and entropies have a gradient.
 
-    All targets of a segment are here, one after another.
+    All targets of a segment are included, one after another.
     """
 
     trainer_N: torch.Tensor
@@ -43,18 +43,18 @@ class Targets:
     """int64, 0 to ``num_segments`` - 1."""
     num_segments: int
     lag_N: torch.Tensor | None = None
-    """int64, versions between the weights that sampled the token and the trained ones."""
+    """int64, number of versions between the weights that sampled the token and the trained weights."""
     reference_N: torch.Tensor | None = None
     teacher_N: torch.Tensor | None = None
     teacher_top_NK: torch.Tensor | None = None
-    """Teacher logprobs of the teacher's K likeliest tokens in the place of each target."""
+    """Teacher logprobs of the teacher's K most likely tokens at each target's position."""
     student_top_NK: torch.Tensor | None = None
     """Trainer logprobs of the same tokens, with a gradient."""
     entropy_N: torch.Tensor | None = None
-    """Of the trainer's distribution at the target, in nats."""
+    """Entropy of the trainer's distribution at the target, in nats."""
 
     def log_ratio(self, between: Between) -> torch.Tensor:
-        """Return the log ratio of each token; with a gradient if it is the trainer's."""
+        """Return the log ratio of each token, with a gradient if it involves the trainer."""
         match between:
             case "trainer/behaviour":
                 return self.trainer_N - self.behaviour_N

@@ -1,4 +1,4 @@
-"""The logits of the head, tile by tile: some targets by part of the vocabulary.
+"""The logits of the head, tile by tile: some targets times part of the vocabulary.
 
 Shape suffixes: N targets, C targets of one tile, K tokens scored of each, H hidden, V vocabulary, W the tile's part of
 it.
@@ -77,9 +77,9 @@ class Tiles:
 
 
 def columns_of(targets_CK: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which targets lie in a part of the vocabulary, and a column of it for each, which is theirs if they do.
+    """Return which targets are in a part of the vocabulary, and a column for each, which is valid only for those.
 
-    Avoids the indices of those that do, because reading their number would synchronise with a GPU.
+    No index list is built, because reading its length would synchronize with the GPU.
     """
     is_here_CK = (targets_CK >= columns.start) & (targets_CK < columns.stop)
     return is_here_CK, (targets_CK - columns.start).clamp(0, columns.stop - columns.start - 1)

@@ -1,4 +1,4 @@
-"""Rollouts between the servers and the trainer: tasks, advantages, staleness, the ledger, batches and their packing.
+"""Rollouts between the servers and the trainer: tasks, advantages, staleness, the ledger, and packed batches.
 
 No module of this package imports torch.
 """

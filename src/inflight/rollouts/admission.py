@@ -30,7 +30,7 @@ class Admission:
     _has_enough: bool = False
     _recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     _open_seconds: float = 0.0
-    """The total time for which scored groups were open, from offer to rewards."""
+    """The total time, over scored groups, between offer and rewards."""
     _steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS + 1))
     """The time at which each recent step was settled, and ``_open_seconds`` at that time."""
 
@@ -46,8 +46,8 @@ class Admission:
     def mean_open_groups(self) -> float | None:
         """The mean number of open groups over the recent steps; None before two steps.
 
-        By Little's law (1961), it is the number of groups that are scored per second, times the seconds that a group
-        takes: with fewer open groups, fewer would be scored.
+        By Little's law (1961), this is the number of groups scored per second times the seconds that a group takes:
+        with fewer open groups, fewer would be scored.
         """
         if len(self._steps) < 2 or (elapsed := self._steps[-1][0] - self._steps[0][0]) <= 0:
             return None
@@ -64,7 +64,7 @@ class Admission:
 
     @property
     def groups_per_step(self) -> float:
-        """The number of groups of an average step."""
+        """The number of groups in an average step."""
         return self.tokens_per_step / self.tokens_per_group
 
     def num_groups(self, num_steps: int = 1) -> int:

@@ -13,21 +13,19 @@ from inflight.wire import MAX_REWARD
 AdvantageEstimator = Literal[
     "mean", "leave_one_out", "std", "population_std", "leave_one_out_std", "batch_std", "opo", "maxrl", "zero"
 ]
-"""With R the reward, mean and std those of its group:
+"""Estimators, where R is the reward, and mean and std are those of its group:
 
-``mean``               R - mean (Dr. GRPO, arXiv 2503.20783)
-``leave_one_out``      R - mean of the others (RLOO, arXiv 2402.14740; PipelineRL)
-``std``                (R - mean) / (std + 1e-4) (GRPO, arXiv 2402.03300)
-``population_std``     the same with the divisor G instead of G - 1, and 1e-8 (TRL's AsyncGRPOTrainer)
-``leave_one_out_std``  (R - mean of the others) / (std of the others + 1e-6) (NeMo-RL)
-``batch_std``          (R - mean) / (std of all such differences of the batch + 1e-4) (ScaleRL, arXiv 2510.13786)
-``opo``                R - sum(L R) / sum(L), L the completions' lengths (OPO, arXiv 2505.23585)
-``maxrl``              (R - mean) / mean, 0 if the mean is not above 0 (MaxRL, arXiv 2602.02710)
-``zero``               0: rewards play no part
+``mean`` R - mean (Dr. GRPO, arXiv 2503.20783) ``leave_one_out`` R - mean of the others (RLOO, arXiv 2402.14740;
+PipelineRL) ``std`` (R - mean) / (std + 1e-4) (GRPO, arXiv 2402.03300) ``population_std`` the same with the divisor G
+instead of G - 1, and 1e-8 (TRL's AsyncGRPOTrainer) ``leave_one_out_std`` (R - mean of the others) / (std of the others
++ 1e-6) (NeMo-RL) ``batch_std`` (R - mean) / (std of all such differences of the batch + 1e-4) (ScaleRL, arXiv
+2510.13786) ``opo`` R - sum(L R) / sum(L), L the completions' lengths (OPO, arXiv 2505.23585) ``maxrl`` (R - mean) /
+mean, 0 if the mean is not above 0 (MaxRL, arXiv 2602.02710) ``zero`` 0: rewards have no effect
 """
 
 _STD_EPS = 1e-4
-"""As in TRL and PipelineRL; verl has 1e-6. It changes advantages by a few 1e-4 at most if rewards are about 1."""
+"""The value in TRL and PipelineRL; verl uses 1e-6. It changes advantages by a few 1e-4 at most if rewards are about
+1."""
 
 
 def batch_advantages(
@@ -37,9 +35,9 @@ def batch_advantages(
 ) -> list[list[float]]:
     """Return one advantage per completion of each group of an optimizer step.
 
-    ``opo`` needs ``lengths``, the tokens of each completion. A group of one completion, or of equal rewards, gets exact
-    zeros. Standard deviations are those of a sample (divisor n - 1) unless the name says otherwise. Raises `TaskError`
-    if a reward is not finite, `InvalidRequestError` if lengths are missing.
+    ``opo`` needs ``lengths``, the tokens of each completion. A group of one completion, or of equal rewards, receives
+    exact zeros. Standard deviations are those of a sample (divisor n - 1) unless the name says otherwise. Raises
+    `TaskError` if a reward is not finite, `InvalidRequestError` if lengths are missing.
     """
     if estimator == "batch_std":
         centred = [group_advantages(rewards, "mean") for rewards in groups]
@@ -47,7 +45,7 @@ def batch_advantages(
         scale = (statistics.stdev(everything) if len(everything) > 1 else 0.0) + _STD_EPS
         return [[advantage / scale for advantage in group] for group in centred]
     if lengths is not None and [len(of) for of in lengths] != [len(rewards) for rewards in groups]:
-        raise InvalidRequestError("lengths must have one entry per reward")
+        raise InvalidRequestError("each group must have as many lengths as rewards")
     return [
         group_advantages(rewards, estimator, None if lengths is None else lengths[i])
         for i, rewards in enumerate(groups)
@@ -98,7 +96,7 @@ def group_advantages(
 
 
 def _leave_one_out_std(rewards: Sequence[float], index: int) -> float:
-    """Return the advantage of one completion over the others' mean, in units of the others' standard deviation."""
+    """Return the advantage of one completion over the others' mean, divided by the others' standard deviation."""
     others = [reward for i, reward in enumerate(rewards) if i != index]
     scale = statistics.stdev(others) if len(others) > 1 else 0.0
     difference = rewards[index] - statistics.fmean(others)

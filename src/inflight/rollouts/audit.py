@@ -1,8 +1,8 @@
 """Whether training favours completions by length or reward: compares trained completions with omitted ones. No I/O.
 
-Which finished completions a step trains on should be independent of their length and reward. Where slow ones are
-discarded, long and hard prompts are never trained on (tinker-cookbook #822), and a model learns to be short without a
-reward that reports it.
+Which finished completions a step trains on should be independent of their length and reward. If slow completions are
+discarded, long and hard prompts are never trained on (tinker-cookbook #822), and a model learns to be brief although no
+reward asks for it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _Samples:
 class BiasAudit:
     """Compares, after every ``window`` settled groups, the trained completions among them with the omitted ones.
 
-    Completions of one prompt are alike, so a group counts once on each side, with its first completion there: an
-    unbiased choice is independent of the length of that completion. The omitted ones are compared with the trained
-    ones, not with all finished ones, because the test requires independent samples.
+    Completions of one prompt are alike, so a group counts once on each side, by its first completion there: an unbiased
+    choice is independent of the length of that completion. The omitted ones are compared with the trained ones, not
+    with all finished ones, because the test requires independent samples.
 
     ``false_alarm`` bounds the probability that an unbiased choice raises the alarm in one window for one quantity.
     """
@@ -59,7 +59,7 @@ class BiasAudit:
         self._num_left_out = 0
         self._last: dict[str, float] = {}
         self.num_alarms = 0
-        """Windows in which something differed, since the start of the process."""
+        """Number of windows in which something differed, since the start of the process."""
 
     def settled(
         self, lengths: Sequence[int], is_trained: Sequence[bool], rewards: Sequence[float] | None = None
@@ -99,7 +99,7 @@ def kolmogorov_smirnov(first: Sequence[float], second: Sequence[float]) -> tuple
     """Return the two-sample Kolmogorov-Smirnov statistic and its p-value.
 
     The p-value is the asymptotic one with the correction of Stephens 1970, as in Numerical Recipes, 3rd edition,
-    section 14.3.3. Samples with ties, such as rewards of 0 and 1, get a larger one than the exact test gives.
+    section 14.3.3. Samples with ties, such as rewards of 0 and 1, get a larger p-value than the exact test gives.
     """
     one, other = sorted(first), sorted(second)
     distance = max(

@@ -39,11 +39,10 @@ class WaitingGroups:
         self._version = 0
         self._waiting: list[Group] = []
         self._tokens: list[int] = []
-        """For each of them, how many of its tokens can be trained on."""
+        """For each waiting group, how many of its tokens can be trained on."""
         self._num_tokens = 0
         self._composed: tuple[tuple[int, float], Sequence[int]] | None = None
-        """The last result, and the ``oldest`` and ``groups_per_step`` that it is for; None if groups have changed
-        since."""
+        """The last result, with its ``oldest`` and ``groups_per_step``; None if groups have changed since."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +55,7 @@ class WaitingGroups:
         return len(self._waiting)
 
     def advance(self, version: int) -> list[Group]:
-        """Count for a step that starts from ``version`` from now on.
+        """From now on, count tokens for a step that starts from ``version``.
 
         Removes and returns the groups, oldest first, that have no token left to train on.
         """
@@ -85,7 +84,7 @@ class WaitingGroups:
         chosen = self._compose(oldest, groups_per_step)
         if not chosen:
             raise InvalidRequestError(
-                f"the {self.num_tokens} waiting training tokens do not make a step: call ready() first"
+                f"the {self.num_tokens} waiting training tokens are too few for a step: call ready() first"
             )
         step = [self._waiting[i] for i in chosen]
         taken = {*chosen}
@@ -127,7 +126,7 @@ class WaitingGroups:
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
-    """Return the groups, in order, as ``num_parts`` parts of about equal tokens; fewer if there are too few groups."""
+    """Return the groups, in order, as ``num_parts`` parts of about equal tokens; as fewer parts if groups are few."""
     total = sum(group.num_tokens for group in groups)
     parts: list[list[Group]] = [[] for _ in range(num_parts)]
     before = 0

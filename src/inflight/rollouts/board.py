@@ -51,7 +51,7 @@ class OpenItem:
     prompt: str
     num_prompt_tokens: int
     num_tokens: list[int]
-    """Tokens that each completion had when it last finished or was returned."""
+    """Number of tokens that each completion had when it last finished or was returned."""
     running_on: list[str | None]
     is_finished: list[bool]
     started_s: list[float]
@@ -59,9 +59,9 @@ class OpenItem:
     serial: int = 0
     """Its position in the order of offers."""
     unissued: tuple[int, ...] = field(init=False)
-    """Completions that are neither running nor finished."""
+    """The completions that are neither running nor finished."""
     running: tuple[int, ...] = field(init=False)
-    """Completions that are running."""
+    """The completions that are running."""
 
     def __post_init__(self) -> None:
         self.recount()
@@ -86,7 +86,7 @@ class Board:
 
     endpoints: dict[str, EndpointLoad] = field(default_factory=dict)
     items: dict[int, OpenItem] = field(default_factory=dict)
-    """In the order in which they were offered."""
+    """The open items, in the order in which they were offered."""
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=512))
     """Lengths, in tokens, of the completions that finished most recently."""
     token_s: float | None = None
@@ -95,7 +95,7 @@ class Board:
     """The number of completions, over all items, that have not finished."""
     _num_offered: int = field(default=0, init=False)
     _unissued: set[int] = field(default_factory=set, init=False)
-    """Items with completions to issue. They are indexed because schedulers read them at every event."""
+    """The items with completions to issue, indexed because schedulers read them at every event."""
 
     def observe(self, event: Event) -> None:
         """Update the board from an event."""

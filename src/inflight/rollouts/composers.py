@@ -15,7 +15,7 @@ from inflight.types import Group, Sample
 
 @dataclass(frozen=True)
 class TokenBudget(BatchComposer):
-    """Makes each step of the oldest groups, as many as are needed to reach ``tokens_per_step``."""
+    """Composes each step from the oldest groups, as many as are needed to reach ``tokens_per_step``."""
 
     tokens_per_step: int
 
@@ -33,8 +33,8 @@ class ConstantTokens(BatchComposer):
     """Makes every step train on exactly ``budget`` completion tokens (C3PO of Ring-lite, arXiv 2506.14731).
 
     Groups are taken, oldest first, until they have enough tokens. The completion that crosses the budget is truncated
-    there, and the rest of it is never trained on; advantages are those of whole completions. Use it with a loss whose
-    denominator is `inflight.losses.Budget` of the same number. If ``budget`` is None, it is half of
+    there, and the rest of it is never trained on; advantages are computed from whole completions. Use it with a loss
+    whose denominator is `inflight.losses.Budget` of the same number. If ``budget`` is None, it is half of
     ``tokens_per_step``, which leaves the other half for prompts.
     """
 
@@ -66,7 +66,7 @@ class ShuffledPairs(BatchComposer):
 
     Within each group, the largest advantage is paired with the smallest, and so on, and a share ``keep`` of these pairs
     is kept. Then ``num_rounds`` rounds draw as many completions as there were, so a completion may be trained on
-    several times. The groups of a step are those of `TokenBudget`. Draws depend only on ``seed`` and the step.
+    several times. The groups of a step are chosen as by `TokenBudget`. Draws depend only on ``seed`` and the step.
     """
 
     tokens_per_step: int

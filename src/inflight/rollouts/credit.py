@@ -46,12 +46,12 @@ def token_advantages(
 ) -> list[list[list[float]]]:
     """Return advantages as ``[group][rollout][completion token]``; those of observations are 0.
 
-    ``discount`` is that of ``return``, per turn. Raises as `batch_advantages`, and ``ValueError`` if ``critic`` is
-    missing for the credit of that name.
+    ``discount`` is the discount per turn for the credit ``return``. Raises as `batch_advantages`, and ``ValueError`` if
+    ``credit`` is 'critic' and no critic is passed.
     """
     if credit == "critic":
         if critic is None:
-            raise ValueError("credit 'critic' needs a critic")
+            raise ValueError("credit 'critic' needs a critic: pass a TurnCritic")
         return [[_spread(rollout, critic.advantages(rollout)) for rollout in group.rollouts] for group in groups]
     compared = [(g, episodes) for g, group in enumerate(groups) for episodes in _compared(group)]
     table = _by_turn([episodes for _, episodes in compared], estimator, credit, discount)
@@ -64,7 +64,7 @@ def token_advantages(
 
 
 def teaches(group: Group, credit: Credit = "episode") -> bool:
-    """Return whether rewards that are compared with each other differ. Of a critic, any reward may be news."""
+    """Return whether rewards that are compared with each other differ; with a critic, always True."""
     if credit == "critic":
         return True
     own = [[(e.reward, *_turn_rewards(e, credit)) for e in episodes] for episodes in _compared(group)]
@@ -128,7 +128,7 @@ def _returns(episode: _RoleEpisode, discount: float) -> list[float | None]:
 def _relative(
     values: Sequence[Sequence[Sequence[float | None]]], estimator: AdvantageEstimator
 ) -> list[list[list[float]]]:
-    """Return the advantage of each value over those at the same turn; 0 for None, which is compared with nothing."""
+    """Return the advantage of each value over the others at the same turn; 0 for None, which is not compared."""
     table = [[[0.0] * len(of_turns) for of_turns in episodes] for episodes in values]
     for turn in range(max((len(of_turns) for episodes in values for of_turns in episodes), default=0)):
         having = [

@@ -16,7 +16,7 @@ from inflight.errors import CheckpointError
 from inflight.types import Rollout, Turn
 
 Target = Literal["monte_carlo", "td"]
-"""What a value is learned from: the discounted rewards until the end, or the next reward and the next value."""
+"""The target of a value: the discounted rewards until the end, or the next reward plus the next value."""
 
 _NUM_WEIGHTS = 1 << 16
 _NUM_TOKENS = 48
@@ -78,19 +78,19 @@ class TurnCritic:
 
 
 def turns_of(rollout: Rollout) -> Sequence[Turn]:
-    """Return the turns of a rollout; one that names none is one turn."""
+    """Return the turns of a rollout; a rollout without named turns is one turn."""
     return rollout.turns or (Turn(0, len(rollout.completion_token_ids)),)
 
 
 def _rewards(rollout: Rollout) -> list[float]:
-    """Return the reward of each turn; that of the episode counts with the last one."""
+    """Return the reward of each turn; the episode's reward counts with the last turn."""
     rewards = [turn.reward or 0.0 for turn in turns_of(rollout)]
     rewards[-1] += rollout.reward
     return rewards
 
 
 def _features(rollout: Rollout, number: int) -> list[int]:
-    """Return the weights that the value of a turn is the sum of: of its number, and of the end of its context."""
+    """Return the indices of the weights whose sum is a turn's value, for its number and for the end of its context."""
     start = turns_of(rollout)[number].start
     said = rollout.completion_token_ids[max(0, start - _NUM_TOKENS) : start]
     context = [*rollout.prompt_token_ids[-_NUM_TOKENS:], *said][-_NUM_TOKENS:]

@@ -13,15 +13,15 @@ from inflight.errors import CheckpointError
 from inflight.types import TaskItem
 
 FIRST_EVALUATION_ITEM = 1_000_000_000
-"""Items from here on are for evaluations. They cycle through the levels of a curriculum."""
+"""Items from this index on are for evaluations. They cycle through the levels of a curriculum."""
 NUM_GROUPS = 16
-"""Groups of one level whose mean reward decides whether the level changes."""
+"""Number of groups of one level whose mean reward decides whether the level changes."""
 RAISING_REWARD, LOWERING_REWARD = 0.75, 0.2
 """With groups of 8 and rewards of 0 and 1, at least 80 % of the groups between these means have different rewards."""
 
 
 class Curriculum(Task):
-    """A task with several levels, easiest first. It begins at the first one.
+    """A task with several levels, easiest first, which begins at the first level.
 
     `record_group` changes the level by one when the last groups of the current level were easy or hard. The change
     affects items that have not been requested yet, so an item keeps its level, also after `restore`.
@@ -30,7 +30,7 @@ class Curriculum(Task):
     def __init__(self, levels: Sequence[Task]) -> None:
         self.levels = tuple(levels)
         self._first_items = [0]
-        """The first item of each stretch of items of one level; ``_stretches`` has their levels."""
+        """The first item of each run of items of one level; ``_stretches`` holds the levels."""
         self._stretches = [0]
         self._next_item = 0
         self._rewards: list[float] = []
@@ -87,12 +87,12 @@ class Curriculum(Task):
         self._stretches.append(new)
         self._rewards = []
         return (
-            f"level {new + 1} of {len(self.levels)} from item {self._next_item} on: the mean reward of the last "
-            f"{NUM_GROUPS} groups is {mean:.2f}"
+            f"the curriculum is at level {new + 1} of {len(self.levels)} from item {self._next_item} on: the mean "
+            f"reward of the last {NUM_GROUPS} groups is {mean:.2f}"
         )
 
     def state(self) -> dict[str, Any]:
-        """Return, as JSON values, what `restore` needs."""
+        """Return the state that `restore` needs, as JSON values."""
         return {
             "first_items": self._first_items,
             "levels": self._stretches,
@@ -101,7 +101,7 @@ class Curriculum(Task):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned. Raises `CheckpointError` if it has levels that this task lacks."""
+        """Continue from a saved state. Raises `CheckpointError` if it has levels that this task lacks."""
         if (highest := max(state["levels"])) >= len(self.levels):
             raise CheckpointError(
                 f"the checkpoint has items of level {highest + 1}, but the task has {len(self.levels)}: do not lower "

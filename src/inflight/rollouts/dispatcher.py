@@ -47,16 +47,16 @@ from inflight.rollouts.step_queue import StepQueue, StepRules
 from inflight.types import Group
 
 _MAX_TRIES = 3
-"""After this many failed requests an item is dropped."""
+"""Number of failed requests after which an item is dropped."""
 _NUM_REFUSED = 32
-"""The run ends after this many unusable items if no group has finished by then."""
+"""Number of unusable items after which the run ends if no group has finished by then."""
 
 
 class Dispatcher:
-    """Decides for one run. Every method takes the time ``now``, which never decreases.
+    """Makes the decisions of one run. Every method takes the time ``now``, which never decreases.
 
     After each call, the driver carries out what `take_commands` returns. While `has_news`, it also offers the items
-    that `next_item` returns and calls `decide`, until neither has any more.
+    that `next_item` returns and calls `decide`, until neither returns anything.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Dispatcher:
         is_enough: Callable[[Sequence[Any]], bool] = all_whole,
         request_prefix: str = "",
     ) -> None:
-        """``is_one_request``: whether the completions of an item that are issued together are sent in one request.
+        """``is_one_request``: whether completions of an item that are issued together are sent in one request.
 
-        ``knows_versions``: whether requests begin with the version that was published last; if not, groups that look
+        ``knows_versions``: whether requests begin with the version that was published last; if not, groups that appear
         too old are not stopped. ``is_enough`` returns whether a group can be scored. ``request_prefix`` begins the ids
         of requests, which must differ from those of other runs on the same endpoint.
         """
@@ -89,7 +89,7 @@ class Dispatcher:
         self.open: dict[int, OpenGroup] = {}
         """Groups that are being sampled or scored, by item, in the order of offers."""
         self.num_resumed_tokens = 0
-        """Tokens of aborted completions that were continued."""
+        """Number of tokens of aborted completions that were continued."""
         self._is_one_request = is_one_request
         self._is_enough = is_enough
         self._request_prefix = request_prefix
@@ -97,9 +97,9 @@ class Dispatcher:
         self._saved: dict[int, Sequence[SampledTokens | None]] = {}
         """Completions of an earlier process's unfinished groups that have not been offered again yet, by item."""
         self._failed_requests: Counter[int] = Counter()
-        """By item; of those that are not settled yet."""
+        """By item, for items that are not settled yet."""
         self._counts: Counter[str] = Counter()
-        """Items that were offered, finished or unusable."""
+        """Number of items that were offered, have finished, or were unusable."""
 
     @property
     def has_news(self) -> bool:
@@ -114,7 +114,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------- saved state
 
     def state(self, to_json: Callable[[Any], Any]) -> dict[str, Any]:
-        """Return, as JSON values, what decides what is sampled next; ``to_json`` is for what was sampled."""
+        """Return the state that determines what is sampled next; ``to_json`` converts sampled tokens."""
         partial = {index: group.sampled for index, group in self.open.items()} | self._saved
         return {
             "ledger": self.ledger.to_json(),
@@ -129,9 +129,9 @@ class Dispatcher:
         }
 
     def restore(self, state: Mapping[str, Any], from_json: Callable[[Any], SampledTokens]) -> None:
-        """Continue from what `state` returned; parts that are missing start from scratch.
+        """Continue from a state that `state` returned; missing parts start from scratch.
 
-        The ledger is given to the constructor. Raises `CheckpointError`.
+        The constructor receives the ledger. Raises `CheckpointError`.
         """
         try:
             self._saved = {
@@ -150,7 +150,7 @@ class Dispatcher:
 
     @property
     def oldest(self) -> int:
-        """Number, in the order of offers, of the oldest group that is sampled or scored, or else of the next one."""
+        """Position, in the order of offers, of the oldest group being sampled or scored, or else of the next group."""
         first = next(iter(self.open.values()), None)
         return self._counts["offered"] + 1 if first is None else first.serial
 
@@ -245,7 +245,7 @@ class Dispatcher:
         for i in completions:
             if group.is_scoring or group.sent_version[i] is not None or ((it := sampled[i]) and it.is_whole):
                 raise InvalidRequestError(
-                    f"the scheduler issued completion {i} of item {group.item} while it ran or had finished"
+                    f"the scheduler issued completion {i} of item {group.item}, which is running or has finished"
                 )
         fresh = tuple([i for i in completions if sampled[i] is None])
         if fresh:
@@ -277,7 +277,7 @@ class Dispatcher:
         self.endpoints.hold(request, slots, now)
 
     def note_first_version(self, request: SendRequest, version: int) -> None:
-        """Record that a request just sent continues a kept episode whose first token ``version`` sampled."""
+        """Record that the request just sent continues an episode whose first token ``version`` sampled."""
         for i in request.numbers:
             self.open[request.item].sent_version[i] = version
 
@@ -286,7 +286,7 @@ class Dispatcher:
     ) -> None:
         """Record that a request has ended with these sampled tokens of each of its completions; none if it failed.
 
-        Unfinished completions may be issued again. An item without any tokens returns to the ledger; one that is at
+        Unfinished completions may be issued again. An item without any tokens returns to the ledger; an item that is at
         fault, or fails repeatedly, is dropped.
         """
         self._outbox.has_news = True
@@ -353,7 +353,7 @@ class Dispatcher:
     # ----------------------------------------------------------------------------------------------------- scoring
 
     def _score_if_enough(self, group: OpenGroup, now: float) -> None:
-        """Have a group scored that has enough completions, and stop its other requests."""
+        """Have a group scored if it has enough completions, and stop its other requests."""
         if not self._is_enough(group.sampled):
             return
         group.is_scoring = True
@@ -364,7 +364,7 @@ class Dispatcher:
         self.endpoints.withdraw([*group.requests.values()], keeps_partials=False)
 
     def group_scored(self, item: int, scored: ScoredGroup, now: float) -> None:
-        """A group has its rewards; without any rollouts left, its item is dropped."""
+        """Record the rewards of a group; if it has no rollouts left, its item is dropped."""
         if not scored.rollouts:
             self.refuse_item(item, "; ".join(what for _, what in scored.failures[:1]), now, "failed episodes")
             return
@@ -384,7 +384,7 @@ class Dispatcher:
     def want_step(self, version: int, now: float) -> None:
         """Collect groups for the step that starts from ``version``, and drop those that are too old for it.
 
-        In conventional mode the groups are those of a whole phase, and nothing is offered outside one.
+        In conventional mode the groups of a whole phase are collected, and nothing is offered outside a phase.
         """
         self.steps.version = version
         self.steps.drop_stale(now)
@@ -394,7 +394,7 @@ class Dispatcher:
         self._compose_if_ready(now)
 
     def settle(self, groups: Sequence[Group], now: float) -> None:
-        """A step has trained on these groups."""
+        """Record that a step has trained on these groups."""
         num_issued = sum([group.has_part for group in self.open.values()])
         self.steps.settle(groups, len(self.open), num_issued, now)
 
@@ -404,9 +404,8 @@ class Dispatcher:
     def _stop_stale(self, now: float) -> None:
         """Stop the unfinished groups of which no completion can be trained on, by the version of its first token.
 
-        If a completion began after its request was sent, its first version is known only when the request ends. A
-        group that turns out to be young enough is sampled further, if its endpoint keeps the tokens of aborted
-        requests.
+        If a completion began after its request was sent, its first version is known only when the request ends. A group
+        that turns out to be young enough is continued if its endpoint keeps the tokens of aborted requests.
         """
         stale = [
             group

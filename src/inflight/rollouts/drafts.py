@@ -1,12 +1,12 @@
 """Drafts of completions from other completions of the same prompt.
 
-The completions of a prompt are searched as a suffix trie is: the longest suffix of what was sampled so far that occurs
-in one of them, then token by token the continuation that occurs most often. Nodes are not stored. An index of short
-suffixes finds the places in the texts where a suffix ends, and the nodes below it are counted while they are walked, so
-memory grows with the tokens and not with the depth. Does not import torch, and uses no clock.
+The completions of a prompt are searched like a suffix trie: find the longest suffix of the tokens sampled so far that
+occurs in one of them, then follow, token by token, the most frequent continuation. Nodes are not stored. An index of
+short suffixes finds the places in the texts where a suffix ends, and the nodes below it are counted during the walk, so
+memory grows with the number of tokens, not with the depth.
 
 Algorithm and constants are those of RhymeRL's HistoSpec (arXiv:2508.18588, section 4; its code in verl-recipe's
-``specRL/histoSpec``). A weight by reward is in the paper only.
+``specRL/histoSpec``). The weighting by reward is described only in the paper.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ SHORTEST_SUFFIX = 4
 PROMPT_TAIL = 5
 """Number of tokens of the prompt kept before each completion, so that the first tokens can be drafted too."""
 LEAST_PROBABILITY = 0.1
-"""A draft ends before the token that would make its estimated probability lower than this."""
+"""A draft ends before the token that would bring its estimated probability below this value."""
 SMALLEST_WINDOW, LARGEST_WINDOW = 2, 16
 """Maximum number of tokens of one draft: doubled when a whole draft was accepted, otherwise halved."""
 
 _MAX_PROMPTS = 1 << 16
 _MAX_BYTES = 1 << 30
 _TOKEN_BYTES = 400
-"""Memory of one indexed token (measured: 300 where no suffix occurs twice)."""
+"""Bytes of memory per indexed token (measured: 300 if no suffix occurs twice)."""
 _MAX_FINISHED = 64
-"""Maximum number of finished siblings of one prompt; beyond it the older half is forgotten."""
+"""Maximum number of finished siblings of one prompt; beyond this, the older half is forgotten."""
 _MAX_PLACES = 256
 """Maximum number of places kept for one suffix: texts that repeat a few tokens have very many."""
 _LEAST_WEIGHT = 1e-3
-"""Of a text whose reward makes its weight zero or negative."""
+"""The weight of a text whose reward would make it zero or negative."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +81,7 @@ class _Texts:
                 places.append((text, end))
 
     def continuation(self, text: _Text, limit: int) -> list[int]:
-        """Return up to ``limit`` tokens that may follow a text, by what followed its longest suffix in the others."""
+        """Return up to ``limit`` tokens that may follow a text, from what followed its longest suffix elsewhere."""
         tail = text.token_ids[-LONGEST_SUFFIX:]
         longest, found = 0, list[_Place]()
         for other, end in self.places.get(tuple(tail[-SHORTEST_SUFFIX:]), ()):
@@ -99,7 +99,7 @@ class _Texts:
 
 
 def _walk(places: list[_Place], limit: int) -> list[int]:
-    """Return the tokens that follow these places: at each step the one of largest weight, while it is likely enough."""
+    """Return the tokens that follow these places: at each step the heaviest one, while it is likely enough."""
     walked: list[int] = []
     probability = 1.0
     while places and len(walked) < limit:
@@ -177,7 +177,7 @@ class DraftSource:
             self._replace(prompt, self._used(prompt) or self._added(prompt), recorded)
 
     def drafter(self, prompt_token_ids: tuple[int, ...], continued: Sequence[int] = ()) -> Drafter:
-        """Return the drafter of a completion, of which ``continued`` was sampled before.
+        """Return the drafter of a completion whose tokens ``continued`` were sampled before.
 
         Call `Drafter.finish` when it has ended, so that siblings can use it.
         """
@@ -199,7 +199,7 @@ class DraftSource:
             self._forget()
 
     def _used(self, prompt: tuple[int, ...]) -> _Texts | None:
-        """Return the texts of a prompt, which is now the one used last."""
+        """Return the texts of a prompt, and mark it as the most recently used one."""
         texts = self._prompts.pop(prompt, None)
         if texts is not None:
             self._prompts[prompt] = texts
@@ -238,7 +238,7 @@ class Drafter:
             texts.index(self._text, 0)
 
     def draft(self, limit: int) -> list[int]:
-        """Return up to ``limit`` tokens that may come next; none if nothing is known."""
+        """Return up to ``limit`` tokens that may come next; empty if nothing is known."""
         if self._texts is None or limit < 1:
             return []
         return self._texts.continuation(self._text, min(limit, self.window.size))

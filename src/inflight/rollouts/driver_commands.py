@@ -28,7 +28,7 @@ class SampledTokens(Protocol):
     @property
     @abstractmethod
     def is_whole(self) -> bool:
-        """Return whether it ended on its own; if not, it was aborted and may be continued."""
+        """Return whether it ended normally; if not, it was aborted and may be continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class ScoredGroup:
 
     rollouts: Sequence[Rollout]
     lengths: tuple[int, ...]
-    """Sampled tokens of each completion or episode."""
+    """The sampled tokens of each completion or episode."""
     rewards: tuple[float, ...]
     completions: Sequence[Sequence[int]] = ()
     """Token ids that later completions of the same prompt may be drafted from."""
     failures: Sequence[tuple[str, str]] = ()
-    """Episodes that failed: a word to count by, and what happened."""
+    """The failed episodes: a kind to count by, and a description."""
     num_rewritten: int = 0
-    """Conversations that continued from another rendering of their past."""
+    """Number of conversations that continued from another rendering of their history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Sample these completions of an item, by number, in one request."""
+    """Send one request that samples these completions of an item, given by number."""
 
     request_id: str
     item: int
     content: Any
-    """As the item was offered."""
+    """The content with which the item was offered."""
     numbers: tuple[int, ...]
     endpoint: str
     partial: SampledTokens | None = None
@@ -90,7 +90,7 @@ class ScoreGroup:
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """A group has its rewards. It waits for a step, or else `DroppedGroup` follows."""
+    """A group has received its rewards. It waits for a step, or else `DroppedGroup` follows."""
 
     group: Group
     is_waiting: bool
@@ -107,19 +107,19 @@ class DroppedGroup:
 
 @dataclass(frozen=True, slots=True)
 class DroppedItem:
-    """An item was dropped before it had its rewards."""
+    """An item was dropped before it received its rewards."""
 
     item: int
     reason: str
     """``unusable``, ``failed``, ``failed episodes`` or ``stale``, as the ledger counts it."""
     what_happened: str
     lengths: tuple[int, ...] = ()
-    """Tokens of its completions; empty unless known for all of them."""
+    """Number of tokens of each of its completions; empty unless known for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequeuedItem:
-    """An item went back to the ledger, and will be offered again."""
+    """An item was returned to the ledger, and will be offered again."""
 
     item: int
 
@@ -141,7 +141,7 @@ class ComposedPhase:
 
 @dataclass(frozen=True, slots=True)
 class IdleEndpoint:
-    """A retired endpoint has no request left, and is forgotten."""
+    """A retired endpoint has no requests left, and is forgotten."""
 
     endpoint: str
 

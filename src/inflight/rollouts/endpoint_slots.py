@@ -19,23 +19,23 @@ class EndpointSlots:
     keeps_partials: bool
     """Whether the tokens of an aborted completion are kept."""
     version: int | None = None
-    """None while the endpoint receives no work."""
+    """The version last published to the endpoint; None while it receives no work."""
     is_retired: bool = False
     requests: dict[str, SendRequest] = field(default_factory=dict)
-    """Those whose end has not been reported, in the order in which they were sent."""
+    """The requests whose end has not been reported, in the order in which they were sent."""
     num_held: int = 0
-    """Completions of these requests."""
+    """Number of completions of these requests."""
     withdrawn: set[str] = field(default_factory=set)
-    """Requests that are being stopped, and whose slots the scheduler counts as free."""
+    """The requests that are being stopped, and whose slots the scheduler counts as free."""
 
     @property
     def takes_work(self) -> bool:
-        """Whether it may receive requests."""
+        """Whether the endpoint may receive requests."""
         return self.version is not None and not self.is_retired
 
     @property
     def num_free(self) -> int:
-        """Completions that a scheduler may issue here now; slots of withdrawn requests count as free."""
+        """Number of completions that a scheduler may issue here now; slots of withdrawn requests count as free."""
         if not self.takes_work:
             return 0
         num_withdrawn = sum(len(self.requests[request_id].numbers) for request_id in self.withdrawn)
@@ -54,7 +54,7 @@ class EndpointPool:
     slots: dict[str, EndpointSlots] = field(default_factory=dict)
     account: SlotAccount = field(default_factory=SlotAccount)
     lost: dict[str, str] = field(default_factory=dict)
-    """Endpoints that receive no work because they failed, with the reason."""
+    """The endpoints that receive no work because they failed, each with the reason."""
 
     @property
     def is_unserved(self) -> bool:
@@ -73,10 +73,10 @@ class EndpointPool:
         self._note(self.slots[name], now)
 
     def serve(self, names: Collection[str], version: int, now: float) -> None:
-        """Give work to these endpoints, and to no others. ``version`` was published to them; 0 if it is not known."""
+        """Give work to these endpoints, and to no others. ``version`` was published to them; 0 if it is unknown."""
         for slots in self.slots.values():
             if slots.name not in names:
-                self.lose(slots.name, f"it could not be updated to version {version}", now)
+                self.lose(slots.name, f"the endpoint could not be updated to version {version}", now)
                 continue
             took_work, slots.version = slots.takes_work, version
             self.lost.pop(slots.name, None)

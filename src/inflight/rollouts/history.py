@@ -24,7 +24,7 @@ class PromptRecord:
     lengths: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     completions: list[array[int]] = field(default_factory=list)
-    """Token ids of the last group only; RhymeRL (arXiv 2508.18588) keeps one epoch too. Empty if none were kept."""
+    """Token ids of only the last group; RhymeRL (arXiv 2508.18588) also keeps one epoch. Empty if none were kept."""
 
     @property
     def mean_length(self) -> float:
@@ -33,7 +33,7 @@ class PromptRecord:
 
 
 class HistoryStore:
-    """Remembers the latest ``completions_per_prompt`` lengths and rewards of each prompt, and tokens of its last group.
+    """Remembers the latest ``completions_per_prompt`` lengths and rewards of each prompt, and its last group's tokens.
 
     Beyond ``max_prompts`` prompts, the least recently recorded ones are removed. Beyond ``max_tokens`` tokens, their
     tokens are removed.
@@ -46,7 +46,7 @@ class HistoryStore:
         self._max_tokens = max_tokens
         self._completions_per_prompt = completions_per_prompt
         self._records: OrderedDict[str, PromptRecord] = OrderedDict()
-        """By prompt, least recently recorded first."""
+        """The records by prompt, least recently recorded first."""
         self._num_tokens = 0
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class HistoryStore:
         record.completions = []
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `restore` needs, as JSON values; token ids are 32-bit integers in base64."""
+        """Return the state that `restore` needs, as JSON values; token ids are 32-bit integers in base64."""
         return {
             prompt: [
                 record.lengths,
@@ -102,7 +102,7 @@ class HistoryStore:
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Replace the history by one that `to_json` returned. Raises `CheckpointError` if it cannot be read."""
+        """Replace the history with one that `to_json` returned. Raises `CheckpointError` if it cannot be read."""
         records: OrderedDict[str, PromptRecord] = OrderedDict()
         try:
             for prompt, (lengths, rewards, completions) in data.items():

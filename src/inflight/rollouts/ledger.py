@@ -34,10 +34,10 @@ class Ledger:
         self._unsettled: dict[int, _State] = {}
         self._waiting: list[int] = []
         self.num_trained = 0
-        """Number of items trained on, over all restarts; ``num_dropped`` likewise, by reason."""
+        """Number of items trained on, including earlier processes of the run; ``num_dropped`` likewise, by reason."""
         self.num_dropped: Counter[str] = Counter()
         self.num_requeued = 0
-        """Calls of `requeue`, over all restarts; items that a restart puts back are not counted."""
+        """Number of calls of `requeue`, including earlier processes; items that a restart puts back are not counted."""
 
     @property
     def outstanding(self) -> int:
@@ -78,7 +78,7 @@ class Ledger:
         self.num_dropped[reason] += 1
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` needs, as JSON values."""
+        """Return the state that `from_json` needs, as JSON values."""
         return {
             "next_new": self._next_new,
             "unsettled": sorted(self._unsettled),
@@ -91,8 +91,8 @@ class Ledger:
     def from_json(cls, data: Mapping[str, Any]) -> Ledger:
         """Return a saved ledger in which every unsettled item waits to be issued again, in item order.
 
-        If the weights of the same moment are restored too, no item is lost or trained on twice. Raises
-        `CheckpointError` if the counts do not add up.
+        If the weights are restored from the same moment, no item is lost or trained on twice. Raises `CheckpointError`
+        if the counts do not add up.
         """
         ledger = cls()
         try:

@@ -17,7 +17,7 @@ KINDS: Mapping[str, Mapping[str, Callable[..., object]]] = {
     "predictor of rollouts.scheduler_params": PREDICTORS,
 }
 _GIVEN = ("group_size", "history", "seed", "max_lag", "tokens_per_step")
-"""Arguments that the run supplies; the others are parameters for the user."""
+"""Arguments that the run supplies; users set the others."""
 
 
 def policy_lines() -> Iterator[str]:

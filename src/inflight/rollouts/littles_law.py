@@ -24,22 +24,22 @@ class Terms:
     """The terms of Little's law for an average step."""
 
     in_flight: float
-    """Groups that are sampled or scored when a step ends."""
+    """Number of groups being sampled or scored when a step ends."""
     queued: float
     training: float
     left: float
-    """Settled per step, by training or otherwise."""
+    """Number of groups settled per step, by training or otherwise."""
     age: float
     """The mean age in steps of those groups: 1 if a group was sampled and trained on within one step."""
 
     @property
     def expected_age(self) -> float:
-        """The right side of the law."""
+        """The mean age that the law predicts."""
         return (self.in_flight + self.queued + self.training) / self.left
 
     @property
     def edge(self) -> float:
-        """How much the sides may differ over one step because of the groups in progress at its end."""
+        """How much the two sides may differ over one step because of the groups in progress at its end."""
         return self.expected_age**2
 
 
@@ -48,33 +48,33 @@ class LittlesLaw:
     """Records each group that leaves and each step; `terms` returns both sides of the law."""
 
     version: int = 0
-    """Steps so far, including those of earlier processes of the run."""
+    """Number of steps so far, including those of earlier processes of the run."""
     window: int = WINDOW
     num_alarms: int = 0
     _num_left: int = 0
     _age: int = 0
     _steps: deque[tuple[int, int, int, int, int]] = field(init=False)
-    """In flight, queued, training, left and the sum of their ages."""
+    """Rows of numbers: groups in flight, queued, in training, and settled, and the sum of the settled groups' ages."""
     _since: int = 0
-    """Steps since the last verdict."""
+    """Number of steps since the last verdict."""
 
     def __post_init__(self) -> None:
         self._steps = deque(maxlen=self.window)
 
     def left(self, first_version: int, *, is_trained: bool) -> None:
-        """A group was settled whose first token ``first_version`` sampled; a trained one by the step that ends now."""
+        """Record that a group was settled: if ``is_trained``, by the step that is now ending."""
         self._num_left += 1
         self._age += self.version - first_version + is_trained
 
     def stepped(self, in_flight: int, queued: int, training: int) -> None:
-        """A step has ended. The counts are those before its groups were settled."""
+        """Record the end of a step, with the counts from before its groups were settled."""
         self._steps.append((in_flight, queued, training, self._num_left, self._age))
         self._num_left = self._age = 0
         self.version += 1
         self._since += 1
 
     def terms(self) -> Terms | None:
-        """Return the means over the window; None before anything has left."""
+        """Return the means over the window; None until a group has been settled."""
         in_flight, queued, training, left, age = map(sum, zip(*self._steps, strict=True)) if self._steps else (0,) * 5
         if not left:
             return None

@@ -23,9 +23,9 @@ class MixedTask(TaskSettings):
     """One task of a mixture."""
 
     label: str | None = None
-    """Its name in the mixture. None: ``name``."""
+    """The task's name in the mixture. None: ``name``."""
     share: float = Field(default=1.0, gt=0)
-    """Its share of the items, relative to the shares of the other tasks."""
+    """The task's share of the items, relative to the shares of the other tasks."""
 
 
 class Mixture(Task):

@@ -15,7 +15,7 @@ class OpenGroup:
 
     item: int
     serial: int
-    """Its place in the order of offers."""
+    """The group's place in the order of offers."""
     offered_at: float
     """When the group was offered, in the driver's time."""
     prompt: str
@@ -24,9 +24,9 @@ class OpenGroup:
     content: Any
     """The content from which the driver makes requests."""
     sampled: list[SampledTokens | None]
-    """The sampled tokens of each, complete or partial."""
+    """The sampled tokens of each completion or episode, complete or partial."""
     sent_version: list[int | None]
-    """While it runs: the oldest version that may sample its first token, if it has none yet."""
+    """For each running completion without tokens, the oldest version that may sample its first token."""
     requests: dict[str, SendRequest] = field(default_factory=dict)
     endpoints: list[str] = field(default_factory=list)
     num_requests: int = 0
@@ -36,12 +36,12 @@ class OpenGroup:
 
     @property
     def has_part(self) -> bool:
-        """Whether something of it has been sampled or is being sampled."""
+        """Whether any part of it has been sampled or is being sampled."""
         return bool(self.requests) or any(one is not None for one in self.sampled)
 
     @property
     def whole(self) -> list[tuple[int, SampledTokens]]:
-        """Those that have finished, with their numbers."""
+        """The completions that have finished, with their numbers."""
         return [(i, one) for i, one in enumerate(self.sampled) if one is not None and one.is_whole]
 
     @property
@@ -61,5 +61,5 @@ class OpenGroup:
 
 
 def all_whole(sampled: Sequence[SampledTokens | None]) -> bool:
-    """Return whether every completion of a group has ended on its own."""
+    """Return whether every completion of a group has ended normally."""
     return all(one is not None and one.is_whole for one in sampled)

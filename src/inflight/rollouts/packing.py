@@ -1,4 +1,4 @@
-"""Packs samples, given by their lengths, into the micro-batches of each rank."""
+"""Packing samples, given by their lengths, into the micro-batches of each rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ Packed = list[list[list[int]]]
 
 
 _LEAST_SHARED = 0.05
-"""Share of tokens that repeat a prefix from which samples are packed by prefixes; below it, fuller micro-batches gain
-more."""
+"""Least share of repeated tokens for which samples are packed by prefix; below it, fuller micro-batches gain more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,25 +23,25 @@ class Packing:
     """How the samples of an optimizer step are divided among the trainer's micro-batches."""
 
     max_tokens: int
-    """Of a micro-batch."""
+    """Largest number of tokens in a micro-batch."""
     num_shares: int
-    """Of the data, each for one rank or for several that compute it together."""
+    """Number of shares of the data, each for one rank or for several that compute it together."""
     share_prefixes: bool = False
     """Whether a common prefix counts, and is computed, once in each micro-batch."""
 
     def pack(self, samples: Sequence[Sample]) -> Packed:
-        """Return the samples of each micro-batch, as `pack` does unless prefixes are shared.
+        """Return the samples of each micro-batch, as the function `pack` does unless prefixes are shared.
 
         In that case samples with a common prefix are kept together, and shares receive about the same number of
         computed tokens; a prefix that crosses the boundary between two shares or micro-batches is computed in both.
-        Since attention is computed for whole sequences, those of a micro-batch have at most twice ``max_tokens``.
-        Raises `InvalidRequestError` for a sample that is too long.
+        Since attention is computed for whole sequences, the sequences of a micro-batch have at most twice
+        ``max_tokens``. Raises `InvalidRequestError` for a sample that is too long.
         """
         rollouts = [sample.rollout for sample in samples]
         return self._pack([it.num_tokens for it in rollouts], lambda: shared_prefixes(rollouts))
 
     def pack_texts(self, texts: Sequence[Int64s]) -> Packed:
-        """Return the sequences of each micro-batch as `pack` does, for sequences that have token ids alone."""
+        """Return the sequences of each micro-batch as `pack` does, for sequences of plain token ids."""
         return self._pack([len(text) for text in texts], lambda: shared_prefixes_of_texts(texts))
 
     def _pack(self, lengths: Sequence[int], shared_prefixes: Callable[[], tuple[list[int], list[int]]]) -> Packed:

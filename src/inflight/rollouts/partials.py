@@ -21,10 +21,12 @@ def continuation(request: GenerateRequest, partial: Completion, request_id: str)
     which = f"completion {partial.index} of {request.request_id!r}"
     sampling, num_tokens = request.sampling, len(partial.token_ids)
     if partial.finish_reason != "abort":
-        raise ValueError(f"{which} ended with {partial.finish_reason!r}")
+        raise ValueError(f"{which} cannot be continued: it ended with {partial.finish_reason!r}, not 'abort'")
     left = None if sampling.max_tokens is None else sampling.max_tokens - num_tokens
     if left is not None and left < 1:
-        raise ValueError(f"{which} was aborted with all of its {sampling.max_tokens} tokens")
+        raise ValueError(
+            f"{which} was aborted after all of its {sampling.max_tokens} tokens, so there is nothing to continue"
+        )
     seed = None if sampling.seed is None else _next_seed(sampling.seed, partial.index, num_tokens)
     return request.model_copy(
         update={
@@ -39,7 +41,7 @@ def continuation(request: GenerateRequest, partial: Completion, request_id: str)
 def joined(first: Completion, second: Completion) -> Completion:
     """Return a completion and its continuation as one; it has draft counts if both have.
 
-    Tokens that the continuation computed again keep the experts that computed them first.
+    Tokens that the continuation recomputed keep the experts that first computed them.
     """
     num_tokens = len(first.token_ids)
     spans, later = list(first.version_spans), [_shifted(span, num_tokens) for span in second.version_spans]

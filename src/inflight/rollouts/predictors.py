@@ -1,6 +1,6 @@
 """Predictors of completion lengths, from history or from other completions of the same group.
 
-Predictions serve for ranking and for cost estimates. `TailRecall` measures the ranking by its recall of the longest
+Predictions are used for ranking and for cost estimates. `TailRecall` measures the ranking by its recall of the longest
 fifth, as StreamRL does (arXiv 2504.15930, which reports 87 %).
 """
 

@@ -72,7 +72,7 @@ class Queues:
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[tuple[int, int]]] = {}
-        """(item, completion), by endpoint."""
+        """Queued pairs of item and completion, by endpoint."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -82,11 +82,11 @@ class Queues:
         self._waiting.setdefault(endpoint, []).extend((item.index, i) for i in item.unissued)
 
     def waits(self, endpoint: str) -> bool:
-        """Return whether any completion waits for an endpoint."""
+        """Return whether any completion is waiting for an endpoint."""
         return bool(self._waiting.get(endpoint))
 
     def issue(self, board: Board, time_s: float) -> list[Decision]:
-        """Fill each endpoint from its queue, and issue completions whose endpoint has left to the least loaded one."""
+        """Fill each endpoint from its queue; completions whose endpoint has left are issued to the least loaded one."""
         decisions: list[Decision] = []
         for name, waiting in list(self._waiting.items()):
             endpoint = board.endpoints.get(name)

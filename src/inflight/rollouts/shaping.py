@@ -1,4 +1,4 @@
-"""Pure functions that shape rewards and batches before the loss."""
+"""Pure functions that shape rewards and batches before the loss is computed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def shuffle_batch(weights: Sequence[float], size: int, *, num_rounds: int = 8, s
     if any(not math.isfinite(weight) or weight < 0 for weight in weights):
         raise InvalidRequestError("weights must be finite and at least 0")
     if size > num_rounds * len(weights):
-        raise InvalidRequestError(f"{num_rounds} rounds over {len(weights)} items cannot give {size} indices")
+        raise InvalidRequestError(
+            f"{num_rounds} rounds over {len(weights)} items cannot yield {size} indices: each round draws an item at "
+            "most once"
+        )
     generator = random.Random(seed)
     drawn: list[int] = []
     for round_index in range(num_rounds):
@@ -63,7 +66,7 @@ def shuffle_batch(weights: Sequence[float], size: int, *, num_rounds: int = 8, s
 
 
 def within_budget(lengths: Sequence[int], budget: int) -> list[int]:
-    """Return how many tokens of each completion to train on, so that together they are ``budget``, in order.
+    """Return how many tokens of each completion, in order, to train on, so that together they are ``budget``.
 
     The completion that crosses the budget is cut there, and later ones get none; the sum is smaller only if there are
     not enough tokens (C3PO, Ring-lite, arXiv 2506.14731: `inflight.losses.Budget` then has the same denominator in

@@ -1,4 +1,4 @@
-"""Accounts for the use of endpoint slots in slot-seconds."""
+"""Accounting for the use of endpoint slots in slot-seconds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class SlotSeconds:
     """Slot-seconds over a period. A slot holds one completion at a time."""
 
     all_s: float = 0.0
-    """All slots of the endpoints that take part."""
+    """All slots of participating endpoints."""
     open_s: float = 0.0
     """Slots of the endpoints that accept work. The others have failed, are leaving, or could not be updated."""
     running_s: float = 0.0
-    """Slots that are held by completions, on any endpoint that takes part."""
+    """Slots held by completions, on any participating endpoint."""
     free_s: float = 0.0
     """Free slots of the endpoints that accept work."""
 
@@ -50,7 +50,7 @@ class SlotAccount:
     _since_s: float = 0.0
     _sum: SlotSeconds = field(default_factory=SlotSeconds)
     _num: SlotSeconds = field(default_factory=SlotSeconds)
-    """The slots of all endpoints, which each second adds to the sum."""
+    """The slots of all endpoints, which are added to the sum for each second."""
 
     def note(self, time_s: float, endpoint: str, num_slots: int, num_running: int, *, takes_work: bool) -> None:
         """Record the number of slots of an endpoint from now on, and how many of them hold a completion."""

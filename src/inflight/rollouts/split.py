@@ -13,7 +13,7 @@ from inflight.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Devices for each stage, and how long a step takes while both work at the same time."""
+    """The number of devices for each stage, and how long a step takes while both stages work at the same time."""
 
     num_generating: int
     num_training: int
@@ -23,14 +23,16 @@ class Split:
 def best_split(
     num_devices: int, generation_s: Callable[[int], float], training_s: Callable[[int], float], *, unit: int = 1
 ) -> Split:
-    """Return the split of at most ``num_devices`` whose slower stage is fastest; of equal ones, that of fewest devices.
+    """Return the split of at most ``num_devices`` whose slower stage is fastest; of equals, the smallest.
 
-    ``generation_s`` and ``training_s`` give the seconds that a stage takes for one step on so many devices. ``unit`` is
-    how many devices one replica needs. Raises `InvalidRequestError` if there are too few devices for one replica each.
+    ``generation_s`` and ``training_s`` give the seconds that a stage takes for one step on a number of devices.
+    ``unit`` is how many devices one replica needs. Raises `InvalidRequestError` if there are too few devices for one
+    replica each.
     """
     if num_devices < 2 * unit:
         raise InvalidRequestError(
-            f"{num_devices} devices cannot be divided between generation and training in units of {unit}"
+            f"{num_devices} devices cannot be divided between generation and training: each needs at least one unit "
+            f"of {unit}"
         )
     sizes = range(unit, num_devices - unit + 1, unit)
     generating = {x: generation_s(x) for x in sizes}

@@ -43,8 +43,8 @@ class EtaGate(StalenessPolicy):
     """Masks each completion whose first token has a lag above ``max_lag``, AReaL's eta (arXiv 2505.24298).
 
     AReaL admits a rollout while (eta + version + 1) B - (accepted + running) is positive, with B rollouts per step.
-    Since version * B accepted rollouts have been trained on, this bounds those that have not. The bound is used in that
-    form here: it is computed from the ledger, which survives a restart, so it cannot admit a burst after one.
+    Since version * B accepted rollouts have been trained on, this bounds those that have not. This policy uses the
+    bound in that form: it is computed from the ledger, which survives a restart, so a restart cannot admit a burst.
     """
 
     max_lag: int
@@ -110,8 +110,8 @@ class WindowedFifo(StalenessPolicy):
 class EssGuard(StalenessPolicy):
     """Wraps another policy, and reacts to batches that are too far off-policy, as in PipelineRL (arXiv 2509.19128).
 
-    If the effective sample size of a step falls below ``threshold``, the next step uses only tokens that were sampled
-    since, so the run waits for on-policy data. With ``stops``, it ends the run instead.
+    If the effective sample size of a step falls below ``threshold``, the next step uses only tokens sampled afterwards,
+    so the run waits for on-policy data. With ``stops``, it ends the run instead.
     """
 
     policy: StalenessPolicy
@@ -173,7 +173,7 @@ def load_staleness(name: str, params: Mapping[str, Any], max_lag: int) -> Stalen
 
 
 def whole_if_young(token_versions: Sequence[int], trainer_version: int, max_lag: int) -> list[bool]:
-    """Return a mask that keeps all tokens of a completion, or none if its first one has a lag above ``max_lag``."""
+    """Return a mask that keeps all tokens of a completion, or none if its first token has a lag above ``max_lag``."""
     is_young = trainer_version - min(token_versions, default=trainer_version) <= max_lag
     return [is_young] * len(token_versions)
 
@@ -190,7 +190,7 @@ def trained_mask(rollout: Rollout, staleness: StalenessPolicy, trainer_version: 
 def num_trained_tokens(group: Group, staleness: StalenessPolicy, trainer_version: int) -> int:
     """Return how many tokens of a group a step from ``trainer_version`` trains on, prompts and observations included.
 
-    Those count if any token of their rollout is trained on.
+    Prompts and observations count if any token of their rollout is trained on.
     """
     total = 0
     for rollout in group.rollouts:

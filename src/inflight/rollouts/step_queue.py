@@ -1,4 +1,4 @@
-"""Finished groups before training: which are kept, when a step is composed, and how many more are admitted."""
+"""Finished groups before training: which ones are kept, when a step is composed, and how many more are admitted."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class StepRules:
     """The settings of a run that determine how its finished groups are used."""
 
     step_size: int
-    """Tokens of a step, or whatever else ``size_of`` and ``kept_size_of`` count."""
+    """The number of tokens in a step, or of whatever else ``size_of`` and ``kept_size_of`` count."""
     expected_size: float
-    """Of a group, before four have finished."""
+    """The assumed size of a group until four groups have finished."""
     burst: int = 1
     """As in `Admission`."""
     steps_per_phase: int = 0
-    """Steps of a phase of the conventional mode, in which sampling and training alternate. 0: the pipeline."""
+    """Number of steps in a phase of conventional mode, in which sampling and training alternate. 0: pipeline mode."""
     trains_on_equal_rewards: bool = False
     credit: Credit = "episode"
     size_of: Callable[[Group], int] = lambda group: group.num_tokens
@@ -49,15 +49,15 @@ class StepQueue:
     waiting: WaitingGroups = field(init=False)
     admission: Admission = field(init=False)
     version: int = 0
-    """Of the step or phase that was wanted last."""
+    """The version from which the last requested step or phase starts."""
     is_wanted: bool = False
-    """Whether groups are collected for it; False once there are enough."""
+    """Whether groups are being collected for that step; False once there are enough."""
     has_waited: bool = True
-    """Whether there were too few groups for the step when it was wanted, so that the trainer had to wait."""
+    """Whether there were too few groups for the step when it was requested, so that the trainer had to wait."""
     is_phase_ending: bool = False
-    """Whether a phase has enough groups, and waits until nothing runs."""
+    """Whether a phase has enough groups, and waits until nothing is running."""
     num_training: int = 0
-    """Groups that were composed and are not settled yet."""
+    """The groups that were composed and are not settled yet."""
 
     def __post_init__(self) -> None:
         self.waiting = WaitingGroups(self.staleness, self.composer, self.rules.kept_size_of)
@@ -134,7 +134,7 @@ class StepQueue:
         self.outbox.command(ComposedPhase(split_evenly(groups, self.rules.steps_per_phase)))
 
     def settle(self, groups: Sequence[Group], num_open: int, num_issued: int, now: float) -> None:
-        """Settle groups that a step has trained on; of ``num_open`` others in progress, ``num_issued`` were issued."""
+        """Settle groups that a step has trained on; ``num_issued`` of ``num_open`` other groups were issued."""
         num_queued = self.ledger.outstanding - num_open - len(groups)
         for group in groups:
             self._leave(group, is_trained=True)

@@ -21,7 +21,7 @@ _NUM_ITEMS = 2**31 - 1
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _QUESTION = "{question}"
 _FIELDS = ("field_name", "lower_field_name", "upper_field_name")
-"""Attributes of reasoning-gym's curricula that name a parameter."""
+"""The attributes of reasoning-gym's curricula that name a parameter."""
 
 
 class AnswerFormat(Section):
@@ -51,16 +51,18 @@ class AnswerFormat(Section):
         except re.error as error:
             raise ValueError(f"{value!r} is not a regular expression: {error}") from error
         if num_groups > 1:
-            raise ValueError(f"{value!r} has {num_groups} groups, but one answer is read: write (?:...) for the others")
+            raise ValueError(
+                f"{value!r} has {num_groups} groups, but only one answer is read: write (?:...) for the other groups"
+            )
         return value
 
 
 AS_GIVEN = AnswerFormat()
-"""Problems and completions are not changed."""
+"""The format that leaves problems and completions unchanged."""
 
 
 class TaskSettings(AnswerFormat):
-    """Which task or environment: a reasoning-gym dataset, an entry point in the group ``inflight.tasks``, or
+    """The task or environment: a reasoning-gym dataset, an entry point in the group ``inflight.tasks``, or
     ``module:factory``."""
 
     name: str
@@ -69,15 +71,15 @@ class TaskSettings(AnswerFormat):
     """Arguments of the dataset or factory."""
     levels: int | tuple[dict[str, Any], ...] | None = None
     """A curriculum: the run begins at the first level, and moves to the next or the previous one when the mean reward
-    of 16 groups is at least 0.75 or at most 0.2. A number: so many levels of the curriculum that reasoning-gym has for
-    the dataset. A list of tables: the parameters of each level, easiest first, in addition to ``params``. None: all
-    items have the same parameters."""
+    of 16 groups is at least 0.75 or at most 0.2. A number: that many levels of reasoning-gym's curriculum for the
+    dataset. A list of tables: the parameters of each level, easiest first, in addition to ``params``. None: all items
+    have the same parameters."""
 
     @field_validator("levels")
     @classmethod
     def _has_two_levels(cls, value: int | tuple[dict[str, Any], ...] | None) -> int | tuple[dict[str, Any], ...] | None:
         if value is not None and (value if isinstance(value, int) else len(value)) < 2:
-            raise ValueError("a curriculum has at least two levels")
+            raise ValueError("a curriculum must have at least two levels")
         return value
 
     def load(self, seed: int) -> Task | Environment:
@@ -102,8 +104,8 @@ def _params_of_levels(
         return [{**params, **of_level} for of_level in levels]
     if name not in reasoning_gym_names():
         raise TaskError(
-            f"task.levels = {levels} is for datasets of reasoning-gym, and {name!r} is none: list the parameters of "
-            "each level"
+            f"task.levels = {levels} applies to datasets of reasoning-gym, and {name!r} is not one: list the "
+            "parameters of each level"
         )
     from reasoning_gym.factory import CURRICULA
 
@@ -121,7 +123,7 @@ def _params_of_levels(
 
 
 def _set_by(curriculum: Any) -> dict[str, Any]:
-    """Return the parameters that a curriculum of reasoning-gym sets at its present level."""
+    """Return the parameters that a reasoning-gym curriculum sets at its current level."""
     config, names = curriculum.generate_configuration(), set[str]()
     for attribute in curriculum.attributes.values():
         names |= {getattr(attribute, key) for key in _FIELDS if hasattr(attribute, key)}
@@ -131,9 +133,9 @@ def _set_by(curriculum: Any) -> dict[str, Any]:
 def load_task(
     name: str, params: Mapping[str, Any], seed: int, answer_format: AnswerFormat = AS_GIVEN
 ) -> Task | Environment:
-    """Return a task or environment by name: a reasoning-gym dataset, or what a factory makes.
+    """Return a task or environment by name: a reasoning-gym dataset, or the result of a factory.
 
-    A factory takes ``seed`` and ``params``. It is installed under the entry points ``inflight.tasks``, or named as
+    A factory takes ``seed`` and ``params``. It is an entry point in the group ``inflight.tasks``, or named as
     ``module:attribute``. ``answer_format`` applies to tasks only. Raises `TaskError` for an unknown name (with the
     nearest known one) and for parameters that the task rejects.
     """
@@ -182,7 +184,9 @@ def reasoning_gym_names() -> list[str]:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise TaskError("the tasks of reasoning-gym need it: pip install 'inflight[local]'") from error
+        raise TaskError(
+            "reasoning-gym, which its tasks need, is not installed: pip install 'inflight[local]'"
+        ) from error
     return sorted(DATASETS)
 
 

@@ -58,7 +58,7 @@ class HistoPipe(Scheduler):
         self._outlier = outlier
         self._num_rounds = 0
         self._longest: dict[int, float] = {}
-        """By item, the longest prediction in its rank group; infinite for an item without history."""
+        """The longest prediction in each item's rank group; infinite for an item without history."""
         self._predicted: dict[int, float] = {}
         self._migrated: set[tuple[int, int]] = set()
         self._returned: list[tuple[int, int]] = []
@@ -167,8 +167,8 @@ def whole_endpoints(works: Sequence[float], num_endpoints: int) -> list[int]:
     """Return the number of endpoints for each rank group, so that their times grow about linearly with their rank.
 
     The line begins with the first group on one endpoint, and has the smallest slope, found by binary search, for which
-    there are enough endpoints (RhymeRL, section 5, first tier). The slowest groups receive endpoints that rounding
-    leaves.
+    there are enough endpoints (RhymeRL, section 5, first tier). The slowest groups receive the endpoints left over by
+    rounding.
     """
 
     def numbers(slope: float) -> list[int]:
@@ -190,7 +190,7 @@ def linear_cuts(lengths: Sequence[float], num_parts: int, num_at_once: float = 1
 
     An endpoint samples ``num_at_once`` of them at a time, so a part takes at least its sum divided by ``num_at_once``,
     and at least its longest length. The last part receives the larger of its equal share and the longest length, the
-    first part receives what keeps the mean unchanged, and the others lie on the line between them.
+    first part receives the amount that keeps the mean unchanged, and the others lie on the line between them.
     """
     share = sum(lengths) / num_parts / num_at_once
     last = min(max(share, lengths[-1]), 1.9 * share)

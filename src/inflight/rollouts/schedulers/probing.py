@@ -16,7 +16,7 @@ from inflight.rollouts.rounds import issue_in_order
 class ProbeFirst(Scheduler):
     """Issues one completion of each offered group, the probe, and then the groups with the longest probes first.
 
-    While a probe is running, its present length counts. Completions are issued one by one to the least loaded endpoint,
+    While a probe is running, its current length counts. Completions are issued one by one to the least loaded endpoint,
     so a group may be spread over several. The scheduler asks for ``lookahead`` times as many completions as the
     endpoints accept, so that it has groups to choose from.
     """

@@ -1,4 +1,4 @@
-"""Schedulers that start more groups than a step needs, and resume the late ones or collect them for a long round."""
+"""Schedulers that start more groups than a step needs, and resume slow groups or collect them for a long round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OverProvision(Scheduler):
     """Offers ``surplus`` times as many groups as a step needs, and aborts the rest once the step is ready.
 
     Aborted completions are resumed first in the next step (APRIL, arXiv 2509.18521); they keep their tokens if their
-    endpoint supports that. This helps where a step has to wait for its last completion: in conventional mode.
+    endpoint supports that. This helps if a step has to wait for its last completion, as in conventional mode.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class OverProvision(Scheduler):
 
 
 class TailRounds(Scheduler):
-    """Races ``surplus`` times as many groups as a step needs, and keeps the slowest for a round of their own.
+    """Races ``surplus`` times as many groups as a step needs, and keeps the slowest for a separate round.
 
     Once a round has as many finished groups as it needs, the others are aborted and wait. When enough groups wait for a
     whole round, the next round consists of them and has no surplus: about one in 1 / (``surplus`` - 1) rounds

@@ -107,8 +107,7 @@ class ServerProcess(Process):
         await self.wait_until_ready(timeout_s)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return once the server answers at ``url``. Raises `ConfigError` with the end of its log; its process has then
-        ended."""
+        """Return once the server answers at ``url``. Raises `ConfigError` with the end of its log once it has ended."""
         try:
             async with asyncio.timeout(timeout_s):
                 await _wait_for_url(self)

@@ -28,8 +28,7 @@ def opening_messages(system_prompt: str | None, prompt: str) -> tuple[Message, .
 
 @dataclass(frozen=True)
 class Completions(Work):
-    """``tokenizer`` renders prompts, with its chat template if any, and decodes. A group has ``sampling.n``
-    completions."""
+    """``tokenizer`` renders prompts, by its chat template if any, and decodes. A group has ``sampling.n`` members."""
 
     task: Task
     tokenizer: Any

@@ -151,7 +151,7 @@ class Teachers:
                     else:
                         if teacher.is_failing:
                             teacher.is_failing = False
-                            self._note(f"teacher {endpoint.name} has recovered and scores completions again")
+                            self._note(f"teacher {endpoint.name} has recovered")
                         return response
                     if not teacher.is_failing and time.monotonic() >= teacher.quiet_until:
                         teacher.is_failing, teacher.quiet_until = True, time.monotonic() + _QUIET_S
