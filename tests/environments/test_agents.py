@@ -162,7 +162,7 @@ def test_the_example_of_an_agent_plays_its_episodes(shared_server: ServerProcess
 
 
 @pytest.mark.parametrize(
-    ("end", "words"), [("gives none", ("gave no reward", "no idea")), ("fails", ("status 1", "on purpose"))]
+    ("end", "words"), [("gives none", ("reported no reward", "no idea")), ("fails", ("status 1", "on purpose"))]
 )
 def test_what_an_agent_does_wrong_is_told_with_the_end_of_its_standard_error(
     shared_server: ServerProcess, model_dir: Path, tmp_path: Path, end: str, words: tuple[str, ...]

@@ -211,7 +211,7 @@ def test_a_key_that_names_no_episode_is_an_authentication_error() -> None:
     async def play(it: Open) -> None:
         base = it.url.removesuffix(f"/e/{it.key}/v1")
         async with anthropic.AsyncAnthropic(base_url=base, api_key="wrong", max_retries=0) as client:
-            with pytest.raises(anthropic.AuthenticationError, match="does not name an episode"):
+            with pytest.raises(anthropic.AuthenticationError, match="does not belong to an episode"):
                 await client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": "hi"}])
         async with anthropic.AsyncAnthropic(base_url=base, api_key=it.key, max_retries=0) as client:
             said = await client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": "hi"}])
@@ -463,7 +463,7 @@ def test_responses_of_wrong_types_are_refused(change: dict[str, Any], says: str)
                     }
                 ]
             },
-            "holds an image",
+            "contains an image",
         ),
     ],
 )

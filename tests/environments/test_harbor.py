@@ -156,7 +156,7 @@ def test_every_reason_against_a_task_is_listed_at_once(tmp_path: Path) -> None:
         "verifier.collect is [",
         "verifier.environment is {",
         "environment/docker-compose.yaml",
-        "'RUN apt-get install -y jq' is not executed",
+        "'RUN apt-get install -y jq' is not supported",
         "/usr/src belongs to the sandbox",
         "COPY to /etc/a.txt, which is outside of /usr/src",
         "COPY of a.txt, which does not exist below environment/",
@@ -171,7 +171,7 @@ def test_every_reason_against_a_task_is_listed_at_once(tmp_path: Path) -> None:
 )
 def test_what_a_dockerfile_may_not_contain(tmp_path: Path, line: str) -> None:
     write_task(tmp_path, environment__Dockerfile=f"FROM debian\nWORKDIR /app\n{line}\n", environment__a_txt="a")
-    with pytest.raises(ConfigError, match="is not executed, since Dockerfiles are not built"):
+    with pytest.raises(ConfigError, match="is not supported: Dockerfiles are not built"):
         read_task(tmp_path)
 
 

@@ -412,7 +412,7 @@ def test_bodies_are_bounded(shared_server: ServerProcess, model_dir: Path) -> No
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"n": 2}, ("n is not supported", "2")),
+        ({"n": 2}, ("n is '2', which is not supported", "omit it, or send 1")),
         ({"frequency_penalty": 0.5}, ("frequency_penalty", "0.5")),
         ({"response_format": {"type": "json_object"}}, ("response_format", "json_object")),
         ({"tool_choice": "sometimes", "tools": TOOLS}, ("tool_choice", "sometimes")),
@@ -472,7 +472,7 @@ def test_fields_that_change_no_answer_are_accepted_and_the_settings_of_the_run_h
         assert response.headers["x-inflight-overridden"].split(", ") == [
             "temperature=0.2 (the run has 1)",
             "seed=7 (the run has its own)",
-            "tool_choice=required (no call is forced)",
+            "tool_choice=required (calls are never forced)",
         ]
         answer = response.parse()
         assert answer.usage is not None

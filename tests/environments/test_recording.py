@@ -105,5 +105,5 @@ def test_an_episode_is_the_same_after_a_checkpoint() -> None:
 def test_the_reward_of_a_turn_must_be_usable(reward: float) -> None:
     recording = EpisodeRecording()
     recording.add([1], said(10))
-    with pytest.raises(ValueError, match=re.escape(f"finite number, not {reward}, and at most 1e+09")):
+    with pytest.raises(ValueError, match=re.escape(f"finite number of at most 1e+09 in magnitude, not {reward}")):
         recording.reward(0, reward)

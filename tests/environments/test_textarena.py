@@ -148,7 +148,9 @@ def test_a_game_whose_move_does_not_end_stops_the_others_for_a_bounded_time(monk
     moving.start()
     assert has_begun.wait(30)
     try:
-        with pytest.raises(TaskError, match=r"TicTacToe-v0 cannot move: for 0\.2 s a move of TicTacToe-v0"):
+        with pytest.raises(
+            TaskError, match=r"TicTacToe-v0 cannot move, because a move of TicTacToe-v0 has not ended for 0\.2 s"
+        ):
             other.turn()
     finally:
         is_released.set()
@@ -184,8 +186,8 @@ def test_a_game_of_three_gives_each_player_its_reward() -> None:
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"game": "Wordle-v0"}, "downloads lists of words"),
-        ({"game": "Debate-v0"}, "asks a paid service"),
+        ({"game": "Wordle-v0"}, "downloads word lists"),
+        ({"game": "Debate-v0"}, "calls a paid service"),
         ({"game": "TicTacTo-v0"}, "near: TicTacToe-v0"),
         ({"game": "ConnectFour-v0", "opponent": "random"}, "does not list its moves"),
         ({"game": "TicTacToe-v0", "players": 3}, "does not start with .* 3 players"),

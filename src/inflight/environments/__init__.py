@@ -1,1 +1,1 @@
-"""Environments and agents: conversations whose tokens are exactly those that were sampled, their record, and tools."""
+"""Environments and agents: conversations that keep exactly the sampled tokens, their recording, and tools."""

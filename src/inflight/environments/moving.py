@@ -1,4 +1,4 @@
-"""Turns of an episode that may move between endpoints: a turn that one endpoint does not finish continues on the next.
+"""Turns of an episode that may move between endpoints: a turn left unfinished continues on the next one.
 
 A conversation is token ids, so any endpoint can continue it. The tokens of a turn that were streamed or returned by
 an abort are kept with their logprobs and versions.
@@ -27,16 +27,16 @@ _AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnSampler:
-    """An endpoint at which turns can be sampled."""
+    """An endpoint on which turns can be sampled."""
 
     generate: Generate
     stream: Stream | None
 
 
 class MovingSampler:
-    """Samples the turns of one episode, at one endpoint after the other.
+    """Samples the turns of one episode, on one endpoint after another.
 
-    ``failures`` are the errors after which a turn continues at another endpoint. Each is passed to ``on_failure``,
+    ``failures`` are the errors after which a turn continues on another endpoint. Each is passed to ``on_failure``,
     which may raise it to abandon the turn. Turns wait until `go_to` names another endpoint.
     """
 
@@ -47,16 +47,16 @@ class MovingSampler:
         self._arrived = asyncio.Event()
         self._asking = TaskOwner()
         self.num_moved = 0
-        """Turns that continued at another place."""
+        """Number of turns that continued on another endpoint."""
 
     def go_to(self, place: TurnSampler) -> None:
-        """Sample there from now on."""
+        """Sample on this endpoint from now on."""
         self.leave()
         self._place = place
         self._arrived.set()
 
     def leave(self) -> None:
-        """Abort the turns at the current endpoint; they wait for the next one."""
+        """Abort the turns on the current endpoint; they wait for the next one."""
         self._place = None
         self._arrived.clear()
         self._asking.cancel()
@@ -157,7 +157,7 @@ def _append_part(done: Completion | None, part: Completion | None) -> Completion
 
 
 def _is_cut(done: Completion, request: GenerateRequest) -> bool:
-    """Return whether a completion was aborted before it had all the tokens that it may have."""
+    """Return whether a completion was aborted before it reached its length limit."""
     return done.finish_reason == "abort" and done.num_tokens != request.sampling.max_tokens
 
 
@@ -174,7 +174,7 @@ def _part(chunks: list[CompletionChunk]) -> Completion | None:
 
 
 def _as_part_of_turn(chunk: CompletionChunk, start: int) -> CompletionChunk:
-    """Return a chunk as a part of the whole turn, which does not end where it is cut."""
+    """Return a chunk as a part of the whole turn, which does not end where the request was cut off."""
     is_cut = chunk.finish_reason == "abort"
     if not (start or is_cut):
         return chunk

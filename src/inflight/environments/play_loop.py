@@ -28,7 +28,7 @@ _GRACE_S = 5.0
 
 
 class BlockedError(Exception):
-    """A coroutine did not let others run; the message indicates where it was."""
+    """A coroutine did not let others run; the message states where it was."""
 
 
 class OverdueError(Exception):
@@ -48,11 +48,11 @@ class PlayLoop:
         self._has_blocked = False
         self._watched: set[_Thread] = set()
         self._left: set[_Thread] = set()
-        """Threads that have been asked to end."""
+        """The threads that have been asked to end."""
         self._watching: asyncio.Task[None] | None = None
 
     async def run(self, call: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        """Return what a coroutine returns. It is cancelled after ``timeout_s``, or with this call.
+        """Return a coroutine's result. The coroutine is cancelled after ``timeout_s``, or with this call.
 
         Raises `OverdueError` if it does not end then, and `BlockedError` if it blocks its thread. If another one blocks
         the thread, this call is cancelled.
@@ -66,7 +66,7 @@ class PlayLoop:
                 thread.cancel(played)
                 done, _ = await asyncio.wait({played}, timeout=self._grace_s)
             if not done:
-                raise OverdueError(f"it did not end within {self._grace_s:g} s after it was cancelled")
+                raise OverdueError(f"it did not end within {self._grace_s:g} s of its cancellation")
             return played.result()
         finally:
             thread.cancel(played)
@@ -161,7 +161,7 @@ class _Thread:
             played.set_result(task.result())
 
     def cancel(self, played: asyncio.Future[Any]) -> None:
-        """Cancel what was asked for, if it has not ended."""
+        """Cancel a requested call if it has not ended."""
         if played in self._running:
 
             def cancel() -> None:
@@ -180,7 +180,7 @@ class _Thread:
         return self._thread.is_alive()
 
     def silent_s(self) -> float:
-        """Return how long the thread has not responded, and send the next heartbeat."""
+        """Return for how many seconds the thread has not responded, and send the next heartbeat."""
         if not self._is_asked:
             self._is_asked, self._ticked_s = True, time.monotonic()
             self._loop.call_soon_threadsafe(self._tick)
@@ -206,7 +206,11 @@ class _Thread:
     def _where(self) -> str:
         frame = sys._current_frames().get(self._thread.ident or 0)
         lines = traceback.extract_stack(frame) if frame is not None else []
-        return f"{lines[-1].filename}, line {lines[-1].lineno}, in {lines[-1].name}" if lines else "at an unknown place"
+        return (
+            f"{lines[-1].filename}, line {lines[-1].lineno}, in {lines[-1].name}"
+            if lines
+            else ("at an unknown location")
+        )
 
     def leave(self) -> None:
         """Cancel all calls, and let the thread end after the last one."""

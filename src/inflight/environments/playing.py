@@ -28,9 +28,9 @@ from inflight.wire import (
 )
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
-"""Samples the one completion of a request."""
+"""Samples the single completion of a request."""
 Stream = Callable[[GenerateRequest], AsyncGenerator[CompletionChunk, None]]
-"""Samples it token by token; closing the iterator ends the request."""
+"""Samples a completion token by token; closing the iterator ends the request."""
 Proxy = Callable[["PlayingEpisode", str], AbstractAsyncContextManager[str]]
 """Serves an episode to a role's clients of OpenAI's API, under the URL that it returns."""
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 _MAX_WHY = 500
 _MAX_TURNS = 10_000
 _MAX_PROMPT_TOKENS = 1 << 26
-"""Of all turns of an episode, each of which keeps its whole prompt: half a gigabyte."""
+"""Limit for all turns of an episode, each of which keeps its whole prompt: half a gigabyte."""
 _LATE_S = 1.0
 
 
@@ -57,16 +57,16 @@ class PlayingEpisode(Episode):
     template: ChatTemplate
     generate: Generate
     sampling: SamplingParams
-    """Of every turn; ``max_tokens`` is lowered if less of the context is left."""
+    """The sampling parameters of every turn; ``max_tokens`` is lowered if less of the context is left."""
     max_tokens: int
-    """Longest conversation."""
+    """The largest number of tokens in a conversation."""
     proxy: Proxy | None = None
     stream: Stream | None = None
-    """None where the endpoint does not support streaming."""
+    """None if the endpoint does not support streaming."""
     routed_experts: bool = False
     """Whether the experts of each token are requested, which cannot be streamed."""
     whole_reward: float | None = None
-    """What a client has posted for the episode."""
+    """The reward that a client has posted for the episode."""
     recording: EpisodeRecording = field(default_factory=EpisodeRecording)
     role_rewards: dict[str, float] = field(default_factory=dict)
     num_rewritten: int = 0
@@ -92,11 +92,11 @@ class PlayingEpisode(Episode):
     async def openai_url(self, role: str = "") -> str:
         proxy = self.proxy
         if proxy is None:
-            raise UnsupportedError("no proxy is served here for clients of OpenAI's API")
+            raise UnsupportedError("this episode is not served to clients of OpenAI's API: no proxy is running")
         return await self._at_home(lambda: self._urls.url(role, lambda: proxy(self, role)))
 
     async def _at_home(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return what a coroutine returns that runs in the event loop which the episode was made in."""
+        """Return the result of a coroutine, run in the event loop in which the episode was created."""
         if asyncio.get_running_loop() is self._home:
             return await call()
         if self._is_over:  # that loop may be closed
@@ -104,7 +104,7 @@ class PlayingEpisode(Episode):
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._home))
 
     async def aclose(self) -> None:
-        """End what serves the episode; nothing more is sampled for it."""
+        """Stop serving the episode; nothing more is sampled for it."""
         self._is_over = True
         await self._urls.aclose()
 
@@ -115,7 +115,7 @@ class PlayingEpisode(Episode):
         sampling: SamplingParams | None = None,
         images: Sequence[PromptImage] = (),
     ) -> tuple[int, Completion]:
-        """Sample one turn and record it; returns its number and what was sampled.
+        """Sample one turn and record it; return its number and its completion.
 
         Raises `ContextFullError` if the prompt fills the context, `InvalidRequestError` if the episode has ended.
         """
@@ -145,8 +145,8 @@ class PlayingEpisode(Episode):
     ) -> AsyncGenerator[CompletionChunk | tuple[int, Completion], None]:
         """Yield the chunks of one turn as they are sampled; at the end, record it and yield what `sample` returns.
 
-        Called in the event loop that the episode was made in. Where the endpoint does not stream, there are no chunks.
-        Closing the iterator before the end ends the request, and nothing is recorded. Raises as `sample`.
+        Call this in the event loop in which the episode was created. If the endpoint does not stream, there are no
+        chunks. Closing the iterator before the end ends the request, and nothing is recorded. Raises as `sample`.
         """
         if self.stream is None:
             yield await self.sample(prompt_token_ids, role, sampling, images)
@@ -172,14 +172,14 @@ class PlayingEpisode(Episode):
         if len(self.recording) >= _MAX_TURNS or self.recording.num_prompt_tokens > _MAX_PROMPT_TOKENS:
             raise ContextFullError(
                 f"the episode has {len(self.recording)} turns with {self.recording.num_prompt_tokens} prompt tokens, "
-                f"but may have {_MAX_TURNS} turns and {_MAX_PROMPT_TOKENS} prompt tokens, so end it earlier"
+                f"but may have at most {_MAX_TURNS} turns and {_MAX_PROMPT_TOKENS} prompt tokens: end it earlier"
             )
         sampling = sampling or self.sampling
         room = self.max_tokens - len(prompt_token_ids)
         if room < 1:
             raise ContextFullError(
-                f"the conversation has {len(prompt_token_ids)} tokens, and at most {self.max_tokens} fit, by "
-                "train.max_tokens_per_micro_batch or the model's own context: end episodes earlier"
+                f"the conversation has {len(prompt_token_ids)} tokens, but at most {self.max_tokens} fit "
+                "(train.max_tokens_per_micro_batch, or the model's context): end episodes earlier"
             )
         self._num_requests += 1
         update = {
@@ -232,7 +232,7 @@ class PlayedConversation(Conversation):
         text = "" if before is None else before.text
         ids = (() if before is None else before.token_ids) + tuple(token_ids)
         if not ids:
-            raise InvalidRequestError("a conversation cannot begin without any token")
+            raise InvalidRequestError("a conversation cannot begin with an empty prompt")
         added = self.episode.template.decode_reply(token_ids, "length").raw
         messages, images = ((), ()) if before is None else (before.messages, before.images)
         return await self._answer(Prompt(messages, self.tools, text + added, ids, images))
@@ -240,7 +240,7 @@ class PlayedConversation(Conversation):
     async def _answer(self, prompt: Prompt) -> Reply:
         if self._is_talking:
             raise InvalidRequestError(
-                "the conversation already waits for an answer: begin another one with Episode.conversation"
+                "the conversation is already waiting for an answer: begin another one with Episode.conversation"
             )
         self._is_talking = True
         try:
@@ -275,7 +275,7 @@ async def play(
 ) -> PlayedEpisode:
     """Play one episode to its end. Errors of the environment become the ``failure`` of the returned episode.
 
-    An error of the endpoint is raised: the episode can then be played again.
+    Errors of the endpoint are raised: the episode can then be played again.
     """
 
     async def whole() -> tuple[Any, tuple[str, str] | None]:
@@ -318,7 +318,7 @@ def _problem(reward: Any, episode: PlayingEpisode) -> tuple[str, str] | None:
         if not is_reward(value):
             return "bad reward", f"its reward is {value!r}, not a finite number of at most {MAX_REWARD:g} in magnitude"
     if not len(episode.recording):
-        return "no turn", "it ended without a turn of the model"
+        return "no turn", "it ended before the model had a turn"
     return None
 
 

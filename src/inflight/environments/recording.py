@@ -1,7 +1,7 @@
 """The sampled turns of an episode, and the rollouts that they form.
 
-Calls are joined by token ids: one whose prompt begins with the whole of an earlier call continues it. Several that
-continue the same call (a retry, a sub-agent, a compacted context) become separate rollouts, and no sampled token is
+Calls are joined by token ids: a call whose prompt begins with all tokens of an earlier call continues it. Several calls
+that continue the same one (a retry, a sub-agent, a compacted context) become separate rollouts, and no sampled token is
 trained on twice.
 """
 
@@ -35,13 +35,13 @@ class RecordedCall(WireModel):
     completion: Completion
     role: str = ""
     model: str = Field(default="", exclude_if=is_empty)
-    """The model that a client of the proxy named."""
+    """The model that a client of the proxy specified."""
     has_tools: bool = Field(default=False, exclude_if=is_empty)
     """Whether a client of the proxy offered tools."""
     reward: float | None = None
-    """Of this turn alone."""
+    """The reward of this turn alone."""
     span: tuple[float, float] | None = None
-    """When it was requested and when it was complete, in seconds since 1970; None: not known."""
+    """When the call was requested and when it was complete, in seconds since 1970; None: unknown."""
 
 
 class PlayedEpisode(WireModel):
@@ -52,14 +52,14 @@ class PlayedEpisode(WireModel):
     role_rewards: Mapping[str, float] = Field(default_factory=dict)
     """Rewards of roles that differ from the episode's."""
     num_rewritten: int = 0
-    """How often a template rendered the past differently, so that a conversation continued as a new rollout."""
+    """How often a template rendered the history differently, so that a conversation continued as a new rollout."""
     failure: str | None = None
     failure_kind: str | None = None
-    """One of a few words by which failures are counted."""
+    """The category by which failures are counted."""
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens."""
+        """Number of sampled tokens."""
         return sum(call.completion.num_tokens for call in self.calls)
 
     @property
@@ -120,15 +120,15 @@ class EpisodeRecording:
         return len(self._calls) - 1
 
     def describe(self, number: int, *, model: str, has_tools: bool) -> None:
-        """Record what a client of the proxy asked for in a turn."""
+        """Record which model and tools a client of the proxy specified in a turn."""
         update = {"model": model, "has_tools": has_tools}
         self._calls[number] = self._calls[number].model_copy(update=update)
 
     def reward(self, number: int, reward: float) -> None:
-        """Give a turn a reward of its own. Raises ``ValueError`` if it cannot be trained on."""
+        """Give a turn its own reward. Raises ``ValueError`` if it cannot be trained on."""
         if not is_reward(reward):
             raise ValueError(
-                f"the reward of a turn must be a finite number, not {reward}, and at most {MAX_REWARD:g} in magnitude"
+                f"the reward of a turn must be a finite number of at most {MAX_REWARD:g} in magnitude, not {reward}"
             )
         self._calls[number] = self._calls[number].model_copy(update={"reward": float(reward)})
 
@@ -166,7 +166,7 @@ def completion_of(chunks: Sequence[CompletionChunk]) -> Completion:
 
 
 def _streams(calls: Sequence[RecordedCall]) -> Iterator[tuple[list[int], list[bool]]]:
-    """Yield each stream as numbers of its calls, in order, and which of them no earlier stream has."""
+    """Yield each stream as the numbers of its calls, in order, with those that no earlier stream contains."""
     parents = [_parent(calls, number) for number in range(len(calls))]
     taken: set[int] = set()
     for leaf in sorted(set(range(len(calls))) - {parent for parent in parents if parent is not None}):
@@ -180,7 +180,7 @@ def _streams(calls: Sequence[RecordedCall]) -> Iterator[tuple[list[int], list[bo
 
 
 def _parent(calls: Sequence[RecordedCall], number: int) -> int | None:
-    """Return the earlier call of the same role that a call continues: the longest one, the latest of equals."""
+    """Return the earlier call of the same role that a call continues: the longest one, or the latest of equals."""
     prompt, role = calls[number].prompt_token_ids, calls[number].role
     best, longest = None, 0
     for earlier in reversed(range(number)):

@@ -1,4 +1,4 @@
-"""The URLs of an episode: one for each role that clients of OpenAI's API play, served until the episode ends."""
+"""The URLs of an episode: one for each role played by clients of OpenAI's API, served until the episode ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RoleUrls:
         self._serving = TaskOwner()
 
     async def url(self, role: str, proxy: Callable[[], AbstractAsyncContextManager[str]]) -> str:
-        """Return the URL of a role. Raises what ``proxy`` raises if it cannot be served."""
+        """Return the URL of a role. Raises the error of ``proxy`` if the role cannot be served."""
         if role not in self._urls:
             self._urls[role] = asyncio.get_running_loop().create_future()
             self._serving.start(self._serve(proxy(), self._urls[role]))

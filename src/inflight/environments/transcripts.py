@@ -1,9 +1,9 @@
 """Conversations as token ids. Sampled tokens are kept unchanged; only new text is rendered and tokenised.
 
 A chat template converts messages to text. As long as it renders the conversation so far exactly as it was sent and
-sampled, the next prompt is the ids so far and the ids of what the template adds. Where it would render the past
-differently (it drops reasoning, trims white space, or ends a turn with another token), the conversation continues from
-a fresh rendering, and the reason is given.
+sampled, the next prompt consists of the ids so far and the ids of the text that the template adds. If it would render
+the history differently (it drops reasoning, trims white space, or ends a turn with another token), the conversation
+continues from a fresh rendering, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Prompt:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     text: str
-    """As the template renders it, up to where the reply begins."""
+    """The conversation as the template renders it, up to where the reply begins."""
     token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...] = ()
-    """Of the whole conversation, by indices of ``token_ids``."""
+    """The images of the whole conversation, with indices into ``token_ids``."""
     rewritten: str | None = None
-    """Why it does not begin with the tokens of the conversation so far; None if it does, or is the first prompt."""
+    """Why the prompt does not begin with the conversation's tokens so far; None if it does, or is the first prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class ReplyText:
     """A reply as text: what the next rendering must contain, and what environments and clients see."""
 
     raw: str
-    """Everything that was sampled, without the token that ended the turn."""
+    """The whole sampled text, without the token that ended the turn."""
     spoken: str
-    """Without special tokens."""
+    """The text without special tokens."""
     text: str
-    """Without special tokens and calls of tools."""
+    """The text without special tokens and tool calls."""
     tool_calls: tuple[ToolCall, ...]
 
 
@@ -53,20 +53,20 @@ class Transcript:
     """A conversation up to the end of a reply."""
 
     messages: tuple[Message, ...]
-    """The last one is the reply, as it was sampled."""
+    """The messages, the last of which is the reply, as it was sampled."""
     tools: tuple[Tool, ...]
     text: str
     token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...]
     is_ended: bool
-    """Whether the last token ended the turn; if not, the reply was cut."""
+    """Whether the last token ended the turn; if not, the reply was cut off."""
 
 
 class ChatTemplate:
     """Renders messages with a Hugging Face tokenizer.
 
-    A tokenizer without a chat template supports only a single user message, as plain text. ``images`` is the
-    processor of a model that takes images; with None a message that has one raises `UnsupportedError`.
+    A tokenizer without a chat template supports only a single user message, as plain text. ``images`` is the processor
+    of a model that takes images; with None, a message that contains one raises `UnsupportedError`.
     """
 
     def __init__(self, tokenizer: Any, images: ImageProcessor | None = None) -> None:
@@ -119,11 +119,11 @@ class ChatTemplate:
         return self._decoded(token_ids, without_special=True)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token, decoded on its own."""
+        """Return the text of each token, decoded separately."""
         return [self._decoded([token_id]) for token_id in token_ids]
 
     def encoded(self, text: str, max_tokens: int, *, is_start: bool) -> tuple[int, ...]:
-        """Return the tokens of plain text, at the start of a stream or after other tokens. Raises as `opening`."""
+        """Return the tokens of plain text, at the start of a stream or following other tokens. Raises as `opening`."""
         return self._encode(text, max_tokens, is_start=is_start)
 
     def check_known(self, token_ids: Sequence[int]) -> None:
@@ -176,8 +176,8 @@ class ChatTemplate:
         if not self._tokenizer.chat_template:
             if len(messages) != 1 or tools:
                 raise UnsupportedError(
-                    f"the tokenizer has no chat template, which a conversation of {len(messages)} messages and "
-                    f"{len(tools)} tools needs: add chat_template.jinja to the model"
+                    f"the tokenizer has no chat template, which a conversation with {len(messages)} messages and "
+                    f"{len(tools)} tools requires: add chat_template.jinja to the model"
                 )
             return str(messages[0]["content"])
         try:
@@ -193,7 +193,7 @@ class ChatTemplate:
             raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
 
     def _encode(self, text: str, max_tokens: int | None, *, is_start: bool) -> tuple[int, ...]:
-        """Return the tokens of a text that the template wrote, which names its special tokens itself.
+        """Return the tokens of a text from the template, which already contains its special tokens.
 
         Some tokenizers put a space before every text. A continuation of a text is then encoded after a special token.
         """
@@ -218,6 +218,6 @@ class ChatTemplate:
 
 
 def _difference(before: str, now: str) -> str:
-    """Return where the template renders the past differently."""
+    """Return a description of where the template renders the history differently."""
     at = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now)))
-    return f"the template rewrites the past: {before[at : at + 40]!r} became {now[at : at + 40]!r}"
+    return f"the template rewrites the history: {before[at : at + 40]!r} became {now[at : at + 40]!r}"

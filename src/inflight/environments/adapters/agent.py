@@ -2,8 +2,8 @@
 
 The program receives the URL and its key in the variables that the clients of OpenAI and Anthropic read
 (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``), and the item as JSON on
-standard input. It gives its reward by posting ``{"reward": 1.0}`` to
-``INFLIGHT_REWARD_URL``, or by printing that object as its last line.
+standard input. It reports its reward by posting ``{"reward": 1.0}`` to ``INFLIGHT_REWARD_URL``, or by printing that
+object as its last line.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class AgentCommand(Environment):
         if shutil.which(program) is None:
             raise TaskError(f"the program {command[0]!r} of the agent does not exist, or cannot be executed")
         self._starting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-        """By event loop. Starting a program blocks the loop for a moment, so other tasks run between two starts."""
+        """A lock per event loop. Starting a program blocks the loop briefly, so other tasks run between two starts."""
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class AgentCommand(Environment):
         return TaskItem(index, prompt if isinstance(prompt, str) else json.dumps(prompt), metadata=data)
 
     async def play(self, item: TaskItem, episode: Episode) -> float:
-        """Return the reward. Raises `TaskError` with the end of standard error if there is none."""
+        """Play an episode and return its reward. Raises `TaskError` with the end of standard error if there is none."""
         url = await episode.openai_url()
         said, complained = bytearray(), bytearray()
         urls = {"roles": {role: await episode.openai_url(role) for role in self._roles}} if self._roles else {}
@@ -135,13 +135,17 @@ class AgentCommand(Environment):
         reward = posted if posted is not None else _last_reward(said)
         if status == 0 and reward is not None:
             return reward
-        problem = f"ended with status {status}" if status else "gave no reward: post one, or print it as the last line"
+        problem = (
+            f"ended with status {status}"
+            if status
+            else ("reported no reward: post one to INFLIGHT_REWARD_URL, or print it as the last line")
+        )
         tail = complained.decode(errors="replace").strip()
         raise TaskError(f"the agent {problem}" + (f"; standard error ends with: {tail}" if tail else ""))
 
 
 def _items(tasks: str) -> Callable[[int], Mapping[str, Any]]:
-    """Return a function from an index to its object; a file is repeated after its last line. Raises `TaskError`."""
+    """Return a function from an index to its item; a file is repeated after its last line. Raises `TaskError`."""
     if not isinstance(tasks, str):
         raise TaskError(f"tasks must be a file of JSON lines, or module:function, not {tasks!r}")
     if ":" in tasks and not Path(tasks).is_file():
@@ -154,7 +158,7 @@ def _items(tasks: str) -> Callable[[int], Mapping[str, Any]]:
         raise TaskError(f"tasks {tasks!r} cannot be read as JSON lines: {error}") from error
     wrong = [number for number, value in enumerate(objects, 1) if not isinstance(value, dict)]
     if wrong or not objects:
-        what = f"line {wrong[0]} is not an object" if wrong else "it is empty"
+        what = f"line {wrong[0]} is not an object" if wrong else "the file is empty"
         raise TaskError(f"tasks {tasks!r} must have one JSON object per line: {what}")
     return lambda index: objects[index % len(objects)]
 

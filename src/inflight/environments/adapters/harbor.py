@@ -25,7 +25,7 @@ _TAIL_CHARACTERS = 200
 
 
 class HarborEnvironment(Environment):
-    """Task folders of Harbor; item i is the i-th by name, and the first comes again after the last.
+    """Task folders of Harbor; item i is the i-th by name, and after the last folder the first one follows again.
 
     ``tasks`` is a task folder, or a folder of them. The agent's part of an episode ends when the model calls no tool,
     after ``max_turns`` turns, when the context is full, or after the task's ``agent.timeout_sec``; then the tests are
@@ -40,7 +40,7 @@ class HarborEnvironment(Environment):
         command_timeout_s: float = 60.0,
         max_output_bytes: int = 8000,
     ) -> None:
-        """Raise `ConfigError` that lists every reason why a task cannot be run, here or at all."""
+        """Raise a `ConfigError` that lists every reason why a task cannot be run, here or anywhere."""
         del seed  # tasks come in their order, and have no randomness
         limits = {"max_turns": max_turns, "command_timeout_s": command_timeout_s, "max_output_bytes": max_output_bytes}
         for name, limit in limits.items():
@@ -70,13 +70,12 @@ class HarborEnvironment(Environment):
         """Let the model work until it has finished or a limit is reached."""
 
         async def bash(command: str) -> str:
-            """Run a command with bash. Files last; processes and variables end with it. There is no network.
+            """Run a command with bash. Files persist; processes and variables do not. There is no network.
 
             Args:
                 command: The command.
 
-            Returns:
-                What it printed.
+            Returns: The output of the command.
             """
             return (await sandbox.run(command, self._command_timeout_s)).text()
 
@@ -93,7 +92,7 @@ class HarborEnvironment(Environment):
 def read_reward(logs: Path, result: CommandResult) -> float:
     """Return the reward that a verifier left, whatever its exit status. Raises `TaskError` if there is no valid one."""
     texts = {name: _read_regular_file(logs / name) for name in ("reward.json", "reward.txt")}
-    end = f"the tests ended with: {result.text()[-_TAIL_CHARACTERS:]}"
+    end = f"the output of the tests ended with: {result.text()[-_TAIL_CHARACTERS:]}"
     name, text = next(((name, text) for name, text in texts.items() if text is not None), ("", ""))
     if not name:
         raise TaskError(f"the verifier wrote neither reward.json nor reward.txt to /logs/verifier; {end}")

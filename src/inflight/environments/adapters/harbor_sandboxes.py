@@ -1,11 +1,11 @@
-"""Where a Harbor task runs: bubblewrap with a directory of the episode, or a container of Docker or Podman.
+"""Where a Harbor task runs: bubblewrap with a directory for the episode, or a container of Docker or Podman.
 
 Both give the agent's commands a file system that lasts for the episode, no network, and neither ``/tests`` nor
 ``/logs/verifier``. The verifier starts after every process of the agent has ended, and writes its reward to a directory
-of the host that nothing else has had access to.
+of the host to which nothing else has had access.
 
-Under bubblewrap each command is process 1 of a new process namespace, whose end ends all other processes in it. Where
-the caller is root, commands run as nobody, since the kernel does not limit the number of root's processes.
+Under bubblewrap each command is process 1 of a new process namespace, whose end also ends all others in the namespace.
+Where the caller is root, commands run as nobody, since the kernel does not limit the number of root's processes.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _MAX_OPEN_FILES = 1024
 _MAX_COMMAND_BYTES = 100_000
 _WATCH_S = 1.0
 _CONTROL_S = 60.0
-"""How long a command may take that is not the task's own."""
+"""How long, in seconds, a command may take that does not belong to the task."""
 _INSIDE_ID, _NOBODY = 1000, 65534
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LIMITED = 'ulimit -c 0 -t "$1" -v "$2" -f "$3" -u "$4" -n "$5" && shift 5 && "$@"; exit $?'
-"""Process 1. It does not replace itself with the command, in which signals then have their usual effect."""
+"""Process 1 of a sandbox. It does not replace itself with the command, so signals have their usual effect there."""
 _REMOVE = 'rm -rf -- "$1" 2>/dev/null || { chmod -R u+rwx -- "$1"; rm -rf -- "$1"; }'
 _USERS = {"passwd": "agent:x:1000:1000::/root:/bin/bash\nroot:x:0:0::/root:/bin/bash\n", "group": "agent:x:1000:\n"}
 
 
 @contextlib.asynccontextmanager
 async def open_sandbox(task: HarborTask, max_output_bytes: int) -> AsyncIterator[TaskSandbox]:
-    """Yield a sandbox with the files of a task; nothing of it is left when the context has been left.
+    """Yield a sandbox with the files of a task; nothing of it remains after the context.
 
-    One thread does all work on the sandbox's directory, in order. Its removal is the last, and is not cancelled.
+    One thread does all work on the sandbox's directory, in order. The removal comes last, and cannot be cancelled.
     """
     base = Path(tempfile.mkdtemp(prefix="inflight-harbor-"))
     thread = ThreadPoolExecutor(1)
@@ -73,7 +73,7 @@ async def open_sandbox(task: HarborTask, max_output_bytes: int) -> AsyncIterator
 
 
 def machine_problem(image: str | None) -> str | None:
-    """Return why this machine cannot run a task with an image, or with none; None if it can."""
+    """Return why this machine cannot run a task with this image (None: without an image), or None if it can."""
     if image is not None:
         try:
             container_engine(image)
@@ -99,7 +99,7 @@ class BubblewrapSandbox:
     max_output_bytes: int
 
     async def start(self) -> None:
-        """Write what the agent finds in its directories."""
+        """Write the files that the agent finds in its directories."""
         await _run_in(self.thread, self._fill)
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
@@ -117,7 +117,7 @@ class BubblewrapSandbox:
         )
 
     def remove(self) -> None:
-        """Remove the directory; it may be too deep for Python, and have parts that its owner may not read."""
+        """Remove the directory, which may be too deep for Python, and have parts that its owner may not read."""
         _execute("sh", "-c", _REMOVE, "sh", str(self.base))
 
     def _fill(self) -> None:
@@ -175,7 +175,7 @@ class BubblewrapSandbox:
         num_files = size_bytes = 0
         for folder, folders, files in os.walk(self.base, onerror=_refuse):
             if folder.count("/") > str(self.base).count("/") + MAX_DEPTH:  # os.walk is recursive
-                raise TaskError(f"the task's files are in more than {MAX_DEPTH} levels of directories")
+                raise TaskError(f"the task's files are in more than {MAX_DEPTH} nested directories")
             for name in (*folders, *files):
                 with contextlib.suppress(FileNotFoundError):
                     size_bytes += 512 * os.lstat(os.path.join(folder, name)).st_blocks
@@ -238,7 +238,7 @@ def _execute(*words: str) -> None:
 
 
 def _give_to_nobody(*paths: Path) -> None:
-    """Make files belong to the user whom commands run as, where that is not the caller."""
+    """Make files belong to the user as whom commands run, unless that is the caller."""
     if os.geteuid() == 0:
         _execute("chown", "--recursive", "--no-dereference", f"{_NOBODY}:{_NOBODY}", *map(str, paths))
 
@@ -251,7 +251,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _kill_namespace(pid: int) -> None:
-    """Kill process 1 of a sandbox, which bwrap reaps after all others in it have ended, or bwrap while it has none."""
+    """Kill process 1 of a sandbox, which bwrap reaps after all others have ended, or bwrap if there is none yet."""
     for found in _children(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(found, signal.SIGKILL)
@@ -265,7 +265,7 @@ def _kill_namespace(pid: int) -> None:
 
 @dataclass(frozen=True)
 class ContainerSandbox:
-    """A container for the agent, and after its end one for the verifier, with the files that the agent left."""
+    """A container for the agent and, after its end, one for the verifier with the files that the agent left."""
 
     task: HarborTask
     base: Path
@@ -303,7 +303,7 @@ class ContainerSandbox:
         return logs, result
 
     def remove(self) -> None:
-        """Remove the container, the image of what the agent left, and the directory."""
+        """Remove the container, the image with the agent's files, and the directory."""
         for words in (["rm", "--force", self._name], ["rmi", "--force", self._name]):
             _execute(self.engine, *words)
         _execute("sh", "-c", _REMOVE, "sh", str(self.base))
@@ -336,7 +336,7 @@ class ContainerSandbox:
 
 
 TaskSandbox = BubblewrapSandbox | ContainerSandbox
-"""Where the commands of one episode run."""
+"""The sandbox in which the commands of one episode run."""
 
 _SHARED_LOGS = 'bash /tests/test.sh; status=$?; chmod -R a+rwX /logs/verifier /tests; exit "$status"'
 """Runs the tests; the caller can then read and remove what they wrote, even if it belongs to the container's root."""
@@ -344,7 +344,7 @@ _SHARED_LOGS = 'bash /tests/test.sh; status=$?; chmod -R a+rwX /logs/verifier /t
 
 @functools.cache
 def container_engine(image: str) -> str:
-    """Return the path of the first engine that has an image. Raises `ConfigError` with what each one answered."""
+    """Return the path of the first engine that has an image. Raises a `ConfigError` with each engine's answer."""
     answers = []
     for name in ("docker", "podman"):
         path = shutil.which(name)
@@ -357,12 +357,14 @@ def container_engine(image: str) -> str:
                 break
         else:
             return path
-    raise ConfigError(f"the image {image!r} needs Docker or Podman, which must have it already: {'; '.join(answers)}")
+    raise ConfigError(
+        f"the image {image!r} needs Docker or Podman, and the image must already be there: {'; '.join(answers)}"
+    )
 
 
 def _check_command(command: object) -> None:
     if not isinstance(command, str) or "\0" in command or len(command.encode()) > _MAX_COMMAND_BYTES:
-        raise ValueError(f"the command must be a text without NUL of at most {_MAX_COMMAND_BYTES} bytes")
+        raise ValueError(f"the command must be a string without NUL of at most {_MAX_COMMAND_BYTES} bytes")
 
 
 def _kill_group(pid: int) -> None:

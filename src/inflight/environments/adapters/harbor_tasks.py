@@ -1,7 +1,7 @@
-"""Harbor's task folders: what they contain, and why one cannot be run here.
+"""Harbor's task folders: their contents, and the reasons why a task cannot be run here.
 
-A folder has ``task.toml``, ``instruction.md``, ``environment/`` and ``tests/test.sh``. What ``task.toml`` may contain
-beyond that and is not listed here is refused, since it may change what the task needs.
+A folder has ``task.toml``, ``instruction.md``, ``environment/`` and ``tests/test.sh``. Any key of ``task.toml`` that is
+not listed here is refused, because it may change what the task needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.errors import ConfigError
 
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _RESERVED = re.compile(r"/(bin|dev|etc|lib|lib32|lib64|logs|proc|root|sbin|sys|tests|tmp|usr)(/|\Z)")
-"""Directories that belong to the sandbox itself."""
+"""The directories that belong to the sandbox itself."""
 
 _PLAIN = re.compile(r"(?!\s*\w+\s+--)[^$*?\[\]\"'\\]*")
 """A line of a Dockerfile without options, variables, patterns and quotes."""
@@ -65,7 +65,7 @@ class EnvironmentTable(_Table):
     """``[environment]``."""
 
     docker_image: Annotated[str, Field(pattern=r"^[^-\s]\S*$")] | None = None
-    """Does not begin with a hyphen, which would be an option on a command line."""
+    """The name may not begin with a hyphen, because it would be an option on a command line."""
     build_timeout_sec: Positive | None = None
     cpus: Positive = 1.0
     memory_mb: Megabytes = 2048
@@ -93,30 +93,32 @@ class TaskFile(_Table):
 
 @dataclass(frozen=True)
 class HarborTask:
-    """A task folder that can be run, unless the machine has nothing to run it with."""
+    """A task folder that can be run, provided that the machine has what it needs."""
 
     folder: Path
     instruction: str
     file: TaskFile
     workdir: str
-    """Absolute. Unused for a task with an image, which has its own."""
+    """An absolute path. Unused for a task with an image, which has its own."""
     copies: tuple[tuple[str, str], ...]
-    """Paths below ``environment/``, and where their content is in the sandbox when the agent begins."""
+    """Paths below ``environment/``, and where their contents are in the sandbox when the agent begins."""
 
     @property
     def image(self) -> str | None:
-        """The image that the task needs; None: a directory and the system's programs are enough."""
+        """The image that the task needs; None if a directory and the system's programs suffice."""
         return self.file.environment.docker_image
 
 
 def read_tasks(path: Path, machine_problem: MachineProblem = lambda image: None) -> tuple[HarborTask, ...]:
     """Return the task of a folder, or those of the folders in it, by name.
 
-    Raises `ConfigError` if there are no tasks, or if some cannot be run: it lists every reason for each of them, one on
-    each line.
+    Raises `ConfigError` if there are no tasks, or if some cannot be run: the message lists every reason for each task,
+    one per line.
     """
     if not path.exists():
-        raise ConfigError(f"{path} does not exist: tasks is a Harbor task folder, or a folder of them")
+        raise ConfigError(
+            f"{path} does not exist: set the parameter tasks to a Harbor task folder, or to a folder of them"
+        )
     folders = [path] if (path / "task.toml").exists() else sorted(file.parent for file in path.glob("*/task.toml"))
     if not folders:
         raise ConfigError(f"{path} contains no Harbor task: neither it nor a folder in it has a task.toml")
@@ -151,7 +153,7 @@ def read_task(folder: Path, machine_problem: MachineProblem = lambda image: None
 
 
 def reasons_against(file: TaskFile) -> list[str]:
-    """Return each reason why no machine runs a task with such a file here."""
+    """Return each reason why a task with this file cannot be run here, on any machine."""
     reasons = []
     for (table, key), why in _REFUSED.items():
         value = getattr(getattr(file, table), key)
@@ -159,8 +161,8 @@ def reasons_against(file: TaskFile) -> list[str]:
             reasons.append(f"{table}.{key} is {value!r}: {why}")
     for table, env in (("environment", file.environment.env), ("verifier", file.verifier.env)):
         reasons += [
-            f"{table}.env.{name} is {value!r}: write the value itself, since variables of this machine are not passed "
-            "to tasks, and no NUL"
+            f"{table}.env.{name} is {value!r}: write the value itself, without NUL, because variables of this "
+            "machine are not passed to tasks"
             for name, value in env.items()
             if "${" in value or "\0" in value
         ]
@@ -168,7 +170,7 @@ def reasons_against(file: TaskFile) -> list[str]:
 
 
 def _read_dockerfile(environment: Path) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Return the working directory, what is copied, and why the Dockerfile cannot be replaced by that."""
+    """Return the working directory, the copied paths, and why the Dockerfile cannot be replaced by those."""
     text = (environment / "Dockerfile").read_text(encoding="utf-8", errors="replace")
     workdir, has_image, copied, reasons = "/", False, list[tuple[str, str, bool]](), list[str]()
     for line in re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n?", "", text)).splitlines():
@@ -186,8 +188,8 @@ def _read_dockerfile(environment: Path) -> tuple[str, list[tuple[str, str]], lis
                 copied += [(source, posixpath.join(workdir, target), is_folder) for source in sources]
             case _:
                 reasons.append(
-                    f"{line.strip()[:80]!r} is not executed, since Dockerfiles are not built: only one FROM, WORKDIR "
-                    "and plain COPY are understood. Set environment.docker_image to an image"
+                    f"{line.strip()[:80]!r} is not supported: Dockerfiles are not built, and only a single FROM, "
+                    "WORKDIR and plain COPY lines can be interpreted. Set environment.docker_image to an image"
                 )
     workdir, copies = posixpath.normpath(workdir) if workdir != "/" else "/app", []
     if _RESERVED.match(workdir):

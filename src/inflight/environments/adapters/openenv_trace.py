@@ -18,10 +18,10 @@ def training_trace(played: PlayedEpisode, session_id: str) -> dict[str, Any]:
 
     ``metadata`` has ``version_spans`` (``version``, ``start`` and ``end`` over the turn's completion), the ``role``,
     the ``reward`` of that role and of the turn, and ``finish_reason``. Prompts are context, and every sampled token is
-    trained on. Calls that sampled nothing are left out. Raises ``ValueError`` for an episode that failed.
+    trained on. Calls that sampled nothing are omitted. Raises ``ValueError`` for an episode that failed.
     """
     if played.failure is not None:
-        raise ValueError(f"an episode that failed has no trace to train on: {played.failure}")
+        raise ValueError(f"a failed episode has no trace to train on: {played.failure}")
     turns = []
     for index, call in enumerate(played.calls):
         completion = call.completion

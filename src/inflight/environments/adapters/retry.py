@@ -13,9 +13,9 @@ from inflight.types import TaskItem
 
 
 class Retry(Environment):
-    """An episode poses one item of a task and gives the model up to ``tries`` turns to answer it.
+    """An episode presents one item of a task and gives the model up to ``tries`` turns to answer it.
 
-    ``task`` and ``params`` name the task as ``task.name`` and ``task.params`` do in a run. An answer that scores 1
+    ``task`` and ``params`` specify the task as ``task.name`` and ``task.params`` do in a run. An answer that scores 1
     ends the episode. The reward is the score of the last answer, times ``discount`` for each try before it. For runs
     that assign credit by turn, each turn's reward is its improvement on the best score so far.
     """
@@ -29,7 +29,7 @@ class Retry(Environment):
         discount: float = 0.8,
         says: str = "That is wrong. Try again.",
     ) -> None:
-        """Raise `TaskError` if the task is unknown, or is an environment itself."""
+        """Raise `TaskError` if the task is unknown, or is itself an environment."""
         made = load_task(task, params or {}, seed)
         if not isinstance(made, Task):
             raise TaskError(f"{task!r} is an environment, not a task: set the parameter task to the name of a task")

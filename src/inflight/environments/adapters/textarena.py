@@ -1,6 +1,6 @@
 """The games of TextArena as environments: one model plays every player, or one of them against an opponent.
 
-A turn shows a player what the game has sent it since its last turn, so that each player's game is one conversation.
+A turn shows a player the messages from the game since its last turn, so that each player's game is one conversation.
 Games use Python's global random state and are not thread-safe. Here each game has its own random state, and only one
 game of the process moves at a time, in a thread.
 """
@@ -27,12 +27,12 @@ from inflight.types import TaskItem
 Message = tuple[int, str, textarena.ObservationType]
 """A message from a game to a player: who speaks (-1 is the game), the text, and its kind."""
 Render = Callable[[Any, int, Sequence[Message]], str]
-"""Returns what a player's turn shows, from the game, the player and the messages since its last turn."""
+"""Returns the text shown at a player's turn, given the game, the player and the messages since its last turn."""
 Opponent = Callable[[str, random.Random], str]
-"""Returns an action, from what the model would be shown and a source of randomness."""
+"""Returns an action, given the text that the model would be shown and a source of randomness."""
 
-_WORDS = "downloads lists of words when it is imported"
-_SERVICE = "asks a paid service over the network"
+_WORDS = "downloads word lists when it is imported"
+_SERVICE = "calls a paid service over the network"
 REFUSED = {
     **dict.fromkeys(
         (
@@ -43,10 +43,10 @@ REFUSED = {
     ),
     **dict.fromkeys(("Debate", "GuessWho", "ScenarioPlanning", "TwentyQuestions"), _SERVICE),
 }
-"""Games that need more than this machine, by their folder in TextArena, and why."""
+"""Games that need resources beyond this machine, by their folder in TextArena, with the reason."""
 
 _MIN_MOVES = 2
-"""A game that lists fewer at its start only gives an example."""
+"""A game that lists fewer moves at its start only gives an example."""
 _MOVE = re.compile(r"'(\[[^\[\]']+\])'")
 _NUM_PLAYERS = (2, 1, 3, 4, 5, 6, 7, 8)
 _global_randomness = threading.Lock()
@@ -55,7 +55,7 @@ _WAIT_S = 60.0
 
 
 def listed_moves(messages: Sequence[Message]) -> list[str]:
-    """Return the moves that a game has listed last, as ``'[move]'``; examples in its rules do not count."""
+    """Return the moves that a game listed last, as ``'[move]'``; examples in its rules do not count."""
     lists = (_MOVE.findall(text) for _, text, kind in reversed(messages) if kind != textarena.ObservationType.PROMPT)
     return next((moves for moves in lists if moves), [])
 
@@ -63,16 +63,16 @@ def listed_moves(messages: Sequence[Message]) -> list[str]:
 class Game:
     """One game of TextArena. Its methods block, and may be called from any thread.
 
-    They raise `TaskError` if another game does not end its move within a minute: games share Python's randomness.
+    They raise `TaskError` if another game does not end its move within a minute: games share Python's random state.
     """
 
     _moving: ClassVar[str] = ""
-    """The game that moves now."""
+    """The game that is currently moving."""
 
     def __init__(
         self, name: str, options: Mapping[str, Any], num_players: int, start_seed: int, seed: int | None = None
     ) -> None:
-        """Begin a game; ``start_seed`` decides its start state, and ``seed`` what it draws afterwards."""
+        """Begin a game; ``start_seed`` determines its start state, and ``seed`` its later random draws."""
         self._name = name
         self._state = random.Random(start_seed).getstate()
         with self._own_randomness():
@@ -93,7 +93,7 @@ class Game:
         return player, [one for one, own in zip(messages, is_own, strict=True) if not own]
 
     def move(self, action: str) -> bool:
-        """Take the action of the player whose turn it is; return whether the game is over."""
+        """Carry out the action of the player whose turn it is; return whether the game is over."""
         with self._own_randomness():
             is_over, _ = self._wrapped.step(action)
         return bool(is_over)
@@ -108,7 +108,9 @@ class Game:
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
         if not _global_randomness.acquire(timeout=_WAIT_S):
-            raise TaskError(f"{self._name} cannot move: for {_WAIT_S:g} s a move of {Game._moving} has not ended")
+            raise TaskError(
+                f"{self._name} cannot move, because a move of {Game._moving} has not ended for {_WAIT_S:g} s"
+            )
         outside = random.getstate()
         random.setstate(self._state)
         Game._moving = self._name
@@ -124,14 +126,14 @@ class TextArena(Environment):
     """A game of TextArena by its name there, such as ``TicTacToe-v0``.
 
     With ``opponent = "self"`` the model plays every player, each in a conversation with the role ``player N`` and the
-    reward that the game gives this player; the episode's reward is their mean. Otherwise the model plays one player,
-    which changes from item to item, and its reward is the episode's. The opponent is ``"random"``, which picks one of
-    the moves that the game lists, or ``module:function``, called with what is shown to a player and a `random.Random`.
-    ``render`` names a function that decides what is shown (`Render`); by default all messages of the game.
-    ``options`` go to the game, and ``players`` is only needed where the game does not start with the first number of
-    players that it accepts.
+    reward that the game gives to this player; the episode's reward is the mean of these rewards. Otherwise the model
+    plays one player, which changes from item to item, and that player's reward is the episode's. The opponent is
+    ``"random"``, which picks one of the moves that the game lists, or ``module:function``, called with what is shown to
+    a player and a `random.Random`. ``render`` names a function that decides what is shown (`Render`); by default all
+    messages of the game. ``options`` are passed to the game, and ``players`` is only needed if the game does not start
+    with the first number of players that it accepts.
 
-    The game handles illegal actions: most games ask once more, then the player loses.
+    The game itself handles illegal actions: most games ask once more, and then the player loses.
     """
 
     def __init__(
@@ -158,8 +160,8 @@ class TextArena(Environment):
         self._num_players, first = _started(game, self._options, (players,) if players else _NUM_PLAYERS)
         if opponent == "random" and len(listed_moves(first.turn()[1])) < _MIN_MOVES:
             raise TaskError(
-                f"{game} does not list its moves, which opponent = 'random' picks from: name a function, as "
-                "opponent = 'module:function'"
+                f"{game} does not list its moves, from which opponent = 'random' would choose: name a function "
+                "instead, as opponent = 'module:function'"
             )
 
     @property
@@ -217,14 +219,16 @@ def _check_game(game: str) -> None:
     if spec is None:
         family = game.split("-")[0].lower()
         near = [name for name in ENV_REGISTRY if name.lower().startswith(family[:4]) and name.count("-") == 1]
-        raise TaskError(f"TextArena {textarena.__version__} has no game {game!r}; near: {', '.join(near) or 'none'}")
+        raise TaskError(
+            f"TextArena {textarena.__version__} has no game {game!r}; similar names: {', '.join(near) or 'none'}"
+        )
     folder = str(spec.entry_point).split(".")[2]
     if folder in REFUSED:
         raise TaskError(f"the game {game!r} cannot be played here: it {REFUSED[folder]}")
 
 
 def _started(game: str, options: Mapping[str, Any], candidates: Sequence[int]) -> tuple[int, Game]:
-    """Return the first number of players with which the game starts, and a game that has."""
+    """Return the first number of players with which the game starts, and the started game."""
     problem: Exception | None = None
     for num_players in candidates:
         try:

@@ -1,7 +1,7 @@
-"""TRL's environments, unmodified: the objects that its trainers make with ``environment_factory``.
+"""TRL's environments, unmodified: the objects that its trainers create with ``environment_factory``.
 
-``reset(**row)`` takes a row of the data set and may return what is added to its prompt. Public methods are tools.
-``get_reward()``, if there is one, is called at the end. The protocol is that of TRL 1.16,
+``reset(**row)`` receives a row of the data set and may return text that is added to the row's prompt. Public methods
+are tools. ``get_reward()``, if there is one, is called at the end. The protocol is that of TRL 1.16,
 ``trl/experimental/async_grpo/async_rollout_worker.py``; TRL itself is not needed.
 """
 
@@ -27,10 +27,10 @@ class TrlEnvironment(Environment):
     """Plays an object of ``factory``, named as ``module:Class``, once for each row of ``prompts`` and each episode.
 
     ``prompts`` is a list of texts or rows (``prompt`` is a text or a list of messages; other columns are up to the
-    environment), the path of a JSONL file of them, or ``module:attribute``; item i is row i, and after the last row
-    comes the first. Without it, ``reset`` alone states what is asked.
+    environment), the path of a JSONL file of them, or ``module:attribute``; item i is row i, and after the last row the
+    first one follows again. Without ``prompts``, ``reset`` alone provides the prompt.
 
-    The reward is the sum of ``get_reward`` and of ``reward_funcs``, functions as TRL's, named as ``module:function``,
+    The reward is the sum of ``get_reward`` and of ``reward_funcs``, functions like TRL's, named as ``module:function``,
     which are called with one completion at a time. Objects are reused after their episode has ended successfully; those
     of a failed episode are discarded.
     """
@@ -43,7 +43,7 @@ class TrlEnvironment(Environment):
         reward_funcs: Sequence[str] = (),
         max_turns: int = 16,
     ) -> None:
-        """Raise `TaskError` if factory, rows or rewards are missing, or the factory's object has no method reset."""
+        """Raise `TaskError` if factory, rows or rewards are missing, or the factory's object lacks a method reset."""
         del seed  # rows come in their order, and the environment's randomness is its own
         try:
             self._factory: Callable[[], Any] = resolve(factory)
@@ -99,7 +99,7 @@ _OWN = frozenset({"prompt", "completion", "completion_ids"})
 
 
 def tool_methods(environment: Any) -> list[Callable[..., Any]]:
-    """Return the methods that are tools: all that are public, but ``reset`` and ``get_reward``, by name."""
+    """Return the methods that are tools, by name: all public ones except ``reset`` and ``get_reward``."""
     return [
         getattr(environment, name)
         for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
@@ -114,7 +114,7 @@ async def _called(function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def _asked(row: Row, observation: Any) -> Sequence[Message]:
-    """Return the messages of a row, with what ``reset`` returned at the end of the last one."""
+    """Return the messages of a row, with the text from ``reset`` appended to the last one."""
     prompt = row.get("prompt", "")
     messages: list[dict[str, Any]] = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
@@ -134,5 +134,6 @@ def _rows(given: Any) -> list[Row]:
     rows: list[Row] = [{"prompt": one} if isinstance(one, str) else one for one in given]
     wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
     if wrong is not None or not rows:
-        raise TaskError(f"task.params.prompts needs texts and rows, and at least one; it has {wrong!r}")
+        found = "it is empty" if wrong is None else f"it contains {wrong!r}"
+        raise TaskError(f"task.params.prompts must be a list of texts and rows, but {found}")
     return rows

@@ -1,7 +1,7 @@
-"""Plays the tasks of a verifiers taskset, whose harness talks to the recording proxy of its episode.
+"""The tasks of a verifiers taskset, played by a harness that calls the recording proxy of its episode.
 
-Written for verifiers 0.4. Its rollout runs in this process: verifiers' own client relays what the harness asks, and the
-proxy records it. verifiers then scores its trace, and the reward is that of the trace.
+Written for verifiers 0.4. Its rollout runs in this process: verifiers' own client relays the harness's requests, and
+the proxy records them. verifiers then scores its trace, whose reward is the episode's.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from inflight.types import TaskItem
 
 _MODEL = "inflight"
 _HARNESS = "inflight_chat_loop"
-"""verifiers finds a harness by the name of a module without dots."""
+"""verifiers looks a harness up by a module name without dots."""
 _NO_KEY = "INFLIGHT_HAS_NO_KEY"
 """A variable that is not set: the URL of an episode contains its key."""
 _AGENT = {"harness": {"id": _HARNESS}, "runtime": {"type": "subprocess"}, "max_turns": 16}
 
 
 class VerifiersEnvironment(Environment):
-    """A taskset by the name that verifiers finds it under, such as ``gsm8k_v1``; item i is its i-th task.
+    """A taskset, named as in verifiers, such as ``gsm8k_v1``; item i is its i-th task.
 
     ``taskset`` is the name, or a table of the taskset's options with its ``id``; ``agent`` and ``env`` are the tables
     of those names in a configuration of verifiers. Unless ``agent`` specifies otherwise, `ChatLoop` plays, for at most
-    16 turns. With several agents (``env = { id = ... }``), the reward is the mean of those that are trained. A finite
-    taskset is repeated after its last task. Order of tasks and randomness are the taskset's own.
+    16 turns. With several agents (``env = { id = ... }``), the reward is the mean over the agents that are trained. A
+    finite taskset is repeated after its last task. The taskset itself determines the order of tasks and any randomness.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class VerifiersEnvironment(Environment):
         agent: Mapping[str, Any] | None = None,
         env: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raise `TaskError` if the taskset is unknown, or verifiers refuses an option."""
+        """Raise `TaskError` if the taskset is unknown, or if verifiers refuses an option."""
         del seed
         sys.modules.setdefault(_HARNESS, verifiers_harness)
         described = {"id": taskset} if isinstance(taskset, str) else dict(taskset)
@@ -83,6 +83,6 @@ class VerifiersEnvironment(Environment):
 
 def _problem(played: Any) -> str:
     errors = [*played.errors, *(trace.last_error for trace in played.traces)]
-    return (
-        "; ".join(f"{error.type}: {error.message}" for error in errors if error is not None) or "no agent was trained"
+    return "; ".join(f"{error.type}: {error.message}" for error in errors if error is not None) or (
+        "no agent of the episode was marked as trained, so it has no reward"
     )

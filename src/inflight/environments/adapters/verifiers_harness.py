@@ -1,4 +1,4 @@
-"""A harness of verifiers that talks within this process, instead of in a program that is installed for each episode.
+"""A verifiers harness that runs within this process, not as a program that is installed for each episode.
 
 It plays what verifiers' own ``null`` harness plays: a prompt, and the tools of the taskset over MCP.
 """
@@ -21,11 +21,11 @@ _CONNECT_S = 60.0
 
 
 class ChatLoopConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """Has no options of its own."""
+    """The configuration of `ChatLoop`, which has no options of its own."""
 
 
 class ChatLoop(vf.Harness[ChatLoopConfig]):  # type: ignore[misc]
-    """Asks the model until it calls no tool. `max_turns` of the agent, and stops of the task, end it earlier."""
+    """Calls the model until a reply has no tool calls, or until the agent's `max_turns` or a stop of the task."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True

@@ -1,7 +1,7 @@
 """Answers for the proxy's clients, each a turn of one episode: histories of messages in, messages out.
 
-A request continues the conversation whose messages it begins with, and otherwise begins a new one: an agent that
-edits or compacts its context continues in a branch. What was sampled is never tokenised again.
+A request continues the conversation with whose messages it begins, or else starts a new one: an agent that edits or
+compacts its context continues in a branch. Sampled text is never tokenised again.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Answer:
     """The model's reply in one turn."""
 
     id: str
-    """Names the turn within its episode."""
+    """Identifies the turn within its episode."""
     prompt_token_ids: tuple[int, ...]
     completion: Completion
     text: str
-    """Without special tokens and stop strings, and without the calls of tools if there are any."""
+    """The text without special tokens and stop strings, and without any tool calls."""
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     """The contents of the ``<think>`` tags before the text, if the client receives reasoning separately."""
@@ -71,7 +71,7 @@ class AnswerPiece:
     text: str
     """Text that can no longer change and was not in an earlier piece."""
     chunk: CompletionChunk | None
-    """The tokens of this part; None: only the text was still missing."""
+    """The tokens of this piece; None if only text was still missing."""
     reasoning: str = ""
     """Reasoning that was not in an earlier piece."""
     num_prompt_tokens: int = 0
@@ -86,11 +86,11 @@ class _PreparedRequest:
     sampling: SamplingParams
     may_call: bool
     note: Callable[[Answer, ReplyText], None]
-    """Stores the conversation that includes an answer."""
+    """Stores the conversation including an answer."""
     images: tuple[PromptImage, ...] = ()
     reasoning: Reasoning = "kept"
     model: str = ""
-    """As the recording wants it."""
+    """In the form that the recording needs."""
     has_tools: bool = False
 
 
@@ -101,15 +101,15 @@ class ChatTurn:
     request: ChatRequest
     answer: Answer
     history: list[bytes]
-    """Up to and including the answer."""
+    """The conversation up to and including the answer."""
     transcript: Transcript
 
 
 class Answers:
-    """Answers the requests of one role of an episode, several at once too, and records them.
+    """Answers the requests of one role of an episode, possibly several at once, and records them.
 
-    Every method raises `InvalidRequestError` if a request cannot be rendered, `ContextFullError` if it leaves no room,
-    and what the endpoint raises: the episode is then lost. An incomplete answer is not recorded.
+    Every method raises `InvalidRequestError` if a request cannot be rendered, `ContextFullError` if it leaves no room
+    for an answer, and the errors of the endpoint: the episode is then lost. An incomplete answer is not recorded.
     """
 
     def __init__(self, episode: PlayingEpisode, role: str = "") -> None:
@@ -117,11 +117,11 @@ class Answers:
         self.role = role
         self._histories = Histories()
         self._texts: list[tuple[str, tuple[int, ...]]] = []
-        """Text and tokens after each answer to a plain text."""
+        """The text and tokens after each answer to a plain-text prompt."""
         self._calls: dict[str, dict[str, Any]] = {}
-        """The calls of tools that were sampled, by their ids."""
+        """The sampled tool calls, by their ids."""
         self._chat_turns: dict[str, ChatTurn] = {}
-        """By the answer's id."""
+        """The chat turns, by the answer's id."""
         self._turns: dict[str, int] = {}
         """Number of each answer's turn, by its id."""
         self._rendering = asyncio.Lock()
@@ -160,7 +160,7 @@ class Answers:
         return ", ".join(drawn.overridden(self.episode.sampling))
 
     def reward(self, request: RewardRequest) -> None:
-        """Give a reward to a turn, or to the role or else the episode.
+        """Give a reward to a turn or, without one, to the role or the episode.
 
         Raises `InvalidRequestError` if the turn is unknown.
         """
@@ -174,7 +174,7 @@ class Answers:
             raise InvalidRequestError(f"turn {request.turn!r} is not the id of an answer of this episode")
 
     async def _prepare(self, request: Request) -> _PreparedRequest:
-        """Return a request, rendered and tokenised in a thread, one after the other."""
+        """Return a request, rendered and tokenised in a thread; requests are prepared one after another."""
         async with self._rendering:
             return await asyncio.to_thread(self._asked, request)
 
@@ -253,8 +253,8 @@ class Answers:
             found = before.transcript, len(before.history) - 1
         if request.is_converted and messages[-1]["role"] == "assistant" and (not found or found[1] < len(messages)):
             raise InvalidRequestError(
-                "the last message is the assistant's, and the model did not write it: the beginning of an answer "
-                "cannot be given"
+                "the last message is an assistant message that the model did not write: an answer cannot begin with "
+                "a given text"
             )
         if found is None:
             return history, template.opening(messages, tools, most)
@@ -283,22 +283,22 @@ class Answers:
     # ------------------------------------------------------------------------------------------------------ plain text
 
     def _text_and_tokens(self, prompt: str | Sequence[int]) -> tuple[str | None, tuple[int, ...]]:
-        """Return a prompt as text, if it is one, and as tokens: those of the longest answer that it continues from."""
+        """Return a prompt as text, if it is text, and as tokens, reusing those of the answer that it continues."""
         template = self.episode.template
         if not isinstance(prompt, str):
             template.check_known(prompt)
             if not prompt:
-                raise InvalidRequestError("prompt is empty: send a text or token ids")
+                raise InvalidRequestError("the prompt is empty: send a text or token ids")
             return None, tuple(prompt)
         known = [(text, token_ids) for text, token_ids in self._texts if prompt.startswith(text)]
         text, token_ids = max(known, key=lambda one: len(one[0]), default=("", ()))
         token_ids += template.encoded(prompt[len(text) :], self.episode.max_tokens, is_start=not token_ids)
         if not token_ids:
-            raise InvalidRequestError("prompt is empty: send a text or token ids")
+            raise InvalidRequestError("the prompt is empty: send a text or token ids")
         return prompt, token_ids
 
     def _note_text(self, before: str | None, answer: Answer, reply_text: ReplyText) -> None:
-        """Remember text and tokens, without the token that ended the answer: no client sends that back."""
+        """Remember text and tokens, without the token that ended the answer, which no client sends back."""
         if before is not None:
             template, completion = self.episode.template, answer.completion
             is_ended = template.is_ended(completion.token_ids, completion.finish_reason)

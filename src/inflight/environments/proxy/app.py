@@ -1,4 +1,4 @@
-"""The recording proxy as a Starlette application: agents play an episode through OpenAI's or Anthropic's API.
+"""The recording proxy as a Starlette application: agents play episodes through OpenAI's or Anthropic's API.
 
 Each episode has a secret key, in the path (``/e/KEY/v1/...``) or as the API key. Errors have Anthropic's shape under
 ``/v1/messages``, and OpenAI's elsewhere. A client that disconnects ends its request, and nothing of it is recorded.
@@ -52,12 +52,12 @@ from inflight.wire import MAX_IMAGES_LENGTH
 
 T = TypeVar("T")
 _QUIET_S = 10.0
-"""How long a stream may be silent before a comment is sent."""
+"""Seconds without an event after which a stream sends a comment."""
 Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[HttpRequest, "ServedEpisode"], Awaitable[Response]]
 
 _BODY = Size(MB, 64, MAX_IMAGES_LENGTH)
-"""64 bytes of JSON make at least one token, except in runs of blanks."""
+"""64 bytes of JSON contain at least one token, except in runs of blanks."""
 _REWARD = Size(64 * 1024)
 _OVERRIDDEN = "x-inflight-overridden"
 
@@ -72,10 +72,10 @@ class ServedEpisode:
     running: TaskOwner = field(default_factory=TaskOwner)
     is_over: bool = False
     last_used: float = field(default_factory=time.monotonic)
-    """When it was opened, or its last request came or ended."""
+    """When it was opened, or when its last request arrived or ended."""
 
     async def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return what a call returns; raises `EpisodeOverError` if the episode ends before it does."""
+        """Return the result of a call. Raises `EpisodeOverError` if the episode ends first."""
         try:
             return await self.running.run(call)
         except EndedByOwnerError:
@@ -115,7 +115,7 @@ class ServedEpisodes:
             served.end()
 
     def close_idle(self, since: float) -> list[ServedEpisode]:
-        """Close the episodes of which no role was used since a time of the monotonic clock, and return them."""
+        """Close the episodes that have not been used since a time on the monotonic clock, and return them."""
         used = {one.answers.episode for one in self._episodes.values() if one.running or one.last_used >= since}
         idle = [key for key, served in self._episodes.items() if served.answers.episode not in used]
         closed = [self._episodes.pop(key) for key in idle]
@@ -167,7 +167,10 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
         overridden = served.answers.overridden(body)
         if overridden and note is not None and not has_noted:
             has_noted = True
-            note(f"an agent requests {overridden}: ignored, because training requires the sampling settings of the run")
+            note(
+                f"an agent's request for {overridden} was ignored, because training requires the sampling settings "
+                "of the run"
+            )
         headers = {_OVERRIDDEN: overridden} if overridden else {}
         try:
             if body.stream:
@@ -226,7 +229,7 @@ def proxy_route(path: str, method: str, handler: Callable[[HttpRequest], Awaitab
 
 
 def proxy_app(routes: list[Route]) -> Starlette:
-    """Return an application of such routes."""
+    """Return an application with these routes."""
     handlers: dict[Any, Any] = {Exception: _unexpected, HTTPException: _unknown}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
@@ -251,7 +254,7 @@ def _served(request: HttpRequest, episodes: ServedEpisodes) -> ServedEpisode:
     key = request.path_params.get("key") or given.removeprefix("Bearer ")
     served = episodes.find(key)
     if served is None:
-        what = "does not name an episode that is being played" if key else "is missing"
+        what = "does not belong to an episode that is being played" if key else "is missing"
         raise UnauthorizedError(f"the key {what}: use the base URL of the episode, or its key as the API key")
     served.last_used = time.monotonic()
     return served
@@ -277,15 +280,16 @@ async def body_message(kind: type[Body], content: bytes) -> Body:
     try:
         return await message_of(kind, content)
     except ValueError as error:
-        raise InvalidRequestError(f"this request cannot be used: {error}") from error
+        raise InvalidRequestError(f"the request body cannot be read: {error}") from error
 
 
 async def _streamed(
     request: HttpRequest, served: ServedEpisode, body: Request, form: AnswerFormat, headers: dict[str, str]
 ) -> Response:
-    """Answer with server-sent events. What fails before the first one is raised here; a later error becomes one.
+    """Answer with server-sent events. An error before the first event is raised here; a later one becomes an event.
 
-    While nothing is sampled, comments keep the connection alive, which relays cut after about a minute of silence.
+    While nothing is sampled, comments keep the connection alive, because relays close it after about a minute of
+    silence.
     """
     parts: asyncio.Queue[AnswerPiece | Answer | BaseException] = asyncio.Queue()
 
@@ -304,7 +308,7 @@ async def _streamed(
             parts.put_nowait(error)
 
     async def next_part() -> AnswerPiece | Answer | BaseException | None:
-        """Return the next part; None if it is late."""
+        """Return the next part; None if it does not arrive in time."""
         try:
             return await asyncio.wait_for(parts.get(), _QUIET_S)
         except TimeoutError:
@@ -344,7 +348,7 @@ async def _streamed(
 
 
 class _StreamedAnswer(StreamingResponse):
-    """The events of an answer; ``sampling`` has ended when they have been sent, or the client has left."""
+    """The events of an answer; ``sampling`` has ended once they are sent or the client has disconnected."""
 
     def __init__(self, sampling: asyncio.Task[None], *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -372,7 +376,7 @@ def _without_key(request: HttpRequest, message: str) -> str:
 
 
 async def _unknown(request: HttpRequest, error: HTTPException) -> Response:
-    message = f"{request.method} is not served under this path: clients call /e/KEY/v1/chat/completions and the like"
+    message = f"{request.method} is not served under this path: call a path such as /e/KEY/v1/chat/completions"
     return _error_response(request, UnsupportedError(message), error.status_code)
 
 

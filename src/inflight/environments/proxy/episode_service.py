@@ -4,8 +4,8 @@
     POST   /episodes/KEY/finish     {"reward"?}                                         ->  {"reward", "rollouts"}
     DELETE /episodes/KEY
 
-These routes take a bearer token. An episode stays on one endpoint, whose cache holds its conversations, unless that
-fails: the turn that it was asked for is then sampled on another one.
+These routes take a bearer token. An episode stays on one endpoint, whose cache holds its conversations. If that
+endpoint fails, the requested turn is sampled on another one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from inflight.wire import (
 _NUM_FINISHED = 256
 _MAX_BODY_BYTES = 64 * 1024
 _FAILED_S = 30.0
-"""How long an endpoint that failed an episode receives new ones only if all others have failed too."""
+"""For this many seconds, an endpoint that failed an episode receives new ones only if all others have failed too."""
 
 
 class OpenRequest(BaseModel):
@@ -69,11 +69,11 @@ class OpenRequest(BaseModel):
     max_tokens: TokenCount | None = None
     seed: Seed | None = None
     roles: Annotated[Items[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)] = ()
-    """Each gets a URL of its own."""
+    """Each role has its own URL."""
 
 
 class FinishRequest(BaseModel):
-    """Body of ``/finish``. Without a reward, the one that the agent has posted counts."""
+    """Body of ``/finish``. Without ``reward``, the reward that the agent has posted counts."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -89,7 +89,7 @@ class _Host:
 
 
 class EpisodeService:
-    """Opens a limited number of episodes, each on the endpoint that has fewest, and closes idle ones."""
+    """Opens a limited number of episodes, each on the endpoint with the fewest, and closes idle episodes."""
 
     def __init__(
         self,
@@ -109,14 +109,14 @@ class EpisodeService:
         self._idle_timeout_s = idle_timeout_s
         self._hosts: list[_Host] = []
         self._load: Counter[int] = Counter()
-        """Open episodes of each endpoint, by its place in the list."""
+        """Number of open episodes of each endpoint, by its index."""
         self._host_of: dict[PlayingEpisode, int] = {}
-        """The place of the endpoint that an episode is on."""
+        """The index of the endpoint that each episode is on."""
         self._role_keys: dict[PlayingEpisode, list[str]] = {}
         self._failed: dict[int, float] = {}
         """When an endpoint last failed an episode."""
         self._finished: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        """Answers to the latest calls that finished an episode, for clients that repeat them."""
+        """The answers to the latest calls of ``/finish``, for clients that repeat a call."""
         self._numbers = itertools.count(1)
         self.episodes = ServedEpisodes()
 
@@ -126,7 +126,7 @@ class EpisodeService:
             self._hosts.append(_Host(endpoint, await endpoint.capabilities()))
 
     def app(self, note: Callable[[str], None] | None = None) -> Starlette:
-        """Return the application, for agents too."""
+        """Return the application, which also serves agents."""
         own = [
             proxy_route("/episodes", "POST", self._open),
             proxy_route("/episodes/{key}/finish", "POST", self._finish),
@@ -196,7 +196,7 @@ class EpisodeService:
         episode = served.answers.episode
         reward = body.reward if body.reward is not None else episode.posted_reward
         if reward is None and episode.error is None:
-            raise InvalidRequestError("the episode has no reward: send one, or let the agent post it")
+            raise InvalidRequestError("the episode has no reward: send one with /finish, or let the agent post it")
         self.episodes.close(key)
         self._forget(served)
         if episode.error is not None or reward is None:

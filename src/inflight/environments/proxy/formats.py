@@ -19,7 +19,7 @@ from inflight.http.routes import STATUS_OF_CODE
 _MAX_ERROR_CHARACTERS = 4000
 
 Pieces = Callable[[Sequence[int]], list[str]]
-"""Returns the text of each token, decoded on its own."""
+"""Returns the text of each token, decoded separately."""
 
 
 class AnswerFormat(Protocol):
@@ -34,7 +34,7 @@ class AnswerFormat(Protocol):
 
     @abstractmethod
     def piece(self, piece: AnswerPiece) -> list[dict[str, Any]]:
-        """Return the events of a piece; none if it has nothing that the client requested."""
+        """Return the events of a piece; empty if it has nothing that the client requested."""
 
     @abstractmethod
     def end(self, answer: Answer, *, has_streamed: bool) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Finds the conversation that a client continues, by the messages that it sends.
+"""Finding the conversation that a client continues, by the messages that it sends.
 
-A client of OpenAI's API sends the whole history with every request. A request continues the conversation whose messages
-it begins with, the model's own answers as they were given.
+A client of OpenAI's API sends the whole history with every request. A request continues the conversation with whose
+messages it begins, including the model's answers, unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Node:
     """One history of messages, up to and including some message."""
 
     transcript: Transcript | None = None
-    """Of the last answer that ended here."""
+    """The conversation up to the last answer that ended here."""
     next: dict[bytes, _Node] = field(default_factory=dict)
 
 
@@ -34,7 +34,7 @@ class Histories:
         self._root = _Node()
 
     def find(self, history: Sequence[bytes]) -> tuple[Transcript, int] | None:
-        """Return the longest conversation that a history continues, and how many of its messages that holds."""
+        """Return the longest conversation that a history continues, and how many messages it covers."""
         node, found = self._root, None
         for number, message in enumerate(history):
             if (later := node.next.get(message)) is None:
@@ -53,14 +53,14 @@ class Histories:
 
 
 def history_of(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """Return what distinguishes histories: a digest of the tools, and one of each message."""
+    """Return the digests that identify a history: one of the tools, and one of each message."""
     return [_digest(list(tools)), *map(identity, messages)]
 
 
 def identity(message: Message) -> bytes:
     """Return a digest that is equal for equivalent messages.
 
-    Fields that are absent, None or empty make no difference, nor does the white space in the arguments of a call.
+    Fields that are absent, None or empty make no difference, and neither does white space in the arguments of a call.
     """
     said = _without_nothing(message)
     said["tool_calls"] = [_without_nothing(call) | _function_of(call) for call in message.get("tool_calls") or ()]

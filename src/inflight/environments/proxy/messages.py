@@ -75,7 +75,7 @@ class MessagesRequest(ProxyBody):
     tools: Items[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     output_config: dict[str, Any] | None = None
-    """Only its format would change the answer, and is refused."""
+    """Of its fields, only ``format`` would change the answer; it is refused."""
     stop_sequences: Annotated[Items[StopString], Field(max_length=64)] | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -85,7 +85,7 @@ class MessagesRequest(ProxyBody):
     def as_chat(self) -> MessagesChat:
         """Return this request as a chat request. Raises `InvalidRequestError`, which names what cannot be converted."""
         if (self.output_config or {}).get("format") is not None:
-            raise InvalidRequestError("output_config.format is not supported: send none")
+            raise InvalidRequestError("output_config.format is not supported: omit it")
         system = "".join(_system_texts(self.system))
         messages = [{"role": "system", "content": system}] if system else []
         for number, message in enumerate(self.messages):
@@ -157,7 +157,9 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str,
                 parts.append(_part(block, at))
     if role == "assistant":
         if any(part["type"] != "text" for part in parts):
-            raise InvalidRequestError(f"{where}.content holds an image: the assistant's messages are texts and calls")
+            raise InvalidRequestError(
+                f"{where}.content contains an image, but the assistant's messages may contain only text and tool calls"
+            )
         text = "".join(part["text"] for part in parts)
         yield {"role": role, "content": text or None, **({"tool_calls": calls} if calls else {})}
     elif parts:

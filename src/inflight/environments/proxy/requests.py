@@ -1,6 +1,6 @@
 """What clients of the proxy send: OpenAI's chat and completions, vLLM's generate, and rewards.
 
-The settings of the run decide how tokens are drawn, since logprobs must be those of the distribution that is trained
+The settings of the run determine how tokens are drawn, because logprobs must describe the distribution that is trained
 on. Fields that only change where or how a request is handled are accepted. An unsupported field that would change the
 answer is rejected by name.
 """
@@ -20,7 +20,7 @@ from inflight.types import Message
 from inflight.wire import MAX_REWARD, ImageAddress, Items, SamplingParams, StopString, TokenCount, TokenId
 
 _DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""How tokens are drawn, which the run decides."""
+"""Fields that control how tokens are drawn, which the run decides."""
 _IGNORED = frozenset(
     (
         "metadata",
@@ -58,7 +58,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields that are accepted only with these values, which mean the same as omitting them."""
+"""Fields that are accepted only with these values, which have the same effect as omitting them."""
 
 
 class ProxyBody(BaseModel):
@@ -74,8 +74,8 @@ class ProxyBody(BaseModel):
             return data
         for name, values in _NEUTRAL.items():
             if name in data and name not in cls.model_fields and data[name] is not None and data[name] not in values:
-                allowed = "".join(f" {value!r} or" for value in values)
-                raise ValueError(f"{name} is not supported: {str(data[name])[:80]!r} given; send{allowed} nothing")
+                allowed = "".join(f", or send {value!r}" for value in values)
+                raise ValueError(f"{name} is {str(data[name])[:80]!r}, which is not supported: omit it{allowed}")
         return {
             name: value
             for name, value in data.items()
@@ -116,7 +116,7 @@ class Sampled(ProxyBody):
         for name in _DRAWN:
             asked, used = getattr(self, name), getattr(settings, name)
             if asked is not None and asked != used and not (name == "top_k" and asked < 1 and used == 0):
-                yield f"{name}={asked:g} (the run has {'its own' if used is None else format(used, 'g')})"
+                yield f"{name}={asked:g} (the run uses {'its own value' if used is None else format(used, 'g')})"
 
 
 class StreamOptions(BaseModel):
@@ -130,7 +130,7 @@ class _OpenAI(Sampled):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """vLLM's: add what training needs to the answer, in the fields of `inflight.wire.ChatChoice`."""
+    """vLLM's option: add the data that training needs to the answer, in the fields of `inflight.wire.ChatChoice`."""
 
 
 class ChatRequest(_OpenAI):
@@ -155,7 +155,7 @@ class ChatRequest(_OpenAI):
 
     @property
     def continues(self) -> str | None:
-        """Id of the answer that the request continues from, if the client has named it."""
+        """The id of the answer that the request continues from, if the client has specified it."""
         return None
 
     def _longest(self) -> int | None:
@@ -165,11 +165,11 @@ class ChatRequest(_OpenAI):
         yield from super().overridden(settings)
         if self.tool_choice not in (None, "auto", "none"):
             kind = self.tool_choice if isinstance(self.tool_choice, str) else "function"
-            yield f"tool_choice={kind} (no call is forced)"
+            yield f"tool_choice={kind} (calls are never forced)"
 
     @property
     def may_call(self) -> bool:
-        """Whether calls of tools are wanted apart from the text."""
+        """Whether tool calls are to be returned separately from the text."""
         return bool(self.tools) and self.tool_choice != "none"
 
 
@@ -226,28 +226,28 @@ def chat_request(kind: type[Chat], **fields: Any) -> Chat:
     try:
         return kind.model_validate({name: value for name, value in fields.items() if value is not None})
     except pydantic.ValidationError as error:
-        raise InvalidRequestError(f"this request cannot be used: {describe_problems(error)}") from error
+        raise InvalidRequestError(f"the request body is invalid: {describe_problems(error)}") from error
 
 
 Reward = Annotated[float, Field(strict=True, ge=-MAX_REWARD, le=MAX_REWARD)]
-"""A number that can be trained on, as a number: neither true nor "1"."""
+"""A finite JSON number, neither true nor "1", of at most the largest reward."""
 
 
 class RewardRequest(ProxyBody):
-    """Body of ``/reward``. ``turn`` is the ``id`` of an answer; without it, the reward is the episode's."""
+    """Body of ``/reward``. ``turn`` is the ``id`` of an answer; without it, the reward applies to the episode."""
 
     reward: Reward
     turn: str | None = Field(default=None, max_length=256)
 
 
 def rendered_message(message: Mapping[str, Any], number: int) -> Message:
-    """Return a message as chat templates expect it: one text as its content, and arguments of calls as objects.
+    """Return a message as chat templates expect it: with one text as its content, and call arguments as objects.
 
-    Raises `InvalidRequestError` that names what is wrong with message ``number``.
+    Raises an `InvalidRequestError` that states what is wrong with message ``number``.
     """
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"messages.{number}.role is {role!r}, but must be a text such as 'user'")
+        raise InvalidRequestError(f"messages.{number}.role is {role!r}, but must be a string such as 'user'")
     kept = {name: value for name, value in message.items() if value is not None}
     kept["role"] = "system" if role == "developer" else role
     kept["content"] = _content_of(message.get("content"), f"messages.{number}.content")
@@ -269,7 +269,7 @@ def _content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} is a {type(content).__name__}, but must be a text or a list of parts")
+        raise InvalidRequestError(f"{where} is a {type(content).__name__}, but must be a string or a list of parts")
     parts = [_part_of(part, f"{where}.{index}") for index, part in enumerate(content)]
     return parts if any("text" not in part for part in parts) else "".join(part["text"] for part in parts)
 
@@ -280,7 +280,11 @@ def _part_of(part: Any, where: str) -> dict[str, Any]:
         try:
             address = ImageAddress.model_validate({k: v for k, v in part["image_url"].items() if k != "detail"})
         except (pydantic.ValidationError, KeyError, AttributeError) as error:
-            why = describe_problems(error) if isinstance(error, pydantic.ValidationError) else f"it has no {error}"
+            why = (
+                describe_problems(error)
+                if isinstance(error, pydantic.ValidationError)
+                else (f"it has no field {error}")
+            )
             raise InvalidRequestError(f"{where}.image_url cannot be used: {why}") from error
         return {"type": kind, "image_url": {"url": address.url}}
     text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
@@ -292,5 +296,5 @@ def _part_of(part: Any, where: str) -> dict[str, Any]:
 def _rendered_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError(f"{where} holds {str(call)[:80]!r}: only calls of functions are supported")
+        raise InvalidRequestError(f"{where} contains {str(call)[:80]!r}: only function calls are supported")
     return {**call, "function": {**function, "arguments": read_arguments(function.get("arguments", {}))}}

@@ -34,7 +34,7 @@ class ResponsesChat(ChatRequest):
     is_converted: ClassVar[bool] = True
     previous: str | None = None
     num_instructions: int = 0
-    """Number of messages at the beginning that apply to this request alone."""
+    """Number of messages at the beginning that apply only to this request."""
 
     @property
     def continues(self) -> str | None:
@@ -87,7 +87,7 @@ class ResponsesRequest(ProxyBody):
         try:  # the answer repeats them
             json.dumps([self.tools, self.tool_choice], allow_nan=False)
         except ValueError as error:
-            raise InvalidRequestError("tools or tool_choice holds a number that is not finite") from error
+            raise InvalidRequestError("tools or tool_choice contains a number that is not finite") from error
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         declared = [*declared_tools(self.tools or (), "tools")]
         names = [one.name for one in declared]
@@ -199,7 +199,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _answer_of(item: Mapping[str, Any]) -> str | None:
-    """Return the id of the answer that an item is part of, if its own id says so."""
+    """Return the id of the answer to which an item belongs, if the item's own id contains it."""
     found = _ANSWER.match(item["id"]) if isinstance(item.get("id"), str) else None
     return None if found is None else found[1]
 
@@ -226,9 +226,9 @@ class DeclaredTool:
 
 
 def declared_tools(tools: Any, where: str, namespace: str | None = None) -> Iterator[DeclaredTool]:
-    """Yield the tools that the model is offered, those in namespaces too; OpenAI's servers run the others.
+    """Yield the tools that the model is offered, including those in namespaces; OpenAI's servers run the others.
 
-    Raises `InvalidRequestError` for a tool that is neither.
+    Raises `InvalidRequestError` for any other tool.
     """
     if not isinstance(tools, list | tuple):
         raise InvalidRequestError(f"{where} is a {type(tools).__name__}, but must be a list")

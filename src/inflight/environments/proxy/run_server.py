@@ -1,4 +1,4 @@
-"""The recording proxy in the event loop of a run: it listens from the first episode that asks for a URL."""
+"""The recording proxy in the event loop of a run: it starts listening when the first episode asks for a URL."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from inflight.http.listening import InLoopServer, bind
 
 
 class ProxyServer:
-    """Serves episodes to agents on loopback, as long as its context is open.
+    """Serves episodes to agents on loopback while its context is open.
 
     ``model`` is the name under which the model is listed. ``note`` is called once, if an agent requests sampling
-    settings other than the run's.
+    settings that differ from the run's.
     """
 
     def __init__(self, model: str, note: Callable[[str], None] | None = None) -> None:

@@ -15,7 +15,7 @@ from inflight.base.tasks import run_in_background
 from inflight.errors import TaskError
 
 FLOOD = 100
-"""A process is ended when it has written this many times its ``max_bytes`` of output."""
+"""A process is killed when it has written this many times its ``max_bytes`` of output."""
 
 
 _HELD = ("sh", "-c", 'read -r _ && exec "$@"', "sh")
@@ -32,7 +32,7 @@ class CommandResult:
     note: str = ""
 
     def text(self) -> str:
-        """Return the output, and a last line in brackets where there is more to say, for a model."""
+        """Return the output for a model, with a last line in brackets if the process did not end normally."""
         note = self.note or (f"exit status {self.exit_code}" if self.exit_code else "" if self.output else "no output")
         gap = "" if not self.output or self.output.endswith("\n") else "\n"
         return f"{self.output}{gap}[{note}]" if note else self.output
@@ -45,11 +45,11 @@ async def run_bounded(
     kill: Callable[[int], None],
     watch: Callable[[], Awaitable[None]] | None = None,
 ) -> CommandResult:
-    """Run a command, whose input is empty, to its end or a limit.
+    """Run a command with empty input until it ends or reaches a limit.
 
-    ``watch`` runs meanwhile; what it raises ends the process and is raised. ``kill`` kills a process and everything
+    ``watch`` runs meanwhile; an error in it ends the process and is raised. ``kill`` kills a process and everything
     that it started; it is called as soon as a limit is hit or this call is cancelled. Raises `TaskError` if the command
-    cannot be started or, although it was killed, does not end.
+    cannot be started or does not end although it was killed.
     """
     output = BoundedOutput(max_output_bytes)
     try:
@@ -102,7 +102,7 @@ async def send_all(stream: ByteSendStream, content: bytes) -> None:
 
 
 class BoundedOutput:
-    """The first and the last bytes of what a process wrote."""
+    """The first and the last bytes of a process's output."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -12,10 +12,10 @@ Every call runs in a new sandbox, which is removed when the call returns or is c
 - is one process without privileges, of ``timeout_s``, ``memory_bytes``, 32 threads and 64 open files, which starts no
   other process and no program.
 
-What is refused raises the usual exceptions in the code (`PermissionError`, `OSError`, `MemoryError`), and the result's
+Anything refused raises the usual exceptions in the code (`PermissionError`, `OSError`, `MemoryError`), and the result's
 text indicates which limit ended it. User namespaces, a private root directory, resource limits, dropped capabilities
-and a seccomp filter are layers of protection. The code shares the host's kernel: a bug in the kernel can still be a way
-out, and timing and load can be observed from inside. Run code from malicious users in a virtual machine.
+and a seccomp filter are layers of protection. The code shares the host's kernel: a kernel bug could still be a way out,
+and timing and load can be observed from inside. Run code from malicious users in a virtual machine.
 
 ``limits`` is for machines without user namespaces, and is NOT a security boundary: the code is an ordinary process of
 the caller's user, with limits on time, memory and file sizes and a clean environment. It reaches files, processes and
@@ -65,11 +65,11 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class PythonResult:
-    """How a run of code ended.
+    """The result of a run of code.
 
     ``text`` is for the model: standard output and error in the order they were written, at most ``max_output_bytes``
-    characters of them with a note of what was cut, and a last line in brackets where there is more to say.
-    ``exit_code`` is None where the code was ended.
+    characters of them with a note of what was cut, and a last line in brackets if the code did not end normally.
+    ``exit_code`` is None if the code was killed.
     """
 
     status: Status
@@ -79,11 +79,11 @@ class PythonResult:
 
 @dataclass(frozen=True)
 class PythonTool:
-    """Runs Python code, every call in a sandbox of its own.
+    """Runs Python code, each call in its own sandbox.
 
     ``timeout_s`` counts from when the code starts. ``memory_bytes`` is address space and includes the interpreter's own
-    30 MB. ``disk_bytes`` bounds the scratch directory, under ``limits`` each file. Raises `UnsupportedError` when it is
-    made on another system than Linux, and `ConfigError` for limits that cannot be.
+    30 MB. ``disk_bytes`` bounds the scratch directory, under ``limits`` each file. The constructor raises
+    `UnsupportedError` on systems other than Linux, and `ConfigError` for impossible limits.
     """
 
     timeout_s: float = 5.0
@@ -94,7 +94,7 @@ class PythonTool:
 
     def __post_init__(self) -> None:
         if sys.platform != "linux":
-            raise UnsupportedError(f"PythonTool needs Linux; this is {sys.platform}")
+            raise UnsupportedError(f"PythonTool requires Linux, but this system is {sys.platform}")
         if self.isolation not in ("namespaces", "limits"):
             raise ConfigError(f"isolation is {self.isolation!r}; known: namespaces, limits")
         if self.memory_bytes < _MIN_MEMORY_BYTES:
@@ -110,7 +110,7 @@ class PythonTool:
 
     @property
     def description(self) -> str:
-        """What the tool does and allows, for the model."""
+        """A description of the tool and its limits, for the model."""
         return (
             f"Runs Python {sys.version_info.major}.{sys.version_info.minor} code as a new program and returns what it "
             "printed. Only the standard library is installed. There is no network. Files can be written in the current "
@@ -130,13 +130,13 @@ class PythonTool:
         return {"type": "function", "function": function}
 
     async def run(self, code: object) -> PythonResult:
-        """Run the code to its end or a limit. When this returns, raises or is cancelled, nothing of it is left running.
+        """Run the code to its end or a limit. When this returns, raises or is cancelled, none of its processes is left.
 
         Raises `UnsupportedError` if the machine refuses a part of the isolation, `TaskError` if the sandbox cannot be
         started or does not end; the code then has not run, or was killed.
         """
         if not isinstance(code, str):  # what a model calls with
-            return PythonResult("error", f"[the code must be a text, not {type(code).__name__}]", None)
+            return PythonResult("error", f"[the code must be a string, not {type(code).__name__}]", None)
         output = BoundedOutput(self.max_output_bytes)
         async with self._sandbox() as (process, report_fd):
             assert process.stdin is not None and process.stdout is not None
@@ -154,7 +154,7 @@ class PythonTool:
 
     @contextlib.asynccontextmanager
     async def _sandbox(self) -> AsyncIterator[tuple[Process, int]]:
-        """Start the sandbox's process. It has ended when the context is left."""
+        """Start the sandbox's process, which has ended when the context exits."""
         arguments = [self.timeout_s, self.memory_bytes, self.disk_bytes]
         with contextlib.ExitStack() as stack:
             if self.isolation == "namespaces":
@@ -216,7 +216,7 @@ class PythonTool:
 
 
 async def _end(process: Process) -> None:
-    """Have the sandbox kill its processes and end, whether or not the caller is cancelled."""
+    """Make the sandbox kill its processes and end, whether or not the caller is cancelled."""
     with anyio.CancelScope(shield=True):
         for number in (signal.SIGTERM, signal.SIGKILL):
             if process.returncode is not None:
@@ -232,7 +232,7 @@ async def _end(process: Process) -> None:
 
 @functools.cache
 def _visible_paths() -> tuple[str, ...]:
-    """Return what the code can read: the standard library, shared libraries, time zones and devices."""
+    """Return the paths that the code can read: the standard library, shared libraries, time zones and devices."""
     own = [
         f"{prefix}/{folder}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for folder in ("lib", sys.platlibdir)
     ]

@@ -1,16 +1,16 @@
 """The process that isolates itself and runs code; `inflight.environments.tools.python_tool` starts one for every call.
 
-It starts as a program of its own, without the packages of the environment, and so imports nothing of inflight. Its
+It starts as a separate program, without the packages of the environment, and so imports nothing from inflight. Its
 standard input is the code, its standard output and error are the output. The report on ``report_fd`` is one line,
-``failed`` or ``busy`` and why, if the code has not run; else ``started`` and a line that states how it ended. Under
-``isolation="namespaces"`` three processes share the work:
+``failed`` or ``busy`` and why, if the code has not run; otherwise ``started``, followed by a line that states how the
+code ended. Under ``isolation="namespaces"`` three processes share the work:
 
-    launcher     in the caller's namespaces; starts init and maps its user; no code from outside runs here
-    init         process 1 of its own user, process, mount, network, IPC and host name namespaces, in a root of its own;
-                 has abandoned every privilege before the worker starts; its end ends every process of the namespace
-    worker       forked from init; sets its limits and its system call filter, then runs the code
+    launcher in the caller's namespaces; starts init and maps its user; no untrusted code runs here init process 1 of
+    its own user, process, mount, network, IPC and host name namespaces, in its own root; drops every privilege before
+    the worker starts; its end ends every process of the namespace worker forked from init; sets its limits and its
+    system call filter, then runs the code
 
-Under ``isolation="limits"`` the launcher forks the worker itself, and the worker has limits only.
+Under ``isolation="limits"`` the launcher forks the worker itself, and the worker is subject only to limits.
 
 If a step fails, it is reported and the code does not run. Linux 5.14 or later.
 """
@@ -72,7 +72,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)  # holds the interpreter's lock, as a
 
 
 def _check(step: str, result: int) -> int:
-    """Return what a C function returned. Raises `OSError`, whose message names the step, if it failed."""
+    """Return a C function's result. Raises an `OSError` whose message names the step if the function failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{step}: {os.strerror(number)}")
@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _failure(error: OSError) -> str:
-    """Return the line that reports a step that failed, now or always."""
+    """Return the line that reports a failed step, as temporary or permanent."""
     now = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
     return f"{'busy' if error.errno in now else 'failed'} {error}"
 
@@ -132,7 +132,7 @@ def _failure(error: OSError) -> str:
 
 
 def _in_namespaces(report_fd: int, timeout_s: float, memory: int, disk: int, filters: bytes, paths: list[str]) -> str:
-    """Start init in namespaces of its own and wait for its end; return the line to report if it was killed."""
+    """Start init in its own namespaces and wait for its end; return the line to report if it was killed."""
     maps = {name: _id_map(name, own) for name, own in (("uid", os.geteuid()), ("gid", os.getegid()))}
     sources = [(path, os.path.realpath(path)) for path in paths]
     ready, go = os.pipe()
@@ -170,8 +170,8 @@ def _clone() -> int:
 def _id_map(name: str, own: int) -> str:
     """Return the map from ids inside to ids outside.
 
-    Where the caller is root, the code runs as nobody: root is exempt from the limit of threads, and owns most files.
-    A root whom only one user stands behind, as in a rootless container, is mapped as that user.
+    If the caller is root, the code runs as nobody: root is exempt from the limit of threads, and owns most files. A
+    root user that stands for only one user, as in a rootless container, is mapped as that user.
     """
     with open(f"/proc/self/{name}_map") as file:
         ranges = [(int(line.split()[0]), int(line.split()[2])) for line in file]
@@ -242,7 +242,7 @@ def _enter_root(sources: list[tuple[str, str]], disk: int) -> None:
 def _supervise(work: Callable[[], None], timeout_s: float, wake_on: set[int]) -> str:
     """Run the worker in a child until it ends, its time is up or SIGTERM wakes this process; return how it ended.
 
-    Its process group is killed. Process 1 gets SIGTERM only from the code, and so does not wake on it.
+    Its process group is killed. Process 1 can receive SIGTERM only from the code, and so does not react to it.
     """
     worker = os.fork()
     if worker == 0:

@@ -1,6 +1,6 @@
 """The seccomp filter of a sandbox: which system calls the kernel refuses to the code.
 
-Namespaces and a private root hide files, processes and networks. The filter removes what they leave: more processes (so
+Namespaces and a private root hide files, processes and networks. The filter blocks what they do not: more processes (so
 that the memory limit of one is the limit of all), other programs, further namespaces, memory that no limit counts
 (System V segments, memfd), sockets of families that no network namespace holds (vsock reaches the hypervisor), kernel
 keyrings, and calls that have often had exploitable bugs.
@@ -86,17 +86,17 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "clock_adjtime": (305, 266),
     "vhangup": (153, 58),
 }
-"""Refused with EPERM; the number of the call on x86-64 and on aarch64 (Linux's unistd_64.h and generic unistd.h)."""
+"""System calls refused with EPERM, with their numbers on x86-64 and on aarch64 (Linux's unistd.h)."""
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""The column of a machine in the tables, and its AUDIT_ARCH."""
+"""The column of each machine in the tables, and its AUDIT_ARCH."""
 
 _SOCKET = (41, 198)
 _SOCKETPAIR = (53, 199)
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _FAMILIES = (1, 2, 10)
-"""AF_UNIX, AF_INET and AF_INET6. All three are confined by the namespaces of network and mounts."""
+"""AF_UNIX, AF_INET and AF_INET6. All three are confined by the network and mount namespaces."""
 
 _CLONE_THREAD = 0x10000
 _X32 = 0x40000000
@@ -115,8 +115,8 @@ def seccomp_filter() -> bytes:
     machine = platform.machine()
     if machine not in _MACHINES:
         raise UnsupportedError(
-            f"the sandbox knows the system calls of {' and '.join(_MACHINES)}, not of {machine!r}; "
-            "isolation='limits' runs code there, without protection"
+            f"the sandbox supports only {' and '.join(_MACHINES)}, not {machine!r}; isolation='limits' runs code "
+            "without protection"
         )
     column, arch = _MACHINES[machine]
     denied = [numbers[column] for numbers in _DENIED.values()]

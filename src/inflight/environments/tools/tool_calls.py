@@ -1,4 +1,4 @@
-"""Calls of tools in what a model wrote, in the two notations of open models.
+"""Tool calls in a model's output, in the two notations of open models.
 
 ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them among other text (Hermes, Qwen), or a
 reply that is one JSON object ``{"name": ..., "parameters": {...}}`` (Llama 3).
@@ -39,7 +39,7 @@ def split_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 def before_calls(text: str) -> str:
     """Return the prefix of a reply that cannot become part of a call, however the reply continues.
 
-    White space at either end belongs to what may change, since a reply with calls is stripped of it.
+    White space at either end may still change, because it is stripped from a reply with calls.
     """
     if text[:1].isspace() or text.startswith("{") or text[: len(_PYTHON_TAG)] == _PYTHON_TAG[: len(text)]:
         return ""
@@ -61,7 +61,7 @@ def openai_tool_calls(calls: tuple[ToolCall, ...] | list[ToolCall]) -> list[dict
 
 
 def _loaded(text: str) -> Any:
-    """Return a JSON value. Raises ``ValueError`` also for numbers and texts that JSON in UTF-8 cannot carry."""
+    """Return a JSON value. Also raises ``ValueError`` for numbers and strings that JSON in UTF-8 cannot represent."""
     value = json.loads(text)
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     return value

@@ -16,7 +16,7 @@ from inflight.errors import TaskError
 from inflight.types import Message, Reply, ToolCall
 
 Tools = Mapping[str, Callable[..., Any]]
-"""Functions by the names that the model calls them by. Those that are not async run in threads."""
+"""Functions by the names under which the model calls them. Functions that are not async run in threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,18 @@ class ToolUse:
 
     replies: tuple[Reply, ...]
     messages: tuple[Message, ...]
-    """All replies, and the results of tools between them, in OpenAI's format."""
+    """All replies, with the results of tools between them, in OpenAI's format."""
     num_calls: int
     num_unknown: int
     """Number of calls of unknown tools."""
     num_failed: int
     """Number of calls with invalid arguments, or during which the tool raised."""
     is_cut: bool
-    """Whether the last reply calls tools, which were not called because no turn was left."""
+    """Whether the last reply calls tools that were not executed because no turn was left."""
 
 
 async def use_tools(conversation: Conversation, *messages: Message | str, tools: Tools, max_turns: int) -> ToolUse:
-    """Send messages, and execute the model's calls, until it calls no tool or has had ``max_turns`` turns.
+    """Send messages and execute the model's calls, until it calls no tool or has had ``max_turns`` turns.
 
     The calls of one reply are executed one after the other, in order. Raises as `Conversation.say` and `call_tool`.
     """
@@ -67,8 +67,8 @@ async def use_tools(conversation: Conversation, *messages: Message | str, tools:
 async def call_tool(call: ToolCall, tools: Tools) -> tuple[Message, str]:
     """Execute one call; return the message with its result, and ``done``, ``failed`` or ``unknown``.
 
-    The message is as TRL writes it: the result as text, or ``{'error': ...}``. Raises `TaskError` if the tool does:
-    then not the call is wrong, but the environment has failed.
+    The message is as TRL writes it: the result as text, or ``{'error': ...}``. Raises `TaskError` if the tool does: in
+    this case the environment has failed, and the call is not at fault.
     """
     tool = tools.get(call.name)
     if tool is None:
