@@ -280,7 +280,7 @@ def test_a_step_that_cannot_be_compiled_is_said_before_anything_is_served(model_
 
         return raising
 
-    with pytest.raises(ConfigError, match=r"cannot be compiled \(RuntimeError: a graph break\).*leave compile out"):
+    with pytest.raises(ConfigError, match=r"cannot be compiled \(RuntimeError: a graph break\).*omit compile"):
         endpoint_of(model_dir, refuse)
 
 

@@ -73,7 +73,7 @@ def asked(server: Server, timeout_s: float) -> float:
 def test_a_question_that_a_dead_engine_never_answers_ends_long_before_its_deadline(server: Server) -> None:
     began = time.monotonic()
     with pytest.raises(
-        EndpointError, match="GET /weight_info got no answer, and GET /health reports that the engine has"
+        EndpointError, match="GET /weight_info received no answer, and GET /health reports that the engine has"
     ):
         asked(server, NEVER_S)
     assert time.monotonic() - began < SOON_S

@@ -78,7 +78,7 @@ class AttachedEndpoint(ABC):
         return served.torn
 
     async def capabilities(self) -> Capabilities:
-        """Raises `ConfigError` if the server was not started correctly."""
+        """Return the server's capabilities. Raises `ConfigError` if it was not started correctly."""
         return await self._attaching.result()
 
     async def receiver(self) -> UpdateReceiver:
@@ -86,7 +86,7 @@ class AttachedEndpoint(ABC):
         return self._updates
 
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """Also abort any update that another client left open on the server."""
+        """Form the group, after aborting any update that another client left open on the server."""
         await (await self.receiver()).join(spec)
         await self._refresh_label()
         self._was_replaced = False  # the group just formed belongs to the process that answers now
@@ -125,8 +125,8 @@ class AttachedEndpoint(ABC):
     async def _memory_release(self) -> MemoryRelease:
         if not (await self.capabilities()).releases_memory:
             raise UnsupportedError(
-                f"{self.name} was started without {' '.join(self._release_arguments)}, which need a GPU: it does not "
-                "support releases_memory"
+                f"{self.name} was started without {' '.join(self._release_arguments)}, which need a GPU, so it "
+                "cannot release its memory; restart it with them"
             )
         await self._refresh_label()
         return self._memory
@@ -138,7 +138,7 @@ class AttachedEndpoint(ABC):
     async def generate(self, request: GenerateRequest) -> GenerateResponse: ...
 
     async def abort_requests(self, requests: AbortRequests) -> None:
-        """End only requests of this instance: ids are unique among the requests of one caller."""
+        """End requests of this instance only, because ids are unique only among the requests of one caller."""
         require(await self.capabilities(), Needs(partial_rollouts=True), self.name)
         await self._gate.abort(requests.request_ids, self._end)
 
@@ -166,7 +166,7 @@ class AttachedEndpoint(ABC):
         return chat_completion_of(request, generate_request, response, texts, pieces)
 
     async def aclose(self) -> None:
-        """End an open update first, so that the server does not stay paused."""
+        """Close the endpoint, ending any open update first so that the server does not stay paused."""
         if self._attaching.has_succeeded:
             if (update := self._updates.session.update) is not None:
                 with contextlib.suppress(InflightError):

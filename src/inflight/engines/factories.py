@@ -59,7 +59,7 @@ async def open_endpoint(factory: str, model: Path, options: Mapping[str, Any]) -
 
 
 def _value(text: str) -> Any:
-    """Return the text as JSON reads it, or the text itself if it is not JSON."""
+    """Return the value of a text that is JSON, or the text itself."""
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False)  # Python also reads NaN and 1e999, which are not JSON: they stay text

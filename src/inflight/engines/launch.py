@@ -31,13 +31,13 @@ from inflight.http.tokens import TOKEN_VARIABLE
 _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 20.0
-"""An engine may answer its first health check only after it has generated something."""
+"""Seconds allowed for one start-up health check: an engine may answer its first one only after generating tokens."""
 _REPORT_EVERY_S = 5.0
 _WATCH_S = 0.1
 _ASK_S = 0.5
 """Seconds between two health checks of a running engine, and how long each may take."""
 _PATIENCE_S = 10.0
-"""How long an engine may take to end before it is killed: half a second if a part of it has died."""
+"""How long, in seconds, an engine may take to end before it is killed; half a second if a part of it has died."""
 _QUOTED_LINES = 20
 _QUOTED_WIDTH = 300
 

@@ -32,7 +32,7 @@ class VitalProcess:
 
     @property
     def how(self) -> str:
-        """How it ended, as far as processes other than its parent can see."""
+        """How the process ended, as far as processes other than its parent can see."""
         if self.is_alive or not self.status:
             return "ended"
         number = self.status & 0x7F

@@ -31,7 +31,7 @@ class SentRequest:
     """The engine's request for one completion."""
 
     name: str
-    """The engine's name for it: unique, and not a prefix of another name."""
+    """The engine's name for the request: unique, and not a prefix of another name."""
     cache_key: str
     """Completions with different keys share no cached prefix."""
 
@@ -50,7 +50,8 @@ def check_scored(request: ScoreRequest, *, max_model_len: int, vocab_size: int) 
     """
     if (num_tokens := len(request.token_ids)) >= max_model_len:
         raise InvalidRequestError(
-            f"there are {num_tokens} tokens to score, but this server scores at most {max_model_len - 1}"
+            f"the request has {num_tokens} tokens to score, but this server scores at most {max_model_len - 1}: "
+            "shorten it"
         )
     largest = max(request.token_ids + tuple(token for row in request.candidates for token in row))
     if largest >= vocab_size:
@@ -63,7 +64,8 @@ def check_fit(request: GenerateRequest, *, max_model_len: int, vocab_size: int) 
     room = max_model_len - num_prompt
     if room < 1 or (max_tokens or 1) > room:
         raise InvalidRequestError(
-            f"{num_prompt} prompt tokens and max_tokens {max_tokens} exceed max_model_len {max_model_len}"
+            f"{num_prompt} prompt tokens and max_tokens {max_tokens} exceed max_model_len {max_model_len}: shorten "
+            "the prompt, or lower max_tokens"
         )
     largest = max(request.prompt_token_ids)
     if largest >= vocab_size:
@@ -104,13 +106,15 @@ class RequestGate:
 
     @property
     def num_sent(self) -> int:
-        """Completions sent and not yet answered."""
+        """Number of completions sent and not yet answered."""
         return sum(len(running.asked) for running in self._running.values())
 
     def refuse_if_busy(self) -> None:
         """Raise `BusyError` if requests run, or wait for the gate."""
         if self._running:
-            raise BusyError(f"{len(self._running)} requests run or wait: memory can be released once they have ended")
+            raise BusyError(
+                f"{len(self._running)} requests run or wait: memory can be released only after they have ended"
+            )
 
     async def sample(
         self,
@@ -124,9 +128,9 @@ class RequestGate:
 
         An item is None if its completion was aborted before anything was sampled for it. ``label`` asks the engine for
         the label of its weights, and raises if they cannot be sampled from. ``send`` takes the completions by their
-        index, and samples them. ``labelled`` returns what `began_under_another` takes. ``resumed`` returns once an
-        engine samples again that has answered `Unsampled`; None if the engine never does. Raises `InvalidRequestError`
-        for the id of a running request.
+        index, and samples them. ``labelled`` returns the argument of `began_under_another`. ``resumed`` returns once an
+        engine that has answered `Unsampled` samples again; None if the engine never gives that answer. Raises
+        `InvalidRequestError` for the id of a running request.
         """
         items: list[Item | None] = [None] * request.sampling.n
         with self._register(request.request_id) as running:
@@ -187,7 +191,10 @@ class RequestGate:
                         return item, current
             if running.aborted.is_set():
                 raise InvalidRequestError(f"request {request_id!r} was aborted before its tokens were scored")
-            raise BusyError(f"the weights changed during each of {_MAX_SCORINGS} attempts to score {request_id!r}")
+            raise BusyError(
+                f"the weights changed during each of {_MAX_SCORINGS} attempts to score request {request_id!r}: send "
+                "it again later"
+            )
 
     @contextlib.contextmanager
     def _register(self, request_id: str) -> Iterator[_RunningRequest]:
@@ -257,7 +264,9 @@ async def _sent(
 
 async def _unless_aborted(running: _RunningRequest, resumed: Callable[[], Awaitable[None]] | None) -> None:
     """Return once the engine has resumed, or ``running`` was aborted."""
-    assert resumed is not None, "an engine that refuses requests while it is paused has to say when it resumes"
+    assert resumed is not None, (
+        "the engine refused a request while it was paused, but its endpoint cannot report when it resumes"
+    )
     await any_of(resumed(), running.aborted.wait())
 
 

@@ -75,7 +75,8 @@ class EngineRoutes:
         return answer
 
     async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> tuple[int, Any]:
-        """Return status and answer, whatever the status. Raises `UnauthorizedError` if the server refuses the key."""
+        """Return status and answer, regardless of the status. Raises `UnauthorizedError` if the server refuses the
+        key."""
         timeout_s = self._control_timeout_s if timeout_s is None else timeout_s
         call = self._http.request_json(method, path, body, timeout_s=timeout_s, headers=self._headers)
         if self._liveness_path is not None:
@@ -90,10 +91,12 @@ class EngineRoutes:
         return status, answer
 
     async def fetch_paths(self) -> Mapping[str, Any]:
-        """Return the server's routes by their paths. Raises `ConfigError` for a server that speaks the contract."""
+        """Return the server's routes by their paths. Raises `ConfigError` for a server of inflight."""
         paths = (await self.get("/openapi.json")).get("paths")
         if not isinstance(paths, dict):
-            raise ProtocolError("GET /openapi.json listed no routes: is this the engine's own server?", self.url)
+            raise ProtocolError(
+                "GET /openapi.json listed no routes: check that the URL is that of the engine's own server", self.url
+            )
         if routes.CAPABILITIES.path in paths and routes.WEIGHT_VERSION.path in paths:
             raise ConfigError(f"{self.url} is an inflight server, not the engine's own: use the URL {self.url}")
         return paths
@@ -111,7 +114,9 @@ class EngineRoutes:
                     )
                     if status == 503:
                         raise EndpointError(
-                            f"{what} got no answer, and GET {liveness_path} reports that the engine has died", self.url
+                            f"{what} received no answer, and GET {liveness_path} reports that the engine has died: "
+                            "restart the server",
+                            self.url,
                         )
 
         async with run_in_background(watch()):

@@ -1,4 +1,4 @@
-"""``inflight serve``: serves the contract for an engine in this process or in one that it starts and ends."""
+"""``inflight serve``: serving the contract for an engine in this process, or in one that it starts and ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GENERATE_TIMEOUT_S = 3600.0
 _NOT_OF_FUNCTIONS = ("kv_cache_bytes", "compile", "drafts")
 
 Note = Callable[[str], None]
-"""Receives a line for the user."""
+"""Shows a line to the user."""
 
 
 def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready: Note) -> None:

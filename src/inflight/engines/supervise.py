@@ -2,13 +2,13 @@
 
     python -I supervise.py PATIENCE_S COMMAND...
 
-On SIGQUIT, or when the command itself ends, the remaining processes get half a second instead of PATIENCE_S.
+On SIGQUIT, or when the command itself ends, the remaining processes have half a second instead of PATIENCE_S.
 
 An engine starts processes of its own, and an owner that is killed cannot end them. This process stands between the two
-and does nothing else: its input ends however its owner ends. On Linux it adopts descendants whose parent ended, so it
-loses track of none, and if it is killed itself the command dies with it. Processes that are killed leave semaphores
-and shared memory behind; those that this one has seen in their maps are removed by name. It runs as a file, with the
-standard library only: it must start at once and stay small.
+and does nothing else: its input ends regardless of how its owner ends. On Linux it adopts descendants whose parent
+ended, so it loses track of none, and if it is killed itself the command dies with it. Processes that are killed leave
+semaphores and shared memory behind; those that this one has seen in their maps are removed by name. It runs as a file,
+with the standard library only: it must start at once and stay small.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _shared_by(pids: Sequence[int]) -> set[str]:
 
 
 def _remove(shared: set[str]) -> None:
-    """Remove what the engine's processes have left, except what another live process uses."""
+    """Remove the memory and semaphores that the engine's processes left, unless another live process uses them."""
     left = {name for name in shared if os.path.exists(name)}
     for name in left - (_shared_by([pid for pid, _ in _live_processes()]) if left else set()):
         with contextlib.suppress(OSError):

@@ -65,8 +65,8 @@ def parse_label(label: str) -> ServedVersion:
     version, _, session_id = update.partition("/")
     if not separator or not run_id or not (version.isascii() and version.isdigit()):
         raise ProtocolError(
-            f"the engine labels its weights {label!r}: something other than inflight updates them. "
-            "Restart the inference server from its checkpoint, so that one publisher owns its weights"
+            f"the engine labels its weights {label!r}: something other than inflight has updated them. Restart the "
+            "inference server from its checkpoint, so that one publisher owns its weights"
         )
     if session_id.startswith(_UNNAMED):
         session_id = ""

@@ -30,7 +30,8 @@ class ContextLimits:
         )
         if num_prompt >= self.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens, the context {self.max_model_len}{why}: shorten the prompt"
+                f"the prompt has {num_prompt} tokens, but the context only {self.max_model_len}{why}: shorten the "
+                "prompt"
             )
         max_tokens = request.sampling.max_tokens or self.max_model_len - num_prompt
         if num_prompt + max_tokens > self.max_model_len:
@@ -50,7 +51,7 @@ class ContextLimits:
         """Raise `InvalidRequestError` if the request does not fit."""
         if (num_tokens := len(request.token_ids)) > self.max_model_len:
             raise InvalidRequestError(
-                f"there are {num_tokens} tokens to score, but the context has {self.max_model_len}"
+                f"the request has {num_tokens} tokens to score, but the context only {self.max_model_len}: shorten it"
             )
         largest = max(request.token_ids + tuple(token for row in request.candidates for token in row))
         if largest >= self.vocab_size:

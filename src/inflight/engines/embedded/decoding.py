@@ -31,7 +31,7 @@ Recorded = tuple[Callable[[], None], torch.Tensor]
 
 _FEWEST_PLACES = 64
 _ROWS = 8
-"""Above this number of rows, the number is rounded up to a multiple of it."""
+"""Above this number, the number of rows is rounded up to a multiple of it."""
 
 
 class Decoder:
@@ -57,7 +57,7 @@ class Decoder:
                 self._step(self._inputs({}, num_rows(1, self._num_rows)), self._places[length])
         except Exception as error:  # the compiler may raise anything
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise ConfigError(f"the decode step of this model cannot be compiled ({why}); leave compile out") from error
+            raise ConfigError(f"the decode step of this model cannot be compiled ({why}); omit compile") from error
 
     def logits(self, token_ids: Mapping[Slot, int]) -> torch.Tensor:
         """Store the keys and values of each slot's token, and return logits [B, V] in the order of ``token_ids``.
@@ -86,12 +86,12 @@ class Decoder:
 
 
 def num_rows(num: int, most: int) -> int:
-    """Return how many rows a step for ``num`` rows computes, of ``most``."""
+    """Return how many of ``most`` rows a step computes if ``num`` rows are in use."""
     return min(most, max(2, 1 << (num - 1).bit_length()) if num <= _ROWS else -(-num // _ROWS) * _ROWS)
 
 
 def num_places(num: int, most: int) -> int:
-    """Return how many positions a step attends to whose longest sequence has ``num``, of ``most``."""
+    """Return how many of ``most`` positions a step attends to if its longest sequence has ``num``."""
     return min(most, max(_FEWEST_PLACES, 1 << (num - 1).bit_length()))
 
 

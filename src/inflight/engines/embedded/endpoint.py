@@ -237,7 +237,9 @@ class EmbeddedEndpoint(
     async def fail_requests(self) -> None:
         def fail() -> None:
             self._engine.scheduler.cancel_all()
-            self._engine.scoring.fail_all(PoisonedError("weights were torn while the request waited"))
+            self._engine.scoring.fail_all(
+                PoisonedError("the weights were torn while the request waited: publish again")
+            )
 
         await self._in_engine(fail)
 
@@ -352,7 +354,7 @@ class EmbeddedEndpoint(
             self._engine.call(lambda: self._engine.scheduler.cancel(admitted))
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """Requests are scored between two token steps, whole: one forward delays running sequences by its duration."""
+        """Score a request between two token steps, in one forward pass, which delays running sequences."""
         require(self._capabilities, Needs.of_score(request), self._name)
         self._updates.session.refuse_to_sample()
         self._engine.limits.check_scored(request)
@@ -386,7 +388,7 @@ class EmbeddedEndpoint(
         return await asyncio.to_thread(tensors)
 
     async def abort_requests(self, requests: AbortRequests) -> None:
-        """End them between two token steps; a sequence that waits for a slot ends without a token."""
+        """End requests between two token steps; a sequence that waits for a slot ends without a token."""
         await self._in_engine(lambda: self._engine.scheduler.abort(requests.request_ids))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
@@ -411,7 +413,7 @@ class EmbeddedEndpoint(
                 yield writer.write(chunk)
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
-        """Return the token request that a chat request is rendered to."""
+        """Return the token request to which a chat request is rendered."""
         check_chat(request, self._capabilities)
         rendered = self._chat_format().render(request)
         check_logprobs(request, self._engine.limits.max_tokens_of(rendered))
@@ -435,7 +437,7 @@ class EmbeddedEndpoint(
 
 
 def _outcome() -> Future[Any]:
-    """Return a future for the engine's thread to complete; a caller that stops waiting does not cancel it."""
+    """Return a future that the engine's thread completes; it is not cancelled when a caller stops waiting."""
     outcome: Future[Any] = Future()
     outcome.set_running_or_notify_cancel()
     return outcome

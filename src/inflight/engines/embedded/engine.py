@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching over a transformers causal LM whose weights change between token steps.
 
-One thread runs the loop: apply commands, start waiting sequences, run one forward (a token for each running sequence
-and the prompts of new ones), draw, deliver. Only this thread touches the model and the sequences.
+One thread runs the loop: apply commands, start waiting sequences, run one forward pass (a token for each running
+sequence, and the prompts of new ones), draw tokens, deliver them. Only this thread touches the model and the sequences.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ class Engine:
 
         with self._wake:
             if self._closing:
-                future.set_exception(self.failure or InflightError("the engine is closed"))
+                future.set_exception(
+                    self.failure or InflightError("the engine is closed: it no longer accepts requests")
+                )
                 return future
             self._commands.append(run)
             self._wake.notify()
@@ -203,7 +205,7 @@ class Engine:
         Raises `BusyError` if there is a request, and changes nothing. Nothing may be submitted until `take_memory`.
         """
         if num_requests := len(self.scheduler.requests) + len(self.scoring):
-            raise BusyError(f"{num_requests} requests run or wait: memory can be released once they have ended")
+            raise BusyError(f"{num_requests} requests run or wait: memory can be released only after they have ended")
         self.scheduler.store.free()
         self.weights.move_to_host()
 
@@ -242,7 +244,7 @@ class Engine:
         for command in commands:
             command()
         self.scheduler.cancel_all_without_store()
-        self.scoring.fail_all(self.failure or InflightError("the engine is closed"))
+        self.scoring.fail_all(self.failure or InflightError("the engine is closed: it no longer accepts requests"))
 
     def _has_work(self) -> bool:
         return self.pauses.paused_since is None and (self.scheduler.has_work() or bool(self.scoring))

@@ -1,4 +1,4 @@
-"""The forwards of one step of the engine: a token for each running sequence, and whole prompts.
+"""The forward passes of one engine step: a token for each running sequence, and whole prompts.
 
 Shape suffixes: B rows of logits, V vocabulary.
 """

@@ -10,7 +10,7 @@ from inflight.http.client import HttpEndpoint
 
 
 class EmbeddedKind(EngineKind):
-    """`inflight.engines.embedded`."""
+    """The embedded engine, `inflight.engines.embedded`."""
 
     name = EMBEDDED
     runs_in_process = True

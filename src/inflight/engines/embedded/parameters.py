@@ -114,7 +114,8 @@ class ServedParameters:
         self._linears = None if keeps_addresses else PackedLinears(model, self.by_name)
 
     def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> PreparedParameters:
-        """Return what `load` takes. Changes nothing, and may run in any thread. Raises as `prepare_tensors` does."""
+        """Return the argument of `load`. Changes nothing, and may run in any thread. Raises as `prepare_tensors`
+        does."""
         ready = prepare_tensors(self.by_name, tensors)
         return PreparedParameters(ready, {} if self._linears is None else self._linears.pack(ready))
 
@@ -158,9 +159,9 @@ def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def move(parameters: Parameters, device: torch.device) -> None:
-    """Put the memory of every parameter on a device, in the same layout; those that are already there stay.
+    """Move the memory of every parameter to a device, in the same layout; parameters already there stay.
 
-    If it raises, some have moved; it may be called again with either device.
+    If it raises, some parameters have moved; it may be called again with either device.
     """
     for parameter in parameters.values():
         parameter.data = parameter.data.to(device)

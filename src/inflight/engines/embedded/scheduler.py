@@ -16,7 +16,7 @@ from inflight.wire import FinishReason, PromptImage
 _MAX_PREFILL_TOKENS = 4096
 """Maximum number of prompt tokens in one forward: more would delay running sequences."""
 _MAX_WAITING = 16 * 1024
-"""Completions that may wait, at about a kilobyte each: a request of a hundred bytes asks for up to 1,024."""
+"""Number of completions that may wait, at about a kilobyte each: a request of a hundred bytes can ask for 1,024."""
 
 
 def _uniforms(seed: str | None) -> Callable[[], float]:
@@ -57,8 +57,8 @@ class SequenceScheduler:
         params = request.sampling
         if len(self.waiting) + params.n > _MAX_WAITING:
             raise BusyError(
-                f"{len(self.waiting)} completions wait and {params.n} more are requested, at most {_MAX_WAITING} may "
-                "wait: send the request again later"
+                f"{len(self.waiting)} completions wait and {params.n} more are requested, but at most {_MAX_WAITING} "
+                "may wait: send the request again later"
             )
         for index in range(params.n):
             seed = f"{params.seed}:{index}" if params.seed is not None else None

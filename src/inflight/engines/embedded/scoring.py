@@ -25,7 +25,7 @@ _MAX_LOGITS = 1 << 24
 
 
 class _WholeSequences(AttentionPlan):
-    """Sequences attend to themselves only, and nothing is stored."""
+    """Attention of whole sequences to themselves only, without storing keys and values."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._segments = SegmentPlan.build(tuple(lengths), device)
@@ -63,7 +63,7 @@ class ScoringQueue:
         self._waiting = deque(it for it in self._waiting if it[1] is not outcome)
 
     def fail_all(self, error: InflightError) -> None:
-        """End every request that waits with an error."""
+        """End every waiting request with an error."""
         waiting, self._waiting = self._waiting, deque()
         for _, outcome in waiting:
             outcome.set_exception(error)

@@ -41,11 +41,11 @@ class Sequence:
     after a rejected draft, uses the same number."""
     drafter: Drafter | None = None
     draft: list[int] = field(default_factory=list)
-    """Tokens that the next step verifies."""
+    """The drafted tokens that the next step verifies."""
     num_verifications: int = 0
     num_accepted: int = 0
     routed: list[Experts] = field(default_factory=list)
-    """[T, L, K] of its tokens from the first on, in parts, if its request asks for routed experts."""
+    """The experts [T, L, K] of its tokens from the first on, in parts, if its request asks for routed experts."""
     finish_reason: FinishReason | None = None
 
     def draw(self, num: int) -> list[float]:
@@ -139,5 +139,5 @@ class EngineRequest:
 
     @property
     def most(self) -> int:
-        """The most positions that one of its sequences can take."""
+        """The largest number of positions that one of its sequences can use."""
         return len(self.prompt_token_ids) + self.max_tokens

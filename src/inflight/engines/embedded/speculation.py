@@ -1,6 +1,6 @@
 """Drafts of running sequences and their verification, in the engine's thread.
 
-A step feeds a sequence its last token and its draft, and draws a token after each of them as it would without a draft:
+A step computes a sequence's last token and its draft, and draws a token after each of them exactly as without a draft:
 from the same distribution, with the random number of that position in the completion. The tokens drawn are kept up to
 and including the first that differs from the draft. This is rejection sampling (arXiv:2211.17192, algorithm 1) for a
 draft distribution that is a point mass: a drafted token x is accepted with its probability p(x), and the token drawn
@@ -20,7 +20,7 @@ from inflight.wire import DraftHistory
 
 
 class DrawnTokens(NamedTuple):
-    """The tokens that a sequence gets from one step, at least one, and their logprobs."""
+    """The tokens that a sequence receives in one step, at least one, and their logprobs."""
 
     sequence: Sequence
     token_ids: list[int]

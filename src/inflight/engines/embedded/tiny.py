@@ -1,7 +1,7 @@
 """Tiny models: a byte-level tokenizer and a small transformer, randomly initialised and warm-started on a task.
 
 The warm start imitates demonstrations, some of them wrong on purpose. The model's most likely completion is then mostly
-right and its samples are mostly wrong, so that there is something to reinforce.
+right and its samples are mostly wrong, so there is something to reinforce.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def _bytes_of(prompt: str) -> Iterator[int]:
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
-    """Return the answer without a part of its first half or, one time in four, with its last character put in front.
+    """Return the answer without a part of its first half or, one time in four, with its last character moved to the
+    front.
 
     Both errors concern when to stop, and shift every character. They leave the model's knowledge of the characters
     intact, and score close to zero with a score that compares position by position.
