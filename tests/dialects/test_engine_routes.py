@@ -395,7 +395,7 @@ def test_sglang_updates_from_disk(start: Start, braked: BrakedServer, model_dir:
     assert of_text["meta_info"]["prompt_tokens"] == 5
     both = {"text": "hello", "input_ids": list(PROMPT)}
     for body in ({}, both):
-        assert "either input_ids or text" in client.post("/generate", body, token="", status=400)["message"]
+        assert "exactly one of input_ids and text" in client.post("/generate", body, token="", status=400)["message"]
     refused = client.post("/update_weights_from_disk", {"model_path": "/etc"}, status=400)
     assert refused["success"] is False and "not a directory below" in refused["message"]
     pickled = client.post("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, status=400)

@@ -37,8 +37,8 @@ dist: Any = torch.distributed  # its stubs leave out the stores
 class GroupRank:
     """The address of a group, the rank of this process in it, and how long the others may take to join.
 
-    ``prefixes`` are those of the keys in the store, outermost first; ``project`` is for messages. ``hosts_store`` is
-    whether this process hosts the store.
+    ``prefixes`` are prefixes of the keys in the store, outermost first; ``project`` is used in messages.
+    ``hosts_store`` specifies whether this process hosts the store.
     """
 
     project: str
@@ -70,7 +70,9 @@ def group_rank_of(
     if parts.scheme != "tcp" or not host or not port:
         raise ConfigError(f"{init_method!r} is not the address of a group; write tcp://HOST:PORT")
     if not 0 <= rank < world_size or world_size < 2:
-        raise ConfigError(f"rank {rank} of {world_size} is not a rank of the group; rank 0 is the trainer's")
+        raise ConfigError(
+            f"rank {rank} of {world_size} is not a rank of the group; ranks go from 0, the trainer, to {world_size - 1}"
+        )
     if not timeout_s > 0:
         raise ConfigError(f"the timeout of the group must be above 0, not {timeout_s:g}")
     hosts = rank == 0 if hosts_store is None else hosts_store
@@ -91,7 +93,7 @@ class BroadcastGroup:
         return self._group is not None and not self._abandoned.done()
 
     def join(self) -> None:
-        """Host the store if it is hosted here, and return once all ranks have joined. Raises `TransferError`."""
+        """Host the store if this process does, and return once all ranks have joined. Raises `TransferError`."""
         place = self._place
         what = f"joining {place.project}'s group at {place.address}:{place.port}"
         # A client of the store uses its timeout twice: to connect, and to wait for the other ranks.
@@ -105,7 +107,7 @@ class BroadcastGroup:
         group = self._group
         if group is None or self._abandoned.done():
             raise TransferError(
-                f"{self._place.project}'s group is not formed, or was abandoned; start trainer and servers again"
+                f"{self._place.project}'s group is not formed, or was abandoned; restart trainer and servers"
             )
         try:
             flat = tensor.reshape(-1).view(torch.uint8)  # tensors are sent as bytes
@@ -141,7 +143,7 @@ class BroadcastGroup:
 
 
 def _hosted(place: GroupRank) -> Any:
-    """Return a store that listens on the address only. The projects' own stores listen on every one."""
+    """Return a store that listens only on the address. The projects' own stores listen on all addresses."""
     family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -10,7 +10,7 @@ from inflight.wire import Completion, GenerateRequest, VersionSpan
 
 ROUTE = "/v1/completions"
 TOKEN_PREFIX = "token_id:"
-"""Prefix of a token's text when the server returns token ids in place of texts."""
+"""The prefix of a token's text when the server returns token ids instead of texts."""
 
 
 def body_of(request: GenerateRequest, *, model: str, room: int) -> dict[str, Any]:
@@ -39,9 +39,12 @@ def body_of(request: GenerateRequest, *, model: str, room: int) -> dict[str, Any
 
 
 def ids_of_tokens(tokens: Sequence[str]) -> list[int]:
-    """Return the token ids that the server returned in place of texts. Raises ``ValueError``."""
+    """Return the token ids that the server returned instead of texts. Raises ``ValueError``."""
     if any(not token.startswith(TOKEN_PREFIX) for token in tokens):
-        raise ValueError("texts of tokens instead of ids: start the server with --return-tokens-as-token-ids")
+        raise ValueError(
+            "the answer has the texts of tokens instead of their ids: start the server with "
+            "--return-tokens-as-token-ids"
+        )
     return [int(token.removeprefix(TOKEN_PREFIX)) for token in tokens]
 
 

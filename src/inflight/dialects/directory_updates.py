@@ -1,8 +1,8 @@
 """Updates from directories, for protocols whose trainers pause a server, name a directory, and resume it.
 
 Each update is one publish: a directory is checked completely before an endpoint is asked, and the endpoints commit
-together. A pause is a publish that the endpoints have accepted, whose weights are not known yet: an update sends them,
-`resume` ends it, and so do its lease and, if this process ends, the leases of the endpoints.
+together. A pause is a publish that the endpoints have accepted and whose weights are not yet known: an update sends
+them. A pause ends with `resume`, with its lease or, if this process ends, with the leases of the endpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from inflight.wire import EndpointState, InFlightPolicy, WeightUpdate
 T = TypeVar("T")
 
 INITIAL_LABEL = "default"
-"""What vLLM and SGLang report for the weights that a server was started with."""
+"""The label that vLLM and SGLang report for the weights with which a server was started."""
 _NUM_LABELS = 4096
 _LEASE_SLACK_S = 5.0
 _STAMPED = ("*.safetensors", "*.json")
@@ -57,7 +57,9 @@ class DirectoryUpdates:
     ) -> None:
         dtypes = {can.dtype for can in publisher.endpoints.values()}
         if len(dtypes) > 1:
-            raise ConfigError(f"the servers compute in different dtypes: {', '.join(sorted(dtypes))}")
+            raise ConfigError(
+                f"the servers compute in different dtypes, but must use the same one: {', '.join(sorted(dtypes))}"
+            )
         (self.dtype,) = dtypes
         vocab_size, specs = checkpoint_of("the servers", model_dir, self.dtype)
         if specs is None:
@@ -80,23 +82,23 @@ class DirectoryUpdates:
         self._paused: tuple[OpenPublish, WeightUpdate] | None = None
         self._relabelled: tuple[int, str] | None = None
         self._opening: OpenPublish | None = None
-        """A pause that not every endpoint has accepted yet."""
+        """The pause that not every endpoint has accepted yet."""
         self._labels: OrderedDict[int, str] = OrderedDict()
         self._serves_adapter = False
         self._applied: tuple[Stamp, int] | None = None
         """The directory of the last update, and its version."""
 
     def label_of(self, version: int) -> str:
-        """Return what clients call a version: the label of its update, or its number."""
+        """Return the clients' name of a version: the label of its update, or its number."""
         return self._labels.get(version, str(version) if version else INITIAL_LABEL)
 
     def served_label(self, version: int) -> str:
-        """Return what clients call the version that is served now, which `relabel` may have changed."""
+        """Return the clients' name of the version that is currently served, which `relabel` may have changed."""
         relabelled = self._relabelled
         return relabelled[1] if relabelled is not None and relabelled[0] == version else self.label_of(version)
 
     def relabel(self, version: int, label: str) -> None:
-        """Call the version that is served now by another label.
+        """Change the label of the version that is currently served.
 
         While sampling is paused, the tokens that it has sampled keep their label.
         """
@@ -115,7 +117,7 @@ class DirectoryUpdates:
         return None if self._paused is None or self._paused[0].is_over else self._paused[1].in_flight
 
     async def pause(self, in_flight: InFlightPolicy) -> None:
-        """Pause sampling until an update or `resume`; if it is paused like that, only begin the lease again.
+        """Pause sampling until an update or `resume`; if it is already paused with this policy, only renew the lease.
 
         Raises `PublishError` if an endpoint refuses; all endpoints are then resumed.
         """
@@ -130,7 +132,7 @@ class DirectoryUpdates:
         self._start_lease()
 
     async def resume(self) -> None:
-        """End a pause, even one that still waits for requests; the endpoints continue with the weights they serve."""
+        """End a pause, even one that is still waiting for requests; the endpoints keep serving their weights."""
         if (opening := self._opening) is not None:
             await run_abandonable(lambda: opening.end("the client resumed sampling"), "inflight-dialect-resume")
         await self._alone(lambda: self._end_pause("the client resumed sampling"))
@@ -140,8 +142,8 @@ class DirectoryUpdates:
     ) -> int:
         """Serve the weights of a checkpoint directory on every endpoint, ending a pause, and return their version.
 
-        A repeated call for a directory that is served and has not changed does nothing. ``in_flight`` applies unless
-        sampling is paused. Raises `InvalidRequestError` for a directory that is not below the root or cannot be
+        A repeated call for a directory that is already served and has not changed does nothing. ``in_flight`` applies
+        unless sampling is paused. Raises `InvalidRequestError` for a directory that is not below the root or cannot be
         used: nothing has changed then. Raises `PublishError` if an endpoint did not apply it.
         """
         directory = self._directory(path)
@@ -150,7 +152,7 @@ class DirectoryUpdates:
     async def load_adapter(self, path: str, *, label: str) -> int:
         """Serve the LoRA of a directory instead of any earlier LoRA, and return its version. Raises as `load` does.
 
-        A pause ends for it, and begins again.
+        A pause is ended for the update, and then begun again.
         """
         directory = self._directory(path)
 
@@ -192,7 +194,7 @@ class DirectoryUpdates:
         if self._applied is not None and self._applied[0] == stamp and self._is_served(self._applied[1]):
             version = self._applied[1]
             self._label(version, label)
-            self._end_pause("the weights of the directory are served already")
+            self._end_pause("the weights of the directory are already served")
             return version
         with _refused():
             weights = CheckpointWeights(directory, self.dtype, self._model.parameter_specs())
@@ -258,7 +260,7 @@ class DirectoryUpdates:
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _alone(self, call: Callable[[], T]) -> T:
-        """Run a blocking call after earlier ones. It runs to its end even if the caller is cancelled."""
+        """Run a blocking call after earlier ones, to its end even if the caller is cancelled."""
 
         async def run() -> T:
             async with self._lock:
@@ -267,7 +269,7 @@ class DirectoryUpdates:
         return await asyncio.shield(self._calls.start(run()))
 
     def _start_lease(self) -> None:
-        """Begin the lease of a pause, if there is one, again."""
+        """Renew the lease of a pause, if there is one."""
         self._leases.cancel()
         if self._paused is not None:
             self._leases.start(self._expire(self._paused[0]))
@@ -298,7 +300,7 @@ class DirectoryUpdates:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Turn what is wrong with a directory into a fault of the request that names it."""
+    """Convert the problem with a directory into an error of the request that names it."""
     try:
         yield
     except ConfigError as error:
@@ -306,7 +308,7 @@ def _refused() -> Iterator[None]:
 
 
 def _stamp_of(directory: Path) -> Stamp:
-    """Return what changes when a directory is written again."""
+    """Return a stamp that changes when a directory is rewritten."""
     files = sorted({file for pattern in _STAMPED for file in directory.glob(pattern)})
     stats = [(file.name, os.stat(file)) for file in files]
     return str(directory), tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

@@ -5,8 +5,8 @@ and the RL integration reference in its documentation for the frontend and disco
 
 One endpoint is one frontend with all of its workers. Requests go to the frontend as completions of token ids. Updates
 use the routes of every worker under ``/engine/``, because Dynamo cannot update the whole fleet: pause, load a
-checkpoint directory that the workers can read, compare the version that each worker then reports, resume. If any step
-fails, no worker is resumed. Answers carry no version, so the endpoint is an `OwnedEndpoint`.
+checkpoint directory that the workers can read, compare the versions that the workers then report, and resume. If any
+step fails, no worker is resumed. Answers carry no version, so the endpoint is an `OwnedEndpoint`.
 
 ``update_weights_from_distributed`` is not used, because its body depends on the worker's extension.
 """
@@ -72,7 +72,7 @@ class DynamoOptions:
     logprobs: str = "raw"
     """``processed`` if every worker was started with --logprobs-mode processed_logprobs."""
     timeout_s: float = 600.0
-    """How long a worker may take to pause, and to load weights."""
+    """How long, in seconds, a worker may take to pause and to load weights."""
 
 
 class DynamoEndpoint(OwnedEndpoint):
@@ -131,7 +131,7 @@ class DynamoEndpoint(OwnedEndpoint):
         return can, specs
 
     async def _discovered(self) -> dict[str, EngineRoutes]:
-        """Return the workers that are live now, by id, without changing anything. Raises `ConfigError`."""
+        """Return the workers that are currently live, by id, without changing anything. Raises `ConfigError`."""
         listener = EngineRoutes(self._options.discovery, api_key=None, control_timeout_s=self._control_timeout_s)
         try:
             answer = await listener.get(WORKERS_ROUTE)
@@ -167,7 +167,10 @@ class DynamoEndpoint(OwnedEndpoint):
             return ServedVersion(0, None)
         labels = {str(answer["version"]) for answer in await self._each(_VERSION, {})}
         if len(labels) > 1:
-            raise ConfigError(f"{self.name}: its workers serve different weights: {', '.join(sorted(labels))}")
+            raise ConfigError(
+                f"{self.name}: its workers serve different weights: {', '.join(sorted(labels))}; load the same "
+                "weights on all of them"
+            )
         (label,) = labels
         return ServedVersion(0, None) if label == _INITIAL else parse_label(label)
 
@@ -178,8 +181,8 @@ class DynamoEndpoint(OwnedEndpoint):
             live = {name: routes.url for name, routes in (await self._discovered()).items()}
             if live != {name: routes.url for name, routes in self._workers.items()}:
                 raise UpdateRefusedError(
-                    f"update to version {update.version} refused: the workers of {self.name} have changed since the "
-                    "first call; connect again"
+                    f"update to version {update.version} refused: the workers of {self.name} have changed since this "
+                    "client connected; connect again"
                 )
         await super().request_weight_update(update)
 
@@ -193,7 +196,7 @@ class DynamoEndpoint(OwnedEndpoint):
             return completion_of(answer["choices"][0], token_ids, index, version)
 
     async def _replace(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Resumes the workers only once all of them report the new version."""
+        """Replace the weights of all workers, which resume only once all of them report the new version."""
         from safetensors.torch import save_file
 
         label = label_of(update.ref)
@@ -206,12 +209,14 @@ class DynamoEndpoint(OwnedEndpoint):
         for answer in await self._each(_VERSION, {}):
             if answer.get("version") != label:
                 raise ProtocolError(
-                    f"a worker serves {answer.get('version')!r} after the update to {label!r}", self.name
+                    f"a worker reports version {answer.get('version')!r} after the update to {label!r}: restart the "
+                    "workers",
+                    self.name,
                 )
         await self._each(_RESUME, {})
 
     async def _each(self, route: str, body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return every worker's answer. Raises `ProtocolError` unless each is ``ok``, whatever its HTTP status."""
+        """Return every worker's answer. Raises `ProtocolError` unless each is ``ok``, regardless of its HTTP status."""
 
         async def one(routes: EngineRoutes) -> Mapping[str, Any]:
             answer = await routes.post(f"/engine/{route}", body, self._options.timeout_s)
@@ -228,7 +233,7 @@ class DynamoEndpoint(OwnedEndpoint):
 
 
 class DynamoKind(EngineKind):
-    """Supports only attaching, because Dynamo's own tools start its deployments."""
+    """Only attaches, because Dynamo's own tools start its deployments."""
 
     name = "dynamo"
 

@@ -59,11 +59,11 @@ class RunningRequests:
         self._draining: set[asyncio.Task[None]] = set()
         """Pauses that wait until no request runs."""
         self._running: dict[str, _RunningRequest] = {}
-        """By the id that the endpoint knows."""
+        """The running requests, by the id that the endpoint knows."""
 
     @property
     def num_completions(self) -> int:
-        """How many completions running requests have asked for."""
+        """The number of completions that running requests have asked for."""
         return sum(running.num_completions for running in self._running.values())
 
     def refusal(self) -> Response | None:
@@ -115,9 +115,9 @@ class RunningRequests:
     async def pause(self, updates: DirectoryUpdates, in_flight: InFlightPolicy) -> None:
         """Pause sampling on the endpoints, with a treatment of running requests that clients can rely on.
 
-        With ``drain``, requests that have arrived here end first, and new ones are refused meanwhile. With ``abort``,
-        requests that reached an endpoint after its pause end without a token. Raises `DeadlineError` if requests do not
-        end in the time of an update, and what `DirectoryUpdates.pause` raises.
+        With ``drain``, requests that have already arrived end first, and new ones are refused meanwhile. With
+        ``abort``, requests that reached an endpoint after its pause end without a token. Raises `DeadlineError` if
+        requests do not end within the time of an update, and the errors of `DirectoryUpdates.pause`.
         """
         if in_flight is InFlightPolicy.DRAIN:
             draining = start(self._wait_until_idle(updates.timeout_s))
@@ -166,7 +166,7 @@ class RunningRequests:
         """Return the logprobs of given tokens. Raises `UnsupportedError` where scoring is not supported."""
         with self._pool.least_loaded() as endpoint:
             if not isinstance(endpoint, ScoringEndpoint) or not (await endpoint.capabilities()).scoring:
-                raise UnsupportedError(f"{endpoint.name} does not support scoring, which prompt logprobs need")
+                raise UnsupportedError(f"{endpoint.name} does not support scoring, which prompt_logprobs require")
             return await run_while_connected(request, endpoint.score(asked))
 
     async def abort(self, names: Collection[str]) -> None:

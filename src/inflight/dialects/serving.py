@@ -1,4 +1,4 @@
-"""What servers of dialects share: routes, of which some need the control token, and the endpoints behind them."""
+"""Shared parts of the dialects' servers: routes, some of which need the control token, and endpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTROL_BYTES = 64 << 10
 
 
 class EndpointPool:
-    """Endpoints of one model, of which each request goes to the one with the fewest running requests."""
+    """The endpoints of one model; each request goes to the endpoint with the fewest running requests."""
 
     def __init__(self, endpoints: Sequence[InferenceEndpoint]) -> None:
         self.endpoints = tuple(endpoints)
@@ -85,7 +85,7 @@ class DialectRoutes:
 
         def handler_of(path: str, why: str) -> Handler:
             async def handle(_: Request) -> Response:
-                raise UnsupportedError(f"{path} is not supported here: {why}")
+                raise UnsupportedError(f"{path} is not supported by this server: {why}")
 
             return handle
 
@@ -116,7 +116,7 @@ async def message_in(request: Request, kind: type[Message], max_body_bytes: int 
     try:
         return await message_of(kind, content or b"{}")
     except ValueError as error:
-        raise InvalidRequestError(f"{request.url.path} cannot use this body: {error}") from error
+        raise InvalidRequestError(f"{request.url.path} cannot accept this body: {error}") from error
 
 
 def flag_in(request: Request, name: str, default: bool) -> bool:

@@ -87,7 +87,11 @@ TARGETS = np.array([1, 2], np.int64)
         ([1, 100], {"target_tokens": TARGETS}, "tokens contain the id 100, but the vocabulary has 100"),
         ([1, 2], {"target_tokens": TARGETS - 2}, "target_tokens contain the id -1"),
         ([1, 2], {}, "it has no target_tokens"),
-        ([1] * 50, {"target_tokens": np.ones(50, np.int64)}, "it has 50 tokens, and the model's context holds 49"),
+        (
+            [1] * 50,
+            {"target_tokens": np.ones(50, np.int64)},
+            "it has 50 tokens, but the model's context has room for only 49",
+        ),
         ([1, 2], {"target_tokens": np.ones(3, np.int64)}, r"target_tokens has the shape \[3\], but there are 2 tokens"),
         ([1, 2], {"target_tokens": TARGETS, "weights": np.array([1, np.nan], np.float32)}, "are not finite"),
         (
@@ -115,14 +119,14 @@ def test_a_shape_that_contradicts_the_bytes_is_refused() -> None:
         tensor.dense, tensor.dtype = TARGETS.tobytes(), 2
         tensor.shape.extend([2, 1 << 40])
 
-    with pytest.raises(InvalidRequestError, match="has 2 numbers, but the shape"):
+    with pytest.raises(InvalidRequestError, match="has 2 numbers, which do not fit its shape"):
         read(request_with([1, 2], target_tokens=short))
 
 
 def test_an_image_is_refused() -> None:
     request = request_with([1, 2], target_tokens=TARGETS)
     request.data[0].model_input.add().image.data = b"png"
-    with pytest.raises(InvalidRequestError, match="datum 0: a chunk of the kind 'image'"):
+    with pytest.raises(InvalidRequestError, match="datum 0: it has a chunk of kind 'image'"):
         read(request)
 
 

@@ -106,7 +106,7 @@ def test_calls_long_over_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(1, 101):
             await futures.retrieve(calls.submit(number, b"%d" % number, done))
         assert len(calls._calls) <= 11
-        with pytest.raises(InvalidRequestError, match="those up to 90 are long over"):
+        with pytest.raises(InvalidRequestError, match="those up to 90 ended long ago"):
             calls.submit(50, b"50", done)
 
     run(main)

@@ -206,14 +206,14 @@ def test_samples_that_cannot_be_had_are_refused(
     prompt, params = prompt_of(PROMPT), SamplingParams(max_tokens=4)
     with refused("prompt_alt_tokens_k is not supported"):
         sampler.sample(prompt, 1, params, prompt_alt_tokens_k=2).result(60)
-    with refused("supported at temperature 1 only"):
+    with refused("supported only at temperature 1"):
         sampler.sample(prompt, 1, SamplingParams(max_tokens=4, temperature=0.5), topk_sample_logprobs=2).result(60)
     recording = service.create_sampling_client(base_model=str(sdk_server.model), record_stability_info=True).result(60)
     with refused("stable_reinforce, which has no published formula"):
         recording.sample(prompt, 1, params).result(60)
     with refused("the prompt has no tokens"):
         sampler.sample(prompt_of(()), 1, params).result(60)
-    with refused("the prompt has 1100 tokens, the context 1024"):
+    with refused("the prompt has 1100 tokens, but the context only 1024"):
         sampler.sample(prompt_of([65] * 1100), 1, params).result(60)
     with refused("70000 is outside the vocabulary"):
         sampler.sample(prompt_of([70000]), 1, params).result(60)

@@ -218,9 +218,9 @@ def test_calls_that_fail_leave_a_model_that_can_be_trained(
     client = new_model(service, sdk_server)
     rows = np.ones(19)
     bad = {"logprobs": rows, "advantages": rows}
-    with refused("is in the Hugging Face format already"):
+    with refused("already writes the Hugging Face format"):
         client.save_weights_external("x").result(60)
-    with refused("is in the Hugging Face format already"):
+    with refused("already writes the Hugging Face format"):
         asyncio.run(client.save_weights_external_async("x")).result(60)
     for loss_fn, inputs, settings, message in (
         ("stable_reinforce", bad, {}, "has no published formula"),
@@ -235,7 +235,7 @@ def test_calls_that_fail_leave_a_model_that_can_be_trained(
     with refused("the id 70000, but the vocabulary has"):
         client.forward([datum((1, 70000))], "cross_entropy").result(60)
     assert client.forward([datum([65] * 1024)], "cross_entropy").result(60).metrics["loss:sum"] > 0
-    with refused("it has 1024 tokens, and the model's context holds 1023 and a target"):
+    with refused("it has 1024 tokens, but the model's context has room for only 1023 and a target"):
         client.forward([datum([65] * 1025)], "cross_entropy").result(60)
     with refused("only token ids are supported"):
         image = types.ImageChunk(data=b"x", format="png", expected_tokens=1)

@@ -1,4 +1,4 @@
-"""Fast-LLM's event stream: its trainer announces updates and the end of training, and every server reads all of it."""
+"""Fast-LLM's event stream: the trainer announces updates and the end of training, and every server reads all events."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ EVENTS = "fast_llm_events"
 _FIELD = "event"
 _MAX_EVENT_BYTES = 64 << 10
 _LOOK_S = 1.0
-"""How long one read waits before the stream itself is looked at."""
+"""How long, in seconds, one read waits before the stream itself is checked."""
 
 
 class WeightsReady(BaseModel):
     """The trainer is about to broadcast its weights. Unknown keys are ignored, as in PipelineRL.
 
-    ``documents_seen`` counts the samples that it has trained on. Releases before Fast-LLM's #561 leave it out.
+    ``documents_seen`` counts the samples that it has trained on. Releases before Fast-LLM's #561 omit it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -58,15 +58,15 @@ def add_event(redis: RedisStreams, event: Event) -> None:
 
 
 class EventReader:
-    """Reads the events that are added after it was created; earlier ones are those of another trainer.
+    """Reads the events that are added after its creation; earlier events belong to another trainer.
 
-    Create it before joining the group: the trainer adds its first event once every rank has joined. Each update has to
-    be received, so a lost event would leave the ranks out of step. The reader therefore compares the number of events
-    that it has read with the number that Redis has added.
+    Create it before joining the group: the trainer adds its first event once every rank has joined. Each update must be
+    received, so a lost event would desynchronize the ranks. The reader therefore compares the number of events that it
+    has read with the number that Redis has added.
     """
 
     def __init__(self, redis: RedisStreams) -> None:
-        """Raises `TransferError`, `ConfigError`."""
+        """Find the end of the stream. Raises `TransferError` or `ConfigError`."""
         self._redis = redis
         self._position, self._num_earlier = redis.state(EVENTS)
         self._num_read = 0
@@ -104,9 +104,9 @@ class EventReader:
         # A stream that was deleted and made again counts from 0.
         if last_id != self._position or num_added - self._num_read not in (self._num_earlier, 0):
             raise TransferError(
-                f"events were removed from {EVENTS} of {self._redis.name} before they were read: {self._num_read} were "
-                f"read, and {num_added - self._num_earlier} were added. Nothing may trim or delete the stream while "
-                "servers follow it; start trainer and servers again"
+                f"events were removed from {EVENTS} of {self._redis.name} before they were read: {self._num_read} "
+                f"were read, and {num_added - self._num_earlier} were added. Nothing may trim or delete the stream "
+                "while servers follow it; restart trainer and servers"
             )
 
     def _parsed(self, entry: str, fields: dict[bytes, bytes]) -> Event:
@@ -124,7 +124,7 @@ class EventReader:
             if self._last is not None and (event.step <= self._last.step or event.version < self._last.version):
                 raise TransferError(
                     what + f"it is step {event.step} with version {event.version}, after step {self._last.step} with "
-                    f"version {self._last.version}. Is a second trainer using this Redis server?"
+                    f"version {self._last.version}. Check whether a second trainer uses this Redis server"
                 )
             self._last = event
         return event

@@ -1,8 +1,8 @@
 """How Fast-LLM's trainer frames the broadcasts of one update.
 
 For each tensor it broadcasts one int64, the length of a header; the header as uint8; and the tensor. An update ends
-with a header that stands for no tensor. Headers are pickles, of ``(shard, name, torch.Size, torch.dtype)`` or None.
-They are parsed here and never unpickled: nothing is imported or called, and any other value is refused.
+with a header without a tensor. Headers are pickles, of ``(shard, name, torch.Size, torch.dtype)`` or None. They are
+parsed here and never unpickled: nothing is imported or called, and any other value is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.errors import TransferError
 from inflight.wire import DTYPE_SIZES, TensorSpec
 
 WEIGHTS = "weights"
-"""The shard that is loaded; the others are gradients and optimizer state."""
+"""The shard that is loaded; other shards are gradients and optimizer state."""
 MAX_HEADER_BYTES = 64 << 10
 _MARK = object()
 
@@ -55,7 +55,7 @@ def receive_header(group: BroadcastGroup, timeout_s: float) -> TensorHeader | No
     num_bytes = int(length)
     if not 0 < num_bytes <= MAX_HEADER_BYTES:
         group.abort()
-        raise TransferError(f"a header of {num_bytes} bytes was refused; they have 1 to {MAX_HEADER_BYTES}")
+        raise TransferError(f"a header of {num_bytes} bytes was refused; headers have 1 to {MAX_HEADER_BYTES} bytes")
     header = torch.zeros(num_bytes, dtype=torch.uint8)
     group.broadcast(header, timeout_s, "receiving a header")
     try:
@@ -86,7 +86,7 @@ def parse_header(data: bytes) -> TensorHeader | None:
     try:
         value = _Parser().parse(data)
     except (IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"it is not a whole pickle ({type(error).__name__})") from error
+        raise ValueError(f"it is not a complete pickle ({type(error).__name__})") from error
     if value is None:
         return None
     match value:
@@ -161,7 +161,7 @@ class _Parser:
                     case _:
                         raise ValueError("it calls something other than torch.Size of integers")
             case _:
-                raise ValueError(f"its operation {operation} has no place in a header")
+                raise ValueError(f"its pickle operation {operation} is not allowed in a header")
 
     def _fold(self, num_items: int) -> None:
         """Replace the last values by one tuple of them."""

@@ -1,4 +1,4 @@
-"""Publishes weights that Fast-LLM's trainer broadcasts to endpoints of the contract.
+"""Publishing the weights that Fast-LLM's trainer broadcasts to endpoints of the contract.
 
 Nothing announces an update's tensors as a whole, so each update is received completely into host memory, checked
 against the served model, and only then published.
@@ -21,9 +21,9 @@ from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.wire import BucketSpec, InFlightPolicy, Manifest, TensorSpec
 
 _MAX_TENSORS = 1_000_000
-"""Most tensors of one update, so that every update ends."""
+"""Largest number of tensors in one update, so that every update ends."""
 _MAX_DROPPED_SHARE = 4
-"""A tensor that is dropped needs memory all the same, at most that of the model times this."""
+"""A dropped tensor also needs memory: at most this many times the size of the model."""
 
 
 class ReceivedWeights(WeightSource):
@@ -81,8 +81,8 @@ class FollowedTrainer:
 
         Ends when training has finished, and has then left the group. An update that does not fit the model is received
         to its end, dropped and yielded; so is one that endpoints refuse. Raises `TransferError` if the trainer, another
-        rank or Redis is lost, and what `publish_weights` raises apart from `PublishError`; the group is then abandoned.
-        Endpoints keep serving what they served.
+        rank or Redis is lost, and the errors of `publish_weights` except `PublishError`; the group is then abandoned.
+        Endpoints keep serving their weights.
         """
         try:
             while not isinstance(event := self._events.next_event(self._step_timeout_s), TrainingFinished):
@@ -103,7 +103,7 @@ class FollowedTrainer:
             self._group.abort()
 
     def _receive(self) -> tuple[list[TensorSpec], dict[str, torch.Tensor]]:
-        """Receive one update to its end. Return the weights that it announced, and those tensors that fit the model."""
+        """Receive one update to its end. Return the announced weights, and those tensors that fit the model."""
         specs: list[TensorSpec] = []
         tensors: dict[str, torch.Tensor] = {}
         for _ in range(_MAX_TENSORS):
@@ -136,7 +136,7 @@ class FollowedTrainer:
     def _problem_with(self, specs: Sequence[TensorSpec]) -> str | None:
         """Return why the tensors are not those of the model, None if they are."""
         if not specs:
-            return "it has no weights"
+            return "the update has no weights"
         if len({spec.name for spec in specs}) < len(specs):
-            return "it has a tensor twice"
+            return "the update contains a tensor twice"
         return manifest_difference(tuple(self._expected.values()), Manifest(tensors=tuple(specs)))

@@ -51,7 +51,7 @@ class RedisStreams:
             )
         except ValueError:  # its text may contain the password
             raise ConfigError(
-                "the URL of the Redis server cannot be used; write redis://[:PASSWORD@]HOST:PORT[/DB]"
+                "the URL of the Redis server is not supported; write redis://[:PASSWORD@]HOST:PORT[/DB]"
             ) from None
         self._failures = (redis.RedisError, OSError)
 
@@ -67,8 +67,9 @@ class RedisStreams:
             return [(str(entry, "ascii"), fields or {}) for _, entries in found or () for entry, fields in entries]
 
     def state(self, stream: str) -> StreamState:
-        """Return the state of a stream; one that does not exist has no entries. Raises `ConfigError` before Redis 7."""
-        with self._errors(f"looking at {stream}"):
+        """Return the state of a stream, which has no entries if it does not exist. Raises `ConfigError` before Redis
+        7."""
+        with self._errors(f"reading the state of {stream}"):
             if not self._client.exists(stream):
                 return StreamState(FIRST, 0)
             info = self._client.xinfo_stream(stream)

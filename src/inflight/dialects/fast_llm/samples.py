@@ -1,4 +1,4 @@
-"""Fast-LLM's sample stream: one entry for each rollout, read by its data ranks in turn."""
+"""Fast-LLM's sample stream: one entry per rollout, read by its data ranks in turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from inflight.types import OBSERVED, Rollout
 SAMPLES = "fast_llm_streaming"
 """The key of the stream."""
 _BINARY = {"tokens": "q", "old_log_probabilities": "f", "model_version": "q"}
-"""Fields that may be entries of their own, little-endian, with the type code of their numbers."""
+"""Fields that may be separate binary entries, little-endian, with the type code of their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Document:
     loss_masking_spans: Sequence[tuple[int, int]]
     """Spans [begin, end) of the tokens that are not trained."""
     old_logprobs: Sequence[float] | None
-    """Natural log, 0.0 for tokens that were not sampled. Held as float32 on the way."""
+    """Natural logprobs; 0.0 for tokens that were not sampled. Transmitted as float32."""
     model_versions: Sequence[int] | None
-    """The version that sampled each token, -1 for those of the prompt and of observations."""
+    """The version that sampled each token; -1 for prompt and observation tokens."""
     advantage: float | None
     reward: float | None
 
@@ -57,7 +57,7 @@ def document_of(rollout: Rollout, *, advantage: float, loss_mask: Sequence[bool]
             "was sampled"
         )
     if not any(trained):
-        raise InvalidRequestError("no token of this rollout is trained; do not send it")
+        raise InvalidRequestError("this rollout has no token to train on; do not send it")
     return Document(
         token_ids=(*rollout.prompt_token_ids, *rollout.completion_token_ids),
         loss_masking_spans=_spans_of([True] * num_prompt + [not it for it in trained]),
@@ -109,7 +109,7 @@ def parse_document(fields: Mapping[bytes, bytes]) -> Document:
         raise InvalidRequestError(f"a sample cannot be used: {error}") from error
     spans = data.loss_masking_spans or []
     if not tokens or any(it is not None and len(it) != len(tokens) for it in (logprobs, versions)):
-        raise InvalidRequestError("a sample needs tokens, and one logprob and version for each if it has them")
+        raise InvalidRequestError("a sample needs tokens, and as many logprobs and versions as tokens if it has them")
     if any(not 0 <= begin < end <= len(tokens) for begin, end in spans):
         raise InvalidRequestError(f"loss_masking_spans {spans[:5]} do not lie within the {len(tokens)} tokens")
     return Document(tokens, spans, logprobs, versions, data.advantage, data.reward)

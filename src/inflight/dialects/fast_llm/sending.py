@@ -1,4 +1,4 @@
-"""Sends weights to a PipelineRL server in its fast-llm mode, in the place of Fast-LLM's trainer.
+"""Sending weights to a PipelineRL server in its fast-llm mode, in place of Fast-LLM's trainer.
 
 The server follows the event stream and the broadcasts, and never answers. It loads each tensor before it receives the
 next header, so once the end of the update has been received, the server has loaded everything or has failed; which of
@@ -46,7 +46,7 @@ class FastLlmOptions:
     max_concurrent: int = 64
     """Value of --max-num-seqs."""
     timeout_s: float = 300.0
-    """How long the server may take to join the group, and to receive a tensor."""
+    """How long, in seconds, the server may take to join the group and to receive a tensor."""
 
 
 class AnnouncedBroadcasts(WeightChannel):
@@ -67,12 +67,14 @@ class AnnouncedBroadcasts(WeightChannel):
         return self._group.is_formed
 
     def join(self) -> None:
-        """Deletes the event stream first: the server reads it from its start, and would wait for old updates."""
+        """Join the group, after deleting the event stream: the server reads it from its start, and would wait for old
+        updates."""
         self._redis.delete(EVENTS)
         self._group.join()
 
     async def send(self, routes: EngineRoutes, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Returns once the server has received the end of the update, which is after it has loaded the tensors."""
+        """Send the weights; return once the server has received the end of the update, after it has loaded the
+        tensors."""
         try:
             await run_abandonable(lambda: self._send(update, tensors), "inflight-broadcast")
         except BaseException:
@@ -90,7 +92,7 @@ class AnnouncedBroadcasts(WeightChannel):
         send_header(self._group, None, self._timeout_s)
 
     def close(self) -> None:
-        """Announces the end of training, upon which the server leaves the group."""
+        """Announce the end of training, after which the server leaves the group."""
         try:
             if self._group.is_formed:
                 add_event(self._redis, TrainingFinished())

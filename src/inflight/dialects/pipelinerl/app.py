@@ -53,7 +53,7 @@ def dialect_app(
             message = await message_of(WeightUpdateRequest, await content_of(request, MAX_UPDATE_BYTES))
         except ValueError as error:
             on_unreadable()
-            raise InvalidRequestError(f"{UPDATE_ROUTE} cannot use this body: {error}") from error
+            raise InvalidRequestError(f"{UPDATE_ROUTE} cannot accept this body: {error}") from error
         # The trainer broadcasts even if its connection is lost.
         await asyncio.shield(receive(message))
         return JSONResponse({"status": "ok"})
@@ -66,9 +66,9 @@ def dialect_app(
             body = chat_body(json.loads(content))
             asked = await message_of(ChatCompletionRequest, json.dumps(body).encode())
         except ValueError as error:
-            raise InvalidRequestError(f"{CHAT_ROUTE} cannot use this body: {error}") from error
+            raise InvalidRequestError(f"{CHAT_ROUTE} cannot accept this body: {error}") from error
         if asked.stream:
-            raise InvalidRequestError(f"{CHAT_ROUTE} does not support streaming here")
+            raise InvalidRequestError(f"{CHAT_ROUTE} does not support streaming on this server; omit stream")
         with pool.least_loaded() as endpoint:
             return JSONResponse(chat_answer(await run_while_connected(request, endpoint.chat_completion(asked))))
 

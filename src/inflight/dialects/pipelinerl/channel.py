@@ -1,4 +1,4 @@
-"""How weights reach a PipelineRL server: by a post and broadcasts, or as its trainer Fast-LLM sends them."""
+"""How weights reach a PipelineRL server: by a POST and broadcasts, or in the way of the trainer Fast-LLM."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from inflight.dialects.broadcast_group import BroadcastGroup
 
 _PARTING_S = 1.0
-"""How long after the server's answer the last broadcast may end."""
+"""How long, in seconds, after the server's answer the last broadcast may end."""
 
 
 class WeightChannel(Protocol):
-    """The trainer's end of what brings weights to one server."""
+    """The trainer's end of the connection that brings weights to one server."""
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class WeightChannel(Protocol):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the server permanently. May block for a moment. Idempotent."""
+        """Disconnect from the server permanently. May block briefly. Idempotent."""
 
 
 class PostedBroadcasts(WeightChannel):
@@ -68,7 +68,7 @@ class PostedBroadcasts(WeightChannel):
         self._group.join()
 
     async def send(self, routes: EngineRoutes, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises unless the server answers ``ok``."""
+        """Post the update and broadcast its tensors. Raises unless the server answers ``ok``."""
         message = update_request(update.version, update.manifest.tensors)
 
         def broadcast() -> None:

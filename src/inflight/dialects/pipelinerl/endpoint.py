@@ -68,7 +68,7 @@ class PipelineRlOptions:
     max_concurrent: int = 64
     """Value of --max-num-seqs."""
     timeout_s: float = 300.0
-    """How long the server may take to join the group, and to apply an update."""
+    """How long, in seconds, the server may take to join the group and to apply an update."""
 
 
 class PipelineRlEndpoint(OwnedEndpoint):
@@ -112,7 +112,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
         await self._until_healthy()
         paths = await self._routes.fetch_paths()
         if missing := [path for path in needed if path not in paths]:
-            raise ConfigError(f"{self.name} has no {', '.join(missing)}: is this a server of PipelineRL?")
+            raise ConfigError(f"{self.name} has no {', '.join(missing)}: check that this is a PipelineRL server")
         models, version = await run_together(self._routes.get("/v1/models"), self._routes.get("/version"))
         with protocol_errors("/v1/models"):
             card = models["data"][0]
@@ -159,7 +159,11 @@ class PipelineRlEndpoint(OwnedEndpoint):
                         raise UnreachableError(f"GET /health answered status {status}", self.name)
                     await asyncio.sleep(_HEALTH_POLL_S)
         except TimeoutError as error:
-            raise DeadlineError(f"not healthy within {self._timeout_s:g} s", self.name) from error
+            raise DeadlineError(
+                f"the server was not healthy within {self._timeout_s:g} s: check its log, or increase timeout_s in "
+                "the URL",
+                self.name,
+            ) from error
 
     async def init_process_group(self, spec: TransportSpec) -> None:
         """Raises `TransferError` if the server's group is lost; only a restart of the server restores it."""
@@ -219,7 +223,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
         return f"inflight-{self._updates.session.session_id or self._version}"
 
     async def aclose(self) -> None:
-        """Leaves the group, after which the server accepts no more updates."""
+        """Leave the group, after which the server accepts no more updates."""
         await super().aclose()
         if self._channel is not None:
             await run_abandonable(self._channel.close, "inflight-leave")
@@ -232,8 +236,8 @@ class PipelineRlKind(EngineKind):
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         raise ConfigError(
-            "PipelineRL's servers are started by PipelineRL: python -m pipelinerl.entrypoints.run_vllm1. "
-            f"Attach with pipelinerl+http://{host}:{port}?group=tcp://HOST:PORT"
+            "inflight does not start PipelineRL's servers; start one with python -m "
+            f"pipelinerl.entrypoints.run_vllm1. Attach with pipelinerl+http://{host}:{port}?group=tcp://HOST:PORT"
         )
 
     def connect(

@@ -55,7 +55,7 @@ class WeightUpdateRequest(BaseModel):
                 )
             )
         except ValueError as error:
-            raise InvalidRequestError(f"the manifest cannot be used: {error}") from error
+            raise InvalidRequestError(f"the tensors of the update are invalid: {error}") from error
 
 
 def update_request(version: int, tensors: Iterable[TensorSpec]) -> WeightUpdateRequest:
@@ -69,7 +69,7 @@ def update_request(version: int, tensors: Iterable[TensorSpec]) -> WeightUpdateR
 
 
 def chat_body(body: Any) -> dict[str, Any]:
-    """Return the body of a chat request of PipelineRL's client as one of the contract's.
+    """Return the body of a chat request from PipelineRL's client in the contract's format.
 
     Raises `InvalidRequestError` for requests that cannot be converted. Fields that are unknown to the contract are
     kept, and refused when the result is parsed.
@@ -83,7 +83,8 @@ def chat_body(body: Any) -> dict[str, Any]:
     fields.pop("skip_special_tokens", None)
     if with_stop and fields.get("stop"):
         raise InvalidRequestError(
-            "include_stop_str_in_output and stop cannot be combined: texts end before a stop string here"
+            "include_stop_str_in_output and stop cannot be combined: on this server, texts always end before a stop "
+            "string"
         )
     if fields.get("top_k") == -1:  # vLLM's value for no limit
         fields["top_k"] = 0
@@ -91,7 +92,7 @@ def chat_body(body: Any) -> dict[str, Any]:
 
 
 def chat_answer(completion: ChatCompletion) -> dict[str, Any]:
-    """Return an answer as PipelineRL's client reads it, with token ids in place of token texts.
+    """Return an answer as PipelineRL's client reads it, with token ids instead of token texts.
 
     The contract's own fields, such as version spans, are kept.
     """

@@ -1,4 +1,4 @@
-"""Publishes weights that PipelineRL's trainer broadcasts to endpoints of the contract.
+"""Publishing the weights that PipelineRL's trainer broadcasts to endpoints of the contract.
 
 Each update is one publish: the endpoints accept or refuse the manifest, every tensor is received completely and
 verified in transit, and the endpoints commit together.

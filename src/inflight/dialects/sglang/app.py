@@ -31,20 +31,25 @@ from inflight.http.receiving import run_while_connected
 from inflight.http.server import error_response
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, InFlightPolicy
 
-_GROUP = "weights from a group of torch or in pickles are not received; write a directory for /update_weights_from_disk"
+_GROUP = (
+    "this server does not receive weights over a torch group or in pickles; write a directory, and post it to "
+    "/update_weights_from_disk"
+)
 REFUSED = {
     "/init_weights_update_group": _GROUP,
     "/update_weights_from_distributed": _GROUP,
     "/update_weights_from_tensor": _GROUP,
     "/update_weights_from_ipc": _GROUP,
     "/destroy_weights_update_group": _GROUP,
-    "/weights_checker": "it compares an engine's own layout; every update here is verified by checksums in transit",
-    "/release_memory_occupation": "release the memory of the servers by their own routes",
-    "/resume_memory_occupation": "restore the memory of the servers by their own routes",
+    "/weights_checker": (
+        "it compares an engine's own layout; this server verifies every update by checksums in transit"
+    ),
+    "/release_memory_occupation": "release memory through the servers' own routes",
+    "/resume_memory_occupation": "restore memory through the servers' own routes",
 }
 """Routes of SGLang that are not supported, with the reasons."""
 _MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
-"""vLLM's names of SGLang's pause modes: ``retract`` computes keys and values again, ``in_place`` keeps them."""
+"""vLLM's names of SGLang's pause modes: ``retract`` recomputes keys and values, ``in_place`` keeps them."""
 
 
 class SglangSampling(EngineSampling):
@@ -73,7 +78,7 @@ class GenerateBody(DialectMessage):
     def prompt(self) -> Any:
         """The token ids or the text. Raises `InvalidRequestError` unless there is one of them."""
         if (self.input_ids is None) == (self.text is None):
-            raise InvalidRequestError("/generate needs either input_ids or text, not both")
+            raise InvalidRequestError("/generate needs exactly one of input_ids and text")
         return self.text or self.input_ids
 
 
@@ -201,7 +206,7 @@ def _add_updates(
         return _done("the requests have ended")
 
     async def nothing(_: Request) -> Response:
-        """An update is atomic here, and already makes endpoints ignore what they cached under other weights."""
+        """Do nothing: an update is atomic, and already makes endpoints ignore cache entries from other weights."""
         return _done("nothing needs to be done")
 
     control: dict[str, Any] = {
@@ -227,7 +232,7 @@ def _one(
     label_of: Callable[[int], str],
     decode: Callable[[Sequence[int]], str] | None,
 ) -> dict[str, Any]:
-    """Return one completion as ``/generate`` answers it."""
+    """Return one completion in the form of an answer of ``/generate``."""
     spans = weight_versions_of(completion.version_spans, label_of)
     reason: dict[str, Any] = {"type": completion.finish_reason}
     if completion.finish_reason == "length":

@@ -28,12 +28,12 @@ API = "/api/v1"
 KEY_PREFIX = "tml-"
 """The SDK sends only keys that begin with it, so the key of a server is ``tml-TOKEN``."""
 MAX_BODY_BYTES = 1 << 20
-"""Of requests without tokens."""
+"""Largest body, in bytes, of requests without tokens."""
 MAX_DATA_BYTES = 256 << 20
-"""Of a ``forward_backward``; the configuration makes the SDK split larger ones."""
+"""Largest body of a ``forward_backward``; the configuration makes the SDK split larger ones."""
 _CHUNK_BYTES = 64 << 20
 _TOKEN_BYTES = 64
-"""Longest JSON of a prompt token with the tokens that are scored in its place, for each of them."""
+"""Longest JSON, per token, of a prompt token and of the tokens that are scored at its position."""
 _MAX_TARGETS = 32
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
@@ -54,14 +54,14 @@ CLIENT_CONFIG = {
 def create_app(service: TinkerService, *, token: str) -> Starlette:
     """Return the application. Every route but ``/healthz`` needs the key ``tml-TOKEN``."""
     if not token:
-        raise ValueError("create_app needs a token: training is never open to everybody")
+        raise ValueError("create_app needs a token, because training is never open to everybody")
 
     async def body_of(request: Request, kind: type[Body], max_bytes: int = MAX_BODY_BYTES) -> tuple[Body, bytes]:
         content = await content_of(request, max_bytes, is_trusted=True)
         try:
             return await message_of(kind, content), content
         except ValueError as error:
-            raise _RefusedError(422, f"{request.url.path} cannot use this body: {error}") from error
+            raise _RefusedError(422, f"{request.url.path} cannot accept this body: {error}") from error
 
     async def client_config(request: Request) -> Response:
         return JSONResponse(CLIENT_CONFIG)
@@ -110,7 +110,7 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         return _future(*service.forward_backward(content))
 
     def numbered(kind: type[Numbered], call: Callable[[Numbered, bytes], str]) -> Handler:
-        """Return the handler of a numbered call of a model, which is recognised by its content if it is repeated."""
+        """Return the handler of a model's numbered call; a repeated call is recognized by its content."""
 
         async def handle(request: Request) -> Response:
             asked, content = await body_of(request, kind)
@@ -252,7 +252,7 @@ class _RefusedError(Exception):
 def _guarded(handle: Handler, token: str, is_stopping: Callable[[], bool]) -> Handler:
     """Return a handler that checks the key before it reads the body, and answers errors as JSON.
 
-    The SDK repeats a call after the statuses 408, 409, 429 and from 500 on, and gives up after any other.
+    The SDK repeats a call after the statuses 408, 409, 429 and from 500 on, and stops after any other.
     """
 
     async def guarded(request: Request) -> Response:
@@ -297,7 +297,7 @@ def _future(request_id: str, model_id: str | None = None) -> Response:
 
 
 def _page(request: Request, name: str, found: Sequence[Any]) -> dict[str, Any]:
-    """Return a part of a list, as ``limit`` and ``offset`` of the query ask."""
+    """Return the part of a list that ``limit`` and ``offset`` in the query select."""
     try:
         limit, offset = (int(request.query_params.get(key, default)) for key, default in (("limit", 20), ("offset", 0)))
     except ValueError:
@@ -314,7 +314,9 @@ def _decompressed(content: bytes) -> bytes:
     try:
         size = zstandard.frame_content_size(content)
         if not 0 <= size <= MAX_DATA_BYTES:
-            raise _RefusedError(413, f"the body decompresses to {size} bytes; at most {MAX_DATA_BYTES} are read")
+            raise _RefusedError(
+                413, f"the body decompresses to {size} bytes, but at most {MAX_DATA_BYTES} are accepted"
+            )
         return zstandard.ZstdDecompressor().decompress(content)
     except zstandard.ZstdError as error:
         raise _RefusedError(400, f"the body cannot be decompressed: {error}") from error

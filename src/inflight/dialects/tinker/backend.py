@@ -16,17 +16,17 @@ from inflight.types import AdamSettings
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """The result of a forward, with or without a backward."""
+    """The result of a forward pass, with or without a backward pass."""
 
     logprobs: list[Array]
-    """Of each datum, float32 [N] or [N, K]."""
+    """The logprobs of each datum, float32 [N] or [N, K]."""
     loss: float
-    """Sum over all data."""
+    """The sum of the loss over all data."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """The weights that the server was started with."""
+    """The weights with which the server was started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ Weights = BaseWeights | StoredWeights | TrainingWeights
 
 
 class Training(Protocol):
-    """One model in training. Calls come one at a time; each may raise an `InflightError`.
+    """One model in training. Calls are made one at a time; each may raise an `InflightError`.
 
     After `WorkerDiedError` the model has ended, and every call raises it.
     """

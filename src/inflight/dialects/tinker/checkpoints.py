@@ -28,7 +28,7 @@ class CheckpointFacts:
 
     base_model: str
     lora_rank: int
-    """0: all weights."""
+    """The rank of the LoRA; 0: all weights."""
     saved_at: float
     user_metadata: Mapping[str, Any] | None = None
     expires_at: float | None = None
@@ -74,9 +74,9 @@ class CheckpointStore:
         self._directory = directory
 
     def place(self, model_id: str, kind: Kind, name: str, *, overwrite: bool) -> Path:
-        """Return where to save a checkpoint, once an earlier one there is gone.
+        """Return where to save a checkpoint, after deleting any earlier one there.
 
-        Raises `InvalidRequestError` for a name that is taken, or that no file can have.
+        Raises `InvalidRequestError` for a name that is taken, or that is not a valid file name.
         """
         if not _NAME.fullmatch(name):
             raise InvalidRequestError(
@@ -84,7 +84,9 @@ class CheckpointStore:
             )
         path = self._path(model_id, kind, name)
         if not overwrite and self._read(model_id, kind, name) is not None:
-            raise InvalidRequestError(f"tinker://{model_id}/{kind}/{name} exists; choose another name, or overwrite it")
+            raise InvalidRequestError(
+                f"the checkpoint tinker://{model_id}/{kind}/{name} already exists; choose another name, or overwrite it"
+            )
         (path / _FACTS).unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path

@@ -28,13 +28,13 @@ class Datum:
     """One sequence. Row i of a loss input belongs to the prediction after token i."""
 
     token_ids: tuple[int, ...]
-    """N tokens that the model sees."""
+    """The N tokens that the model sees."""
     inputs: Mapping[str, Array]
     """Loss inputs [N] or [N, K] by name."""
 
     @property
     def target_rows(self) -> Array:
-        """The tokens that are scored, int64 [N, K]; K is 1 if there is one for each token."""
+        """The tokens that are scored, int64 [N, K]; K is 1 if there is one target for each token."""
         targets: Array = self.inputs[TARGETS]
         return targets if targets.ndim == 2 else targets[:, None]
 
@@ -42,7 +42,7 @@ class Datum:
 def datums_of(request: Any, *, vocab_size: int, max_tokens: int) -> list[Datum]:
     """Return the data of a ``ForwardBackwardRequest``.
 
-    Raises `InvalidRequestError`, which names the datum, for data that no loss can use.
+    Raises an `InvalidRequestError` that names the datum for data that no loss can use.
     """
     found = []
     for index, datum in enumerate(request.data):
@@ -58,18 +58,23 @@ def _datum(datum: Any, vocab_size: int, max_tokens: int) -> Datum:
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise ValueError(f"a chunk of the kind {kind!r}: only token ids are supported")
+            raise ValueError(f"it has a chunk of kind {kind!r}, but only token ids are supported")
         token_ids += _numbers(chunk.encoded_text.tokens, np.dtype("<i4"), "tokens").tolist()
     if not token_ids:
         raise ValueError("it has no tokens")
     if len(token_ids) >= max_tokens:
-        raise ValueError(f"it has {len(token_ids)} tokens, and the model's context holds {max_tokens - 1} and a target")
+        raise ValueError(
+            f"it has {len(token_ids)} tokens, but the model's context has room for only {max_tokens - 1} and a target"
+        )
     _check_ids(np.array(token_ids), vocab_size, "tokens")
     inputs = {name: _array(tensor, name) for name, tensor in datum.loss_fn_inputs.items()}
     for name, array in inputs.items():
         rows = {len(token_ids)} | ({1} if name in THRESHOLDS else set())
         if array.ndim not in (1, 2) or len(array) not in rows:
-            raise ValueError(f"{name} has the shape {list(array.shape)}, but there are {len(token_ids)} tokens")
+            raise ValueError(
+                f"{name} has shape {list(array.shape)}, but must have 1 or 2 dimensions, the first of "
+                f"{len(token_ids)}, the number of tokens"
+            )
     if TARGETS not in inputs:
         raise ValueError(f"it has no {TARGETS}")
     inputs[TARGETS] = inputs[TARGETS].astype(np.int64)
@@ -87,14 +92,14 @@ def _array(tensor: Any, name: str) -> Array:
     """Return a tensor of the wire as a dense array; integers as int64, numbers as float32."""
     shape = tuple(tensor.shape)
     if any(size < 0 for size in shape):
-        raise ValueError(f"{name} has the shape {list(shape)}")
+        raise ValueError(f"{name} has the invalid shape {list(shape)}")
     kind = tensor.WhichOneof("encoding")
     if kind == "sparse_csr":
         array = _dense(tensor.sparse_csr, tensor.dtype, shape, name)
     else:
         array = _values(tensor.dense, tensor.dtype, name)
     if array.size != int(np.prod(shape, dtype=np.int64)):
-        raise ValueError(f"{name} has {array.size} numbers, but the shape {list(shape)}")
+        raise ValueError(f"{name} has {array.size} numbers, which do not fit its shape {list(shape)}")
     array = array.reshape(shape)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ValueError(f"{name} contains numbers that are not finite")
@@ -112,7 +117,9 @@ def _values(content: bytes, dtype: int, name: str) -> Array:
 
 def _dense(sparse: Any, dtype: int, shape: tuple[int, ...], name: str) -> Array:
     if len(shape) != 2 or shape[0] * shape[1] > 1 << 24:
-        raise ValueError(f"{name} is sparse with the shape {list(shape)}")
+        raise ValueError(
+            f"{name} is sparse with shape {list(shape)}, but must have 2 dimensions and at most {1 << 24} elements"
+        )
     values = _values(sparse.values, dtype, name)
     rows = _numbers(sparse.crow_indices, np.dtype("<i8"), name)
     columns = _numbers(sparse.col_indices, np.dtype("<i8"), name)

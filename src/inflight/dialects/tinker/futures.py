@@ -12,18 +12,19 @@ from inflight.base.tasks import TaskOwner
 from inflight.errors import InflightError, InvalidRequestError, UnsupportedError
 
 Result = dict[str, Any] | bytes
-"""JSON, or a protobuf message."""
+"""The result of a call: JSON, or a protobuf message."""
 HOLD_S = 30.0
-"""How long a retrieval waits for a result. The SDK abandons one after 45 s, and repeats at once one that is pending."""
+"""How long, in seconds, a retrieval waits for a result. The SDK abandons a retrieval after 45 s, and immediately
+repeats one that is answered as pending."""
 KEPT_AFTER_RETRIEVAL_S = 120.0
-"""How long a result is kept once it was retrieved: the answer may have been lost."""
+"""How long, in seconds, a result is kept after its retrieval, because the answer may have been lost."""
 KEPT_S = 3600.0
-"""How long a result is kept that no client retrieves."""
+"""How long, in seconds, a result that no client retrieves is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedCall:
-    """A call that failed for good. ``category`` states who caused it: ``user`` or ``server``."""
+    """A call that failed permanently. ``category`` states who caused it: ``user`` or ``server``."""
 
     error: str
     category: str

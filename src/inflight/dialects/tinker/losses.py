@@ -2,7 +2,7 @@
 
 ``l`` are trainer logprobs of the targets, ``q`` those of the sampler, and ``r = exp(l - q)``. Sources: the loss
 functions of Tinker's documentation, PPO (Schulman et al. 2017), CISPO (MiniMax 2025), DRO (Richemond et al. 2024) and
-GSPO (Zheng et al. 2025). There, clipping thresholds are the bounds of the ratio themselves.
+GSPO (Zheng et al. 2025). Clipping thresholds are themselves the bounds of the ratio.
 
 Shape suffixes: T rows, K candidates of a row, S data.
 """
@@ -26,10 +26,10 @@ class TinkerLoss:
     """A loss: the inputs that it requires, its settings with their defaults, and its value."""
 
     inputs: tuple[str, ...]
-    """In addition to the targets."""
+    """The required inputs in addition to the targets."""
     settings: Mapping[str, float]
     value: Callable[[torch.Tensor, Inputs, Settings, torch.Tensor], torch.Tensor]
-    """Takes logprobs [T] (cross entropy: [T, K]), inputs, settings, and int64 [T], which datum a row belongs to."""
+    """Takes logprobs [T] (cross entropy: [T, K]), inputs, settings, and the index of each row's datum, int64 [T]."""
     takes_candidates: bool = False
     """Whether targets may be [N, K]."""
 
@@ -78,7 +78,7 @@ def _ratio(l_T: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def _bounds(inputs: Inputs, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bounds of the ratio: those of the data where given, else those of the settings."""
+    """Return the bounds of the ratio: from the data if given there, else from the settings."""
     like_T = inputs["advantages"]
     low, high = (
         inputs[name] if name in inputs else torch.full_like(like_T, settings[name])
@@ -111,7 +111,7 @@ def loss_named(name: str, settings: Mapping[str, float]) -> tuple[TinkerLoss, di
             "use importance_sampling, ppo, cispo, dro or gspo"
         )
     if name == "custom":
-        raise UnsupportedError("loss_fn 'custom' uploads a graph; use forward_backward_custom, which needs none")
+        raise UnsupportedError("loss_fn 'custom' uploads a graph; use forward_backward_custom, which does not need one")
     if name not in LOSSES:
         raise InvalidRequestError(f"unknown loss_fn {name!r}; known: {', '.join(LOSSES)}")
     loss = LOSSES[name]

@@ -1,4 +1,4 @@
-"""Calls of one model, executed in the order of their numbers, whatever the order in which they arrive.
+"""Calls of one model, executed in the order of their numbers, regardless of the order in which they arrive.
 
 The SDK numbers the calls of a model 1, 2, 3, ... without gaps, sends the first part of a large call last, and repeats a
 call whose answer was lost.
@@ -15,9 +15,9 @@ from inflight.dialects.tinker.futures import Futures, Result
 from inflight.errors import DeadlineError, InvalidRequestError
 
 WAIT_S = 600.0
-"""How long a call waits for the call before it to arrive."""
+"""How long, in seconds, a call waits for the previous call to arrive."""
 NUM_REMEMBERED = 4096
-"""Calls before the newest one that are remembered, so that a repeated one is recognised."""
+"""Number of calls before the newest one that are remembered, so that repeated calls are recognized."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,15 +37,15 @@ class OrderedCalls:
         self._num_forgotten = 0
 
     def submit(self, seq_id: int, content: bytes, execute: Callable[[], Awaitable[Result]]) -> str:
-        """Execute a call after the one before it; return the id of its future, the same for a repeated call.
+        """Execute a call after the previous one; return the id of its future, which a repeated call shares.
 
         Raises `InvalidRequestError` if another call had this number.
         """
         newest = max(self._calls, default=self._num_forgotten)
         if not self._num_forgotten < seq_id <= newest + NUM_REMEMBERED:
             raise InvalidRequestError(
-                f"seq_id is {seq_id}, but the next call of this model is {newest + 1}; calls are numbered from 1, and "
-                f"those up to {self._num_forgotten} are long over"
+                f"seq_id is {seq_id}, but the next call of this model is {newest + 1}; calls are numbered from 1, "
+                f"and those up to {self._num_forgotten} ended long ago"
             )
         call, digest = self._call(seq_id), hashlib.sha256(content).digest()
         if call.request_id:

@@ -1,4 +1,4 @@
-"""Data of Tinker's API as micro-batches, and logprobs of micro-batches as those of the data.
+"""Conversion of Tinker's data to micro-batches, and of a micro-batch's logprobs to those of the data.
 
 A datum of N tokens becomes a segment of N + 1: row i, the prediction after token i, is the target at index i + 1.
 
@@ -43,12 +43,12 @@ def check_inputs(data: Sequence[Datum], name: str, loss: TinkerLoss) -> None:
             raise InvalidRequestError(f"datum {index}: loss_fn {name!r} takes one target for each token, not several")
         for key in loss.inputs:
             if key in given and datum.inputs[key].shape != datum.inputs[TARGETS].shape:
-                shapes = f"{list(datum.inputs[key].shape)}, and {TARGETS} {list(datum.inputs[TARGETS].shape)}"
-                raise InvalidRequestError(f"datum {index}: {key} has the shape {shapes}")
+                shapes = f"{list(datum.inputs[key].shape)}, but {TARGETS} {list(datum.inputs[TARGETS].shape)}"
+                raise InvalidRequestError(f"datum {index}: {key} has shape {shapes}: they must be equal")
 
 
 def segment_of(datum: Datum) -> npt.NDArray[np.int64]:
-    """Return the tokens of a datum and its last target, which have a place in the micro-batch."""
+    """Return the tokens of a datum followed by its last target: its segment in the micro-batch."""
     return np.array((*datum.token_ids, datum.target_rows[-1, 0]), np.int64)
 
 

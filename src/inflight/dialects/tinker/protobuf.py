@@ -16,7 +16,7 @@ from inflight.errors import InvalidRequestError
 
 CONTENT_TYPE = "application/x-protobuf"
 _PACKAGE = "inflight_tinker_public"
-"""Differs from the SDK's, because a process has one pool of descriptors."""
+"""This name differs from the SDK's, because a process has only one pool of descriptors."""
 
 _ENUMS = {"DType": ("unspecified", "float32", "int64", "int32", "bfloat16"), "StopReason": ("stop", "length")}
 _MESSAGES: dict[str, str] = {

@@ -90,7 +90,7 @@ class AdamParams(TinkerRequest):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-12, gt=0, allow_inf_nan=False)
-    """Above 0: a weight whose gradients were all 0 would become NaN."""
+    """Must be above 0: otherwise a weight whose gradients were all 0 would become NaN."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     grad_clip_norm: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
@@ -109,7 +109,7 @@ class OptimStep(NumberedCall):
     """Take an optimizer step."""
 
     adam_params: dict[str, Any] | None = None
-    """`AdamParams`, validated when the call is executed: a numbered call that is refused would leave a gap."""
+    """`AdamParams`, validated when the call is executed: a refused numbered call would leave a gap."""
     optimizer_params: dict[str, Any] | None = None
 
 
@@ -192,7 +192,7 @@ class TinkerSampling(TinkerRequest):
 
 
 class Sample(TinkerRequest):
-    """Sample from a prompt, and score it if that is asked."""
+    """Sample from a prompt, and score it if requested."""
 
     prompt: ModelInput
     sampling_params: TinkerSampling = TinkerSampling()
@@ -213,7 +213,7 @@ class Sample(TinkerRequest):
         """Return the prompt. Raises ``ValueError`` for a chunk that is not of token ids."""
         for chunk in self.prompt.chunks:
             if chunk.type != "encoded_text":
-                raise ValueError(f"a chunk of the type {chunk.type!r}: only token ids are supported")
+                raise ValueError(f"it has a chunk of type {chunk.type!r}, but only token ids are supported")
         return tuple(token for chunk in self.prompt.chunks for token in chunk.tokens)
 
 

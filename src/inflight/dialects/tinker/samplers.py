@@ -1,4 +1,4 @@
-"""Sampling sessions of a server of Tinker's API: the weights that each samples from, and its calls."""
+"""Sampling sessions of a server of Tinker's API: the weights from which each one samples, and its calls."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from inflight.errors import InvalidRequestError, UnreachableError
 from inflight.wire import Completion, VersionSpan
 
 _SNAPSHOT_S = 3600.0
-"""A snapshot that was not sampled from for that long is deleted."""
+"""Seconds after its last use after which a snapshot is deleted."""
 _NUM_SNAPSHOTS = 16
-"""With more of them, the one that was used least recently is deleted: each is as large as the model, and the SDK does
-not report that a program has dropped one."""
+"""Maximum number of snapshots; beyond it, the least recently used one is deleted: each is as large as the model, and
+the SDK does not report that a program has dropped one."""
 _NUM_TRIES = 3
-"""Of a sample whose server ends."""
+"""Number of attempts for a sample whose server ends."""
 _NUM_SEQUENCES = 65536
-"""Sampled sequences whose version spans are kept."""
+"""Number of sampled sequences whose version spans are kept."""
 
 
 class NotFoundError(Exception):
@@ -41,10 +41,10 @@ class _Sampler:
     weights: Weights
     model_path: str | None = None
     snapshot: Path | None = None
-    """A checkpoint that nothing else refers to."""
+    """The directory of its snapshot, a checkpoint to which nothing else refers."""
     used_at: float = field(default_factory=time.monotonic)
     num_joined: int = 0
-    """Clients after the first."""
+    """Number of clients after the first."""
 
 
 class SamplingSessions:
@@ -63,7 +63,7 @@ class SamplingSessions:
         self._sampled: dict[tuple[str, int], tuple[str, list[str]]] = {}
         """Request id and sequence ids of each numbered sample, so that a repeated request is recognised."""
         self._spans: OrderedDict[str, tuple[VersionSpan, ...]] = OrderedDict()
-        """By sequence id, once it has been sampled."""
+        """The version spans by sequence id, once it has been sampled."""
 
     def ids_of(self, session_id: str) -> list[str]:
         """Return the ids of a session's sampling sessions."""
@@ -74,7 +74,7 @@ class SamplingSessions:
         self._samplers[sampler_id] = _Sampler(session_id, TrainingWeights(model_id))
 
     async def keep_snapshot(self, sampler_id: str, session_id: str, training: Training) -> None:
-        """Let a sampling session sample from a copy of the present weights of a model in training."""
+        """Let a sampling session sample from a copy of the current weights of a model in training."""
         snapshot = self._snapshots / uuid.uuid4().hex
         snapshot.parent.mkdir(parents=True, exist_ok=True)
         await training.save(snapshot)
@@ -136,7 +136,7 @@ class SamplingSessions:
             try:
                 asked.token_ids()
             except ValueError as error:
-                raise InvalidRequestError(f"the prompt has {error}") from error
+                raise InvalidRequestError(f"the prompt is invalid: {error}") from error
             content, completions = await self._sampled_from(weights, asked)
             for sequence_id, completion in zip(sequence_ids, completions, strict=True):
                 self._spans[sequence_id] = tuple(completion.version_spans)
@@ -181,7 +181,7 @@ class SamplingSessions:
         if model_path is not None:
             return StoredWeights(self._store.find(model_path).path), model_path
         if base_model is None:
-            raise InvalidRequestError("name a base_model or a model_path")
+            raise InvalidRequestError("the request must name a base_model or a model_path")
         check_base(self._backend, base_model)
         return BaseWeights(), None
 

@@ -1,4 +1,4 @@
-"""Sampling and scoring for Tinker's API: its requests as those of the contract, and the answers as its own.
+"""Sampling and scoring for Tinker's API: conversion of its requests to the contract's, and of the answers to its own.
 
 Shape suffixes: N prompt tokens, K alternatives.
 """
@@ -50,7 +50,7 @@ async def sample_from(
 ) -> tuple[bytes, Sequence[Completion]]:
     """Return the ``SampleResponse`` as bytes, and the completions. Raises `InflightError`.
 
-    The API scores a prompt only together with a sample of at least one token. Where a prompt that is to be scored fills
+    The API scores a prompt only together with a sample of at least one token. If a prompt that is to be scored fills
     the context, the samples are empty.
     """
     token_ids = sample.token_ids()
@@ -61,7 +61,7 @@ async def sample_from(
     if sample.prompt_alt_tokens_k:
         raise UnsupportedError("prompt_alt_tokens_k is not supported")
     if sample.topk_sample_logprobs and sample.sampling_params.temperature != 1.0:
-        raise UnsupportedError("topk_sample_logprobs is supported at temperature 1 only")
+        raise UnsupportedError("topk_sample_logprobs is supported only at temperature 1")
     scores_prompt = sample.prompt_logprobs or sample.topk_prompt_logprobs or sample.target_prompt_logprobs is not None
     completions: Sequence[Completion]
     if scores_prompt and len(token_ids) == max_model_len:
@@ -120,7 +120,7 @@ async def _score(
     endpoint: InferenceEndpoint, token_ids: tuple[int, ...], start: int, top_k: int, targets_NK: Array | None = None
 ) -> ScoreResponse:
     if not isinstance(endpoint, ScoringEndpoint):
-        raise UnsupportedError(f"{endpoint.name} does not support scoring, which prompt logprobs need")
+        raise UnsupportedError(f"{endpoint.name} does not support scoring, which prompt logprobs require")
     candidates = () if targets_NK is None else tuple(tuple(max(int(it), 0) for it in row) for row in targets_NK)
     request_id = f"tinker-{uuid.uuid4().hex}"
     try:
@@ -145,13 +145,15 @@ def _fill_top(message: Any, scored: ScoreResponse | None, num_before: int, k: in
 
 
 def _targets(tensor: TensorData, num_tokens: int) -> Array:
-    """Return the tokens to score in the place of each prompt token but the first, int64 [N - 1, K]; -1 for none."""
+    """Return the tokens to score at the position of each prompt token but the first, int64 [N - 1, K]; -1 for none."""
     shape = tuple(tensor.shape or ())
     if len(shape) != 2 or shape[0] != num_tokens - 1 or shape[1] < 1:
-        raise InvalidRequestError(f"target_prompt_logprobs has the shape {list(shape)}, not [{num_tokens - 1}, K]")
+        raise InvalidRequestError(
+            f"target_prompt_logprobs has shape {list(shape)}, but must have [{num_tokens - 1}, K]"
+        )
     if shape[1] > MAX_ALTERNATIVES:
         raise InvalidRequestError(
-            f"target_prompt_logprobs has {shape[1]} targets for each token; at most {MAX_ALTERNATIVES} are scored"
+            f"target_prompt_logprobs has {shape[1]} targets for each token, but at most {MAX_ALTERNATIVES} are scored"
         )
     try:
         values: Array = numbers_of(tensor).astype(np.int64)
@@ -173,7 +175,7 @@ def _targets(tensor: TensorData, num_tokens: int) -> Array:
 
 
 def _fill_targets(message: Any, asked: TensorData, targets_NK: Array, found_NK: Array) -> None:
-    """Write the scores in the layout of the request; a cell that asks for nothing gets 0."""
+    """Write the scores in the layout of the request; cells without a request receive 0."""
     found_NK = np.where(targets_NK < 0, np.float32(0.0), found_NK).astype("<f4")
     message.dtype = 1
     message.shape.extend(found_NK.shape)

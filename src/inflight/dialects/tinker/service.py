@@ -39,11 +39,12 @@ from inflight.dialects.tinker.samplers import NotFoundError, SamplingSessions, c
 from inflight.errors import InvalidRequestError, UnsupportedError, WorkerDiedError
 
 IDLE_S = 1800.0
-"""A session without a heartbeat for that long has ended. Clients send one every 10 s, unless they are suspended."""
+"""Seconds without a heartbeat after which a session has ended. Clients send one every 10 s, unless they are
+suspended."""
 _NUM_FINISHED = 1000
-"""Finished sessions that are described on request."""
+"""Number of finished sessions that can still be described on request."""
 SILENT_S = 60.0
-"""A model whose client has been silent for that long makes room for a new one. Its state is saved for a week."""
+"""Seconds of silence of its client after which a model may be replaced by a new one. Its state is saved for a week."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,11 +55,11 @@ class _Model:
     user_metadata: Mapping[str, Any] | None
     calls: OrderedCalls
     training: Training | None = None
-    """None until its ranks are ready, and after it has ended."""
+    """Its ranks; None until they are ready, and after the model has ended."""
     last_saved: str = ""
     """The path of its last saved state."""
     end: str = ""
-    """Why it has ended."""
+    """Why the model has ended."""
     created: str = ""
     """The request id of the future that creates it."""
     last_request_at: float = field(default_factory=time.time)
@@ -73,9 +74,9 @@ class _Session:
 
 
 class TinkerService:
-    """Belongs to one event loop. Methods raise `InflightError` and `NotFoundError`.
+    """The server's state. Belongs to one event loop. Methods raise `InflightError` and `NotFoundError`.
 
-    Calls of a model that return a request id run in the order of their numbers; their failures are those of the
+    Calls of a model that return a request id run in the order of their numbers; their failures are reported by the
     future.
     """
 
@@ -113,7 +114,7 @@ class TinkerService:
         }
 
     def heartbeat(self, session_id: str) -> bool:
-        """Record that a client lives; return False if its session has finished."""
+        """Record that a client is alive; return False if its session has finished."""
         session = self._session(session_id)
         session.last_heartbeat = time.monotonic()
         return not session.is_finished
@@ -128,7 +129,7 @@ class TinkerService:
     async def end_idle_sessions(self, interval_s: float = 30.0) -> None:
         """End sessions whose clients have been silent for `IDLE_S` until cancelled.
 
-        Delete unused snapshots and expired checkpoints, too.
+        Unused snapshots and expired checkpoints are deleted as well.
         """
         while True:
             await asyncio.sleep(interval_s)
@@ -164,7 +165,7 @@ class TinkerService:
             await training.aclose()
 
     async def _make_room(self) -> None:
-        """End a model whose client is silent if no other can be in training. Raises `UnsupportedError` without one."""
+        """End a model whose client is silent if there is no room for another. Raises `UnsupportedError` if none is."""
         alive = [model for model in self._models.values() if model.training is not None]
         if len(alive) < self.backend.max_models:
             return
@@ -172,14 +173,14 @@ class TinkerService:
         silent_s = time.monotonic() - self._sessions[model.session_id].last_heartbeat
         if silent_s < SILENT_S:
             raise UnsupportedError(
-                f"in training: {', '.join(it.model_id for it in alive)}; this server trains at most {len(alive)} at a "
-                f"time (--models): close their clients; {SILENT_S:g} s after a client has ended without closing, its "
-                "model makes room"
+                f"these models are in training: {', '.join(it.model_id for it in alive)}; this server trains at most "
+                f"{len(alive)} at a time (--models): close their clients; {SILENT_S:g} s after a client has ended "
+                "without closing, its model makes room"
             )
         name = f"retired-{uuid.uuid4().hex[:8]}"
         asked = SaveWeights(model_id=model.model_id, seq_id=0, ttl_seconds=7 * 86_400)
         await self._save(model, "weights", name, asked)
-        await self._end(model, f"its client was silent for {silent_s:.0f} s, and another model needed its place")
+        await self._end(model, f"its client was silent for {silent_s:.0f} s, and another model needed its slot")
 
     def _session(self, session_id: str) -> _Session:
         if session_id not in self._sessions:
@@ -243,7 +244,7 @@ class TinkerService:
                     raise InvalidRequestError(f"session {session_id!r} has finished")
             except BaseException:
                 self._models.pop(model_id, None)
-                await self._end(model, "it could not be created")
+                await self._end(model, "the model could not be created")
                 raise
             if loaded is None:
                 return {"model_id": model_id, "type": "create_model"}
@@ -253,7 +254,7 @@ class TinkerService:
         return model.created
 
     def info(self, model_id: str) -> dict[str, Any]:
-        """Return what a client asks about a model."""
+        """Return the information about a model that clients request."""
         model = self._model(model_id)
         return {
             "type": "get_info",
@@ -364,14 +365,14 @@ class TinkerService:
     def save_external(self, asked: NumberedCall, content: bytes) -> str:
         async def execute() -> Result:
             raise UnsupportedError(
-                "save_weights_external is not supported: what save_state saves is in the Hugging Face format already, "
-                "on the disk of the server"
+                "save_weights_external is not supported: save_state already writes the Hugging Face format, on the "
+                "disk of the server"
             )
 
         return self._model(asked.model_id).calls.submit(asked.seq_id, content, execute)
 
     def load_weights(self, asked: LoadWeights, content: bytes) -> str:
-        """Load a checkpoint into a model that has not been asked for anything else."""
+        """Load a checkpoint into a model that has received no other call."""
         if asked.model_id is None or asked.seq_id is None:
             return self.load_model(asked)
         model = self._model(asked.model_id)
@@ -438,7 +439,7 @@ class TinkerService:
         return sorted((self.training_run(it) for it in ids), key=lambda it: str(it["last_request_time"]), reverse=True)
 
     async def aclose(self) -> None:
-        """Refuse further requests, cancel what runs, and end all models."""
+        """Refuse further requests, cancel running calls, and end all models."""
         self.is_stopping = True
         await self.futures.aclose()
         models = [model.training for model in self._models.values() if model.training is not None]

@@ -13,9 +13,13 @@ REFUSED_ROUTES: tuple[tuple[str, str, str], ...] = (
     ("PUT", "/sessions/{session_id}/project", f"{_NO_PROJECTS} that a session could be assigned to"),
     ("GET", "/sessions/{session_id}/trace_export", "this server records no traces of sessions"),
     ("POST", "/sessions/search", "sessions cannot be searched: list them instead"),
-    ("POST", "/create_custom_loss", "losses do not run on this server: pass a function to forward_backward_custom"),
+    (
+        "POST",
+        "/create_custom_loss",
+        "custom losses do not run on this server: pass a function to forward_backward_custom",
+    ),
     ("GET", "/audit", f"{_NO_ACCOUNTS}, and so no audit log"),
     ("GET", "/billing/usage/events", f"{_NO_ACCOUNTS}, and so no billing"),
     ("GET", "/billing/usage/checkpoints/current", f"{_NO_ACCOUNTS}: checkpoints list their sizes"),
 )
-"""Method, path and what the error states."""
+"""The method, the path and the reason that the error states."""

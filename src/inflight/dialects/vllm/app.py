@@ -38,20 +38,23 @@ from inflight.http import routes
 from inflight.http.receiving import run_while_connected
 from inflight.wire import ChatCompletionRequest
 
-_NCCL = "weights over NCCL are not received, because it needs GPUs on both sides; send a directory to /update_weights"
-_PICKLE = "it names methods of vLLM's own workers, with arguments as pickles, which are never read here"
+_NCCL = (
+    "this server does not receive weights over NCCL, which needs GPUs on both sides; send a directory to "
+    "/update_weights"
+)
+_PICKLE = "it names methods of vLLM's own workers, with arguments as pickles, which this server never reads"
 REFUSED = {
     "/init_weight_transfer_engine": _NCCL,
     "/init_broadcaster": _NCCL,
     "/collective_rpc": _PICKLE,
-    "/fetch_weights": "its deltas have a format of their own; send a directory to /update_weights",
-    "/weight_checker": "it compares an engine's own layout; every update here is verified by checksums in transit",
-    "/sleep": "release the memory of the servers by their own routes",
-    "/wake_up": "restore the memory of the servers by their own routes",
+    "/fetch_weights": "its deltas have their own format; send a directory to /update_weights",
+    "/weight_checker": "it compares an engine's own layout; this server verifies every update by checksums in transit",
+    "/sleep": "release memory through the servers' own routes",
+    "/wake_up": "restore memory through the servers' own routes",
 }
 """Routes of vLLM and of its clients that are not supported, with the reasons."""
 INTERNAL_PREFIX = "generate-tokens-"
-"""What vLLM puts before the ids of requests over ``/inference/v1/generate``, where clients end them."""
+"""The prefix that vLLM adds to the ids of requests over ``/inference/v1/generate``; clients end them by these ids."""
 _MAX_ADAPTERS = 1024
 _MAX_RANK = 512
 
@@ -90,7 +93,7 @@ def vllm_app(
         body = await message_in(request, CompletionsBody, await _bytes_for(pool))
         await check_model(body.model)
         if body.prompt_logprobs is not None:
-            raise UnsupportedError("prompt_logprobs are returned by /inference/v1/generate only")
+            raise UnsupportedError("prompt_logprobs are supported only by /inference/v1/generate")
         if refusal := running.refusal():
             return refusal
         prompt = token_ids_of(body.prompt, encode, specials=body.add_special_tokens)
@@ -104,7 +107,7 @@ def vllm_app(
         size = routes.CHAT_COMPLETIONS.request_size.bytes_for(can.max_model_len, images=can.images)
         body = await message_in(request, ChatCompletionRequest, size)
         if body.stream:
-            raise UnsupportedError("streaming is not supported here")
+            raise UnsupportedError("streaming is not supported by this server; omit stream")
         await check_model(body.model)
         if refusal := running.refusal():
             return refusal
@@ -219,9 +222,13 @@ def _add_updates(
         body = await message_in(request, AdapterBody)
         async with adapter_lock:
             if body.lora_name in adapters or body.lora_name == (await pool.capabilities()).model:
-                raise InvalidRequestError(f"{body.lora_name!r} is served already; unload it first, or use another name")
+                raise InvalidRequestError(
+                    f"adapter {body.lora_name!r} is already served; unload it first, or use another name"
+                )
             if len(adapters) >= _MAX_ADAPTERS:
-                raise InvalidRequestError(f"{_MAX_ADAPTERS} adapters have names; unload some of them")
+                raise InvalidRequestError(
+                    f"{_MAX_ADAPTERS} adapters are already named, the maximum; unload some of them"
+                )
             adapters[body.lora_name] = await updates.load_adapter(body.lora_path, label=body.lora_name)
         return ok(status="loaded", weight_version=body.lora_name)
 
@@ -239,7 +246,7 @@ def _add_updates(
         return ok(status="aborted")
 
     async def reset_prefix_cache(_: Request) -> Response:
-        """An update already makes endpoints ignore what they cached under other weights."""
+        """Do nothing: an update already makes endpoints ignore cache entries from other weights."""
         return ok(status="ok")
 
     control: dict[str, Any] = {
@@ -276,14 +283,14 @@ class _Phase:
 
     def start(self) -> None:
         if self._is_open:
-            raise BusyError("a weight update has been started already; finish it first")
+            raise BusyError("a weight update has already been started; finish it first")
         self._is_open, self._directory = True, None
 
     def add(self, directory: str) -> None:
         if not self._is_open:
             raise InvalidRequestError("no weight update has been started; post to /start_weight_update first")
         if self._directory not in (None, directory):
-            raise InvalidRequestError(f"this update has the directory {self._directory!r} already, not {directory!r}")
+            raise InvalidRequestError(f"this update already has the directory {self._directory!r}, not {directory!r}")
         self._directory = directory
 
     def finish(self) -> str:

@@ -27,7 +27,7 @@ Labels = Callable[[int], str]
 
 
 class DialectMessage(BaseModel):
-    """A message of which no field may be ignored: an unknown one is refused."""
+    """Base of messages in which no field may be ignored: unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -46,7 +46,7 @@ class EngineSampling(DialectMessage):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Any number: the logprob of the sampled token is always returned, and no alternatives are."""
+    """Any number is accepted: the logprob of the sampled token is always returned, and alternatives never are."""
     prompt_logprobs: int | None = None
     repetition_penalty: Literal[1, None] = 1
     presence_penalty: Literal[0, None] = 0
@@ -75,12 +75,12 @@ class EngineSampling(DialectMessage):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
             )
         except ValueError as error:
-            raise InvalidRequestError(f"the sampling parameters cannot be used: {error}") from error
+            raise InvalidRequestError(f"the sampling parameters are not supported: {error}") from error
 
 
 Prompt = Annotated[Items[TokenId], Field(min_length=1)]
 OnePrompt = Prompt | Annotated[tuple[Prompt], Field(max_length=1)]
-"""The token ids of a prompt, which may be in a list of their own."""
+"""The token ids of a prompt, which may be nested in another list."""
 Text = Annotated[str, Field(min_length=1)]
 Encode = Callable[[str, bool], Sequence[int]]
 """Returns the token ids of a text, with or without the special tokens that begin or end a text."""
@@ -183,8 +183,8 @@ def token_ids_of(
         return tuple(first)
     if encode is None:
         raise InvalidRequestError(
-            "a prompt that is a text needs the model's tokenizer, and this server reads none (its --model); send token "
-            "ids instead"
+            "a text prompt needs the model's tokenizer, but this server has none (see its --model); send token ids "
+            "instead"
         )
     if not (token_ids := tuple(encode(first, specials))):
         raise InvalidRequestError(f"the prompt {first!r} has no tokens")
@@ -243,7 +243,7 @@ def completions_answer(
     texts: Sequence[str],
     label_of: Labels,
 ) -> dict[str, Any]:
-    """Return the answer of ``/v1/completions``, with token ids and with the version of each token in addition."""
+    """Return the answer of ``/v1/completions``, with token ids and the version of each token in addition."""
     num_tokens = sum(len(completion.token_ids) for completion in answer.completions)
     return {
         "id": answer.request_id,
