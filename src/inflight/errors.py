@@ -162,13 +162,13 @@ class PublishError(UpdateError):
 
 
 class TrainerError(InflightError):
-    """A trainer worker could not do what it was asked."""
+    """A trainer worker could not carry out a call."""
 
     code = "trainer_error"
 
 
 class NonFiniteError(TrainerError):
-    """Loss, gradient, logprobs or weights are NaN or infinite; weights and optimizer are as they were before."""
+    """Loss, gradient, logprobs or weights are NaN or infinite; weights and optimizer are unchanged."""
 
     code = "non_finite"
 
@@ -210,7 +210,7 @@ class PrecisionWarning(UserWarning):
 def error_from_code(code: str, message: str, endpoint: str = "") -> InflightError:
     """Return the error that ``code`` names, for raising on this side of a connection.
 
-    An unknown code, from a newer peer say, gives an `EndpointError` that quotes it.
+    An unknown code, such as that of a newer peer, yields an `EndpointError` that quotes it.
     """
     kinds = {kind.code: kind for kind in _all_kinds(InflightError)}
     kind = kinds.get(code)

@@ -39,19 +39,19 @@ class Turn:
     start: int
     end: int
     reward: float | None = None
-    """What the environment gave for this turn alone; None if it gave nothing."""
+    """The environment's reward for this turn alone; None if there is none."""
 
 
 FREE_EXPERT = -1
-"""In place of an expert: the router chooses."""
+"""Stands for an expert that the router chooses itself."""
 
 OBSERVED = -1
-"""In place of a version: the token was not sampled, but came from the environment."""
+"""Stands for the version of a token that was not sampled, but came from the environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """A teacher's logprobs of the completion tokens of a rollout: natural log, given the tokens before each of them.
+    """A teacher's logprobs of the completion tokens of a rollout: natural log, given the preceding tokens.
 
     ``logprobs`` has one entry, and ``top_token_ids`` and ``top_logprobs`` one row, per completion token; all rows have
     the same length.
@@ -69,10 +69,10 @@ class TeacherScores:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One token stream that training uses: a prompt, and what came after it.
+    """One token stream that training uses: a prompt and its continuation.
 
-    Of a task, that is one finished completion. Of an environment, sampled turns alternate with observations: the
-    ``turns`` say where, and the other completion tokens have a logprob of 0.0 and no version span.
+    For a task, the continuation is one finished completion. For an environment, sampled turns alternate with
+    observations: ``turns`` specifies where, and the other completion tokens have a logprob of 0.0 and no version span.
     """
 
     prompt_token_ids: Sequence[int]
@@ -80,9 +80,9 @@ class Rollout:
     behaviour_logprobs: Sequence[float]
     """Natural log, one per completion token."""
     version_spans: Sequence[VersionSpan]
-    """By indices of completion tokens."""
+    """Spans of completion tokens by version."""
     finish_reason: str
-    """Of the last turn."""
+    """The finish reason of the last turn."""
     reward: float
     temperature: float
     turns: Sequence[Turn] = ()
@@ -92,7 +92,7 @@ class Rollout:
     role: str = ""
     """Who speaks, in episodes with several speakers; rewards are compared within a role."""
     images: Sequence[PromptImage] = ()
-    """By indices of all tokens, those of the prompt first."""
+    """Indices count all tokens, the prompt's first."""
     routed_experts: RoutedExperts | None = None
     """By indices of all tokens, those of the prompt first; None if they are not known."""
     teacher: TeacherScores | None = None
@@ -100,17 +100,17 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens: prompt, turns and observations."""
+        """Number of all tokens: prompt, turns and observations."""
         return len(self.prompt_token_ids) + len(self.completion_token_ids)
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens of turns."""
+        """Number of tokens in turns."""
         return sum(span.end - span.start for span in self.version_spans)
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens of the prompt and of observations, which are never targets of a loss."""
+        """Number of tokens in the prompt and in observations, which are never targets of a loss."""
         return self.num_tokens - self.num_sampled_tokens
 
     def token_versions(self) -> list[int]:
@@ -151,7 +151,7 @@ class Sample:
     loss_mask: Sequence[bool]
     reference_logprobs: Sequence[float] | None = None
     group_index: int = 0
-    """Which of the optimizer step's prompts it answers: 0, 1, 2, ..."""
+    """The index, among the optimizer step's prompts, of the one that it answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,24 +191,26 @@ class MicroBatch:
     teacher_ids_S: torch.Tensor | None = None
     """int64 [S], which teacher scores each segment, -1 for none; or None"""
     proximal_logprobs_T: torch.Tensor | None = None
-    """float32 [T] under the trainer's weights at the start of the optimizer step; None if they are the present ones"""
+    """float32 [T] under the trainer's weights at the start of the optimizer step; None if they are the current ones"""
     group_ids_S: torch.Tensor | None = None
-    """int64 [S], for each segment which of the optimizer step's prompts it answers, -1 for no completion; or None"""
+    """int64 [S], the index of the prompt that each segment answers, among those of the optimizer step, -1 for no
+    completion; or None"""
     image_rows_M: torch.Tensor | None = None
     """int64 [M], the packed tokens that images fill, in order; None without images"""
     image_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What the model's processor made of the images, by name, such as ``pixel_values``; image after image in the order
-    of the segments, in the first dimension"""
+    """The output of the model's processor for the images, by name, such as ``pixel_values``; images follow one another
+    in the first dimension, in the order of the segments"""
     prefix_ids_T: torch.Tensor | None = None
     """int64 [T]: tokens with equal ids have equal prefixes, so that their hidden states are the same: the segments have
     the same tokens, images and recorded experts up to and including them. A worker that shares prefixes computes them
-    once. ``image_rows_M`` and ``image_tensors`` then have the images of a shared prefix once, at its first token. None:
-    no two tokens are known to be equal"""
+    once. ``image_rows_M`` and ``image_tensors`` then contain the images of a shared prefix only once, at its first
+    token. None: no two tokens are known to be equal"""
     target_ids_TK: torch.Tensor | None = None
-    """int64 [T, K]: the tokens that are scored in the place of token t; logprobs are then [T, K]. They may repeat.
+    """int64 [T, K]: the tokens that are scored at the position of token t; logprobs are then [T, K]. They may repeat.
     None: token t itself is scored, and logprobs are [T]"""
     routed_experts_TLK: torch.Tensor | None = None
-    """int16 [T, L, K], the experts that compute token t as an input; a token with -1 is routed freely. None: all are"""
+    """int16 [T, L, K], the experts that compute token t as an input; a token with -1 is routed freely. None: all tokens
+    are"""
 
     @property
     def num_tokens(self) -> int:
@@ -238,7 +240,7 @@ class AdamSettings:
             ("max_gradient_norm", self.max_gradient_norm, (self.max_gradient_norm or 1.0) > 0),
         ):
             if not (is_in_range and math.isfinite(value or 0.0)):
-                raise ValueError(f"{name} is {value}, which no step of AdamW can use")
+                raise ValueError(f"{name} is {value}, which is outside the range that AdamW supports")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,8 @@ class StepResult:
     gradient_norm: float
     learning_rate: float
     rounded_away: float | None = None
-    """Share of the updates that did not change their weight, because its dtype cannot hold them; None: not measured."""
+    """Share of the updates that did not change their weight, because its dtype cannot represent them; None: not
+    measured."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -258,9 +261,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Whole tensors in manifest order, gathered to full shape, in wire dtype. Ranks other than 0 hold none.
+    """Whole tensors in manifest order, gathered to full shape, in the wire dtype. Ranks other than 0 hold none.
 
-    Of a sharded source they are the rank's own boxes of these tensors.
+    For a sharded source, they are the rank's own boxes of these tensors.
     """
 
     index: int
@@ -273,13 +276,13 @@ class WeightBucket:
     ref: UpdateRef | None = None
     """The update that it belongs to; senders refuse a bucket of another update, and do not check None"""
     ready: torch.cuda.Event | None = None
-    """Comes after its bytes are there. Readers on another stream wait for it. None: they are there already"""
+    """The event after which its bytes are ready. Readers on another stream wait for it. None: they are ready"""
     others: tuple[SentBytes, ...] = ()
-    """What the other ranks send of the bucket, by rank from 1 on"""
+    """The parts of the bucket that the other ranks send, by rank from 1 on"""
 
 
 class EndpointOutcome(StrEnum):
-    """What became of one endpoint in one publish."""
+    """The outcome of one publish for one endpoint."""
 
     APPLIED = "applied"
     """It serves the new version."""
@@ -288,9 +291,10 @@ class EndpointOutcome(StrEnum):
     ABORTED = "aborted"
     """The update ended early and it serves the old version."""
     TIMED_OUT = "timed_out"
-    """It did not answer in time: what it serves is unknown, do not route to it."""
+    """It did not answer in time: its version is unknown, so do not route requests to it."""
     UNREACHABLE = "unreachable"
-    """It is gone, or its answers break the contract: what it serves is unknown, do not route to it."""
+    """It cannot be reached, or its answers break the contract: its version is unknown, so do not route requests to
+    it."""
     POISONED = "poisoned"
     """Its weights are torn and it refuses to generate."""
 
@@ -309,7 +313,7 @@ class EndpointReport:
 
 @dataclass(frozen=True, slots=True)
 class PublishSpans:
-    """Where the time of one publish went, in seconds, seen from the publisher.
+    """The time that the parts of one publish took, in seconds, as seen by the publisher.
 
     ``pause_s`` runs from the first endpoint asked to pause to the last one resumed; ``gather_s`` and ``wire_s``
     overlap; ``load_s`` and ``first_token_s`` are the slowest endpoint's own figures.
@@ -325,7 +329,7 @@ class PublishSpans:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """What each endpoint serves after a publish, and what the publish cost."""
+    """What each endpoint serves after a publish, and how long the publish took."""
 
     run_id: str
     version: int
@@ -333,9 +337,9 @@ class PublishReport:
     endpoints: tuple[EndpointReport, ...]
     spans: PublishSpans
     num_needed: int
-    """Endpoints that had to apply it."""
+    """Number of endpoints that had to apply it."""
     sent_bytes: int
-    """Bytes that were sent or stored, once however many endpoints took them; fewer than ``size_bytes`` if encoded."""
+    """Number of bytes sent or stored, counted once for all endpoints; fewer than ``size_bytes`` if encoded."""
 
     @property
     def succeeded(self) -> bool:
@@ -355,7 +359,7 @@ class PublishReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters of an engine since its start, and its present load."""
+    """Counters of an engine since its start, and its current load."""
 
     num_running: int
     num_waiting: int
@@ -366,13 +370,13 @@ class EngineStats:
     num_updates: int
     paused_s: float
     num_drafted: int = 0
-    """Tokens of all drafts."""
+    """Number of tokens in all drafts."""
     num_accepted: int = 0
-    """Tokens of drafts that were also drawn."""
+    """Number of drafted tokens that were accepted."""
     num_verifications: int = 0
-    """Drafts. Each yielded its accepted tokens and one more."""
+    """Number of drafts. Each yielded its accepted tokens and one more."""
     num_scored_tokens: int = 0
-    """Tokens of score requests that were scored."""
+    """Number of tokens scored for score requests."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -381,7 +385,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class TaskItem:
-    """One problem or start state: a prompt, a known good answer if there is one, and whatever its rewards need."""
+    """One problem or start state: a prompt, a known good answer if there is one, and any data that its rewards need."""
 
     index: int
     prompt: str
@@ -395,7 +399,7 @@ class TaskItem:
 Message = Mapping[str, Any]
 """One message in the format of OpenAI's chat completions: ``role``, ``content``, perhaps ``tool_calls``.
 
-The content is a text, or a list of parts, each ``{"type": "text", "text": ...}`` or, for models that take images,
+The content is a string, or a list of parts, each ``{"type": "text", "text": ...}`` or, for models that take images,
 ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``.
 """
 
@@ -419,7 +423,7 @@ class Reply:
     """The model's reply in one turn."""
 
     text: str
-    """Without special tokens, and without the calls of tools."""
+    """The text without special tokens and tool calls."""
     tool_calls: Sequence[ToolCall]
     token_ids: Sequence[int]
     logprobs: Sequence[float]

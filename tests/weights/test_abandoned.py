@@ -280,7 +280,7 @@ def test_requests_that_come_while_good_weights_are_applied_wait_and_are_not_refu
             busy = endpoint._engine.call(lambda: go_on.wait(SOON_S))
             committing = asyncio.ensure_future(endpoint.commit_weight_update(update.ref))
             await asyncio.sleep(0)  # it begins
-            with pytest.raises(UpdateRefusedError, match="being applied already"):
+            with pytest.raises(UpdateRefusedError, match="already being applied"):
                 await endpoint.commit_weight_update(update.ref)
             early = asyncio.ensure_future(endpoint.generate(request()))
             aborting = asyncio.ensure_future(endpoint.abort_weight_update(UpdateRef(run_id="here", version=2)))

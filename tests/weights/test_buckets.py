@@ -112,6 +112,6 @@ def test_a_misfit_names_what_is_missing_unknown_misshapen_and_mistyped() -> None
     text = manifest_difference(expected, Manifest(tensors=tuple(offered)))
     assert text is not None
     assert "1 tensors are missing: ['a']" in text
-    assert "1 tensors are unknown here: ['d']" in text
-    assert "b is (2, 1), here (2,)" in text
-    assert "c is bfloat16, here float32" in text
+    assert "1 tensors are unknown to this endpoint: ['d']" in text
+    assert "b is (2, 1), expected (2,)" in text
+    assert "c is bfloat16, expected float32" in text

@@ -86,7 +86,7 @@ def test_a_rank_that_divides_tensors_in_another_way_refuses_to_begin(tmp_path: P
     swapped = Manifest(tensors=(SPEC,), shardings=(Sharding(senders=HALVES.senders[::-1]),), sharding_of=(0,))
     other = [begin(1, swapped), AnswerOrder(), EndOrder(is_applied=False, leaves=True)]
     (error,) = errors_after(tmp_path, other)
-    assert error == "its tensors, or the boxes that each rank sends of them, are not those of rank 0"
+    assert error == "its tensors, or the boxes that each rank sends of them, differ from those of rank 0"
 
 
 def test_only_an_applied_update_becomes_the_base_of_a_delta(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_frozen_parameters_of_a_module_are_left_out_of_its_publish(fleet: OneSer
 def test_names_that_nobody_knows_are_refused_whether_sent_or_left_out(fleet: OneServer) -> None:
     extra = {"model.extra.weight": torch.ones(3)}
     for sent, known in ((extra, fleet.tensors), (part(fleet.tensors, "q_proj"), {**fleet.tensors, **extra})):
-        with pytest.raises(PublishError, match=r"unknown here: \['model\.extra\.weight'\]") as raised:
+        with pytest.raises(PublishError, match=r"unknown to this endpoint: \['model\.extra\.weight'\]") as raised:
             fleet.publish(PartialWorker(sent, 1, known))
         assert raised.value.report.endpoints[0].outcome is EndpointOutcome.REFUSED
     fleet.assert_serves(fleet.tensors)
@@ -144,9 +144,9 @@ def test_torn_weights_take_a_partial_update_only_if_it_brings_all_that_is_torn(f
     with failing_loads(fleet), pytest.raises(PublishError, match="applying version 1 failed"):
         fleet.publish(PartialWorker(part(fleet.tensors, "norm"), 1, fleet.tensors))
     assert fleet.state() is EndpointState.POISONED
-    with pytest.raises(PublishError, match="weights are torn, and it omits tensors"):
+    with pytest.raises(PublishError, match="weights are torn, and the update omits tensors"):
         fleet.publish(PartialWorker(part(fleet.tensors, "q_proj"), 2, fleet.tensors))
-    with pytest.raises(PublishError, match="weights are torn, and a LoRA needs whole weights"):
+    with pytest.raises(PublishError, match="weights are torn, and a LoRA needs intact weights"):
         fleet.publish(LoraWorker(lora_of(fleet.tensors, ["q_proj"], 4, seed=0), 2))
     sent = part(fleet.tensors, "norm") | part(fleet.tensors, "v_proj")
     fleet.publish(PartialWorker(sent, 3, fleet.tensors))
@@ -215,7 +215,7 @@ def test_a_torn_lora_poisons_until_its_weights_are_brought(fleet: OneServer) -> 
     fleet.publish(LoraWorker(lora, 1))
     with failing_loads(fleet), pytest.raises(PublishError, match="applying version 2 failed"):
         fleet.publish(LoraWorker(scaled(lora, 0.5), 2))
-    with pytest.raises(PublishError, match="a LoRA needs whole weights"):
+    with pytest.raises(PublishError, match="a LoRA needs intact weights"):
         fleet.publish(LoraWorker(lora, 3))
     sent = part(fleet.tensors, "q_proj")
     fleet.publish(PartialWorker(sent, 4, fleet.tensors))
@@ -234,7 +234,10 @@ def test_loras_that_do_not_fit_are_refused_by_name(fleet: OneServer) -> None:
         ({a: good[a][:-1]}, "pairs do not have rank 4"),
         ({a: None}, "do not form pairs of"),
         ({"model.norm.weight": torch.ones(32)}, r"do not form pairs of .*model\.norm\.weight"),
-        (lora_of({"model.nowhere.weight": torch.ones(3, 3)}, ["nowhere"], 4, 0), r"unknown here: \['model\.nowhere"),
+        (
+            lora_of({"model.nowhere.weight": torch.ones(3, 3)}, ["nowhere"], 4, 0),
+            r"unknown to this endpoint: \['model\.nowhere",
+        ),
     ):
         tensors = {name: tensor for name, tensor in {**good, **change}.items() if tensor is not None}
         with pytest.raises(PublishError, match=says) as raised:
@@ -303,11 +306,11 @@ def test_loras_that_are_no_sum_of_weights_are_refused(model_dir: Path) -> None:
     def model() -> Any:
         return adapted(load_causal_lm(model_dir, attention="eager"), ["v_proj"], SPEC, seed=3)
 
-    with pytest.raises(ConfigError, match="alpha is not known"):
+    with pytest.raises(ConfigError, match="alpha is unknown"):
         LoraWeights(model())
     with pytest.raises(ConfigError, match="no layer with lora_A"):
         LoraWeights(load_causal_lm(model_dir, attention="eager"), alpha=2.0)
-    with pytest.raises(UnsupportedError, match=r"v_proj is scaled by 0\.5, but the LoRA by 0\.75"):
+    with pytest.raises(UnsupportedError, match=r"v_proj is scaled by 0\.5, but the LoRA as a whole by 0\.75"):
         LoraWeights(model(), alpha=3.0)
     trained = model()
     trained.lm_head.weight.requires_grad_(True)

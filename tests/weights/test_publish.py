@@ -185,10 +185,10 @@ def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
 
 NORM = "model.norm.weight"
 MISFITS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
-    "shape": (lambda t: {**t, NORM: torch.ones(33)}, r"model.norm.weight is \(33,\), here \(32,\)"),
+    "shape": (lambda t: {**t, NORM: torch.ones(33)}, r"model.norm.weight is \(33,\), expected \(32,\)"),
     "missing": (lambda t: without(t, NORM), "1 tensors are missing: .*model.norm.weight"),
-    "extra": (lambda t: {**t, "model.bias": torch.ones(3)}, "1 tensors are unknown here: .*model.bias"),
-    "dtype": (lambda t: {**t, NORM: t[NORM].bfloat16()}, "model.norm.weight is bfloat16, here float32"),
+    "extra": (lambda t: {**t, "model.bias": torch.ones(3)}, "1 tensors are unknown to this endpoint: .*model.bias"),
+    "dtype": (lambda t: {**t, NORM: t[NORM].bfloat16()}, "model.norm.weight is bfloat16, expected float32"),
 }
 
 
@@ -224,7 +224,7 @@ def test_an_older_version_is_refused_and_the_present_one_may_be_published_again(
     publish(PlainWorker(tensors, version=5), publisher)
     report = refused(PlainWorker(silenced(tensors), version=4), publisher)
     assert {(e.outcome, e.serves) for e in report.endpoints} == {(EndpointOutcome.REFUSED, 5)}
-    assert "version 5 of this run is served already" in report.endpoints[0].detail
+    assert "version 5 of this run is already served" in report.endpoints[0].detail
     assert_serves(two_servers[1], 5)
     publish(PlainWorker(silenced(tensors), version=5), publisher)
     assert logprobs(two_servers[1]) == pytest.approx([-math.log(258)] * 6, abs=1e-6)

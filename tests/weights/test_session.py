@@ -189,7 +189,7 @@ def test_the_version_served_may_be_published_again_but_no_older_one() -> None:
         receive_all(session, update_to(version))
         session.begin_apply(update_to(version).ref)
         session.note_committed()
-    with pytest.raises(UpdateRefusedError, match="version 2 of this run is served already"):
+    with pytest.raises(UpdateRefusedError, match="version 2 of this run is already served"):
         session.request(update_to(1))
     session.note_group_formed("run-b")
     with pytest.raises(UpdateRefusedError, match="does not own"):

@@ -131,7 +131,7 @@ def test_experts_that_the_model_does_not_have_are_refused(tmp_path: Path) -> Non
     experts_TLK = random_experts(batch.num_tokens, 2)
     worker = create_worker(settings(write_model(tmp_path / "moe")))
     try:
-        with pytest.raises(TrainerError, match="names expert 9, but the model has 4"):
+        with pytest.raises(TrainerError, match="names expert 9, but the model has only 4"):
             worker.forward(replace(batch, routed_experts_TLK=torch.full_like(experts_TLK, 9)))
         with pytest.raises(TrainerError, match="the model 2 layers with 2 experts"):
             worker.forward(replace(batch, routed_experts_TLK=experts_TLK[:, :1]))

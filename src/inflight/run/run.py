@@ -109,7 +109,7 @@ async def _conventional(run: _Run) -> None:
 
 
 async def _train_last(run: _Run, batch: StepBatch) -> list[Trained]:
-    """Take the last step of a phase, and publish it once servers that released their memory have it back."""
+    """Take the last step of a phase and publish it, once servers that released their memory have it back."""
     if run.memory is None:
         return await _train(run, batch, publish=run.servers.members())
     first, *others = await _train(run, batch, publish=None)

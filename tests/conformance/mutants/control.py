@@ -120,7 +120,7 @@ def accepts_stale_versions(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
     def faulty(update: WeightUpdate) -> str | None:
         text: str | None = reason(update)
-        return None if text is not None and "is served already" in text else text
+        return None if text is not None and "is already served" in text else text
 
     session._reason_to_refuse = faulty
     return endpoint

@@ -290,7 +290,7 @@ def compares_versions_of_any_run(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint
     async def request(update: WeightUpdate) -> None:
         served = (await endpoint.weight_version()).version
         if update.version < served:
-            raise UpdateRefusedError(f"version {served} is served already")
+            raise UpdateRefusedError(f"version {served} is already served")
         await EmbeddedEndpoint.request_weight_update(endpoint, update)
 
     faulty.request_weight_update = request

@@ -180,7 +180,7 @@ def test_losses_that_cannot_be_computed_are_refused_by_name(
         ("ppo", {"advantages": None}, "datum 0: loss_fn 'ppo' needs advantages"),
         ("ppo", {"weights": np.ones(2)}, "datum 0: loss_fn 'ppo' does not use weights"),
         ("ppo", {"target_tokens": np.ones((2, 3), int)}, "takes one target for each token"),
-        ("cross_entropy", {"weights": np.ones((2, 3))}, r"weights has the shape \[2, 3\], and target_tokens \[2\]"),
+        ("cross_entropy", {"weights": np.ones((2, 3))}, r"weights has shape \[2, 3\], but target_tokens \[2\]"),
     ],
 )
 def test_inputs_that_do_not_fit_the_loss_are_refused(loss_fn: str, changed: dict[str, Any], message: str) -> None:

@@ -43,12 +43,12 @@ _PREFIX = "sums64:"
 _ROW = 4096
 _PRIME = 4099
 _NUM_ROWS = {"cpu": 64, "cuda": 512}
-"""Rows that are added up before the next ones: few enough for a cache, since each byte is read twice; many enough for a
-GPU, where each of the two readings is one kernel. Another number gives the same sums."""
+"""Number of rows that are added up at a time: few enough for a cache, because each byte is read twice; many enough for
+a GPU, where each of the two passes is one kernel. The number does not affect the sums."""
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of the tensors one after another, uint8 [sum of sizes]; no copy if they already lie that way."""
+    """Return the bytes of the tensors one after another, uint8 [sum of sizes]; no copy if they are already adjacent."""
     joined = _adjacent_view([tensor for tensor in tensors if tensor.nbytes])
     if joined is not None:
         return joined
@@ -225,7 +225,7 @@ def _unreadable_error(flat: torch.Tensor) -> TransferError:
 
 
 def checksum_as(announced: str, flat: torch.Tensor, places: bytes = b"") -> str:
-    """Return the checksum of ``places`` and the bytes, uint8 [size], of the kind that was announced.
+    """Return the checksum of ``places`` and the bytes, uint8 [size], of the announced kind.
 
     Raises as `sums64` does.
     """
@@ -282,8 +282,8 @@ def encode_bucket(
     """Return a bucket ready to send: packed, encoded, and with the checksum of its bytes.
 
     ``payload`` (uint8 [size]) holds bytes that are already encoded, such as a delta's. The bytes move to the host,
-    unless ``on_device`` leaves them where they are, and their checksum is then computed there. ``places`` is where a
-    part of a bucket belongs. Raises `TransferError` for tensors without bytes.
+    unless ``on_device`` leaves them where they are, and their checksum is then computed there. ``places`` specifies
+    where a part of a bucket belongs. Raises `TransferError` for tensors without bytes.
     """
     if payload is None:
         assert encoding != "delta"  # only the publisher knows a delta's base

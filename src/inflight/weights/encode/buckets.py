@@ -29,7 +29,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET
 def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> str | None:
     """Return why the expected tensors cannot be loaded from a manifest, None if they can.
 
-    The order may differ; names, shapes and dtypes may not. Frozen tensors are not sent, but must be known here too. A
+    The order may differ; names, shapes and dtypes may not. Frozen tensors are not sent, but must also be expected. A
     LoRA must fit its modules. The text names up to five tensors of each kind.
     """
     if manifest.lora is not None:
@@ -41,12 +41,12 @@ def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> s
     if missing := [name for name in mine if name not in named]:
         problems.append(f"{len(missing)} tensors are missing: {missing[:5]}")
     if extra := [name for name in (*theirs, *manifest.frozen) if name not in mine]:
-        problems.append(f"{len(extra)} tensors are unknown here: {extra[:5]}")
+        problems.append(f"{len(extra)} tensors are unknown to this endpoint: {extra[:5]}")
     shared = [name for name in mine if name in theirs]
-    shapes = [f"{n} is {theirs[n].shape}, here {mine[n].shape}" for n in shared if mine[n].shape != theirs[n].shape]
+    shapes = [f"{n} is {theirs[n].shape}, expected {mine[n].shape}" for n in shared if mine[n].shape != theirs[n].shape]
     if shapes:
         problems.append(f"{len(shapes)} shapes differ: {'; '.join(shapes[:5])}")
-    dtypes = [f"{n} is {theirs[n].dtype}, here {mine[n].dtype}" for n in shared if mine[n].dtype != theirs[n].dtype]
+    dtypes = [f"{n} is {theirs[n].dtype}, expected {mine[n].dtype}" for n in shared if mine[n].dtype != theirs[n].dtype]
     if dtypes:
         problems.append(f"{len(dtypes)} dtypes differ: {'; '.join(dtypes[:5])}")
     return ". ".join(problems) or None
@@ -59,6 +59,6 @@ def refuse_stray(bucket: WeightBucket, ref: UpdateRef | None) -> None:
     """
     if bucket.ref is not None and bucket.ref != ref:
         raise TransferError(
-            f"bucket {bucket.index} belongs to version {bucket.ref.version}, session {bucket.ref.session_id!r}, which "
-            "is over"
+            f"bucket {bucket.index} belongs to version {bucket.ref.version}, session {bucket.ref.session_id!r}, "
+            "which has ended"
         )

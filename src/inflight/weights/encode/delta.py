@@ -73,7 +73,7 @@ class RunChanges:
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """Elements to overwrite in a bucket's bytes, one `RunChanges` per run of the bucket."""
+    """The elements to overwrite in a bucket's bytes, one `RunChanges` per run of the bucket."""
 
     parts: tuple[RunChanges, ...]
 
@@ -93,7 +93,7 @@ class Patch:
         nothing.
         """
         if flat.numel() != self.size_bytes:
-            raise ValueError(f"the patch is for {self.size_bytes} bytes, not for {flat.numel()}")
+            raise ValueError(f"the patch is for a bucket of {self.size_bytes} bytes, but this one has {flat.numel()}")
         offset = 0
         for part in self.parts:
             elements = _elements(flat, part.run, offset)

@@ -66,10 +66,10 @@ def lora_difference(shapes: Mapping[str, Sequence[int]] | None, manifest: Manife
         problems.append(f"{len(ranks)} pairs do not have rank {lora.rank}: {'; '.join(ranks[:5])}")
     if shapes is not None:
         if unknown := [m for m in modules if f"{m}.weight" not in shapes]:
-            problems.append(f"{len(unknown)} modules are unknown here: {unknown[:5]}")
+            problems.append(f"{len(unknown)} modules are unknown to this endpoint: {unknown[:5]}")
         fitting = {m: pair for m, pair in whole.items() if f"{m}.weight" in shapes}
         wrong = [
-            f"{module} is {_product(*pair)}, here {tuple(shapes[f'{module}.weight'])}"
+            f"{module} is {_product(*pair)}, expected {tuple(shapes[f'{module}.weight'])}"
             for module, pair in fitting.items()
             if not ranks and _product(*pair) != tuple(shapes[f"{module}.weight"])
         ]

@@ -1,4 +1,4 @@
-"""The parts of a bucket that several senders send: what each consists of, and where it belongs in the bucket.
+"""The parts of a bucket that several senders send: the contents of each part, and its place in the bucket.
 
 The part of a sender is its boxes of the bucket's tensors, in manifest order, each row-major, without gaps.
 """

@@ -120,7 +120,7 @@ class _Block:
         return torch.from_numpy(view)
 
     def is_needed(self) -> bool:
-        """Return whether it was taken since the last call, is referred to, or was so at the last call."""
+        """Return whether the memory was taken since the last call, or is or was at the last call referred to."""
         before, self._was_needed = self._was_needed, self._was_taken or not self.is_free
         self._was_taken = False
         return before or self._was_needed

@@ -25,13 +25,13 @@ class PausableEngine(Protocol):
 
         If the update ends meanwhile, this call is cancelled and nothing else is called. Before ``CancelledError``
         propagates, make sampling continue as if this had never been called. A pause sent to another thread or process
-        may still be in transit: send the undo after it, through the same queue. While the weights are torn, sampling is
-        paused already, and this returns at once.
+        may still be in transit: send the resume after it, through the same queue. While the weights are torn, sampling
+        is paused already, and this returns at once.
         """
 
     @abstractmethod
     async def apply(self, update: WeightUpdate) -> None:
-        """Switch to the weights that arrived and sample again, from ``update.version``.
+        """Switch to the received weights, and resume sampling from ``update.version``.
 
         They are the whole model except for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``. The
         version that labels tokens changes with them and in the same thread: in the engine's thread if it has one,
@@ -41,7 +41,7 @@ class PausableEngine(Protocol):
 
     @abstractmethod
     async def resume(self) -> None:
-        """Sample again from the old weights: the update ended between `pause` and `apply`."""
+        """Resume sampling from the old weights: the update ended between `pause` and `apply`."""
 
     @abstractmethod
     async def fail_requests(self) -> None:
@@ -55,7 +55,7 @@ class PausableEngine(Protocol):
 
     @abstractmethod
     async def num_running(self) -> int:
-        """Return how many requests run. The error for a drain that does not end in time reports this number."""
+        """Return the number of running requests, which the error for a drain that does not end in time reports."""
 
 
 class BucketSink(Protocol):

@@ -23,8 +23,8 @@ Named = list[tuple[str, torch.Tensor]]
 class BaseWeights:
     """The tensors that one engine has loaded since it started, by their checkpoint names.
 
-    Tensors that no update has sent are read from its checkpoint in ``directory``. Of the others, only those that an
-    update asked to keep are held here. ``dtype`` is the model's.
+    Tensors that no update has sent are read from its checkpoint in ``directory``. Of the other tensors, only those that
+    an update asked to keep are held here. ``dtype`` is the model's.
     """
 
     def __init__(self, directory: str, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Following a stored run: keeps an endpoint at the newest version, or relays that version to another host.
+"""Following a stored run: keeping an endpoint at the newest version, or relaying that version to another host.
 
 A follower makes the same contract calls as a publisher, so the endpoint sees no difference. It skips versions that were
 superseded while an update was under way. It leases the version that it reads, so that the trainer does not remove it
@@ -39,9 +39,9 @@ FIRST_PAUSE_S = 0.5
 """Delay between the first failure and the first retry."""
 MAX_PAUSE_S = 30.0
 _JOIN_S = 60.0
-"""How long an endpoint may take to find the stored versions."""
+"""How long, in seconds, an endpoint may take to find the stored versions."""
 _READ_S = 10.0
-"""How long reading the relay's own directory may take."""
+"""How long, in seconds, reading the relay's own directory may take."""
 _LEASE_SLACK_S = 5.0
 _RENEW_S = LEASE_S / 10
 
@@ -213,7 +213,7 @@ async def relay(
     async def take(source: StoredRun, stored: StoredUpdate) -> None:
         await run_abandonable(lambda: _copy(source, stored, sender, deadline_s), "inflight-relay")
         size = sum(bucket.size_bytes for bucket in stored.buckets)
-        note(f"version {stored.update.version} of run {spec.run_id!r} is stored here, {size / 1e6:,.1f} MB")
+        note(f"version {stored.update.version} of run {spec.run_id!r} is stored on this host, {size / 1e6:,.1f} MB")
 
     try:
         await take_each_newest(spec, has, take, poll_s=poll_s, deadline_s=deadline_s, note=note)

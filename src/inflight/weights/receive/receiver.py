@@ -111,7 +111,7 @@ class UpdateReceiver:
         return await self.engine.num_running()
 
     async def join(self, spec: TransportSpec) -> None:
-        """Abort an open update first, then join."""
+        """Join a group, after aborting any open update."""
         if lack := refusal(self._capabilities, spec.transport):
             raise UnsupportedError(f"this endpoint does not support {lack}")
         self._session.fence(spec.run_id, spec.incarnation)
@@ -131,7 +131,7 @@ class UpdateReceiver:
     async def request(self, update: WeightUpdate) -> None:
         if self._open is not None and self._session.is_open(update.ref):
             if self._open.pausing is not None:
-                await self._open.outlast(self._open.pausing, "ended while this call was repeated")
+                await self._open.outlast(self._open.pausing, "ended while this call was being repeated")
             return
         self._refuse_unsupported(update)
         opened = _UpdateInProgress(self._session.request(update))
@@ -150,7 +150,7 @@ class UpdateReceiver:
         if self._session.has_bucket(bucket):
             return
         if self._session.is_receiving(bucket) and opened is not None and opened.arriving is not None:
-            return await opened.outlast(opened.arriving, "ended while this call was repeated")
+            return await opened.outlast(opened.arriving, "ended while this call was being repeated")
         spec, tensors = self._session.begin_bucket(bucket)
         assert opened is not None  # the session knows the bucket
         self._renew_lease(opened)
@@ -170,7 +170,7 @@ class UpdateReceiver:
             opened.arriving.set_result(None)
 
     async def commit(self, ref: UpdateRef) -> None:
-        """Cancelling the call does not cancel the commit."""
+        """Commit the open update. Cancelling the call does not cancel the commit."""
         if self._session.is_served(ref):
             return
         opened = self._open
@@ -180,7 +180,7 @@ class UpdateReceiver:
         await asyncio.shield(opened.committing)
 
     async def abort(self, ref: UpdateRef) -> None:
-        """Wait for a commit that has begun to apply."""
+        """Abort the open update, unless it is already being applied; then wait for the commit."""
         self._session.forbid(ref)
         opened = self._open
         if opened is None:
@@ -241,7 +241,7 @@ class UpdateReceiver:
     def _begin_commit(self, ref: UpdateRef) -> _UpdateInProgress:
         opened = self._open
         if opened is not None and opened.pausing is not None and not opened.pausing.done():
-            raise UpdateRefusedError(f"version {ref.version} cannot be committed: sampling is not paused yet")
+            raise UpdateRefusedError(f"version {ref.version} cannot be committed: sampling is not yet paused")
         update = self._session.require_complete(ref).update
         assert opened is not None  # it is complete
         if update.staged:
@@ -252,7 +252,7 @@ class UpdateReceiver:
         return opened
 
     async def _pause_and_apply(self, opened: _UpdateInProgress) -> None:
-        """Pause sampling, which a staged update leaves to the commit, and apply the weights that arrived."""
+        """Pause sampling, as the commit of a staged update does, and apply the received weights."""
         await self._pause(opened)
         await self._begin_apply(opened)
 
@@ -264,7 +264,7 @@ class UpdateReceiver:
         return self._applying
 
     async def _apply(self, update: WeightUpdate) -> None:
-        """Apply the weights that arrived. Raises `PoisonedError` for any failure."""
+        """Apply the received weights. Raises `PoisonedError` for any failure."""
         try:
             await self.engine.apply(update)
         except Exception as error:  # after any error, the engine may hold a part of the update

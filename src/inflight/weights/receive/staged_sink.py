@@ -62,7 +62,7 @@ class StagedSink(BucketSink):
         return self._prepared[1]
 
     def flat(self, index: int) -> torch.Tensor:
-        """Return the bytes of a bucket that arrived, uint8. Raises `TransferError` as `take`."""
+        """Return the bytes of a received bucket, uint8. Raises `TransferError` like `take`."""
         return self._arrived().flat(index)
 
     async def join(self, spec: TransportSpec) -> None:
@@ -90,7 +90,7 @@ class StagedSink(BucketSink):
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
         receiver, staging = self._receiver, self._staging
         if receiver is None or staging is None:
-            raise TransferError("no weight group is formed")
+            raise TransferError("no weight group is formed: call init_process_group first")
 
         def receive() -> None:
             staging.receive(receiver, transfer, bucket, tensors)

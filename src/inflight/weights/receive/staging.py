@@ -42,7 +42,7 @@ class Staging:
         same_plan = kept is not None and (update.buckets, update.manifest.tensors) == (kept.buckets, kept.tensors)
         if is_base and not same_plan:
             raise UpdateRefusedError(
-                f"version {update.version} is split into different buckets than its base; send all weights"
+                f"version {update.version} is split into buckets differently from its base; send all weights"
             )
         self._base = kept if is_base else None
         self._memory = ReusedMemory() if kept is None else kept.memory
@@ -79,12 +79,14 @@ class Staging:
         next_bytes: int | None = None,
         places: bytes = b"",
     ) -> torch.Tensor:
-        """Return what one sender sent of a bucket, whose own size is ``raw_bytes``, once its checksum was compared."""
+        """Return one sender's part of a bucket, ``raw_bytes`` long when decoded, after comparing its checksum."""
         size_bytes = raw_bytes if sent.size_bytes is None else sent.size_bytes
         if sent.encoding == "raw" and size_bytes != raw_bytes:
             raise TransferError(f"bucket {index} has {raw_bytes} bytes, but {size_bytes} were announced")
         if size_bytes > raw_bytes:
-            raise TransferError(f"bucket {index} would be sent as {size_bytes} bytes, more than its own {raw_bytes}")
+            raise TransferError(
+                f"bucket {index} would be sent as {size_bytes} bytes, more than its {raw_bytes} decoded bytes"
+            )
         (payload,) = receiver.receive((payload_spec(size_bytes),), timeout_s)
         self._receive_ahead(receiver, index + 1, timeout_s, next_bytes)
         with finished_on_weight_stream(payload.device):
@@ -109,7 +111,7 @@ class Staging:
         receiver.receive_ahead((payload_spec(size_bytes),), update.lease_s + timeout_s)
 
     def _receive_parts(self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec) -> torch.Tensor:
-        """Return the bytes of a bucket, of which every sender sends a part, all at the same time."""
+        """Return the bytes of a bucket; every sender sends a part, all at the same time."""
         manifest = self.update.manifest
         assert isinstance(receiver, SeveralReceivers)  # an update of other senders than the group's is refused
         later = self.update.buckets[bucket.index + 1 : bucket.index + 2]

@@ -29,7 +29,7 @@ from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec,
 
 _NUM_REMEMBERED = 256
 """How many ended sessions and incarnations of runs are remembered to recognise late calls."""
-_RELEASED = "the endpoint's memory is released; restore_memory reacquires it"
+_RELEASED = "the endpoint's memory is released; call restore_memory to reacquire it"
 
 
 class UpdateEvent(Enum):
@@ -42,7 +42,7 @@ class UpdateEvent(Enum):
     PAUSE = "the commit of a staged update pauses sampling"
     APPLY = "all buckets have arrived, sampling is paused, and the weights are being applied"
     COMMITTED = "the new weights are applied and served"
-    ENDED = "the update ends by an abort, a failure or its lease, and the old weights are whole"
+    ENDED = "the update ends by an abort, a failure or its lease, and the old weights are intact"
     RELEASE = "the memory of weights, keys and values is being released"
     RESTORED = "the memory was reacquired, or could not be released"
     TORN = "the update ends in one of these ways, and the weights are torn, by it or by an earlier update"
@@ -254,16 +254,14 @@ class UpdateStateMachine:
             if sent.encoding not in ("raw", *update.encodings):
                 raise UpdateRefusedError(f"encoding {sent.encoding} was not announced for version {update.version}")
         if opened.is_receiving:
-            raise UpdateRefusedError(
-                f"bucket {opened.num_received} is still being received; offer one bucket at a time"
-            )
+            raise UpdateRefusedError(f"bucket {opened.num_received} is still being received; send one bucket at a time")
         if transfer.bucket_index != opened.num_received:
             raise UpdateRefusedError(
                 f"bucket {transfer.bucket_index} was offered, "
                 f"but bucket {opened.num_received} of {len(update.buckets)} is next"
             )
         if transfer.bucket_index >= len(update.buckets):
-            raise UpdateRefusedError(f"all {len(update.buckets)} buckets were received already")
+            raise UpdateRefusedError(f"all {len(update.buckets)} buckets have already been received")
         self._take(UpdateEvent.BUCKET)
         opened.is_receiving = True
         bucket = update.buckets[transfer.bucket_index]
@@ -280,7 +278,7 @@ class UpdateStateMachine:
         """Return the open update if all of it has arrived. Raises `UpdateRefusedError`."""
         opened = self._require_open(ref)
         if opened.is_applying:
-            raise UpdateRefusedError(f"version {ref.version} is being applied already")
+            raise UpdateRefusedError(f"version {ref.version} is already being applied")
         if opened.num_received != len(opened.update.buckets):
             raise UpdateRefusedError(
                 f"version {ref.version} cannot be committed: "
@@ -291,7 +289,7 @@ class UpdateStateMachine:
     def pause(self, ref: UpdateRef) -> None:
         """Record that sampling is being paused for a staged update that has arrived completely."""
         self.require_complete(ref)
-        self._take(UpdateEvent.PAUSE, f"version {ref.version} is being committed already")
+        self._take(UpdateEvent.PAUSE, f"version {ref.version} is already being committed")
 
     def begin_apply(self, ref: UpdateRef) -> None:
         """Record that the update is being applied: from here on, a failure leaves the endpoint POISONED.
@@ -333,7 +331,10 @@ class UpdateStateMachine:
         """
         self._refuse_torn()
         if self._open is not None:
-            raise BusyError(f"the update to version {self._open.update.version} is open: memory cannot be released now")
+            raise BusyError(
+                f"memory cannot be released while the update to version {self._open.update.version} is open: commit "
+                "or abort it first"
+            )
         if self._state is not EndpointState.READY:
             raise BusyError(f"the endpoint is {self._state}: memory cannot be released now")
         self._take(UpdateEvent.RELEASE)
@@ -376,8 +377,8 @@ class UpdateStateMachine:
     def _refuse_torn(self) -> None:
         if self.is_torn:
             raise PoisonedError(
-                f"weights are torn: an update after version {self.version} failed while it was applied. "
-                "Publish a complete update, or restart the server"
+                f"the weights are torn: an update after version {self.version} failed while it was applied. Publish "
+                "a complete update, or restart the server"
             )
 
     def _take(self, event: UpdateEvent, refusal: str | None = None) -> None:
@@ -386,7 +387,7 @@ class UpdateStateMachine:
         if after is None and refusal is not None:
             raise UpdateRefusedError(refusal)
         if after is None:
-            raise AssertionError(f"{event.name} cannot happen while {self._state.name}")
+            raise AssertionError(f"the event {event.name} is not possible in state {self._state.name}")
         self._state = after
 
     def _end(self) -> OpenUpdate:
@@ -421,14 +422,17 @@ class UpdateStateMachine:
         if self._group_run_id is None:
             return "no weight group is formed; call init_process_group first"
         if update.run_id != self._group_run_id:
-            return f"run {update.run_id!r} does not own the weight group; run {self._group_run_id!r} does"
+            return (
+                f"run {update.run_id!r} does not own the weight group, which run {self._group_run_id!r} formed: form "
+                "the group again"
+            )
         is_older = (update.incarnation, update.version) < (self._served_incarnation, self.version)
         if self._run_id == update.run_id and is_older:
-            return f"version {self.version} of this run is served already"
+            return f"version {self.version} of this run is already served"
         if self.is_torn and update.manifest.lora is not None:
-            return "weights are torn, and a LoRA needs whole weights as its base; send all of them"
+            return "the weights are torn, and a LoRA needs intact weights as its base; send all weights"
         if self.is_torn and not self._makes_whole(update):
-            return "weights are torn, and it omits tensors that the failed update changed; send all weights"
+            return "the weights are torn, and the update omits tensors that the failed update changed; send all weights"
         return None if self._expected is None else manifest_difference(self._expected, update.manifest)
 
     def _makes_whole(self, update: WeightUpdate) -> bool:

@@ -48,7 +48,7 @@ class BucketEncoder:
             self._snapshot.note_applied(ref)
 
     def forget(self) -> None:
-        """Forget what endpoints hold, and leave the buffers to a send that was abandoned."""
+        """Forget which weights endpoints hold, and leave the buffers to a send that was abandoned."""
         self._packer = Packer()
         if self._snapshot is not None:
             self._snapshot = Snapshot()

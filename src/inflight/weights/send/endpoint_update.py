@@ -1,4 +1,4 @@
-"""The update of one endpoint, and queries to several endpoints of which some may not answer."""
+"""The update of one endpoint, and queries to several endpoints, some of which may not answer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from inflight.wire import BucketTransfer, Capabilities, EndpointState, UpdateRef
 T = TypeVar("T")
 
 ANSWER_S = 2.0
-"""How long to wait for an answer that an idle endpoint gives in milliseconds."""
+"""How long, in seconds, to wait for an answer that an idle endpoint gives in milliseconds."""
 _CLEAN_UP_S = 3.0
 """How long an endpoint may take to report what it serves after its update has failed."""
 _RETRY_PAUSES_S = (0.05, 0.2)
-"""Pauses before an unanswered call is repeated. Calls of a named session are idempotent."""
+"""Pauses, in seconds, before an unanswered call is repeated. Calls of a named session are idempotent."""
 _FIRST_TOKEN_WAIT_S = 0.05
 _FIRST_TOKEN_POLL_S = 0.002
 

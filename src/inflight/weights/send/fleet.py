@@ -1,4 +1,4 @@
-"""The members of a fleet: which of them receive a publish, which may receive work, and when to query the others again.
+"""The members of a fleet: which of them receive a publish, which receive work, and when others are queried again.
 
     JOINING -> HEALTHY            a publish was applied
     HEALTHY -> SUSPECT            no answer in time: left out, and queried once more before the next publish. The first
@@ -73,7 +73,7 @@ class _Member:
     url: str | None = None
     """The URL that named it; None if it was passed as a connected endpoint."""
     capabilities: Capabilities | None = None
-    """Its capabilities when it answered last; None until then."""
+    """The capabilities of its last answer; None before the first."""
     state: MemberState = MemberState.JOINING
     backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S))
     has_held: bool = False
@@ -81,7 +81,7 @@ class _Member:
     is_taken_over: bool = False
     """Whether another run has published to it since."""
     is_on_trial: bool = False
-    """It joined for the current publish, and leaves again if it makes the publish fail."""
+    """Whether it joined for the current publish; it then leaves again if it makes the publish fail."""
     why: str = ""
 
     @property
@@ -89,12 +89,12 @@ class _Member:
         return self.capabilities is not None and self.state in (MemberState.HEALTHY, MemberState.JOINING)
 
     def mark_dead(self, why: str) -> None:
-        """Leave it out, and query it again after a pause that grows each time."""
+        """Leave the member out, and query it again after a pause that grows each time."""
         self.state, self.is_on_trial, self.why = MemberState.DEAD, False, why
         self.backoff.next(time.monotonic())
 
     def leave_out(self, outcome: EndpointOutcome, why: str) -> None:
-        """Leave it out until it answers again."""
+        """Leave the member out until it answers again."""
         if outcome is EndpointOutcome.TIMED_OUT and not self.is_on_trial:
             self.state, self.why = MemberState.SUSPECT, why
         else:
@@ -277,7 +277,7 @@ class Fleet:
         return False if has_anybody_refused and not had_group else may_fail or is_anybody_gone
 
     def _invite(self, in_flight: InFlightPolicy) -> None:
-        """Query the members that take no part and whose pause is over. Those that answer are on trial."""
+        """Query the members that do not take part and whose pause is over. Those that answer are on trial."""
         now = time.monotonic()
         due = {n: m for n, m in self._members.items() if not m.takes_part and m.backoff.is_due(now)}
         found: Mapping[str, tuple[Capabilities, WeightVersion] | Exception] = self._publisher.run(
@@ -361,7 +361,7 @@ class Fleet:
                 name,
                 EndpointOutcome.ABORTED if member.state is MemberState.JOINING else EndpointOutcome.UNREACHABLE,
                 None,
-                member.why or "fewer members can be reached than the quorum requires",
+                member.why or "fewer members than the quorum requires can be reached",
             )
             for name, member in self._members.items()
         ]

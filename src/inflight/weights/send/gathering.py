@@ -16,7 +16,7 @@ from inflight.wire import InFlightPolicy, Manifest, TensorSpec, WeightUpdate
 _LEASE_SLACK_S = 5.0
 """How long after the deadline an endpoint keeps an update open without a call from the publisher."""
 _PREPARATION_SHARE = 0.9
-"""Share of the deadline in which endpoints prepare: a longer drain would leave no time to send the weights."""
+"""Share of the deadline within which endpoints must prepare: a longer drain would leave no time to send the weights."""
 
 
 def weight_update_of(
@@ -66,7 +66,7 @@ def weight_update_of(
 def gather_only(worker: WeightSource, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
     """Take part in the gathering of a version that rank 0 publishes or stores. Every other rank calls it.
 
-    ``bucket_bytes`` must equal rank 0's. Raises what gathering raises.
+    ``bucket_bytes`` must equal rank 0's. Raises the errors of gathering.
     """
     gather_rest(worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes)))
 
@@ -93,7 +93,7 @@ def require_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) ->
         wanted = [(spec.shape, str(spec.dtype)) for spec in specs]
         if found != wanted:
             raise TrainerError(
-                f"bucket {bucket.index} holds tensors {found[:5]}, but parameter_specs announced {wanted[:5]}"
+                f"bucket {bucket.index} contains the tensors {found[:5]}, but parameter_specs announced {wanted[:5]}"
             )
         num_gathered += 1
         yield bucket

@@ -52,7 +52,7 @@ class MergedLora(PartialWeightSource):
         return self._source.version
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """The weights that the LoRA changes, whole."""
+        """Return the specs of the whole weights that the LoRA changes."""
         return self._specs
 
     def frozen_names(self) -> Sequence[str]:
@@ -86,7 +86,7 @@ class MergedLora(PartialWeightSource):
 
 
 def _pairs(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, TensorSpec]]:
-    """Return A and B of each weight, in the order in which both of them have been gathered."""
+    """Return A and B of each weight, in the order in which the pairs were completed."""
     halves: dict[str, dict[str, TensorSpec]] = {}
     pairs = {}
     for spec in specs:
@@ -99,6 +99,6 @@ def _pairs(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, TensorSpe
 
 
 def _weight_of(part: str) -> tuple[str, str]:
-    """Return the name of the weight that half a LoRA changes, and which half it is."""
+    """Return the name of the weight that one matrix of a LoRA changes, and which matrix it is."""
     half = next(half for half in PARTS if part.endswith(half))
     return f"{part.removeprefix(PREFIX).removesuffix(half)}.weight", half

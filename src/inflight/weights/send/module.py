@@ -56,7 +56,7 @@ class ModuleWeights(PartialWeightSource):
         self._trained: set[str] = set()
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Raises `UnsupportedError` for sharded or quantised weights.
+        """Return the specs of the weights. Raises `UnsupportedError` for sharded or quantised weights.
 
         Raises `ConfigError` if frozen weights are skipped and all are frozen.
         """
@@ -68,12 +68,12 @@ class ModuleWeights(PartialWeightSource):
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in sent.items()]
 
     def frozen_names(self) -> Sequence[str]:
-        """Empty unless frozen parameters are skipped."""
+        """The names of the frozen parameters that are skipped; empty unless ``skip_frozen`` is set."""
         sent = self._published_tensors()
         return [name for name in named_tensors(self._module) if name not in sent]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Never communicates. Weights that are not cast are the module's own."""
+        """Yield the weights; never communicates. Weights that are not cast share the module's memory."""
         named = list(self._published_tensors().items())
         return gather_named(named, self._wire_dtype, buckets, self._packer, is_sender=self.rank == 0)
 
@@ -95,9 +95,11 @@ def tensor_spec(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> Tens
     """Return how a tensor travels. Raises `UnsupportedError` for a sharded or quantised tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if isinstance(tensor, DTensor):
-        raise UnsupportedError(f"{name} is sharded; ModuleWeights takes whole modules, inflight_fsdp sharded ones")
+        raise UnsupportedError(
+            f"{name} is sharded, but ModuleWeights supports only whole modules; use inflight_fsdp for sharded ones"
+        )
     if dtype not in DTYPE_SIZES:
-        raise UnsupportedError(f"{name} is {dtype}; weights travel as {', '.join(DTYPE_SIZES)}")
+        raise UnsupportedError(f"{name} has dtype {dtype}, but only {', '.join(DTYPE_SIZES)} can be sent")
     return TensorSpec.model_validate({"name": name, "dtype": wire_dtype or dtype, "shape": tuple(tensor.shape)})
 
 
@@ -160,7 +162,7 @@ class LoraWeights(LoraSource):
     ``module`` is a PEFT model, or any module whose adapted layers have ``lora_A`` [r, in] and ``lora_B`` [out, r]:
     parameters, linear layers without bias, or, as in PEFT, dicts of these by ``lora_name``. ``alpha`` and ``rslora``
     determine the scale; None takes them from PEFT's config of the LoRA, where rslora defaults to False. The owner sets
-    ``version``, adding one after each optimizer step. ``wire_dtype`` as in `ModuleWeights`.
+    ``version``, adding one after each optimizer step. ``wire_dtype`` is as in `ModuleWeights`.
 
     Endpoints add the LoRA to the weights of their last complete update, or of their checkpoint. Raises `ConfigError` if
     the module has no such layers or ``alpha`` is not known. Raises `UnsupportedError` for ranks or scales that differ
@@ -195,7 +197,9 @@ class LoraWeights(LoraSource):
         alpha = getattr(config, "lora_alpha", None) if alpha is None else alpha
         rslora = bool(getattr(config, "use_rslora", False)) if rslora is None else rslora
         if alpha is None:
-            raise ConfigError("alpha is not known: the module has no peft_config; pass alpha, the scale's numerator")
+            raise ConfigError(
+                "alpha is unknown, because the module has no peft_config: pass alpha, the numerator of the scale"
+            )
         pairs = self._pairs()
         ranks = {int(a.shape[0]) for a, _ in pairs.values()} | {int(b.shape[1]) for _, b in pairs.values()}
         if len(ranks) != 1:
@@ -208,11 +212,11 @@ class LoraWeights(LoraSource):
         return self._spec
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Names are those that PEFT saves."""
+        """Return the specs, under the names that PEFT saves."""
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in self._named()]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Never communicates. The tensors of a bucket lie side by side in memory."""
+        """Yield the tensors; never communicates. The tensors of a bucket are adjacent in memory."""
         return gather_named(self._named(), self._wire_dtype, buckets, self._packer, is_sender=self.rank == 0)
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
@@ -245,7 +249,10 @@ class LoraWeights(LoraSource):
             scaling = getattr(layer, "scaling", None)
             scale = scaling.get(self._lora_name) if isinstance(scaling, Mapping) else scaling
             if isinstance(scale, float | int) and abs(scale - self._spec.scale) > 1e-6 * abs(self._spec.scale):
-                raise UnsupportedError(f"{name} is scaled by {scale}, but the LoRA by {self._spec.scale}")
+                raise UnsupportedError(
+                    f"{name} is scaled by {scale}, but the LoRA as a whole by {self._spec.scale}; use one scale for "
+                    "all layers"
+                )
 
     def _check_others(self, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         mine = {id(tensor) for pair in pairs.values() for tensor in pair}

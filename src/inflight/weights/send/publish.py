@@ -32,7 +32,8 @@ from inflight.wire import BucketTransfer, Capabilities, InFlightPolicy, WeightUp
 _REFUSAL_GRACE_S = 1.0
 """How long to wait for the other endpoints' answers to the request after one has refused it."""
 _COLLECTIVE_GRACE_S = 0.1
-"""How much longer receiving may take than sending: in a collective, an endpoint may be waiting only for another one."""
+"""How much longer, in seconds, receiving may take than sending: in a collective, an endpoint may be waiting only for
+another one."""
 _SHARE_OF_PARTS = 0.9
 """Share of the remaining time in which an endpoint has to receive the parts of a bucket."""
 CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
@@ -42,7 +43,7 @@ CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 class Publish:
     """One attempt to update some endpoints, of which ``num_needed`` have to apply the update.
 
-    The deadline begins when it is made. ``staged`` lets endpoints that support staging sample while weights arrive.
+    The deadline starts when it is created. ``staged`` lets endpoints that support staging sample while weights arrive.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Publishing: trainer rank 0's connection to endpoints, and the call that publishes a worker's weights to them.
 
-Workers are sync and endpoints async: a `WeightPublisher` runs the endpoints' side in an event loop in a thread of its
-own, while the training thread gathers.
+Workers are sync and endpoints async: a `WeightPublisher` runs the endpoints' side in an event loop in its own thread,
+while the training thread gathers.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class WeightPublisher:
     highest they have seen. None uses one more than that. ``encoding`` rounds weights for the transfer. ``delta`` sends
     only the changes since the last publish that every endpoint applied. It needs one more copy of the weights in host
     memory on each side. ``staged`` lets sampling continue while weights arrive, on endpoints that support staging.
-    ``sharded`` is a source whose ranks all send what they hold, if every endpoint supports that; each rank other than 0
-    then calls `PartSender.send` for each publish, in place of `gather_only`.
-    ``connect_timeout_s`` is the longest wait for the endpoints' answers, and for a weight group to form.
+    ``sharded`` is a source whose ranks all send the parts that they hold, if every endpoint supports that; each rank
+    other than 0 then calls `PartSender.send` for each publish instead of `gather_only`. ``connect_timeout_s`` is the
+    longest wait for the endpoints' answers, and for a weight group to form.
 
     Entering asks each endpoint for its capabilities and forms the weight group. If that fails, it raises `ConfigError`,
     `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and leaves no group
@@ -78,7 +78,10 @@ class WeightPublisher:
         if not names:
             raise ConfigError("a WeightPublisher needs at least one endpoint")
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"endpoints are listed twice: {', '.join(twice)}; each needs its own ranks of the group")
+            raise ConfigError(
+                f"these endpoints are listed twice: {', '.join(twice)}; list each endpoint once, because it has its "
+                "own ranks in the group"
+            )
         if encoding not in get_args(Rounding):
             raise ConfigError(f"encoding must be one of {', '.join(get_args(Rounding))}, not {encoding!r}")
         if delta and encoding != "raw":
@@ -90,13 +93,13 @@ class WeightPublisher:
         self.run_id = run_id
         self.staged = staged
         self.ranks = None if sharded is None else RankSenders(sender, sharded, delta=delta)
-        """The senders of all ranks, if each of them sends what it holds."""
+        """The senders of all ranks, if each rank sends the parts that it holds."""
         sender = self.ranks or sender
         self.group = WeightGroup(
             sender, run_id=run_id, encoding=encoding, delta=delta, form_timeout_s=connect_timeout_s
         )
         self.merges_lora = False
-        """Whether a LoRA has been published as the weights that it changes."""
+        """Whether a LoRA has been published as merged weights."""
         self._incarnation = incarnation
         self._connected = tuple(endpoints)
         self._endpoints: dict[InferenceEndpoint, Capabilities] = {}
@@ -123,9 +126,9 @@ class WeightPublisher:
     ) -> WeightPublisher:
         """Return a connected publisher for servers of the contract, or an engine's own servers by ``ENGINE+http://``.
 
-        ``token`` is the servers' control token, None if they need none. ``transport`` is how weights travel, see
-        `make_sender`. ``address`` is this machine's address as the servers see it. ``directory`` is where ``file``
-        stores weights. The class explains the others.
+        ``token`` is the servers' control token, None if they need none. ``transport`` specifies how weights are sent;
+        see `make_sender`. ``address`` is this machine's address as the servers see it. ``directory`` is where ``file``
+        stores weights. The other arguments are those of the class.
         """
         return cls(
             [connect_endpoint(url, token=token) for url in urls],
@@ -220,7 +223,7 @@ class WeightPublisher:
     ) -> OpenPublish:
         """Ask ``endpoints`` to accept an update, and return at once; its buckets follow by `OpenPublish.send`.
 
-        The deadline begins now. Raises what `Publish.prepare` raises.
+        The deadline starts now. Raises the errors of `Publish.prepare`.
         """
         publish = Publish(self.group, endpoints, update, deadline_s=deadline_s, num_needed=num_needed, staged=staged)
         self.run(publish.prepare)
@@ -244,7 +247,7 @@ class WeightPublisher:
 
 
 class OpenPublish:
-    """A publish that endpoints were asked to accept, and whose buckets are still to be sent.
+    """A publish that endpoints have been asked to accept, and whose buckets are still to be sent.
 
     Endpoints that are not staged neither sample nor serve other updates until it ends, at its deadline at the latest.
     """
@@ -400,7 +403,7 @@ def _sharing_ranks(
     bucket_bytes: int,
     deadline_s: float,
 ) -> RankSenders | None:
-    """Return the ranks if each of them is to send what it holds, else None; rank 0 then notifies the others."""
+    """Return the ranks if each is to send the parts that it holds, else None, after rank 0 notified the others."""
     ranks = publisher.ranks
     if ranks is None or source.rank != 0:
         return None

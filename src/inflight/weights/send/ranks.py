@@ -2,7 +2,7 @@
 
 Rank 0 gives orders in `ShardedWeightSource.exchange`, and the others answer an order with the next exchange, so that
 they encode the next bucket while rank 0 announces the last one. A part that several servers read on their own is stored
-before its answer, and one that all receive at once leaves after it.
+before it is answered; a part that all receive at once is sent afterwards.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from inflight.wire import (
 
 T = TypeVar("T")
 _SLACK_S = 30.0
-"""How much longer than a deadline the other ranks wait for the next order: rank 0 cleans up before it gives it."""
+"""How much longer than a deadline, in seconds, the other ranks wait for the next order: rank 0 cleans up first."""
 _ANSWER_S = 2.0
-"""How much longer than the deadline rank 0 waits for answers: what the ranks do ends on its own at the deadline."""
+"""How much longer than the deadline, in seconds, rank 0 waits for answers: the ranks' work ends by itself at the
+deadline."""
 
 
 class GatherOrder(WireModel):
@@ -76,7 +77,7 @@ class JoinOrder(WireModel):
 class BeginOrder(UpdateMessage):
     """Begin an update of this rank's current weights.
 
-    ``manifest`` is the digest of rank 0's: a rank that divides tensors in another way must not send anything.
+    ``manifest`` is the digest of rank 0's: a rank that divides tensors differently must not send anything.
     """
 
     do: Literal["begin"] = "begin"
@@ -90,7 +91,7 @@ class BeginOrder(UpdateMessage):
 
 
 class PartOrder(WireModel):
-    """Encode the part of the next bucket, and answer with what is sent of it."""
+    """Encode the part of the next bucket, and answer with a description of the bytes to be sent."""
 
     do: Literal["part"] = "part"
     timeout_s: float
@@ -133,12 +134,12 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
         self._own = own
         self._is_delta = delta
         self.has_others = False
-        """Whether the group in use has the other ranks in it."""
+        """Whether the current group includes the other ranks."""
         self._is_sending = self._is_lost = False
         self._bucket_bytes = DEFAULT_BUCKET_BYTES
         self._deadline_s = self._deadline = 0.0
         self._lock = threading.Lock()
-        """Held while ranks exchange: a call that a publish has abandoned may still be doing so."""
+        """Held while ranks exchange messages, because a call that a publish has abandoned may still be doing so."""
 
     @property
     def is_collective(self) -> bool:
@@ -250,12 +251,12 @@ class PartsInSending:
         self._parts: Generator[WeightBucket, None, None] | None = None
 
     def buckets_of(self, update: WeightUpdate) -> Iterator[WeightBucket]:
-        """Return rank 0's parts of an update, with what the others send of the same buckets."""
+        """Return rank 0's parts of an update, with the other ranks' parts of the same buckets."""
         self._parts = self._parts_of(update)
         return self._parts
 
     def close(self) -> None:
-        """Read no more of the weights."""
+        """Stop reading the weights."""
         if self._parts is not None:
             self._parts.close()
 
@@ -283,10 +284,10 @@ class PartSender:
         self._sender.abort()
 
     def send(self, deadline_s: float = 60.0) -> None:
-        """Take part in one publish of rank 0, whose ``deadline_s`` it is; return when it has ended.
+        """Take part in one publish of rank 0, which has this deadline; return when it has ended.
 
         Rank 0 reports a failure of sending; the group is then left, and the next publish forms another. Raises
-        `TransferError` if rank 0 does not answer, and what gathering raises.
+        `TransferError` if rank 0 does not answer, and the errors of gathering.
         """
         answer = Answer()
         parts: _Parts | None = None
@@ -336,7 +337,7 @@ class PartSender:
             sharded=True,
         )
         if _digest(update.manifest) != order.manifest:
-            raise TransferError("its tensors, or the boxes that each rank sends of them, are not those of rank 0")
+            raise TransferError("its tensors, or the boxes that each rank sends of them, differ from those of rank 0")
         if order.base is not None and encoder.base_of(update) != order.base:
             raise TransferError(f"it does not hold version {order.base.version}, the base of the delta")
         known = {"session_id": order.session_id, "encodings": order.encodings, "base": order.base}
@@ -366,9 +367,9 @@ class _Parts:
         self._update = update
         self._local = source.local_weights(update.buckets)
         self._waiting: Callable[[], None] | None = None
-        """Sends the part that was answered last."""
+        """The task that sends the part that was answered last."""
         self._leaving: Future[None] | None = None
-        """The part before it, which is being sent."""
+        """The previous part, which is being sent."""
 
     def carry_out(self, order: Order) -> Answer:
         self._send_waiting()
@@ -382,7 +383,7 @@ class _Parts:
         return Answer(sent=sent_bytes(bucket))
 
     def _send_waiting(self) -> None:
-        """Start to send the part that rank 0 is announcing, once the one before it has left."""
+        """Start to send the part that rank 0 is announcing, once the previous one has been sent."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.result()

@@ -74,7 +74,7 @@ class CheckpointWeights(_StoredWeights):
             return
         specs, stored = tensor_specs_of(path, dtype), stored_tensors(path)
         if missing := [spec.name for spec in specs if spec.name not in stored]:
-            raise ConfigError(f"{str(path)!r} does not hold the tensor {missing[0]!r}")
+            raise ConfigError(f"{str(path)!r} does not contain the tensor {missing[0]!r} of the model")
         super().__init__(stored, specs)
 
 

@@ -1,4 +1,4 @@
-"""Storing: gather from the workers and store each version, without waiting for any server. Servers fetch it.
+"""Storing: each version is gathered from the workers and stored, without waiting for servers, which fetch it later.
 
 `inflight.weights.receive.following` is the other side.
 """
@@ -20,7 +20,7 @@ from inflight.weights.transports.files import FileReceiver
 from inflight.wire import DirectorySpec, TransportSpec, UpdateRef, WeightUpdate
 
 _READ_S = 60.0
-"""Time limit for a file system to list what is stored."""
+"""Time limit, in seconds, for a file system to list the stored versions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class WeightGroup:
         are notified.
         """
         if not endpoints:
-            raise ConfigError("no endpoint is left to publish to")
+            raise ConfigError("no endpoint is left to which the weights could be published")
         if self._members == endpoints.keys():
             return {}
         self._members = frozenset()
