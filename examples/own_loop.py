@@ -23,7 +23,7 @@ def reward(text: str) -> float:
 
 
 async def sample_groups(url: str, step: int) -> list[list[Rollout]]:
-    endpoint = HttpEndpoint(url)
+    endpoint = HttpEndpoint(url, token=os.environ["INFLIGHT_TOKEN"])
     sampling = SamplingParams(n=8, max_tokens=32)
     requests = [
         GenerateRequest(request_id=f"{step}-{i}", prompt_token_ids=tuple(prompt.encode()), sampling=sampling)
