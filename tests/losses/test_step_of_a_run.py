@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,12 +12,12 @@ import torch
 from inflight.losses import PRESETS, prepare
 from inflight.rollouts import MaxLag
 from inflight.rollouts.packing import Packing
-from inflight.run.ranks.channel import WorkerChannel
 from inflight.run.ranks.messages import Train, micro_batches_of
 from inflight.run.ranks.rank import prepare_step
 from inflight.run.sampling.batches import frames_of, make_batch
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
+from tests.channels import asked
 from tests.losses.reference import LOSSES, Token
 from tests.losses.steps import sequences_of
 
@@ -44,10 +43,7 @@ def test_completions_that_are_too_old_count_in_a_run_as_the_paper_s_denominator_
     batch = make_batch(GROUPS, 5, preset.advantages, MaxLag(max_lag=2))
     assert len(batch.samples) == NUM_COMPLETIONS - 4
     (frame,) = frames_of(batch, Packing(64, 1), publish=None)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(frame)
-        step, tensors = next(WorkerChannel(theirs).requests())
+    step, tensors = asked(frame)
     assert isinstance(step, Train)
     worker = cast(Any, SimpleNamespace(version=5, world_size=1))
     (packed,), plan = prepare_step(worker, preset.loss, micro_batches_of(step.segment_lengths, tensors), step)
@@ -70,10 +66,7 @@ def test_a_rank_without_data_is_sent_an_empty_micro_batch_and_counts_nothing() -
     frames = frames_of(batch, Packing(5, 3), publish=None)
     rows = []
     for frame in frames:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.sendall(frame)
-            step, tensors = next(WorkerChannel(theirs).requests())
+        step, tensors = asked(frame)
         assert isinstance(step, Train)
         rows += micro_batches_of(step.segment_lengths, tensors)
     assert [packed.loss_mask_T.any().item() for packed in rows] == [True, True, False]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
-import socket
 import struct
 from pathlib import Path
 
@@ -14,12 +12,10 @@ import torch
 
 from inflight.errors import TrainerError
 from inflight.run.config import load_config
-from inflight.run.ranks.channel import RunChannel, WorkerChannel, encode
+from inflight.run.ranks.channel import encode
 from inflight.run.ranks.messages import (
     Members,
     Message,
-    Reply,
-    Request,
     Start,
     Train,
     Trained,
@@ -27,32 +23,9 @@ from inflight.run.ranks.messages import (
     tensors_of,
 )
 from inflight.types import MicroBatch
+from tests.channels import answered, asked
 from tests.run.runs import CONFIG
 from tests.worker.worker_cases import make_batch
-
-
-def asked(frame: bytes) -> tuple[Request, dict[str, torch.Tensor]]:
-    """What a rank receives."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(frame)
-        return next(WorkerChannel(theirs).requests())
-
-
-def answered(frame: bytes) -> Reply:
-    """What the run receives."""
-
-    async def receive() -> Reply:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            theirs.sendall(frame)
-            channel = RunChannel(0, *await asyncio.open_connection(sock=ours))
-            try:
-                return await channel.receive()
-            finally:
-                channel.close()
-
-    return asyncio.run(receive())
 
 
 def test_a_micro_batch_with_every_optional_tensor_arrives_unchanged() -> None:
@@ -119,7 +92,7 @@ def test_numbers_that_are_not_finite_arrive() -> None:
 
 
 def frame_of(json: bytes) -> bytes:
-    return struct.pack("<QQ", len(json), 0) + json
+    return struct.pack("<Q", len(json)) + json
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
-"""The connection between the run and a trainer rank: JSON and safetensors over a socket. Nothing is pickled.
+"""The messages between the run and a trainer rank over a sealed channel: JSON and safetensors. Nothing is pickled.
 
-A frame is two little-endian 64-bit lengths, then a message as JSON, then a safetensors file (empty without tensors).
+The body of a frame is the little-endian 64-bit length of a message as JSON, the message, then a safetensors file (empty
+without tensors).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import socket
 import struct
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
@@ -16,86 +15,83 @@ import pydantic
 import safetensors.torch
 import torch
 
+from inflight.base.sealed_channel import ChannelError, SealedConnection, SealedStream
 from inflight.base.validation import describe_problems
 from inflight.errors import TrainerError, WorkerDiedError
 from inflight.run.ranks.messages import Message, Reply, Request
 
 T = TypeVar("T")
 
-_LENGTHS = struct.Struct("<QQ")
+_LENGTH = struct.Struct("<Q")
 _MAX_FRAME_BYTES = 1 << 32
 _REQUEST: pydantic.TypeAdapter[Request] = pydantic.TypeAdapter(Request)
 _REPLY: pydantic.TypeAdapter[Reply] = pydantic.TypeAdapter(Reply)
 
 
 def encode(message: Message, tensors: Mapping[str, torch.Tensor] | None = None) -> bytes:
-    """Return one encoded frame."""
+    """Return the body of a frame."""
     head = message.model_dump_json().encode()
-    payload = safetensors.torch.save(dict(tensors)) if tensors else b""
-    return _LENGTHS.pack(len(head), len(payload)) + head + payload
+    return _LENGTH.pack(len(head)) + head + (safetensors.torch.save(dict(tensors)) if tensors else b"")
 
 
 class WorkerChannel:
     """A trainer rank's end of the channel; blocking."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._stream = connection.makefile("rb")
+    def __init__(self, connection: SealedConnection) -> None:
         self._connection = connection
 
     def requests(self) -> Iterator[tuple[Request, dict[str, torch.Tensor]]]:
-        """Yield the run's requests until the run ends. Raises `TrainerError` for a message that is not a request."""
-        with self._stream, contextlib.suppress(EOFError):
+        """Yield the run's requests until the run ends.
+
+        Raises `TrainerError` for a message that is not a request, or that did not come from the run.
+        """
+        with contextlib.suppress(EOFError):
             while True:
-                head_size, payload_size = _sizes(self._read(_LENGTHS.size))
-                head, payload = self._read(head_size), self._read(payload_size)
+                try:
+                    head, payload = _split(self._connection.receive(_MAX_FRAME_BYTES))
+                except ChannelError as error:
+                    raise TrainerError(f"the connection to the run cannot be trusted: {error}") from error
                 yield _parse(_REQUEST, head, "the run"), safetensors.torch.load(payload) if payload else {}
 
     def send(self, message: Message) -> None:
-        self._connection.sendall(encode(message))
-
-    def _read(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        if len(data) != size:
-            raise EOFError
-        return data
+        self._connection.send(encode(message))
 
 
 class RunChannel:
     """The run's end of the channel to one rank; async. `send` and `receive` raise `WorkerDiedError` if it is lost."""
 
-    def __init__(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._rank = rank
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, stream: SealedStream) -> None:
+        self._rank = stream.number
+        self._stream = stream
 
     async def send(self, frame: bytes) -> None:
         try:
-            self._writer.write(frame)
-            await self._writer.drain()
+            await self._stream.send(frame)
         except OSError as error:
             raise WorkerDiedError(f"the connection to trainer rank {self._rank} is lost: {error}") from error
 
     async def receive(self) -> Reply:
         """Wait for the next reply. Raises `TrainerError` for any other message, `WorkerDiedError` for tensors."""
         try:
-            head_size, payload_size = _sizes(await self._reader.readexactly(_LENGTHS.size))
-            head = await self._reader.readexactly(head_size)
-        except (asyncio.IncompleteReadError, OSError) as error:
+            head, payload = _split(await self._stream.receive(_MAX_FRAME_BYTES))
+        except ChannelError as error:
+            raise WorkerDiedError(f"the connection to trainer rank {self._rank} cannot be trusted: {error}") from error
+        except (EOFError, OSError) as error:
             raise WorkerDiedError(f"trainer rank {self._rank} ended unexpectedly") from error
-        if payload_size:
+        if payload:
             raise WorkerDiedError(f"trainer rank {self._rank} sent tensors, which a run never expects")
         return _parse(_REPLY, head, f"trainer rank {self._rank}")
 
     def close(self) -> None:
         """Close the connection, which ends the input of the rank."""
-        self._writer.close()
+        self._stream.close()
 
 
-def _sizes(data: bytes) -> tuple[int, int]:
-    head_size, payload_size = _LENGTHS.unpack(data)
-    if head_size + payload_size > _MAX_FRAME_BYTES:
-        raise WorkerDiedError(f"a frame of {head_size + payload_size} bytes is larger than {_MAX_FRAME_BYTES}")
-    return head_size, payload_size
+def _split(body: bytes) -> tuple[bytes, bytes]:
+    """Return message and tensors."""
+    (size,) = _LENGTH.unpack_from(body)
+    end = _LENGTH.size + size
+    return body[_LENGTH.size : end], body[end:]
 
 
 def _parse(kind: pydantic.TypeAdapter[T], head: bytes, sender: str) -> T:

@@ -1,30 +1,32 @@
-"""The handshake of trainer ranks with their run: both sides prove over TCP that they know the run's token.
+"""How trainer ranks meet their run: over channels that are sealed with the run's token.
 
-The token itself is not sent. The connection is not encrypted, so the hosts of a run must share a private network.
+The token itself is not sent. Nothing is encrypted, so the hosts of a run must share a private network.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import ipaddress
 import os
-import secrets
 import socket
 import struct
 import time
 
-from inflight.errors import TrainerError, WorkerDiedError
+from inflight.base.sealed_channel import (
+    PROVE_S,
+    Acceptor,
+    ChannelError,
+    SealedConnection,
+    SealedStream,
+    listen_on,
+    prove,
+)
+from inflight.errors import TrainerError
 from inflight.run.ranks.channel import RunChannel
 
 RUN_VARIABLE = "INFLIGHT_RUN"
 """``HOST:PORT`` at which a rank connects to its run."""
-_NONCE_BYTES = 32
-_PROOF_BYTES = 32
-_RANK = struct.Struct("<I")
-_PROVE_S = 30.0
-"""How long either side may take to prove that it knows the token."""
 _CONNECT_S = 300.0
 """How long a rank tries to connect to its run, which may start later."""
 
@@ -32,11 +34,10 @@ _CONNECT_S = 300.0
 class Meeting:
     """Accepts connections from the ranks of one run until it is closed."""
 
-    def __init__(self, server: asyncio.Server, address: str, ranks: list[asyncio.Future[RunChannel]]) -> None:
-        self._server = server
+    def __init__(self, acceptor: Acceptor, where: str, ranks: list[asyncio.Future[RunChannel]]) -> None:
+        self._acceptor = acceptor
         self._ranks = ranks
-        host = f"[{address}]" if ":" in address else address
-        self.where = f"{host}:{server.sockets[0].getsockname()[1]}"
+        self.where = where
 
     @classmethod
     async def open(cls, address: str, token: str, num_ranks: int, port: int = 0) -> Meeting:
@@ -44,20 +45,18 @@ class Meeting:
         loop = asyncio.get_running_loop()
         ranks: list[asyncio.Future[RunChannel]] = [loop.create_future() for _ in range(num_ranks)]
 
-        async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                async with asyncio.timeout(_PROVE_S):
-                    rank = await _proven_rank(reader, writer, token)
-                if rank >= num_ranks or ranks[rank].done():
-                    raise WorkerDiedError(f"rank {rank} is not expected")
-            except (TimeoutError, OSError, asyncio.IncompleteReadError, WorkerDiedError):
-                writer.close()  # not a rank of this run: keep waiting
+        async def meet(stream: SealedStream) -> None:
+            if stream.number >= num_ranks or ranks[stream.number].done():
+                stream.close()  # it is not expected: keep waiting
                 return
-            _keep_alive(writer.get_extra_info("socket"))
-            ranks[rank].set_result(RunChannel(rank, reader, writer))
+            _keep_alive(stream.socket())
+            ranks[stream.number].set_result(RunChannel(stream))
 
-        server = await asyncio.start_server(meet, address, port, limit=1 << 20)
-        return cls(server, address, ranks)
+        listener = listen_on(address, port)
+        acceptor = Acceptor(token.encode(), meet)
+        await acceptor.listen(listener)
+        host = f"[{address}]" if ":" in address else address
+        return cls(acceptor, f"{host}:{listener.getsockname()[1]}", ranks)
 
     async def channel(self, rank: int) -> RunChannel:
         """Wait for a rank to connect, and return the channel to it."""
@@ -65,14 +64,14 @@ class Meeting:
 
     def close(self) -> None:
         """Close the port and every channel, which ends the input of the ranks."""
-        self._server.close()
+        self._acceptor.close()
         for rank in self._ranks:
             if rank.done() and not rank.cancelled():
                 rank.result().close()
             rank.cancel()
 
 
-def meet_run(where: str, token: str, rank: int) -> socket.socket:
+def meet_run(where: str, token: str, rank: int) -> SealedConnection:
     """Connect to the run, exchange proofs of the token, and return the connection. Blocks.
 
     Raises `TrainerError` if nothing answers in time, or if the other side does not know the token.
@@ -80,21 +79,16 @@ def meet_run(where: str, token: str, rank: int) -> socket.socket:
     host, _, port = where.rpartition(":")
     try:
         connection = _connect(host.strip("[]"), int(port))
-        connection.settimeout(_PROVE_S)
-        theirs, ours = _receive_exactly(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
-        number = _RANK.pack(rank)
-        connection.sendall(ours + number + _proof(token, b"rank", theirs, ours, number))
-        if not hmac.compare_digest(
-            _receive_exactly(connection, _PROOF_BYTES), _proof(token, b"run", ours, theirs, number)
-        ):
-            raise TrainerError(f"the process that answers at {where} does not know this run's token")
+        sealed = prove(connection, token.encode(), rank)
+    except ChannelError as error:
+        raise TrainerError(f"the process that answers at {where} does not know this run's token") from error
     except (OSError, EOFError) as error:
         raise TrainerError(
             f"rank {rank} could not connect to its run at {where}: {error or 'the connection was closed'}"
         ) from error
     connection.settimeout(None)
     _keep_alive(connection)
-    return connection
+    return sealed
 
 
 def interface_of(address: str) -> str | None:
@@ -122,41 +116,15 @@ def set_collective_interface(address: str) -> None:
             os.environ.setdefault(variable, name)
 
 
-async def _proven_rank(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> int:
-    ours = secrets.token_bytes(_NONCE_BYTES)
-    writer.write(ours)
-    theirs, number = await reader.readexactly(_NONCE_BYTES), await reader.readexactly(_RANK.size)
-    proof = await reader.readexactly(_PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(token, b"rank", ours, theirs, number)):
-        raise WorkerDiedError("a rank does not know this run's token")
-    writer.write(_proof(token, b"run", theirs, ours, number))
-    await writer.drain()
-    return int(_RANK.unpack(number)[0])
-
-
-def _proof(token: str, role: bytes, challenge: bytes, answer: bytes, number: bytes) -> bytes:
-    return hmac.digest(token.encode(), role + challenge + answer + number, "sha256")
-
-
 def _connect(host: str, port: int) -> socket.socket:
     deadline = time.monotonic() + _CONNECT_S
     while True:
         try:
-            return socket.create_connection((host, port), timeout=_PROVE_S)
+            return socket.create_connection((host, port), timeout=PROVE_S)
         except OSError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = connection.recv(size - len(data))
-        if not piece:
-            raise EOFError("the connection was closed")
-        data += piece
-    return data
 
 
 def _keep_alive(connection: socket.socket) -> None:
