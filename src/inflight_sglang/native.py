@@ -30,7 +30,7 @@ from inflight.wire import (
 from inflight_sglang.updates import STUCK_S, SglangUpdates
 
 if TYPE_CHECKING:
-    from inflight.weights.transports.groups import AnnouncedRanks
+    from inflight.weights.transports.membership import AnnouncedRanks
 
 _NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed must run between")
 """Prefixes of SGLang's errors if no part of the bucket was loaded."""
@@ -63,7 +63,7 @@ class NativeSink(BucketSink):
 
     async def join(self, spec: TransportSpec) -> None:
         """End the session and the pause of a dead publisher first, then join."""
-        from inflight.weights.transports.groups import AnnouncedRanks
+        from inflight.weights.transports.membership import AnnouncedRanks
 
         assert isinstance(spec, ProcessGroupSpec)  # the only supported transport
         if spec.group_name in self._former:
@@ -72,8 +72,8 @@ class NativeSink(BucketSink):
         self._ranks = ranks = AnnouncedRanks(spec, self._num_ranks)
         await self._engine.clear(spec, self._forget_stale_groups)
         # SGLang's join blocks all of its sampling, for up to half an hour: begin it when all ranks are there.
-        await run_abandonable(ranks.meet, "inflight-meet")
-        body = spec.model_dump(include={"master_address", "master_port", "world_size", "group_name"})
+        port = await run_abandonable(ranks.meet, "inflight-meet")
+        body = spec.model_dump(include={"master_address", "world_size", "group_name"}) | {"master_port": port}
         self._former.add(spec.group_name)
         try:
             await self._routes.post(

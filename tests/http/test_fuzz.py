@@ -72,7 +72,7 @@ def valid_bodies(endpoint: EmbeddedEndpoint, directory: Path) -> dict[str, list[
     text = {"model": endpoint.name, "messages": [{"role": "user", "content": "a"}], "logprobs": True, "user": "u"}
     return {
         "/init_process_group": [
-            {**joining, **group, "world_size": 2},
+            {**joining, **group, "world_size": 2, "secret": "0" * 64},
             {**joining, "transport": "file", "directory": str(directory)},
             {**joining, "transport": "shm", "directory": str(directory)},
             {**joining, "transport": "http", "url": "http://127.0.0.1:9/x", "token": "t"},

@@ -61,6 +61,7 @@ GROUP = ProcessGroupSpec(
     group_name="group",
     master_address="127.0.0.1",
     master_port=9,
+    secret="0" * 64,
     rank=1,
     world_size=2,
     timeout_s=0.5,

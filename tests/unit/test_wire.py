@@ -265,6 +265,7 @@ def test_a_time_that_no_clock_can_count_is_refused(field: str, value: float) -> 
 
 
 GROUP = {"run_id": "r", "transport": "gloo", "group_name": "g", "master_port": 1, "rank": 1, "world_size": 2}
+GROUP |= {"secret": "0" * 64}
 PULL = {"run_id": "r", "transport": "http", "url": "http://host:1/x", "token": "t", "timeout_s": 1}
 BAD_HOSTS = ["", " ", "a b", "a..b", ".a", "a\nb", "a\x00", "x" * 64, "x." * 200, "-a", "é", "[::1", "http://a", "a:1"]
 

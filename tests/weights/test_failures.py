@@ -214,6 +214,7 @@ def test_a_group_whose_trainer_never_comes_fails_in_time_and_the_server_serves_o
         group_name="absent",
         master_address="127.0.0.1",
         master_port=reserved_port(),
+        secret="0" * 64,
         rank=1,
         world_size=2,
         timeout_s=1.0,

@@ -118,8 +118,8 @@ class SlowToAbort:
         self.may_abort = threading.Event()
         self.has_aborted = threading.Event()
 
-    def broadcast(self, *told: Any) -> Any:
-        return self._group.broadcast(*told)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
 
     def abort(self) -> None:
         self.may_abort.wait(NEVER_S)

@@ -22,7 +22,8 @@ import torch
 
 from inflight.bench.peer import TIMEOUT_S
 from inflight.errors import TransferError
-from inflight.weights.transports.process_group import ProcessGroupSender, join_group
+from inflight.weights.transports.membership import join_group
+from inflight.weights.transports.process_group import ProcessGroupSender
 
 
 def copy_s(size_bytes: int, num_rounds: int) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from inflight.weights.transports.process_group import join_group
+from inflight.weights.transports.membership import join_group
 from inflight.wire import ProcessGroupSpec
 
 TIMEOUT_S = 60.0

@@ -19,14 +19,16 @@ def _usable_path(path: str) -> str:
 class ProcessGroupSpec(TransportSpec):
     """How one endpoint joins the group in which weights travel.
 
-    The trainer is rank 0 and hosts the store. The endpoint's ranks are ``rank`` to ``rank + num_ranks - 1`` of
-    ``world_size``. The call returns once the group is formed, or fails after ``timeout_s`` seconds.
+    The trainer is rank 0 and hosts the store, which it serves to those that know ``secret``. The endpoint's ranks are
+    ``rank`` to ``rank + num_ranks - 1`` of ``world_size``. The call returns once the group is formed, or fails after
+    ``timeout_s`` seconds.
     """
 
     transport: Literal["gloo", "nccl"]
     group_name: str = Field(min_length=1, max_length=1024)
     master_address: Annotated[str, AfterValidator(usable_host)]
     master_port: int = Field(ge=1, le=65535)
+    secret: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
     rank: int = Field(ge=1, le=65535)
     world_size: int = Field(ge=2, le=65536)
 

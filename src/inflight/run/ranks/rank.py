@@ -68,7 +68,7 @@ from inflight.run.ranks.publishing import Publishing
 from inflight.run.ranks.workers import teacher_settings, worker_settings
 from inflight.run.updates import updates_of
 from inflight.types import MicroBatch
-from inflight.weights.transports.groups import host_store
+from inflight.weights.transports.membership import host_store
 
 _MEET_S = 300.0
 """How long rank 0's store waits for entries of the other ranks."""

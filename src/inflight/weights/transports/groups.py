@@ -1,7 +1,4 @@
-"""Groups of torch in which buckets are broadcast: how ranks meet, and how groups are created, awaited and abandoned.
-
-Ranks meet in a store that the sender hosts, by the keys in it. The store binds to the given address only. Closing it
-ends every pending join, on either side.
+"""Groups of torch in which buckets are broadcast: how they are created, awaited and abandoned.
 
 Gloo cannot interrupt a pending operation: callers that drop a group abandon the operation (see
 `inflight.base.threads`), and it ends by its own timeout. `inflight.weights.transports.nccl_group` states how NCCL
@@ -10,12 +7,10 @@ differs.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -23,15 +18,12 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed
 
-from inflight.base.threads import run_unless_abandoned, start_in_thread
-from inflight.errors import TransferError, transfer_error
+from inflight.base.threads import start_in_thread
 from inflight.weights.encode.transit import on_weight_stream
 from inflight.weights.transports.nccl_group import new_nccl_group
-from inflight.weights.transports.store import ABANDONED, abandon
-from inflight.wire import ProcessGroupSpec
+from inflight.weights.transports.store import ABANDONED
 
 dist: Any = torch.distributed  # its stubs leave out Gloo's options and the stores
-JOINING = "joining the weight group"
 GRACE_S = 0.5
 """How much longer than its timeout a call may take, so that its own, more specific error arrives. torch's store may
 retry for twice its timeout; it is abandoned after this."""
@@ -42,9 +34,10 @@ _LATER_S = 5.0
 
 
 class CollectiveGroup(Protocol):
-    """One rank's end of a group; ``raw`` is torch's own object."""
+    """One rank's end of a group; ``raw`` is torch's own object, and ``meeting`` lives as long as the group."""
 
     raw: Any
+    meeting: Any = None
 
     @abstractmethod
     def make_broadcast(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
@@ -53,6 +46,10 @@ class CollectiveGroup(Protocol):
         It blocks and may have to be abandoned, so it must run in a thread of its own. It raises `RuntimeError`. It
         holds the group: dropping a group would wait for the operation.
         """
+
+    @abstractmethod
+    def gather(self, flat: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
+        """Return what every rank passes, on rank 0, and nothing on the others. Blocks; raises `RuntimeError`."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -67,6 +64,20 @@ class GlooGroup(CollectiveGroup):
 
     def make_broadcast(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         return lambda: self.raw.broadcast(flat, 0, timeout_of(timeout_s)).wait()
+
+    def gather(self, flat: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
+        """Ranks are received from one by one, so that an error names the rank."""
+        if self.raw.rank():
+            self.raw.send([flat], 0, 0).wait(timeout_of(timeout_s))
+            return []
+        deadline, gathered = time.monotonic() + timeout_s, [flat]
+        for rank in range(1, self.raw.size()):
+            gathered.append(torch.empty_like(flat))
+            try:
+                self.raw.recv(gathered[-1:], rank, 0).wait(timeout_of(deadline - time.monotonic()))
+            except RuntimeError as error:
+                raise RuntimeError(f"nothing arrived from rank {rank}: {error}") from error
+        return gathered
 
     def abort(self) -> None:
         self.raw.abort()
@@ -84,24 +95,36 @@ class PolledGroup(CollectiveGroup):
         self._unfinished: list[tuple[Any, torch.Tensor]] = []
 
     def make_broadcast(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        def broadcast() -> None:
-            deadline = time.monotonic() + timeout_s
-            with on_weight_stream(flat.device):
-                work = self.raw.broadcast(flat, 0, timeout_of(timeout_s + _LATER_S))
-                operation = (work, flat)
-                self._unfinished.append(operation)
-                poll_s = _SHORTEST_POLL_S
-                while not work.is_completed():
-                    if self._is_given_up:
-                        raise RuntimeError(ABANDONED)
-                    if time.monotonic() > deadline:
-                        raise RuntimeError(f"not done after {timeout_s:g} s")
-                    time.sleep(poll_s)
-                    poll_s = min(2 * poll_s, _LONGEST_POLL_S)
-                work.wait()  # it is complete: this raises its error
-            self._unfinished.remove(operation)
+        return lambda: self._finish(lambda timeout: self.raw.broadcast(flat, 0, timeout), flat, timeout_s)
 
-        return broadcast
+    def gather(self, flat: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
+        gathered = [] if self.raw.rank() else [torch.empty_like(flat) for _ in range(self.raw.size())]
+        options = dist.GatherOptions()
+
+        def start(timeout: timedelta) -> Any:
+            options.timeout = timeout
+            return self.raw.gather([gathered] if gathered else [], [flat], options)
+
+        self._finish(start, flat, timeout_s)
+        return gathered
+
+    def _finish(self, start: Callable[[timedelta], Any], flat: torch.Tensor, timeout_s: float) -> None:
+        """Start an operation on ``flat``, and return when it is done."""
+        deadline = time.monotonic() + timeout_s
+        with on_weight_stream(flat.device):
+            work = start(timeout_of(timeout_s + _LATER_S))
+            operation = (work, flat)
+            self._unfinished.append(operation)
+            poll_s = _SHORTEST_POLL_S
+            while not work.is_completed():
+                if self._is_given_up:
+                    raise RuntimeError(ABANDONED)
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"not done after {timeout_s:g} s")
+                time.sleep(poll_s)
+                poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+            work.wait()  # it is complete: this raises its error
+        self._unfinished.remove(operation)
 
     def abort(self) -> None:
         self._is_given_up = True
@@ -136,98 +159,6 @@ GLOO = GroupKind("cpu", sends_from_device=False, make=lambda *arguments: GlooGro
 NCCL = GroupKind(
     "cuda", sends_from_device=True, make=lambda keys, rank, size, *_: PolledGroup(new_nccl_group(keys, rank, size))
 )
-
-
-class AnnouncedRanks:
-    """Ranks of an engine that itself joins and receives, whose waits have no deadline and cannot be interrupted.
-
-    Announces ``spec.rank`` and the ranks after it on the engine's behalf. Once `meet` returns, every other rank is
-    there and joining; once `await_send` returns, the sender is sending. Calling `abandon` from another thread ends both
-    early, with `TransferError`.
-    """
-
-    def __init__(self, spec: ProcessGroupSpec, num_ranks: int) -> None:
-        self._spec = spec
-        self._ranks = range(spec.rank, spec.rank + num_ranks)
-        self._abandoned: Future[str] = Future()
-        self._store: Any = None
-
-    def meet(self) -> None:
-        """Block until all ranks have arrived. Raises `TransferError` after ``spec.timeout_s`` seconds."""
-        spec = self._spec
-        what = f"{JOINING} through its store at {spec.master_address}:{spec.master_port}"
-        self._store = run_unless_abandoned(
-            self._abandoned, lambda: meet(spec, self._ranks), what, spec.timeout_s + GRACE_S
-        )
-
-    def await_send(self, index: int, timeout_s: float) -> None:
-        """Block until the sender sends bucket ``index`` of this group, counted from 0."""
-        store, what = self._store, "waiting for the sender"
-        if store is None:
-            raise TransferError("no weight group is formed")
-        try:
-            run_unless_abandoned(
-                self._abandoned,
-                lambda: store.wait([_send_key(index)], timeout_of(timeout_s)),
-                what,
-                timeout_s + GRACE_S,
-            )
-        except RuntimeError as error:
-            raise transfer_error(error, what) from error
-
-    def abandon(self) -> None:
-        """End the pending calls. Returns at once. Idempotent."""
-        abandon(self._abandoned)
-
-
-def host_store(address: str, timeout_s: float) -> tuple[Any, int]:
-    """Return a store that listens on ``address``, and its port. Raises `TransferError` if it cannot be bound."""
-    try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family) as listener:
-            listener.bind((address, 0))
-            listener.listen(128)
-            port = listener.getsockname()[1]
-            hosted = dist.TCPStore(
-                address,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-                master_listen_fd=os.dup(listener.fileno()),
-            )
-    except (OSError, RuntimeError) as error:
-        raise transfer_error(error, f"hosting the weight group's store on {address}") from error
-    return hosted, port
-
-
-def announce_send(hosted: Any, group_name: str, index: int) -> None:
-    """Notify the ranks that wait for it that bucket ``index`` of the group is being sent. Raises `RuntimeError`."""
-    dist.PrefixStore(group_name, hosted).set(_send_key(index), "")
-
-
-def _send_key(index: int) -> str:
-    return f"sending/{index}"
-
-
-def meet(spec: ProcessGroupSpec, ranks: Sequence[int]) -> Any:
-    """Announce ``ranks`` in the group's store, and return the store once all ranks are announced."""
-    deadline = time.monotonic() + spec.timeout_s
-    timeout = timeout_of(spec.timeout_s)
-    where = f"{spec.master_address}:{spec.master_port}"
-    try:
-        store = dist.TCPStore(spec.master_address, spec.master_port, is_master=False, timeout=timeout)
-    except (OSError, RuntimeError) as error:
-        raise transfer_error(error, f"reaching the weight group's store at {where}") from error
-    prefixed = dist.PrefixStore(spec.group_name, store)
-    try:
-        for rank in ranks:
-            prefixed.set(f"here/{rank}", "")  # NCCL waits for no rank before its first operation
-        here = [f"here/{other}" for other in range(spec.world_size)]
-        prefixed.wait(here, timeout_of(deadline - time.monotonic()))
-    except RuntimeError as error:
-        raise transfer_error(error, f"rank {ranks[0]} joining the weight group of {spec.world_size} ranks") from error
-    return prefixed
 
 
 def timeout_of(timeout_s: float) -> timedelta:

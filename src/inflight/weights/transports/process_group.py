@@ -1,19 +1,19 @@
 """Weights by one broadcast per bucket over a private gloo or NCCL group; torch's default group is never touched.
 
-The sender is rank 0 and hosts the store in which the ranks meet. Sender and receiver are the same code for both
-backends; `inflight.weights.transports.groups` contains the differences.
+The sender is rank 0 and hosts the store in which the ranks meet (`inflight.weights.transports.membership`). Sender and
+receiver are the same code for both backends; `inflight.weights.transports.groups` contains the differences.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed
 
 from inflight.base.threads import result_unless_abandoned, run_unless_abandoned, start_in_thread
 from inflight.contracts import ReceivesAhead, SendsFromDevice, WeightReceiver, WeightSender
@@ -22,22 +22,12 @@ from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack, unpack
 from inflight.weights.encode.buckets import refuse_stray
 from inflight.weights.encode.transit import ReusedMemory, on_weight_stream
-from inflight.weights.transports.groups import (
-    GLOO,
-    GRACE_S,
-    JOINING,
-    NCCL,
-    CollectiveGroup,
-    GroupKind,
-    announce_send,
-    host_store,
-    local_address_for,
-    meet,
-)
+from inflight.weights.transports.groups import GLOO, GRACE_S, NCCL, CollectiveGroup, GroupKind, local_address_for
+from inflight.weights.transports.key_store import HostedKeys
+from inflight.weights.transports.membership import JOINING, announce_send, join_group
 from inflight.weights.transports.store import ABANDONED, abandon
 from inflight.wire import ProcessGroupSpec, TensorSpec, UpdateRef, WeightUpdate
 
-dist: Any = torch.distributed  # its stubs leave out the stores
 GroupTransport = Literal["gloo", "nccl"]
 _KINDS: Mapping[GroupTransport, GroupKind] = {"gloo": GLOO, "nccl": NCCL}
 
@@ -60,7 +50,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
                 raise ConfigError(f"{transport} sends from a GPU, and torch sees none here; use the gloo transport")
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._lock = threading.Lock()
-        self._hosted: Any = None
+        self._hosted: HostedKeys | None = None
         self._opened: ProcessGroupSpec | None = None
         self._abandoned: Future[str] = Future()
         self._group: CollectiveGroup | None = None
@@ -70,7 +60,8 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
         """Raises `TransferError` if the address cannot be bound."""
         self.abort()
-        hosted, port = host_store(self._address, timeout_s)
+        secret, world_size = secrets.token_hex(32), 1 + sum(num_ranks)
+        hosted = HostedKeys(self._address, secret.encode(), world_size)
         group_name = f"inflight-{uuid.uuid4().hex[:12]}"
         specs = [
             ProcessGroupSpec(
@@ -78,9 +69,10 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
                 transport=self._transport,
                 group_name=group_name,
                 master_address=self._address,
-                master_port=port,
+                master_port=hosted.port,
+                secret=secret,
                 rank=1 + sum(num_ranks[:i]),
-                world_size=1 + sum(num_ranks),
+                world_size=world_size,
                 timeout_s=timeout_s,
             )
             for i in range(len(num_ranks))
@@ -125,25 +117,28 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
         """On return the bytes have left; only the receiver knows that they arrived."""
         with self._lock:
             refuse_stray(bucket, self._ref)
-            group, abandoned, hosted, opened = self._group, self._abandoned, self._hosted, self._opened
+            group, abandoned = self._group, self._abandoned
             index, self._num_sent = self._num_sent, self._num_sent + 1
-        if group is None or opened is None:
+        if group is None:
             raise TransferError("no weight group is formed")
         what = f"sending bucket {bucket.index}"
         with on_weight_stream(self._device, after=bucket.ready):
             flat = pack(bucket.tensors).to(self._device)
         try:
-            announce_send(hosted, opened.group_name, index)
+            announce_send(group, index)
         except RuntimeError as error:
             raise transfer_error(error, what) from error
         _broadcast(group, flat, timeout_s, abandoned, what)
 
     def abort(self) -> None:
         with self._lock:
-            group, self._group, self._hosted, self._opened, self._ref = self._group, None, None, None, None
+            group, hosted = self._group, self._hosted
+            self._group = self._hosted = self._opened = self._ref = None
             abandon(self._abandoned)
         if group is not None:
             group.abort()
+        if hosted is not None:
+            hosted.close()
 
 
 class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
@@ -236,14 +231,3 @@ def _broadcast(group: CollectiveGroup, flat: torch.Tensor, timeout_s: float, aba
         run_unless_abandoned(abandoned, group.make_broadcast(flat, timeout_s), what, timeout_s + GRACE_S)
     except RuntimeError as error:
         raise transfer_error(error, what) from error
-
-
-def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind = GLOO) -> CollectiveGroup:
-    """Return the group that ``spec`` describes, joined as ``rank`` from ``address`` once all ranks have arrived."""
-    prefixed = meet(spec, [rank])
-    # The prefix that torch's own groups use, so that ranks that torch joins (SGLang's) meet ours.
-    keys = dist.PrefixStore(f"{kind.device_type}/", dist.PrefixStore(f"{spec.group_name}/", prefixed))
-    try:
-        return kind.make(keys, rank, spec.world_size, address, spec.timeout_s)
-    except RuntimeError as error:
-        raise transfer_error(error, f"rank {rank} joining the weight group of {spec.world_size} ranks") from error
