@@ -60,7 +60,9 @@ def deletes_keys(spec: ProcessGroupSpec) -> None:
 
 
 def stores_much(spec: ProcessGroupSpec) -> None:
-    torchs_store(spec).set("x", "x" * MANY_BYTES)
+    store = torchs_store(spec)
+    for i in range(MANY_BYTES // 8_000_000):
+        store.set(f"large/{i}", "x" * 8_000_000)
 
 
 def sends_much(spec: ProcessGroupSpec) -> None:

@@ -78,8 +78,10 @@ class HostedKeys:
         except OSError as error:
             raise transfer_error(error, f"hosting the weight group's store on {address}") from error
         self.port = int(listener.getsockname()[1])
-        opened: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-        self._ended = start_in_thread(lambda: asyncio.run(self._serve(listener, opened)), "inflight-weight-group-store")
+        opened: Future[Any] = Future()  # of the loop, and the event that ends it
+        self._ended: Future[Any] = start_in_thread(
+            lambda: asyncio.run(self._serve(listener, opened)), "inflight-weight-group-store"
+        )
         wait([opened, self._ended], return_when=FIRST_COMPLETED)
         self._loop, self._closed = opened.result() if opened.done() else self._ended.result()
 
@@ -89,9 +91,7 @@ class HostedKeys:
             self._loop.call_soon_threadsafe(self._closed.set)
         wait([self._ended], _STOP_S)
 
-    async def _serve(
-        self, listener: socket.socket, opened: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]
-    ) -> None:
+    async def _serve(self, listener: socket.socket, opened: Future[Any]) -> None:
         acceptor, closed = Acceptor(self._secret, self._answer_client), asyncio.Event()
         await acceptor.listen(listener)
         opened.set_result((asyncio.get_running_loop(), closed))
