@@ -138,13 +138,27 @@ def test_frames_of_another_connection_or_of_the_other_direction_are_refused() ->
         assert "rank 0" in asyncio.run(talk(other))
 
 
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while connection.recv(1024):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
 def test_ranks_meet_their_run_although_strangers_connect_and_prove_nothing() -> None:
     async def meet() -> None:
         meeting = await Meeting.open("127.0.0.1", "token", 1)
         host, _, port = meeting.where.rpartition(":")
         with contextlib.ExitStack() as silent:
-            for _ in range(3 * MAX_UNPROVEN):
+            held = [
                 silent.enter_context(await asyncio.to_thread(socket.create_connection, (host, int(port))))
+                for _ in range(3 * MAX_UNPROVEN)
+            ]
             with pytest.raises(TrainerError, match="rank 0 could not connect"):
                 await asyncio.to_thread(meet_run, meeting.where, "another token", 0)
             connection = await asyncio.to_thread(meet_run, meeting.where, "token", 0)
@@ -152,6 +166,7 @@ def test_ranks_meet_their_run_although_strangers_connect_and_prove_nothing() -> 
             WorkerChannel(connection).send(StatusMessage(what="here"))
             assert await channel.receive() == StatusMessage(what="here")
             connection.close()
+            assert sum(map(is_closed, held)) >= 2 * MAX_UNPROVEN
         meeting.close()
 
     asyncio.run(asyncio.wait_for(meet(), SOON_S))

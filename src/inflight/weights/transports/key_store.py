@@ -78,12 +78,14 @@ class HostedKeys:
         except OSError as error:
             raise transfer_error(error, f"hosting the weight group's store on {address}") from error
         self.port = int(listener.getsockname()[1])
-        opened: Future[Any] = Future()  # of the loop, and the event that ends it
-        self._ended: Future[Any] = start_in_thread(
-            lambda: asyncio.run(self._serve(listener, opened)), "inflight-weight-group-store"
-        )
-        wait([opened, self._ended], return_when=FIRST_COMPLETED)
-        self._loop, self._closed = opened.result() if opened.done() else self._ended.result()
+        opened: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        name = "inflight-weight-group-store"
+        self._ended: Future[None] = start_in_thread(lambda: asyncio.run(self._serve(listener, opened)), name)
+        both: list[Future[Any]] = [opened, self._ended]
+        wait(both, return_when=FIRST_COMPLETED)
+        if not opened.done():
+            self._ended.result()  # raises what went wrong
+        self._loop, self._closed = opened.result()
 
     def close(self) -> None:
         """Close the port and every connection, which ends the pending calls of all clients. Idempotent."""
@@ -91,7 +93,9 @@ class HostedKeys:
             self._loop.call_soon_threadsafe(self._closed.set)
         wait([self._ended], _STOP_S)
 
-    async def _serve(self, listener: socket.socket, opened: Future[Any]) -> None:
+    async def _serve(
+        self, listener: socket.socket, opened: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]
+    ) -> None:
         acceptor, closed = Acceptor(self._secret, self._answer_client), asyncio.Event()
         await acceptor.listen(listener)
         opened.set_result((asyncio.get_running_loop(), closed))
