@@ -26,6 +26,8 @@ _NUMBER = struct.Struct("<I")
 _HEAD = struct.Struct("<QQ")  # the position of the frame in its direction, and the size of its body
 _TO_THREAD_BYTES = 1 << 20
 _STREAM_BYTES = 1 << 20
+_ROUNDS = 5
+"""How many rounds of the loop asyncio needs at most to call the handler of a connection that it has accepted."""
 
 
 class ChannelError(ConnectionError):
@@ -172,6 +174,18 @@ class Acceptor:
             self._server.close()
         while self._unproven:
             self._unproven.popitem()[0].transport.abort()
+
+    async def aclose(self) -> None:
+        """Close it once asyncio has called the handler of every connection that it has accepted.
+
+        asyncio leaves a connection open for which it has not done so when its server is closed.
+        """
+        if self._server is not None:
+            for listener in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listener.fileno())
+        for _ in range(_ROUNDS):
+            await asyncio.sleep(0)
+        self.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._unproven) >= MAX_UNPROVEN:

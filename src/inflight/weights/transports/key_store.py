@@ -37,9 +37,6 @@ _ANSWER_S = 0.2
 """How much longer than its timeout a call waits for the answer, which names the keys that are missing."""
 _STOP_S = 5.0
 _SHORTEST_S = 0.001
-_ROUNDS = 5
-"""How many rounds of the loop asyncio needs at most to call the handler of a connection that it has accepted. A handler
-that is cancelled before its first step would leave its connection open."""
 _AGAIN_S = 0.02
 
 dist: Any = torch.distributed  # its stubs leave out what subclasses of a store override
@@ -100,9 +97,7 @@ class HostedKeys:
         await acceptor.listen(listener)
         opened.set_result((asyncio.get_running_loop(), closed))
         await closed.wait()
-        acceptor.close()
-        for _ in range(_ROUNDS):
-            await asyncio.sleep(0)
+        await acceptor.aclose()
 
     async def _answer_client(self, client: SealedStream) -> None:
         self._num_clients += 1
