@@ -132,7 +132,7 @@ def test_a_transport_is_a_known_name_or_a_factory() -> None:
         (["worker", "m:f", "--json", "c", "--html", "c"], "names the same file"),
         ([], "specify what to check"),
         (["--compare", "absent.json", "absent.json"], "certificate 'absent.json' cannot be read"),
-        (["--compare", "a.json", "b.json", "worker", "m:f"], "--compare runs no checks"),
+        (["--compare", "a.json", "b.json", "worker", "m:f"], "--compare does not run checks"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_run(

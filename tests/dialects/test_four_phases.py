@@ -108,7 +108,7 @@ def test_a_server_without_the_routes_or_a_url_without_directories_is_refused(
 
 @pytest.mark.parametrize(
     ("query", "said"),
-    [("?model_dir=.", "directory is missing"), ("?model_dir=.&directory=.", "is the server running?")],
+    [("?model_dir=.", "directory is missing"), ("?model_dir=.&directory=.", "check that the server is running")],
 )
 def test_a_check_that_cannot_attach_ends_before_the_kit_is_loaded(
     query: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ CASES = [
     ("lost tensor", 2, "model.layers.1.self_attn.o_proj.weight"),
     ("update not applied", 2, "all tensors"),
     ("transformed again", 3, ""),
-    ("started elsewhere", 3, "the load at the start"),
+    ("started elsewhere", 3, "the initial load"),
     ("tied head", 4, "embed_tokens"),
     ("raw logprobs", 5, ""),
     ("rounded head", 6, "bfloat16"),

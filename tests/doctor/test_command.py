@@ -110,7 +110,7 @@ def test_a_server_of_another_checkpoint_is_refused_and_keeps_its_weights(
         (["{run}", "--model", "x", "--worker", "fsdp"], "leave out --model, --worker"),
         (["{run}", "--prompts", "3"], "leave out --prompts"),
         ([], "specify what to examine: the directory of a run"),
-        (["http://127.0.0.1:9", "--model", "{model}"], "is the server running?"),
+        (["http://127.0.0.1:9", "--model", "{model}"], "check that the server is running"),
     ],
 )
 def test_what_cannot_be_examined_has_status_2(

@@ -269,7 +269,7 @@ def test_messages_that_render_to_nothing_and_models_that_are_not_served_are_refu
     async def call(client: InferenceEndpoint) -> None:
         for model, says in (
             ("tiny", "prompt_token_ids"),
-            ("other", "'other' is not served here; the served model is 'tiny'"),
+            ("other", "'other' is not served by this server; the served model is 'tiny'"),
         ):
             with pytest.raises(InvalidRequestError, match=says):
                 await client.chat_completion(ChatCompletionRequest(model=model, messages=messages, max_tokens=1))

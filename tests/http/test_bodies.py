@@ -95,7 +95,7 @@ def test_nothing_is_read_of_a_body_that_says_that_it_is_too_long(model_dir: Path
     headers = {**AUTHORIZED, "content-length": str(length)}
     call = asyncio.run(answered(model_dir, route, [b" " * 1000] * 100, headers))
     assert (call.status, call.num_read) == (413, 0)
-    assert f"{length} bytes, at most {bound_of(route)}" in call.error()
+    assert f"{length} bytes, but at most {bound_of(route)}" in call.error()
     assert route.path in call.error()
 
 
@@ -203,7 +203,7 @@ def test_a_long_wrong_body_is_refused_in_few_words(
                 call = await answer_of(app, route, [body], AUTHORIZED)
                 assert call.status == 400, kind
                 assert len(call.error()) < 3000, kind
-                assert call.error().startswith(f"{route.path} cannot use this body: "), kind
+                assert call.error().startswith(f"{route.path} cannot accept this body: "), kind
 
     asyncio.run(run())
     assert most_listed <= 100

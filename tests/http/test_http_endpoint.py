@@ -261,7 +261,7 @@ def test_a_server_that_hangs_is_a_deadline_error_in_time_and_one_that_dies_is_un
 
     async def deadline_of(endpoint: HttpEndpoint, name: str) -> None:
         started = time.monotonic()
-        with pytest.raises(DeadlineError, match=r"gave no answer within \d") as raised:
+        with pytest.raises(DeadlineError, match=r"received no answer within \d") as raised:
             await CALLS[name](endpoint)
         assert raised.value.endpoint == server.url
         # Calls that carry a deadline wait five seconds longer, so that the server's own reason can arrive.
@@ -284,7 +284,7 @@ def test_a_server_that_hangs_is_a_deadline_error_in_time_and_one_that_dies_is_un
             await asyncio.gather(*(deadline_of(hasty, name) for name in CALLS))
             server.kill()
             for call in running:
-                with pytest.raises(UnreachableError, match="is the server running"):
+                with pytest.raises(UnreachableError, match="check that the server is running"):
                     await call
 
     asyncio.run(run())
@@ -298,7 +298,7 @@ def test_a_port_where_nobody_listens_is_unreachable() -> None:
     async def run(url: str) -> None:
         async with connected(url, token=TOKEN) as endpoint:
             for call in CALLS.values():
-                with pytest.raises(UnreachableError, match="is the server running"):
+                with pytest.raises(UnreachableError, match="check that the server is running"):
                     await call(endpoint)
 
     with socket.socket() as unused:

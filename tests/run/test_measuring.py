@@ -31,4 +31,4 @@ def test_a_machine_measures_its_configurations_and_writes_the_fastest(
 
 def test_measurements_are_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--measure", str(tmp_path / "run.toml"), "--from", str(tmp_path)]) == 1
-    assert "leave out --from" in capsys.readouterr().err
+    assert "omit --from" in capsys.readouterr().err

@@ -312,10 +312,10 @@ def test_one_run_predicts_others_roughly_and_is_said_to_be_of_one_load(
         for other in runs.values():
             assert predict(costs, candidate_of(other), 10, 3).tokens_per_s > 0
     assert main(["plan", "--from", str(runs["two, conventional"])]) == 0
-    assert "about one load" in capsys.readouterr().err
+    assert "about the same load" in capsys.readouterr().err
     both = ["--from", str(runs["one, conventional, single"]), "--from", str(runs["two, pipeline"])]
     assert main(["plan", *both]) == 0
-    assert "about one load" not in capsys.readouterr().err
+    assert "about the same load" not in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------- plans

@@ -46,7 +46,7 @@ def test_a_sharding_is_accepted_if_it_sends_every_element_once(data: st.DataObje
     ("senders", "words"),
     [
         (((((0, 2), (0, 3)),), (((1, 4), (0, 3)),)), "overlap"),
-        (((((0, 2), (0, 3)),), (((3, 4), (0, 3)),)), "its boxes have 9 of its 12 elements"),
+        (((((0, 2), (0, 3)),), (((3, 4), (0, 3)),)), "its boxes cover 9 of its 12 elements"),
         (((((0, 2), (0, 3)),), (((2, 5), (0, 3)),)), "outside its shape"),
         (((((0, 4),),), ()), "outside its shape"),
     ],
@@ -61,7 +61,7 @@ def test_a_manifest_refuses_elements_that_are_missing_or_sent_twice(senders: obj
 def test_a_manifest_bounds_what_comparing_boxes_costs() -> None:
     columns = tuple((((0, 300), (i, i + 1)),) for i in range(300))
     problem = Sharding(senders=columns).problem((300, 300))
-    assert problem == "it is cut into too many boxes, 300"
+    assert problem == "it is divided into too many boxes, 300"
     rows = tuple((((i, i + 1), (0, 300)),) for i in range(300))
     assert Sharding(senders=rows).problem((300, 300)) is None
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     weights = subjects.add_parser(
         "weights",
-        help="publish a model over each transport and print how long each part takes",
+        help="publish a model over each transport and print the duration of each part",
         epilog="Times are medians in milliseconds. 'limit' names the raw operation on the same bytes in the same run, "
         "and 'share' is its time divided by the time of the publish.",
     )

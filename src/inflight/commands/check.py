@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         type=Path,
         metavar=("OLD.json", "NEW.json"),
-        help="show what changed between two certificates instead; exit status 1 if a check regressed",
+        help="instead, show the differences between two certificates; exit status 1 if a check regressed",
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND")
     shared = _shared_arguments()
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the target, list the checks or compare two certificates."""
     if arguments.compare:
         if arguments.kind:
-            raise ConfigError(f"--compare runs no checks; leave out {arguments.kind!r}")
+            raise ConfigError(f"--compare does not run checks; omit {arguments.kind!r}")
         return _compare(*arguments.compare)
     if not arguments.kind:
         raise ConfigError("specify what to check: inflight check endpoint, worker, transport, fleet or parity")
@@ -191,7 +191,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 async def _attach(url: str, token: str | None) -> None:
-    """Attach to a server once, so that what it is refused for is reported before anything is loaded."""
+    """Attach to a server once, so that a refusal is reported before anything is loaded."""
     endpoint = connect_endpoint(url, token=token, control_timeout_s=10.0)
     async with aclosing(endpoint):
         with suppress(DeadlineError):  # which the kit explains

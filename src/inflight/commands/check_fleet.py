@@ -44,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(1, 2),
         default=1,
-        help="number of trainer ranks that send weights, of which the second is faulty (default: %(default)s)",
+        help="number of trainer ranks that send weights; faults are injected into the second (default: %(default)s)",
     )
     add_json_argument(parser)
     add_deadline_scale(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the schedules and print the results; returns 1 if one failed."""
+    """Run the schedules and print the results; return 1 if one failed."""
     command, scale, file = arguments.serve, arguments.deadline_scale, arguments.json
     if not command:
         raise ConfigError("specify the command that starts a server: inflight check fleet --serve COMMAND")

@@ -24,8 +24,9 @@ _MEASURE_S = 600.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Give an endpoint and a worker the same weights and compare their logprobs. If they differ, find the cause by "
-        "publishing weights with parts of the model switched off. Exit status: 0 if they agree, 1 otherwise."
+        "Load the same weights into an endpoint and a worker, and compare their logprobs. If they differ, find the "
+        "cause by publishing weights with parts of the model switched off. Exit status: 0 if they agree, 1 "
+        "otherwise."
     )
     add_endpoint_arguments(parser)
     parser.add_argument(
@@ -98,7 +99,7 @@ def _targets(arguments: argparse.Namespace) -> Sequence[tuple[str | None, Endpoi
             raise ConfigError("--serve COMMAND contains {dtype}: specify it with --dtype, such as --dtype float32")
         return [(None, target)]
     if command is None or "{dtype}" not in command:
-        raise ConfigError("--dtype requires a server that is started in that dtype: --serve COMMAND with {dtype} in it")
+        raise ConfigError("--dtype requires a server that is started in that dtype: include {dtype} in --serve COMMAND")
     return [
         (dtype, target.model_copy(update={"command": command.replace("{dtype}", dtype)})) for dtype in arguments.dtype
     ]

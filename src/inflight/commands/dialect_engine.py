@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="a pause that no call follows ends after this time (default: %(default)g)",
+        help="a pause that is not followed by a call ends after this time (default: %(default)g)",
     )
     group.add_argument(
         "--timeout",

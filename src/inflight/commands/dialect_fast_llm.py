@@ -51,12 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of ranks in the group: callbacks.streaming.broadcast.external_world_size + 1 (default: 2)",
     )
-    parser.add_argument("--rank", type=int, default=1, metavar="R", help="rank to join the group as (default: 1)")
+    parser.add_argument(
+        "--rank", type=int, default=1, metavar="R", help=("rank as which to join the group (default: 1)")
+    )
     parser.add_argument(
         "--host-store",
         action="store_true",
-        help="host the group's store here: torchrun makes Fast-LLM a client of it (default: the trainer or a launcher "
-        "hosts it)",
+        help="host the group's store in this process, as is needed if torchrun makes Fast-LLM a client of it "
+        "(default: the trainer or a launcher hosts it)",
     )
     add_update_arguments(parser, "fast-llm")
     parser.add_argument(
@@ -64,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=3600.0,
         metavar="SECONDS",
-        help="time limit from one event of the trainer to the next; it announces no failure (default: %(default)g)",
+        help=(
+            "time limit from one event of the trainer to the next, because it does not announce failures (default: "
+            "%(default)g)"
+        ),
     )
 
 

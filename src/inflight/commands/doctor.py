@@ -17,10 +17,10 @@ from inflight.http.tokens import TOKEN_VARIABLE
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Find out why the logprobs of an inference engine differ from those of a trainer. For the directory of a run, "
-        "print the shape of the differences in its records and the first suspects. For an endpoint, publish known "
-        "weights to it, and name the cause, the tensor or the setting, and the fix. Exit status: 0 if there is "
-        "no drift, 1 if there is drift or a warning, 2 if nothing can be concluded."
+        "Find out why the logprobs of an inference engine differ from those of a trainer. For the directory of a "
+        "run, print the shape of the differences in its records and the first suspects. For an endpoint, publish "
+        "known weights to it, and name the cause, the tensor or the setting, and the remedy. Exit status: 0 if "
+        "there is no drift, 1 if there is drift or a warning, 2 if nothing can be concluded."
     )
     add_endpoint_arguments(parser, "directory of a run, URL of a server, or module:function; a URL needs --model")
     parser.set_defaults(parser=parser)
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the records of a run, or examine a live pair; returns 2 if that is impossible."""
+    """Read the records of a run, or examine a live pair; return 2 if that is impossible."""
     try:
         return _run(arguments)
     except InflightError as error:
@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
         given = [name for name, value in vars(arguments).items() if value != parser.get_default(name)]
         if others := [name for name in given if name not in ("command", "target", "json")]:
             named = ", ".join(f"--{name.replace('_', '-')}" for name in others)
-            raise ConfigError(f"{target!r} is the directory of a run, whose records are read alone: leave out {named}")
+            raise ConfigError(f"{target!r} is the directory of a run, so only its records are read: omit {named}")
         return doctor_records.run(arguments)
     if target is not None and ":" not in target:
         raise ConfigError(

@@ -22,7 +22,7 @@ _EXAMINE_S = 1200.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine the pair, and print what was found; returns 1 if a cause was found."""
+    """Examine the pair, and print the findings; return 1 if a cause was found."""
     target = endpoint_of(arguments, keyword_arguments(arguments.option, "--option"))
     if target.url is not None and target.model is None:
         raise ConfigError("specify the checkpoint that the URL serves with --model DIR")
@@ -51,7 +51,7 @@ async def _examined(target: Any, arguments: argparse.Namespace) -> int:
             async with asyncio.timeout(_EXAMINE_S * scale):
                 found = await examine(pair, print_progress)
         except TimeoutError as error:
-            words = f"the examination did not end within {_EXAMINE_S * scale:g} s; it has more time with"
+            words = f"the examination did not end within {_EXAMINE_S * scale:g} s; allow more time with"
             raise DeadlineError(f"{words} --deadline-scale", target.label) from error
         can = pair.subject.capabilities
     findings = diagnose(found)

@@ -14,14 +14,15 @@ from inflight.commands.shared import add_json_argument, print_progress
 from inflight.errors import ConfigError
 
 _LINE_EVERY_S = 10.0
-"""How often progress is reported where the output is not a terminal."""
+"""How often, in seconds, progress is reported if the output is not a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Simulate configurations of a run and print the best trade-offs between speed and token age. Costs come from "
-        "PLAN.toml, from the events of earlier runs (--from), or from both: --from fills in what the plan leaves out."
+        "Simulate configurations of a run and print the best trade-offs between speed and token age. Costs come "
+        "from PLAN.toml, from the events of earlier runs (--from), or from both: --from fills in what the plan "
+        "omits."
     )
     parser.add_argument("plan", type=Path, nargs="?", metavar="PLAN.toml", help="costs and configurations to compare")
     parser.add_argument(
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--measure", type=Path, metavar="RUN.toml",
-        help="do a short run of each configuration on this machine instead of simulating it",
+        help="make a short run of each configuration on this machine instead of simulating it",
     )  # fmt: skip
     parser.add_argument(
         "--limit",
@@ -71,15 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
         measured = calibrate(arguments.runs) if arguments.runs else None
         if measured is not None and measured.is_of_one_load and plan.generation is None:
             print_progress(
-                "the runs of --from measured endpoints at about one load, so token times at other loads are a guess: "
-                "add another run with --from, such as one with the other mode and another scheduler"
+                "the runs of --from measured endpoints at about the same load, so token times at other loads are "
+                "extrapolated: add another run with --from, such as one with the other mode and another scheduler"
             )
         costs = costs_of(plan, measured)
         wanted = [*candidates(plan, candidate_of(arguments.runs[0]) if arguments.runs else None)]
         found = search(costs, _require_any(wanted), plan.search.num_steps, _progress_of(len(wanted)))
     best = pareto(found)
     shown = sorted(found, key=lambda it: -it.steady.tokens_per_time) if arguments.all else best
-    print(f"{len(found)} configurations; {len(best)} are best trade-offs of tokens per second and token age\n")
+    print(
+        f"{len(found)} configurations; {len(best)} of them are best trade-offs between tokens per second and token "
+        "age\n"
+    )
     print(table(shown, [best.index(it) + 1 if it in best else 0 for it in shown]))
     if costs is not None:
         _print_parts(costs, best, found, plan.search.num_steps)
@@ -97,7 +101,7 @@ def _measure(arguments: argparse.Namespace, plan: Any) -> Any:
     from inflight.planning.search import candidates
 
     if arguments.runs or plan.hardware is not None or plan.prompts is not None:
-        raise ConfigError("--measure does runs on this machine: leave out --from, [hardware] and [prompts]")
+        raise ConfigError("--measure runs on this machine: omit --from, [hardware] and [prompts]")
     wanted = _require_any([*candidates(plan, base_of(arguments.measure), knows_lengths=False)])
     return measure(arguments.measure, wanted, plan, arguments.limit, _progress_of(len(wanted)))
 

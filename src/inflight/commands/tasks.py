@@ -20,30 +20,38 @@ from inflight.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.epilog = (
-        "A task can be learned if some groups have a signal: completions with different rewards. Columns: mean reward, "
-        "share of groups with a signal, median tokens of prompts and of answers, share of answers cut at --max-tokens, "
-        "and seconds to sample the groups of one step on this machine."
+        "A task can be learned if some groups have a signal: completions with different rewards. Columns: mean "
+        "reward, share of groups with a signal, median tokens of prompts and of answers, share of answers cut off "
+        "at --max-tokens, and seconds to sample the groups of one step on this machine."
     )
     parser.add_argument("names", nargs="*", metavar="TASK", help="tasks to sample (default: all of reasoning-gym)")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model that samples")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model directory to sample from")
     parser.add_argument("--params", default="{}", metavar="JSON", help="parameters of the tasks, as a JSON object")
-    parser.add_argument("--system-prompt", metavar="TEXT", help="as task.system_prompt of a run")
-    parser.add_argument("--prompt-template", metavar="TEXT", help="as task.prompt_template of a run")
-    parser.add_argument("--answer-pattern", metavar="REGEX", help="as task.answer_pattern of a run")
-    parser.add_argument("--items", type=int, default=8, help="problems of each task (default: %(default)s)")
-    parser.add_argument("--group-size", type=int, default=8, help="completions of a problem (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="length of a completion (default: %(default)s)")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="system prompt, as task.system_prompt of a run")
+    parser.add_argument("--prompt-template", metavar="TEXT", help="prompt template, as task.prompt_template of a run")
+    parser.add_argument("--answer-pattern", metavar="REGEX", help="answer pattern, as task.answer_pattern of a run")
+    parser.add_argument("--items", type=int, default=8, help="number of problems per task (default: %(default)s)")
+    parser.add_argument(
+        "--group-size", type=int, default=8, help=("number of completions per problem (default: %(default)s)")
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help=("largest number of tokens per completion (default: %(default)s)")
+    )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--groups-per-step", type=int, default=8, help="groups of a step (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all processors)")
+    parser.add_argument(
+        "--groups-per-step", type=int, default=8, help=("number of groups per step (default: %(default)s)")
+    )
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help=("number of CPU threads (default: all processors)")
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--examples", action="store_true", help="also print a problem and the best answer of each task")
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sample each task and print the figures, those with the most signal first; return 1 if no task was sampled."""
+    """Sample each task and print the figures, most signal first; return 1 if no task was sampled."""
     from inflight.base.toml import check_settings
     from inflight.rollouts.tasks import AnswerFormat
 

@@ -45,13 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="inference servers, each of which serves one set of weights at a time (default: %(default)s)",
+        help="number of inference servers, each of which serves one set of weights at a time (default: %(default)s)",
     )
     parser.add_argument(
-        "--models", type=int, default=1, metavar="N", help="models in training at a time (default: %(default)s)"
+        "--models",
+        type=int,
+        default=1,
+        metavar="N",
+        help=("largest number of models in training at a time (default: %(default)s)"),
     )
-    parser.add_argument("--trainer", default="fsdp", help="trainer of the models (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, help="trainer ranks (default: %(default)s)")
+    parser.add_argument("--trainer", default="fsdp", help="trainer to use for the models (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="number of trainer ranks (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the computation")
     parser.add_argument(
         "--directory",
@@ -114,7 +118,7 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
 
 
 def open_directory(path: Path, stack: contextlib.ExitStack) -> RunDirectory:
-    """Return the directory, locked until the stack is closed. Raises `ConfigError` if another server has it."""
+    """Return the directory, locked until the stack is closed. Raises `ConfigError` if another server uses it."""
     import fcntl
 
     from inflight.run.record.run_directory import RunDirectory

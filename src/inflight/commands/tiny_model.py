@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="spell_backward",
         help="reasoning-gym dataset, or a task as in run.toml (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, help="imitation steps (default: 1400, or 100 with --images)")
+    parser.add_argument("--steps", type=int, help="number of imitation steps (default: 1400, or 100 with --images)")
     parser.add_argument(
         "--batch-size", type=int, default=16, help="largest number of demonstrations per step (default: %(default)s)"
     )
@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=3)
     parser.add_argument(
-        "--max-model-len", type=int, help="context in tokens (default: 512, or more if the task needs it)"
+        "--max-model-len",
+        type=int,
+        help=("length of the context in tokens (default: 512, or more if the task needs it)"),
     )
     parser.add_argument(
         "--images",

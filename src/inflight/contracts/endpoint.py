@@ -135,9 +135,9 @@ class AbortingEndpoint(InferenceEndpoint, Protocol):
     async def abort_requests(self, requests: AbortRequests) -> None:
         """End these requests: each `generate` returns what it has sampled so far.
 
-        Completions that had not finished get the finish reason ``abort``; without a token, they have no span. Ids that
-        are not running are ignored. Returns once no further token of these requests will be sampled, which an engine
-        may delay until the pause of an update ends.
+        Unfinished completions receive the finish reason ``abort``; without any token, they have no span. Ids that are
+        not running are ignored. Returns once no further token of these requests will be sampled, which an engine may
+        delay until the pause of an update ends.
         """
 
 
@@ -168,7 +168,7 @@ class DraftingEndpoint(InferenceEndpoint, Protocol):
 
     @abstractmethod
     async def record_history(self, history: DraftHistory) -> None:
-        """Remember finished completions; later requests with one of these prompts take their drafts from them.
+        """Remember finished completions, from which later requests with these prompts are drafted.
 
         Replaces the earlier history of those prompts. Raises `UnsupportedError` if drafts are not supported.
         """
@@ -183,14 +183,14 @@ class ScoringEndpoint(InferenceEndpoint, Protocol):
         """Return the logprobs of given tokens under the served weights.
 
         Nothing that was cached under other weights is used. Raises `InvalidRequestError` if the request does not fit,
-        and `UnsupportedError` if it asks for more likeliest tokens than ``max_top_k``, or for candidates where they are
-        not supported. Cancelling the call ends the request on the endpoint.
+        and `UnsupportedError` if it asks for more of the most likely tokens than ``max_top_k``, or for candidates where
+        they are not supported. Cancelling the call ends the request on the endpoint.
         """
 
 
 @runtime_checkable
 class CountingEndpoint(Protocol):
-    """An endpoint whose engine runs in this process and counts what it does."""
+    """An endpoint whose engine runs in this process and keeps counters."""
 
     @abstractmethod
     def stats(self) -> EngineStats:

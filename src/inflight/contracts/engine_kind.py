@@ -15,12 +15,12 @@ from inflight.contracts.endpoint import InferenceEndpoint
 from inflight.errors import ConfigError
 
 EMBEDDED = "embedded"
-"""Name of the engine that a server has unless another one is chosen."""
+"""Name of the engine that a server uses by default."""
 DEFAULT_MAX_CONCURRENT = 64
 """Number of sequences that a server decodes at a time by default."""
 
 DraftProvider = Literal["history", "siblings", "both"]
-"""Where drafts come from: recorded completions of the prompt, those of this engine, or both."""
+"""The source of drafts: recorded completions of the prompt, those of this engine, or both."""
 
 
 def option(help: str, default: Any = None, **more: Any) -> Any:
@@ -74,7 +74,7 @@ class EngineOptions:
         return DEFAULT_MAX_CONCURRENT if self.max_concurrent is None else self.max_concurrent
 
     def with_defaults(self) -> EngineOptions:
-        """Return these options with a name and a number of sequences, which are not left to the engine."""
+        """Return these options with a name and a number of sequences, which the engine does not choose."""
         return replace(self, name=self.name or self.model.resolve().name, max_concurrent=self.num_slots)
 
 
@@ -84,7 +84,7 @@ class GpuUse:
 
     num_gpus: int = 1
     num_copies: int = 1
-    """Copies of the model on these GPUs, each sharded over the same number of GPUs."""
+    """Number of copies of the model on these GPUs, each sharded over the same number of GPUs."""
     memory_share: float | None = 0.9
     """Share of each GPU's memory that the engine fills with weights, KV cache and activations. None: as much as the
     weights and sequences need."""
@@ -97,7 +97,7 @@ class GpuUse:
 class EngineKind(Protocol):
     """One kind of engine. Instances hold no state.
 
-    An engine either runs in the process that serves it (`runs_in_process`, `load`), or in a process of its own
+    An engine either runs in the process that serves it (`runs_in_process`, `load`), or in a separate process
     (`command`, `environment`, `health_path`, `liveness_path`). An engine that does neither can only be attached to.
     """
 
@@ -123,12 +123,12 @@ class EngineKind(Protocol):
 
     @property
     def releases_memory(self) -> Literal["never", "on_gpu", "anywhere"]:
-        """Return where a server that was started with `release_arguments` can release its memory."""
+        """Return on which devices a server started with `release_arguments` can release its memory."""
         return "on_gpu" if self.release_arguments else "never"
 
     def drafts_problem(self, provider: DraftProvider) -> str | None:
         """Return why no server of this kind drafts from ``provider``, None if one can."""
-        return f"the adapter of {self.name} does not support drafts"
+        return f"the adapter of {self.name} does not support drafts; omit drafts"
 
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
         """Return how a server uses GPUs, given the further arguments of its command line."""
@@ -136,11 +136,13 @@ class EngineKind(Protocol):
 
     def load(self, options: EngineOptions) -> InferenceEndpoint:
         """Return an endpoint with a running engine in this process. Raises `ConfigError` if it cannot be loaded."""
-        raise ConfigError(f"{self.name} does not run in the process that serves it")
+        raise ConfigError(f"{self.name} does not run in the process that serves it, so it cannot be loaded there")
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         """Return the arguments after the Python interpreter that start a server to which inflight can attach."""
-        raise ConfigError(f"inflight does not start {self.name}: attach to a running one, {self.name}+http://HOST:PORT")
+        raise ConfigError(
+            f"inflight does not start {self.name}: attach to a running server with {self.name}+http://HOST:PORT"
+        )
 
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
         """Return the environment variables that the server needs in addition to the inherited ones."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems and how to score an answer, in one turn. Deterministic: item i is the same in every process."""
+    """Problems, and how to score an answer, in one turn. Deterministic: item i is the same in every process."""
 
     @property
     @abstractmethod
@@ -55,7 +55,7 @@ class Conversation(Protocol):
 
 
 class Episode(Protocol):
-    """One play of an environment: the environment's access to the model, and the record of what it sampled."""
+    """One play of an environment: the environment's access to the model, and the record of the sampled turns."""
 
     @property
     @abstractmethod
@@ -74,9 +74,9 @@ class Episode(Protocol):
     async def openai_url(self, role: str = "") -> str:
         """Return a base URL for clients of OpenAI's API, whose calls become part of this episode.
 
-        It ends with ``/e/KEY/v1``, where KEY is a secret that stands for the episode and the role, and may also be sent
-        as the API key. Roles have URLs of their own; a reward that is posted there belongs to that role. Raises
-        `UnsupportedError` where no proxy is served.
+        It ends with ``/e/KEY/v1``, where KEY is a secret that identifies the episode and the role, and may also be sent
+        as the API key. Each role has its own URL; a reward that is posted there belongs to that role. Raises
+        `UnsupportedError` if no proxy is running.
         """
 
     @property
@@ -87,7 +87,7 @@ class Episode(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-    """Start states, and how an episode is played from one. `Task` is the short form for one prompt and one answer."""
+    """Start states, and how an episode is played from one. `Task` is the simpler form for one prompt and one answer."""
 
     @property
     @abstractmethod

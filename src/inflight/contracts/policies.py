@@ -49,8 +49,8 @@ class StalenessPolicy(Protocol):
     def after_step(self, version: int, effective_sample_size: float | None) -> None:
         """Update the policy after the step that produced ``version``. Raise `TrainerError` to stop the run.
 
-        The default does nothing. ``effective_sample_size`` is that of the step's importance ratios, as a share between
-        0 and 1, or None if the loss has no ratios.
+        The default does nothing. ``effective_sample_size`` is computed from the step's importance ratios, as a share
+        between 0 and 1, or None if the loss has no ratios.
         """
         return
 
@@ -101,7 +101,7 @@ class Scheduler(Protocol):
         """Restore a state that `state` returned. This is called before the first event."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return its own metrics for the row of the last step, and reset them; none by default."""
+        """Return the scheduler's own metrics for the row of the last step, and reset them; none by default."""
         return {}
 
 
@@ -113,8 +113,8 @@ class LengthPredictor(Protocol):
     def predict(self, prompt: str, finished: Sequence[int]) -> float | None:
         """Return the expected length in tokens, or None if there is no basis for a prediction.
 
-        ``prompt`` identifies the prompt as in `inflight.contracts.scheduling.Offered`. ``finished`` has the lengths of
-        the completions of its group that have finished.
+        ``prompt`` identifies the prompt as in `inflight.contracts.scheduling.Offered`. ``finished`` contains the
+        lengths of the finished completions of its group.
         """
 
 

@@ -73,7 +73,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """An item was taken from the scheduler: it was dropped, or will be offered again later."""
+    """An item was withdrawn from the scheduler: it was dropped, or will be offered again later."""
 
     time_s: float
     item: int
@@ -113,7 +113,7 @@ class StepWanted:
 
 @dataclass(frozen=True, slots=True)
 class StepReady:
-    """The run has enough groups for the step that it wanted. In conventional mode, sampling must now end."""
+    """The run has enough groups for the step that it requested. In conventional mode, sampling must now end."""
 
     time_s: float
     version: int
@@ -147,7 +147,7 @@ class Issue:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Abort these running completions. They are returned with the tokens that they have so far."""
+    """Abort these running completions. They are returned with the tokens sampled so far."""
 
     item: int
     completions: tuple[int, ...]

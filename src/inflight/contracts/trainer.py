@@ -76,14 +76,14 @@ class ShardedWeightSource(WeightSource, Protocol):
     def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
         """Yield the boxes that this rank sends of each bucket: in the order of the tensors and of their boxes.
 
-        Never communicates, so that a rank that fails holds up no other. A yielded tensor is in wire dtype, and may be
+        Never communicates, so a failing rank does not block the others. A yielded tensor is in wire dtype, and may be
         the trainer's own memory. Forwards and backwards may run meanwhile in another thread; `TrainerWorker.step` and
         `TrainerWorker.load` wait until the iterator is exhausted or closed.
         """
 
     @abstractmethod
     def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
-        """Return the messages of all ranks, by rank, on rank 0, and on the others that of rank 0 alone; collective.
+        """Return the messages of all ranks, by rank, on rank 0, and only rank 0's message on the others; collective.
 
         Raises `TransferError` within ``timeout_s`` seconds if a rank does not answer. The error names the rank, and
         the source then exchanges nothing more.
@@ -124,8 +124,9 @@ class TrainerWorker(WeightSource, Protocol):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return trainer logprobs [T] of the packed targets: float32, differentiable, 0.0 where there is no target.
 
-        Natural log, at each token's own temperature, on the batch's device. Segments do not see each other. Float64
-        models return float64. Several forwards may come before their backwards, and the backwards in any order.
+        Natural log, at each token's own temperature, on the batch's device. Segments do not attend to each other.
+        Float64 models return float64. Several forward passes may precede their backward passes, which may run in any
+        order.
         """
 
     @abstractmethod
@@ -139,7 +140,7 @@ class TrainerWorker(WeightSource, Protocol):
     def step(self, settings: AdamSettings | None = None) -> StepResult:
         """Clip, update the parameters, advance the schedule, clear gradients; ``version`` grows by one.
 
-        ``settings`` replace the worker's own for this step, including its schedule; see `AdjustableWorker`.
+        ``settings`` replace the worker's own settings for this step, including its schedule; see `AdjustableWorker`.
 
         Raises `NonFiniteError` on every rank if the gradient norm is not finite, or overflows: gradients are cleared,
         and parameters, optimizer, schedule and version are unchanged. Raises `TrainerError` if there is no
@@ -148,7 +149,7 @@ class TrainerWorker(WeightSource, Protocol):
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Write weights, optimizer, schedule and version, atomically; the directory is a loadable HF checkpoint too.
+        """Write weights, optimizer, schedule and version, atomically; the directory is also a loadable HF checkpoint.
 
         Raises `CheckpointError` on every rank; the earlier checkpoint at ``path`` is then still intact.
         """
@@ -273,7 +274,7 @@ class BackgroundSaver(Protocol):
     def finish_save(self, timeout_s: float) -> None:
         """Return once the save has written its path, or at once if there is none to finish. Not collective.
 
-        Raises `CheckpointError`, once, if the save failed: the earlier checkpoint at the path is still intact, and the
+        Raises `CheckpointError` once if the save failed: the earlier checkpoint at the path is still intact, and the
         state of training is unaffected. Also raises `CheckpointError` if the save continues after ``timeout_s``
         seconds: it is then still pending, and the call may be repeated.
         """
@@ -307,18 +308,18 @@ class TrainingLoad:
     num_ranks: int
     tokens_per_micro_batch: int
     untrained_models: tuple[Path, ...] = ()
-    """Checkpoints that each rank also holds, for their logprobs: the initial model, and teachers."""
+    """Number of further checkpoints that each rank holds for their logprobs: the initial model, and teachers."""
 
 
 @runtime_checkable
 class WorkerKind(Protocol):
-    """A kind of trainer: creates its ranks, and reports what a run has to know before it starts them.
+    """A kind of trainer: creates its ranks, and reports what a run must know before it starts them.
 
     Named by an entry point of the group ``inflight.workers``, or by ``module:attribute``.
     """
 
     trains_lora: bool = False
-    """Whether workers with ``lora`` in their settings are a `LoraSource`. A run sets ``lora`` for no other workers."""
+    """Whether workers with ``lora`` in their settings are a `LoraSource`. A run sets ``lora`` only for such workers."""
 
     @abstractmethod
     def create(self, settings: Mapping[str, object]) -> TrainerWorker:
@@ -331,7 +332,7 @@ class WorkerKind(Protocol):
         """
 
     def memory(self, settings: Mapping[str, object], load: TrainingLoad) -> Sequence[MemoryTerm] | None:
-        """Return the estimated GPU memory of the largest rank, without its CUDA context; None: not known.
+        """Return the estimated GPU memory of the largest rank, without its CUDA context; None if unknown.
 
         Terms of the phase ``sampling`` are omitted if trainers and servers do not alternate. Raises `ConfigError`
         if the settings or the model cannot be used.
@@ -347,7 +348,7 @@ class DataRanks(NamedTuple):
 
 
 def data_ranks_of(worker: TrainerWorker) -> DataRanks:
-    """Return the share of a worker: that of its rank, unless several ranks compute a share together."""
+    """Return the share of a worker: one per rank, unless several ranks compute a share together."""
     if isinstance(worker, ModelParallelWorker):
         return DataRanks(worker.data_parallel_rank, worker.data_parallel_size)
     return DataRanks(worker.rank, worker.world_size)

@@ -68,8 +68,8 @@ class WeightReceiver(Protocol):
     def begin(self, ref: UpdateRef) -> None:
         """Prepare to receive the buckets of this update, from the first.
 
-        Tensors returned so far stay unchanged: an endpoint may serve from them, or decode a delta against them.
-        Memory may be used again only once nothing refers to it.
+        Tensors returned so far stay unchanged: an endpoint may serve from them, or decode a delta against them. Memory
+        may be reused only once nothing refers to it.
         """
 
     @abstractmethod
@@ -89,8 +89,8 @@ class ReceivesAhead(Protocol):
     def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
         """Start to receive the next bucket in the background; the next `receive` returns it or raises the failure.
 
-        Returns at once. At most one bucket is ahead; ``specs`` are those of that `receive`, and ``timeout_s`` bounds
-        how long the sender may take to begin and to end.
+        Returns at once. At most one bucket is received ahead; ``specs`` are those of that `receive`, and ``timeout_s``
+        bounds how long the sender may take to begin and to end.
         """
 
 
@@ -101,16 +101,16 @@ class SendsFromDevice(Protocol):
     @property
     @abstractmethod
     def sends_from_device(self) -> bool:
-        """Return whether it does. Its buckets' checksums are then computed on their device, on both sides."""
+        """Return whether it sends from there; checksums are then computed on the device, on both sides."""
 
 
 @runtime_checkable
 class ReservesMemory(Protocol):
-    """A `WeightSender` whose memory the caller may write buckets to, which `send` then does not copy."""
+    """A `WeightSender` whose memory the caller may write buckets to, which `send` does not copy."""
 
     @abstractmethod
     def reserve(self, index: int, size_bytes: int) -> torch.Tensor | None:
-        """Return memory for bucket ``index`` of the open update, uint8 [size_bytes], or None: send other memory.
+        """Return memory for bucket ``index`` of the open update, uint8 [size_bytes]; None if other memory must be sent.
 
         Only for updates whose buckets are not encoded. Called in the training thread, in the order of buckets, before
         `send`. If the update has ended meanwhile, writing to the memory has no effect on later updates.

@@ -1,1 +1,1 @@
-"""Finds out why the logprobs of an inference engine differ from those of a trainer."""
+"""Finding out why the logprobs of an inference engine differ from those of a trainer."""

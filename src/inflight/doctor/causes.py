@@ -1,4 +1,4 @@
-"""The causes of differences between an engine's logprobs and a trainer's, and the cause that experiments show."""
+"""The causes of differences between an engine's logprobs and a trainer's, and how experiments identify them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CAUSES = {
         Cause(
             1,
             "a cache outlives the update",
-            "reset the prefix cache at every update, or make the version of the weights a part of its key",
+            "reset the prefix cache at every update, or include the version of the weights in its key",
         ),
         Cause(
             2,
@@ -66,7 +66,7 @@ CAUSES = {
         Cause(
             9,
             "the rollout is quantised",
-            "quantise the same values on both sides, and compute the scales again at every update",
+            "quantise the same values on both sides, and recompute the scales at every update",
         ),
         Cause(
             10,
@@ -79,16 +79,16 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A cause that the experiments show."""
+    """A cause that the experiments identified."""
 
     cause: Cause
     evidence: str
     where: str = ""
-    """The tensor, part or setting, if the experiments show it."""
+    """The tensor, part or setting, if the experiments identify it."""
 
 
 def diagnose(found: Examination) -> list[Finding]:
-    """Return the causes that explain the results, the likeliest first; none if the pair is healthy."""
+    """Return the causes that explain the results, most likely first; empty if the pair is healthy."""
     findings = list(_findings(found))
     if not findings and found.wrong_spans is not None:  # which compares logprobs, so any other cause shows there too
         findings.append(Finding(CAUSES[10], found.wrong_spans))
@@ -102,9 +102,9 @@ def _findings(found: Examination) -> Iterator[Finding]:
         yield Finding(
             CAUSES[3],
             f"logprobs of the weights that the engine was started with differ by {found.before.mean:.3g} nats on "
-            f"average, after an update with those of the checkpoint by {same.same_weights.mean:.3g}: it was started "
-            "from another checkpoint, or changes it while loading",
-            "the load at the start",
+            f"average; after an update with those of the checkpoint, they differ by {same.same_weights.mean:.3g}: "
+            "the engine was started from another checkpoint, or changes it while loading",
+            "the initial load",
         )
     if (filters := found.filters) is not None and filters.filtered > limits.mean and not differs:
         kind = "those of the unfiltered distribution" if filters.unfiltered <= limits.mean else "neither"
@@ -117,8 +117,8 @@ def _findings(found: Examination) -> Iterator[Finding]:
     if limits.exceeded_by(same.other_temperature) and not differs:
         yield Finding(
             CAUSES[5],
-            f"at temperature 0.7, logprobs differ by {same.other_temperature.mean:.3g} nats on average; from those at "
-            f"temperature 1 they differ by {same.unscaled.mean:.3g}",
+            f"at temperature 0.7, logprobs differ by {same.other_temperature.mean:.3g} nats on average; from "
+            f"logprobs at temperature 1 they differ by {same.unscaled.mean:.3g}",
             "temperature",
         )
     if differs:
@@ -127,8 +127,8 @@ def _findings(found: Examination) -> Iterator[Finding]:
     if limits.exceeded_by(same.together) and same.together.mean > 4 * same.same_weights.mean:
         yield Finding(
             CAUSES[8],
-            f"requested concurrently, the same prompts differ by {same.together.mean:.3g} nats on average, one after "
-            f"another by {same.same_weights.mean:.3g}",
+            f"when requested concurrently, the same prompts differ by {same.together.mean:.3g} nats on average; one "
+            f"after another, they differ by {same.same_weights.mean:.3g}",
             "the batch",
         )
         return
@@ -136,14 +136,14 @@ def _findings(found: Examination) -> Iterator[Finding]:
         yield Finding(
             CAUSES[3],
             f"after {same.num_updates} updates with unchanged weights, the mean difference is "
-            f"{same.after_updates.mean:.3g} nats, after the first one {same.same_weights.mean:.3g}",
+            f"{same.after_updates.mean:.3g} nats; after the first one, it is {same.same_weights.mean:.3g}",
         )
         return
     if (prefix := found.prefix) is not None and prefix.is_stale(limits):
         yield Finding(
             CAUSES[1],
-            f"after an update, a prompt that was sampled before differs by {prefix.shared:.3g} nats on average, one "
-            f"with another first token by {prefix.fresh:.3g}",
+            f"after an update, a prompt that was sampled before differs by {prefix.shared:.3g} nats on average; a "
+            f"prompt with another first token differs by {prefix.fresh:.3g}",
         )
         return
     if found.lost is not None:
@@ -209,7 +209,7 @@ def _lost(found: Examination) -> Finding:
     limits, lost = found.limits, found.lost or ()
     size = f"after an update of every tensor, logprobs differ by {found.changed.mean:.3g} nats on average"
     if not lost or len(lost) == found.num_tensors:
-        return Finding(CAUSES[2], f"{size}, although those of the checkpoint agree", "all tensors")
+        return Finding(CAUSES[2], f"{size}, although logprobs under the checkpoint agree", "all tensors")
     where = _listed(lost)
     if all(_is_embedding(name) for name in lost):
         return Finding(CAUSES[4], f"{size}; an update of {where} alone does not take full effect", where)

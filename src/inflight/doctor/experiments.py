@@ -1,6 +1,6 @@
-"""Experiments on a live pair of endpoint and trainer, through the contract alone.
+"""Experiments on a live pair of endpoint and trainer, using only the contract.
 
-Each publishes known weights, compares logprobs, and so separates causes of a difference. The endpoint serves test
+Each publishes known weights and compares logprobs, which separates the causes of a difference. The endpoint serves test
 weights meanwhile.
 """
 
@@ -23,14 +23,14 @@ from inflight.conformance.reference import ReferenceWeights, chosen, distributio
 from inflight.wire import InFlightPolicy
 
 NUM_UPDATES = 6
-"""Updates with unchanged weights."""
+"""Number of updates with unchanged weights."""
 _NUM_SPAN_UPDATES = 3
 _MAX_PUBLISHES = 40
-"""Updates with which the tensors that do not arrive are searched."""
+"""Number of updates with which to search for tensors that do not arrive."""
 _NUM_LOST_PARTS = 8
-"""If the changes of that many parts, and of no others, are lost, all are."""
+"""If the changes of this many parts are lost, and none arrives, all are considered lost."""
 _RUNNING_S, _LEAST_TOKENS, _MOST_TOKENS = 5.0, 48, 600
-"""How long completions run while weights change, and how many tokens they have."""
+"""How long, in seconds, completions run while weights change, and their number of tokens."""
 _TOP_K = 8
 _PREFIX_TOKENS = 192
 
@@ -58,39 +58,39 @@ class FilterGap:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The results of the experiments on one pair; None for those that could not or need not be made."""
+    """The results of the experiments on one pair; None for experiments that could not or need not be made."""
 
     dtype: str
     before: Figures
-    """Before anything was published, against transformers (X0)."""
+    """Differences before anything was published, compared with transformers (X0)."""
     same: PairMeasurements
-    """With the same weights on both sides, after one and after several publishes of them (X1)."""
+    """Differences with the same weights on both sides, after one and after several publishes of them (X1)."""
     changed: Figures
-    """After an update that changes every tensor (X2)."""
+    """Differences after an update that changes every tensor (X2)."""
     again: Figures
-    """After an update back to the checkpoint (X2)."""
+    """Differences after an update back to the checkpoint (X2)."""
     lost: Sequence[str] | None = None
-    """Tensors whose change does not arrive (X5); empty if the search found none alone."""
+    """Tensors whose change does not arrive (X5); empty if the search did not isolate any."""
     num_tensors: int = 0
     louder: Figures | None = None
-    """With the first lost tensor as the only change, eight times as large as the checkpoint's."""
+    """Differences with the first lost tensor as the only change, eight times as large as the checkpoint's."""
     filters: FilterGap | None = None
     prefix: PrefixGap | None = None
     equal_experts: Figures | None = None
-    """With equal experts and a router of zeros in each layer, so that routing cannot matter."""
+    """Differences with equal experts and a router of zeros in each layer, so that routing cannot matter."""
     two_levels: Figures | None = None
-    """With matrices of two values, which every quantisation represents exactly."""
+    """Differences with matrices of two values, which every quantisation represents exactly."""
     wrong_spans: str | None = None
-    """What was wrong with the versions that tokens named while weights changed (X12)."""
+    """The problem with the versions that tokens reported while weights changed (X12)."""
 
     @property
     def limits(self) -> Limits:
-        """Raised only by what both kinds of the same weights show, those of the start and published ones."""
+        """The limits, raised only by differences that appear both with the initial and with the published weights."""
         return Limits.of(self.dtype, self.before, self.same.same_weights)
 
 
 async def examine(pair: Pair, report: Callable[[str], None]) -> Examination:
-    """Return the results of all experiments that the results before them call for.
+    """Return the results of all experiments that earlier results call for.
 
     Afterwards the endpoint serves test weights. Errors of the endpoint and the worker propagate; raises what
     `check_served` raises before anything is published.
@@ -151,7 +151,7 @@ async def _figures(pair: Pair, weights: ReferenceWeights) -> Figures:
 async def _lost_tensors(
     pair: Pair, other: ReferenceWeights, limits: Limits, report: Callable[[str], None]
 ) -> Sequence[str]:
-    """Return the tensors whose change alone does not arrive, or the parts that were not divided further in time."""
+    """Return the tensors whose change alone does not arrive, or the parts that there was no time to divide further."""
     weights = pair.subject.reference.weights
     num_publishes = 0
 
@@ -218,9 +218,9 @@ async def _prefix_gap(pair: Pair, report: Callable[[str], None]) -> PrefixGap:
 
 
 async def _wrong_spans(pair: Pair, token_s: float, report: Callable[[str], None]) -> str | None:
-    """Return what is wrong with the versions that tokens name while weights change (X12), None if nothing is.
+    """Return the problem with the versions that tokens report while weights change (X12), None if there is none.
 
-    A token of one request alone takes ``token_s`` seconds.
+    One token of a request that runs alone takes ``token_s`` seconds.
     """
     subject = pair.subject
     can = subject.capabilities

@@ -15,13 +15,13 @@ import numpy as np
 from inflight.doctor.records import Floats, Integers, Observations
 
 MIN_TOKENS = 300
-"""The smallest number of tokens of which anything is concluded."""
+"""The smallest number of tokens from which anything is concluded."""
 WARNING, FAULT = 3.0, 10.0
-"""How many times its baseline a level must reach for a warning, and for a fault."""
+"""How many times its baseline a level must be for a warning, and for a fault."""
 _TRIMMED = 0.05
 _MAX_BINS = 24
 CERTAIN = -0.05
-"""Tokens with a higher logprob differ little whatever the fault."""
+"""Tokens with a higher logprob differ little regardless of the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class Limits:
     """The figures that a healthy run does not exceed, in the dtype of its computation."""
 
     mean: float
-    """Of absolute differences, in nats."""
+    """Limit of the mean absolute difference, in nats."""
     k3: float
     effective_sample_size: float
     """A lower limit."""
     floor: float
-    """The level below which a difference is rounding, whatever the baseline."""
+    """The level below which a difference counts as rounding, regardless of the baseline."""
     huge: float
-    """The absolute difference from which a single token stands out."""
+    """The absolute difference from which a single token counts as an outlier."""
 
     @classmethod
     def of(cls, dtype: str) -> Limits:
@@ -61,9 +61,9 @@ class Figures:
 
     num_tokens: int
     mean: float
-    """Of abs(d)."""
+    """Mean of abs(d)."""
     trimmed: float
-    """Of abs(d), without the largest 5 %."""
+    """Mean of abs(d) without the largest 5 %."""
     signed: float
     """Mean of d."""
     k3: float
@@ -71,12 +71,12 @@ class Figures:
     k3_reverse: float
     """Mean of exp(-d) - 1 + d."""
     effective_sample_size: float
-    """Of the weights exp(d), as a share of the tokens."""
+    """Effective sample size of the weights exp(d), as a share of the tokens."""
     largest: float
 
 
 class Bin(NamedTuple):
-    """One version, or consecutive ones."""
+    """One version, or several consecutive versions."""
 
     first: int
     last: int
@@ -112,9 +112,9 @@ def level_of(difference_N: Floats) -> float:
 def levels_apart(seen: Observations, label_N: Integers, *, same_versions: bool = True) -> dict[int, float] | None:
     """Return the level of each label that has enough tokens; None if there are not two.
 
-    Negative labels are left out. With ``same_versions``, a level is the mean of those in the versions that all labels
-    have, with equal weights for each label, so that it does not depend on when each label was seen; None if a label has
-    too few tokens in these versions.
+    Tokens with negative labels are omitted. With ``same_versions``, a level is the mean of those in the versions that
+    all labels have, with equal weights for each label, so that it does not depend on when each label was seen; None if
+    a label has too few tokens in these versions.
     """
     is_informative = seen.behaviour_N < CERTAIN
     if all((label_N == it)[is_informative].sum() >= MIN_TOKENS for it in np.unique(label_N[label_N >= 0])):
@@ -168,7 +168,7 @@ def merge_versions(versions: Sequence[Bin]) -> list[Bin]:
 
 
 def pool_bins(bins: Sequence[Bin]) -> Bin:
-    """Return one bin of consecutive ones; its level is their mean, weighted by tokens."""
+    """Return one bin for consecutive bins; its level is their mean, weighted by tokens."""
     total = sum(it.num_tokens for it in bins)
     return Bin(bins[0].first, bins[-1].last, total, sum(it.level * it.num_tokens for it in bins) / total)
 

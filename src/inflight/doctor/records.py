@@ -1,4 +1,4 @@
-"""Reads from a run directory how the engine's logprobs differ from the trainer's, for each token at lag 0.
+"""Reading from a run directory how the engine's logprobs differ from the trainer's, for each token at lag 0.
 
 At lag 0, the version that sampled a token is also the version under which the trainer computed its logprob, so a
 difference is not staleness. Shape suffix: N tokens at lag 0.
@@ -39,7 +39,7 @@ class Observations:
     behaviour_N: Floats
     """Behaviour logprob, as the endpoint returned it."""
     version_N: Integers
-    """The version that sampled the token. The step that trained on it made the next version."""
+    """The version that sampled the token. The step that trained on it produced the next version."""
     position_N: Integers
     """Index in the completion, from 0."""
     since_boundary_N: Integers
@@ -48,7 +48,7 @@ class Observations:
     """Index into ``endpoints``; -1 if several endpoints sampled the token's group."""
     temperature_N: Floats
     sequence_N: Integers
-    """Numbers the completions."""
+    """The number of the token's completion."""
     endpoints: tuple[str, ...]
     """Names of the endpoints."""
 
@@ -76,7 +76,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """The settings of a run that decide how its differences are judged."""
+    """The settings of a run that determine how its differences are judged."""
 
     dtype: str
     """The dtype of the computation, ``float32`` or ``bfloat16``."""
@@ -93,19 +93,19 @@ class TokenRecords:
     settings: RunSettings
     observations: Observations
     num_stale: int
-    """Trained tokens that an older version sampled; they are left out."""
+    """Number of trained tokens that an older version sampled; they are omitted."""
     num_unusable: int
-    """Tokens at lag 0 for which one side has no finite logprob, or a filler; they are left out."""
+    """Number of tokens at lag 0 for which one side has no finite logprob, or a filler; they are omitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepAggregate:
-    """Metrics of a step all of whose tokens have lag 0."""
+    """Metrics of a step in which all tokens have lag 0."""
 
     version: int
     """The version that the step starts from."""
     num_tokens: int
-    """Sampled tokens of its groups, including those that the loss left out."""
+    """Number of sampled tokens in its groups, including those that the loss omitted."""
     k1: float
     """Mean of behaviour minus trainer logprobs, in nats."""
     k3: float
@@ -119,8 +119,8 @@ class StepRecords:
     settings: RunSettings
     steps: tuple[StepAggregate, ...]
     num_mixed: int
-    """Steps that also trained on older tokens, or whose number of tokens is no longer in the events. They are left out:
-    their tokens at lag 0 cannot be counted, nor those after a span boundary separated."""
+    """Number of steps that also trained on older tokens, or whose number of tokens is no longer in the events. They are
+    omitted: their tokens at lag 0 cannot be counted, and those after a span boundary cannot be separated."""
 
 
 def read_differences(directory: Path) -> TokenRecords | StepRecords:
@@ -259,7 +259,7 @@ def _num_sampled_tokens(directory: Path) -> dict[int, int]:
 
 
 def _settings_of(config: Mapping[str, Any] | None, learning_rates: Mapping[int, float]) -> RunSettings:
-    """Return the settings in a configuration, of which only the fields that were set need be there."""
+    """Return the settings in a configuration, which need only contain the fields that were set."""
     if config is None:
         return RunSettings("float32", None, learning_rates)
     policy = config.get("updates", {}).get("in_flight", InFlightPolicy.KEEP)

@@ -1,4 +1,4 @@
-"""The shape of the difference between trainer and behaviour logprobs, and what it makes suspect.
+"""The shape of the differences between trainer and behaviour logprobs, and the causes that it suggests.
 
 Pure functions. Parts of a run are compared by their level (`inflight.doctor.levels`), and parts of fewer than
 `MIN_TOKENS` tokens are not judged.
@@ -35,15 +35,15 @@ from inflight.wire import InFlightPolicy
 
 _MAX_PERIOD = 8
 _NEAR = 4
-"""Tokens next to a span boundary, to which a wrong label is confined."""
+"""Number of tokens after a span boundary to which a wrong label is confined."""
 
 _CONSTANT = (5, 6, 8, 9, 3)
-"""Causes that do not need training. A loader is among them, because a run publishes its start weights as version 0."""
+"""Causes that do not need training. Loaders are included, because a run publishes its start weights."""
 _ALL_FROM_ONE = 8
-"""The smallest number of completions whose common endpoint is no coincidence: 0.6 ** 8 is 2 %."""
+"""The smallest number of completions whose common endpoint is not a coincidence: 0.6 ** 8 is 2 %."""
 _NO_LEARNING = 1e-12
 """A learning rate below which weights do not change; a run requires one above 0."""
-_MORE = "Lag 0 is rare while sampling and training overlap; with run.mode = 'conventional' every token has it."
+_MORE = "Lag 0 is rare while sampling and training overlap; with run.mode = 'conventional', every token has lag 0."
 
 EXPERIMENTS = {
     "X0": "compute in float32 on both sides, with the same weights: numerical differences vanish, faults do not",
@@ -69,13 +69,13 @@ Verdict = Literal["no drift", "warning", "drift", "too little data"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A shape that the differences have."""
+    """A shape of the differences."""
 
     shape: str
     severity: Severity
     evidence: str
     suspects: tuple[int, ...]
-    """Numbers of causes, the likeliest first."""
+    """Numbers of causes, most likely first."""
     experiments: tuple[str, ...]
     """What to do next."""
 
@@ -86,10 +86,11 @@ class Diagnosis:
 
     verdict: Verdict
     parts: Mapping[str, Figures]
-    """The figures of parts of the run, by name; the first one has all tokens. Empty for metrics of whole steps."""
+    """The figures of parts of the run, by name; the first part contains all tokens. Empty for metrics of whole
+    steps."""
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    """What was left out, or cannot be judged from these records."""
+    """Notes on what was omitted, or cannot be judged from these records."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ def _diagnose_tokens(records: TokenRecords) -> Diagnosis:
     seen = seen.select(np.lexsort([getattr(seen, name) for name in COLUMNS]))  # the order in which sums are made
     limits, notes = Limits.of(settings.dtype), []
     if records.num_stale:
-        notes.append(f"{records.num_stale:,} tokens at a lag above 0 are left out.")
+        notes.append(f"{records.num_stale:,} tokens at a lag above 0 are omitted.")
     parts, findings = _parts_of(seen), [*_unusable(records)]
     if (tail := _tail(seen.select(seen.since_boundary_N < 0), limits)) is not None:
         findings.append(tail)
@@ -119,7 +120,7 @@ def _diagnose_tokens(records: TokenRecords) -> Diagnosis:
         seen = seen.select(seen.since_boundary_N < 0)
     if len(seen) < MIN_TOKENS:
         notes.append(
-            f"{len(seen)} tokens at lag 0 without a span boundary before them are too few: {MIN_TOKENS} are needed. "
+            f"{len(seen)} tokens at lag 0 without a preceding span boundary are too few: {MIN_TOKENS} are needed. "
             + _MORE
         )
         return Diagnosis("too little data", parts, tuple(findings), tuple(notes))
@@ -138,8 +139,8 @@ def _diagnose_tokens(records: TokenRecords) -> Diagnosis:
         if (num_before := versions[0].num_tokens if versions[0].first == 0 else 0) < MIN_TOKENS:
             which = f" with a logprob below {CERTAIN}" if len(compared) < len(seen) else ""
             notes.append(
-                f"{num_before} tokens{which} before the first update are too few to judge that time: {MIN_TOKENS} are "
-                "needed."
+                f"{num_before} tokens{which} before the first update are too few to judge that period: {MIN_TOKENS} "
+                "are needed."
             )
     num_later = int((seen.version_N > 0).sum())
     if _verdict_of(findings) == "no drift" and num_later < MIN_TOKENS:
@@ -156,7 +157,7 @@ def _diagnose_steps(records: StepRecords) -> Diagnosis:
         "boundaries, signs and single tokens cannot be judged. A level is the square root of 2 k3."
     ]
     if records.num_mixed:
-        notes.append(f"{records.num_mixed} steps that also trained on older tokens are left out.")
+        notes.append(f"{records.num_mixed} steps that also trained on older tokens are omitted.")
     if total < MIN_TOKENS:
         notes.append(f"{total} tokens in steps without older tokens are too few: {MIN_TOKENS} are needed.")
         return Diagnosis("too little data", {}, (), tuple(notes))
@@ -213,7 +214,10 @@ def _after_boundaries(seen: Observations, settings: RunSettings, limits: Limits,
     levels = levels_apart(seen, label_N) or levels_apart(seen, label_N, same_versions=False)
     if levels is None or limits.times(levels[1], levels[0]) < WARNING:
         return None
-    evidence = f"after a span boundary the level is {levels[1]:.2g} nats, at such positions without one {levels[0]:.2g}"
+    evidence = (
+        f"after a span boundary the level is {levels[1]:.2g} nats; at the same positions without a boundary it is "
+        f"{levels[0]:.2g}"
+    )
     parts = [
         seen.difference_N[after & mask] for mask in (seen.since_boundary_N < _NEAR, seen.since_boundary_N >= _NEAR)
     ]
@@ -296,7 +300,10 @@ def _sign(seen: Observations, limits: Limits) -> Finding | None:
         evidence = f"{max(share, 1 - share):.0%} of the differences are {'positive' if median > 0 else 'negative'}"
         evidence += f", with a median of {median:.2g} nats"
         if median < 0:
-            evidence += f": a filter that keeps {np.exp(median):.0%} of the mass, on the engine's side only, causes it"
+            evidence += (
+                f": a filter that keeps {np.exp(median):.0%} of the mass, on the engine's side only, is a possible "
+                "cause"
+            )
         return Finding("one sign", "fault", evidence, (5,), ("X10", "X3"))
     correlation = rank_correlation(seen.behaviour_N, seen.difference_N)
     spread = float(np.std(seen.difference_N) / max(float(np.std(seen.behaviour_N)), 1e-9))
@@ -336,8 +343,7 @@ def _by_position(seen: Observations, limits: Limits) -> Finding | None:
 
 
 def _over_time(versions: Sequence[Bin], settings: RunSettings, limits: Limits, *, differs: bool) -> Iterator[Finding]:
-    """Yield how the level changes with the version, at most one shape. ``differs``: whether the figures of all tokens
-    exceed the limits."""
+    """Yield the shape of the level over versions, at most one. ``differs``: whether all tokens exceed the limits."""
     bins = merge_versions(versions)
     has_before, base = bins[0].last == 0, bins[0].level
     differs = differs or any(it.level > limits.mean for it in bins)
@@ -368,7 +374,7 @@ def _over_time(versions: Sequence[Bin], settings: RunSettings, limits: Limits, *
         else:
             yield Finding("grows with training steps", severity, shown, (2, 4, 3, 1), ("X14", "X2", "X5", "X1"))
     elif min(levels[at:]) > max(levels[:at]) and max(levels[at:]) < WARNING * min(levels[at:]):
-        shown += "" if len(bins) > 3 else "; whether it stays or grows needs more steps"
+        shown += "" if len(bins) > 3 else "; more steps are needed to see whether it stays or grows"
         shape = "jumps at the first update and stays" if has_before and at == 1 else f"jumps at {bins[at]} and stays"
         yield Finding(shape, severity, shown, (2, 3, 4, 9), ("X1", "X2", "X5", "X16"))
     else:

@@ -1,4 +1,4 @@
-"""Calls to one HTTP server, each with a deadline and a size limit; maps the errors of httpx to ours."""
+"""Calls to one HTTP server, each with a deadline and a size limit; errors of httpx are mapped to ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 1024 * 1024
 """Maximum body size of a response with a status other than 200."""
 _DISCONNECTED = re.compile("disconnected|peer closed connection")
-"""The messages of httpx's own transport for a `httpx.RemoteProtocolError` that is a connection closed early."""
+"""The messages with which httpx's own transport reports, as `httpx.RemoteProtocolError`, a connection closed early."""
 _FAILURES = (TimeoutError, httpx.HTTPError, httpx.InvalidURL)
 _IDENTITY = {"accept-encoding": "identity"}
 """A compressed body could expand to a thousand times the size limit."""
@@ -59,7 +59,7 @@ class BoundedClient:
         headers: Mapping[str, str] | None = None,
         max_response_bytes: int = MAX_RESPONSE_BYTES,
     ) -> tuple[int, bytes]:
-        """Return status and body, whatever the status.
+        """Return status and body, regardless of the status.
 
         Raises `UnreachableError`, `DeadlineError`, or `ProtocolError` if the response is not HTTP or is too long.
         Cancelling the call closes its connection.
@@ -149,11 +149,11 @@ class BoundedClient:
 
     def _error_of(self, error: Exception, what: str, timeout_s: float) -> EndpointError:
         if isinstance(error, (TimeoutError, httpx.TimeoutException)):
-            return DeadlineError(f"{what} gave no answer within {timeout_s:g} s", self._url)
+            return DeadlineError(f"{what} received no answer within {timeout_s:g} s", self._url)
         if isinstance(error, httpx.RemoteProtocolError) and not _DISCONNECTED.search(str(error)):
             return ProtocolError(f"the answer to {what} is not HTTP ({error})", self._url)
         cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return UnreachableError(f"{what} failed ({cause}); is the server running?", self._url)
+        return UnreachableError(f"{what} failed ({cause}): check that the server is running", self._url)
 
     async def _read(self, response: httpx.Response, max_bytes: int) -> bytes:
         max_bytes = min(max_bytes, self._max_response_bytes)
@@ -168,11 +168,13 @@ class BoundedClient:
         return b"".join(parts)
 
     def _body_of(self, response: httpx.Response, max_bytes: int) -> httpx.AsyncByteStream:
-        """Return the body as it arrives. Refuses one whose headers say that it is compressed or too long."""
+        """Return the body as it arrives, unless its headers state that it is compressed or too long."""
         headers = {name.lower(): value for name, value in response.headers.raw}
         encoding = headers.get(b"content-encoding", b"identity").decode(errors="replace")
         if encoding != "identity":
-            raise ProtocolError(f"the answer is encoded as {encoding[:40]!r}, which was not requested", self._url)
+            raise ProtocolError(
+                f"the answer has the content-encoding {encoding[:40]!r}, which was not requested", self._url
+            )
         length = headers.get(b"content-length", b"0")
         self._check_size(int(length[:20]) if length.isdigit() else 0, max_bytes)
         assert isinstance(response.stream, httpx.AsyncByteStream)
@@ -184,9 +186,7 @@ class BoundedClient:
 
 
 def bare_request(method: str, url: httpx.URL, content: str | None, headers: Mapping[str, str]) -> httpx.Request:
-    """Return a request with the given headers and those that HTTP needs. httpx's client takes three times as long to
-    build one.
-    """
+    """Return a request with the given headers and those that HTTP requires; httpx takes three times as long."""
     body = b"" if content is None else content.encode()
     pairs = [
         (b"host", url.netloc),

@@ -28,17 +28,19 @@ from inflight.wire import (
 )
 
 _MOST_LOGPROBS = 64 * 1024
-"""Tokens whose text, bytes and logprob one answer lists, at about a kilobyte each."""
+"""Largest number of tokens whose text, bytes and logprob one answer lists, at about a kilobyte each."""
 
 
 def check_chat(request: ChatCompletionRequest, can: Capabilities) -> None:
-    """Raise `UnsupportedError` if the endpoint does not support chat, or images where messages have some.
+    """Raise `UnsupportedError` if the endpoint does not support chat, or images that messages have.
 
     Raises `InvalidRequestError` if a different model is requested.
     """
     require(can, Needs.of_chat(request), "this endpoint")
     if request.model != can.model:
-        raise InvalidRequestError(f"model {request.model!r} is not served here; the served model is {can.model!r}")
+        raise InvalidRequestError(
+            f"model {request.model!r} is not served by this server; the served model is {can.model!r}"
+        )
 
 
 def generate_request_of(
@@ -61,8 +63,9 @@ def check_logprobs(request: ChatCompletionRequest, max_tokens: int) -> None:
     """Raise `InvalidRequestError` if completions of ``max_tokens`` have too many logprobs for one answer."""
     if request.logprobs and request.n * max_tokens > _MOST_LOGPROBS:
         raise InvalidRequestError(
-            f"logprobs=true lists the text of each token, of at most {_MOST_LOGPROBS}: {request.n} completions of up "
-            f"to {max_tokens} tokens are more; lower n or max_tokens, or read token_logprobs, which every answer has"
+            f"logprobs=true lists the text of at most {_MOST_LOGPROBS} tokens, but the request has {request.n} "
+            f"completions of up to {max_tokens} tokens: lower n or max_tokens, or read token_logprobs, which every "
+            "answer has"
         )
 
 

@@ -1,4 +1,4 @@
-"""An `InferenceEndpoint` over HTTP, for any server that speaks the contract."""
+"""An `InferenceEndpoint` over HTTP, for any server that implements the contract."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         try:
             return kind.model_validate_json(data)
         except pydantic.ValidationError as error:
-            raise self._error_in(data, f"the stream holds an event that is not a valid {kind.__name__}") from error
+            raise self._error_in(data, f"the stream contains an event that is not a valid {kind.__name__}") from error
 
     def _error(self, route: Route[Any], status: int, content: bytes) -> InflightError:
         return self._error_in(content, f"{route.method} {route.path} answered status {status}")

@@ -1,8 +1,8 @@
-"""Connections of a server: how many there are, how long a request may take to arrive, and whom it answers.
+"""Connections of a server: how many there are, how long a request may take to arrive, and which clients are answered.
 
 A client that sends nothing, or half a request, keeps a connection only until it is late or another client needs the
 place. Pages in a browser must not drive a server on this machine, so requests from other origins are refused, and so
-are names for this machine that it does not know, which anybody may register.
+are unknown names for this machine, because anybody may register one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BACKLOG = 128
 HOSTS_VARIABLE = "INFLIGHT_ALLOWED_HOSTS"
 """Further names, separated by commas, under which clients reach a server that listens on loopback."""
 _HEAD_S = 10.0
-"""How long a request's head may take to arrive, from the connection or its first byte on."""
+"""How long, in seconds, a request's head may take to arrive, counted from the connection or its first byte."""
 _LOG_EVERY_S = 60.0
 _MOST_CONNECTIONS = 16_384
 
@@ -158,16 +158,16 @@ class _KnownClients:
         found = dict(headers)
         host, origin = (found.get(name, b"").decode("latin-1").lower() for name in (b"host", b"origin"))
         if b"transfer-encoding" in found and b"content-length" in found:
-            return "a request has either a content-length or a transfer-encoding"
+            return "a request must not have both a content-length and a transfer-encoding"
         is_known = self._knows(host)
         if host and self._is_local and not is_known:
-            return f"the host {host[:100]!r} is not a name of this machine: list it in ${HOSTS_VARIABLE}"
+            return f"the host {host[:100]!r} is not a known name of this machine: list it in ${HOSTS_VARIABLE}"
         if origin and not (is_known and origin.partition("://")[2] == host):
-            return f"requests of pages from {origin[:100]!r} are refused"
+            return f"requests from pages of {origin[:100]!r} are refused"
         return ""
 
     def _knows(self, host: str) -> bool:
-        """Return whether a host is an address or a name of this machine; neither can be pointed here by others."""
+        """Return whether a host is an address or a name of this machine; others cannot point those here."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:

@@ -17,11 +17,11 @@ from inflight.wire.fields import usable_url
 
 JOIN_PATH = "/v1/servers"
 RENEW_S = 2.0
-"""How often a server announces itself."""
+"""Interval, in seconds, at which a server announces itself."""
 _ANSWER_S = 10.0
 _IDLE_POLL_S = 0.1
 _TAKEN_BACK_S = 1.5
-"""How long the run may take to notice that a server leaves: it looks twice a second."""
+"""How long, in seconds, the run may take to notice that a server leaves: it checks twice a second."""
 
 
 class JoinRequest(BaseModel):
@@ -49,9 +49,9 @@ class JoinSettings:
     grace_s: float
     """How long the run may take to reclaim the server's requests once the server is asked to stop."""
     own_url: str | None
-    """Where the run reaches it. None: where it listens."""
+    """The URL at which the run reaches the server. None: the URL at which it listens."""
     note: Callable[[str], None]
-    """Receives a line when the server joins, and when it finds no run."""
+    """Receives a line when the server joins, and when no run answers."""
 
 
 class Membership:
@@ -85,7 +85,7 @@ class Membership:
         with contextlib.suppress(InflightError, TimeoutError):
             async with asyncio.timeout(self._grace_s):
                 if await self._announce("DELETE"):
-                    self._note("left the run, which reclaims the requests that are running here")
+                    self._note("left the run, which reclaims this server's running requests")
                 await asyncio.sleep(_TAKEN_BACK_S)
                 while (await endpoint.weight_version()).num_running:  # noqa: ASYNC110 - another process runs it
                     await asyncio.sleep(_IDLE_POLL_S)

@@ -23,8 +23,8 @@ _SLOWEST_BYTES_S = 1e6
 async def content_of(request: Request, max_body_bytes: int, *, is_trusted: bool = False) -> bytes:
     """Return a body. Reads no more than ``max_body_bytes``, and raises `HTTPException` 413 for a longer one.
 
-    One that arrives too slowly is refused with 408. Unless it is trusted, so is a body of another content type, with
-    415, and one whose JSON would take much more memory than its bytes, with 400.
+    A body that arrives too slowly is refused with 408. Unless the client is trusted, a body of another content type is
+    refused with 415, and one whose JSON would take much more memory than its bytes with 400.
     """
     refuse_length(request, max_body_bytes)
     parts, size_bytes = [], 0
@@ -41,12 +41,14 @@ async def content_of(request: Request, max_body_bytes: int, *, is_trusted: bool 
     content = b"".join(parts)
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content and not is_trusted and kind != "application/json":
-        raise HTTPException(415, f"the body of {request.url.path} is {kind[:80]!r}: send application/json")
+        raise HTTPException(
+            415, f"the body of {request.url.path} has the content type {kind[:80]!r}: send application/json"
+        )
     if not is_trusted:
         try:
             await parse_body(lambda it: check_structure(it, max_body_bytes), content)
         except ValueError as error:
-            raise HTTPException(400, f"{request.url.path} cannot use this body: {error}") from error
+            raise HTTPException(400, f"{request.url.path} cannot accept this body: {error}") from error
     return content
 
 
@@ -59,7 +61,7 @@ def refuse_length(request: Request, max_body_bytes: int) -> None:
 
 def _too_long(request: Request, length: str, max_body_bytes: int) -> HTTPException:
     return HTTPException(
-        413, f"the body of {request.url.path} has {length} bytes, at most {max_body_bytes} are allowed"
+        413, f"the body of {request.url.path} has {length} bytes, but at most {max_body_bytes} are allowed"
     )
 
 

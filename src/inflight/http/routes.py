@@ -54,7 +54,7 @@ class Route(Generic[Response]):
     control: bool = False
     generation: bool = False
     needs: wire.Needs | None = None
-    """The capability that the server needs for it."""
+    """The capability that the server needs for the route."""
     request_size: Size = Size(0)
     response_size: Size = Size(MB)
 
@@ -71,13 +71,14 @@ def _control(
     return Route("POST", path, operation, summary, request, response, True, needs=needs, request_size=request_size)
 
 
-CAPABILITIES = Route("GET", "/capabilities", "capabilities", "What this server can do", None, wire.Capabilities)
+CAPABILITIES = Route("GET", "/capabilities", "capabilities", "The capabilities of this server", None, wire.Capabilities)
 WEIGHT_VERSION = Route(
-    "GET", "/weight_version", "weight_version", "Which weights are served now", None, wire.WeightVersion
+    "GET", "/weight_version", "weight_version", "The weights that are currently served", None, wire.WeightVersion
 )
 INIT_PROCESS_GROUP = _control(
     "init_process_group",
-    "Set how weights travel from now on: join their group, pending until it is formed, or record where they are stored",
+    "Set how weights are sent from now on: join their group, pending until it is formed, or record where they are "
+    "stored",
     wire.TransportBody,
     wire.Acknowledgement,
 )
@@ -148,7 +149,7 @@ SCORE = Route(
     "POST",
     "/v1/score",
     "score",
-    "Token ids in; their logprobs out, with likeliest tokens and candidates in their place",
+    "Token ids in; their logprobs out, with the most likely tokens and candidates at their positions",
     wire.ScoreRequest,
     wire.ScoreResponse,
     generation=True,

@@ -68,7 +68,7 @@ def create_app(
     ``stats`` feeds ``/metrics``. If the application owns the endpoint, it closes it on shutdown.
     """
     if not token:
-        raise ValueError("create_app needs a token: control routes are never open")
+        raise ValueError("create_app needs a token, because control routes are never open")
 
     capabilities: Capabilities | None = None
 
@@ -186,7 +186,7 @@ async def _message(request: Request, kind: type[Body], content: bytes) -> Body:
     try:
         return await message_of(kind, content)
     except ValueError as error:
-        raise InvalidRequestError(f"{request.url.path} cannot use this body: {error}") from error
+        raise InvalidRequestError(f"{request.url.path} cannot accept this body: {error}") from error
 
 
 def _require_streaming(endpoint: InferenceEndpoint) -> StreamingEndpoint:
@@ -259,7 +259,7 @@ class MetricsCollector:
     def collect(self) -> list[Metric]:
         version, stats = self._version, self._stats
         gauges: list[tuple[str, str, float]] = [
-            ("inflight_weight_version", "Weight version served now", version.version),
+            ("inflight_weight_version", "Currently served weight version", version.version),
             ("inflight_poisoned", "1 while weights are torn", version.state is EndpointState.POISONED),
         ]
         counters: list[tuple[str, str, float]] = []

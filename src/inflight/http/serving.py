@@ -193,7 +193,9 @@ class _UntilFailure:
             if scope["path"] not in GENERATION_PATHS:
                 return await self._answer(scope, receive, send)
         if self._num_open >= self._most_open:
-            busy = BusyError(f"{self._num_open} requests are being answered, no more are accepted: send it again later")
+            busy = BusyError(
+                f"{self._num_open} requests are being answered, and no more are accepted: send the request again later"
+            )
             return await error_response(busy)(scope, receive, send)
         self._num_open += 1
         try:
@@ -225,7 +227,7 @@ class _UntilFailure:
             await error_response(self._error)(scope, receive, send)
 
     async def wait_for_abandoned_calls(self, timeout_s: float) -> None:
-        """Wait for the cancelled calls of requests that were answered with the failure or whose client has left."""
+        """Wait for the cancelled calls of requests that were answered with the failure or whose client has gone."""
         if self._abandoned:
             await asyncio.wait(self._abandoned, timeout=timeout_s)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from inflight.http.chat import before_stop
 
 _OVERLAP = 8
-"""Tokens that are decoded again with the tokens after them, since some tokenizers merge neighbours."""
+"""Number of tokens that are decoded again with the following tokens, because some tokenizers merge neighbours."""
 _UNFINISHED = "\ufffd"
 
 
@@ -28,7 +28,7 @@ class StreamedText:
         self._is_stopped = False
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Return the text so far that is certain, after further tokens."""
+        """Add tokens, and return the text so far that no later token can change."""
         self._token_ids += token_ids
         if not self._is_stopped:
             self._text += self._new_text()
@@ -45,7 +45,7 @@ class StreamedText:
         return before_stop(self._decode(self._token_ids), self._stop)
 
     def _new_text(self) -> str:
-        """Return the text of the tokens that were not read yet, unless it ends within a character."""
+        """Return the text of the tokens not yet decoded, unless it ends within a character."""
         start = max(0, self._read - _OVERLAP)
         before, after = self._decode(self._token_ids[start : self._read]), self._decode(self._token_ids[start:])
         if after.endswith(_UNFINISHED) or not after.startswith(before):

@@ -1,6 +1,6 @@
-"""Bounds what a JSON body makes of its bytes: a list or an object costs a parser a hundred times its two brackets.
+"""Bounds on the structure of a JSON body: parsing a list or object takes a hundred times the memory of its brackets.
 
-The bytes are counted before they are parsed. Brackets and quotes within texts are left out only if there are many.
+The bytes are counted before they are parsed. Brackets and quotes within strings are excluded only if there are many.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _BYTES_OF_VALUE = 16
 """Longer bodies may hold one more value for each of these bytes, which is what routes allow for a token id."""
 _MOST_TEXTS = 4096
 _TEXTS_OF_CONTAINER = 16
-"""Texts, among them the keys of objects, that may come with each list or object."""
+"""Number of strings, including the keys of objects, that may come with each list or object."""
 
 
 def check_structure(content: bytes, max_body_bytes: int) -> None:
@@ -26,16 +26,17 @@ def check_structure(content: bytes, max_body_bytes: int) -> None:
     bare = content.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_texts = bare.count(b'"') // 2
     if num_texts > _MOST_TEXTS + _TEXTS_OF_CONTAINER * most:  # else splitting it costs too much
-        raise ValueError(f"it has {num_texts} texts and keys, more than any request needs")
+        raise ValueError(f"it has {num_texts} strings and keys, more than any request needs")
     outside = b" ".join(bare.split(b'"')[::2])
     num_containers, num_values = _num_containers(outside), outside.count(b",")
     if num_containers > most:
-        raise ValueError(f"it has {num_containers} lists and objects, at most {most} are allowed")
+        raise ValueError(f"it has {num_containers} lists and objects, but at most {most} are allowed")
     if num_values > most_values:
-        raise ValueError(f"it has {num_values} values, at most {most_values} are allowed")
+        raise ValueError(f"it has {num_values} values, but at most {most_values} are allowed")
     if num_texts > (allowed := _MOST_TEXTS + _TEXTS_OF_CONTAINER * num_containers):
         raise ValueError(
-            f"it has {num_texts} texts and keys, at most {allowed} are allowed in {num_containers} lists and objects"
+            f"it has {num_texts} strings and keys, but at most {allowed} are allowed in {num_containers} lists and "
+            "objects"
         )
 
 

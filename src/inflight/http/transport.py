@@ -45,7 +45,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
     def __init__(self, max_idle: int = _MAX_IDLE) -> None:
         self._max_idle = max_idle
         self._idle: defaultdict[Origin, deque[tuple[_Connection, float]]] = defaultdict(deque)
-        """With the time at which each was last used, the latest at the right."""
+        """The idle connections with the time of their last use, the latest at the right."""
         self._num_idle = 0
         self._busy: set[_Connection] = set()
         self._expiring: asyncio.TimerHandle | None = None
@@ -95,7 +95,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
             self._expiring = loop.call_later(_IDLE_S, self._close_expired)
 
     async def _checkout(self, url: httpx.URL) -> _Connection:
-        """Return a connection that no request uses, the latest used one, or a new one."""
+        """Return the idle connection that was used last, or a new one."""
         if url.scheme != "http" or not url.host:
             raise httpx.UnsupportedProtocol(f"the URL {str(url)!r} is not of the form http://HOST:PORT")
         origin = (url.host, url.port or 80)
@@ -220,7 +220,7 @@ class _Connection(asyncio.Protocol):
                 return b""
 
     def _next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Return what follows in the answer as far as it has arrived."""
+        """Return the next event of the answer, as far as it has arrived."""
         if self._received:
             self._http.receive_data(bytes(self._received))
             self._received.clear()

@@ -43,7 +43,7 @@ class Needs:
     routed_experts: bool = False
     scoring: bool = False
     top_k: int = 0
-    """The number of likeliest tokens that a score request asks for."""
+    """The number of most likely tokens that a score request asks for."""
     candidates: bool = False
 
     @classmethod
@@ -94,9 +94,9 @@ class Capabilities(WireModel):
     staging: bool = False
     """Whether sampling may continue while an update arrives, see `WeightUpdate.staged`."""
     encodings: Items[Encoding] = ()
-    """Encodings of buckets that the endpoint understands in addition to ``raw``."""
+    """Encodings of buckets that the endpoint supports in addition to ``raw``."""
     partial_updates: bool = False
-    """Whether an update may leave tensors out, see `Manifest.frozen`."""
+    """Whether an update may omit tensors, see `Manifest.frozen`."""
     sharded: bool = False
     """Whether several senders may each send a part of every bucket, see `Manifest.shardings`."""
     lora: bool = False
@@ -132,7 +132,7 @@ class Capabilities(WireModel):
     """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
 
     def missing(self, needs: Needs) -> dict[str, str]:
-        """Return the needs that an endpoint with these capabilities does not meet, by the name of the need.
+        """Return the needs that an endpoint with these capabilities does not meet, by name.
 
         Each value follows the words "does not support".
         """
@@ -157,7 +157,7 @@ class Capabilities(WireModel):
                 f"a vocabulary of {needs.vocab_size} tokens; it serves {self.model} with {self.vocab_size}"
             )
         if needs.top_k > self.max_top_k:
-            found["top_k"] = f"top_k {needs.top_k}; it returns at most {self.max_top_k} of the likeliest tokens"
+            found["top_k"] = f"top_k {needs.top_k}; it returns at most {self.max_top_k} of the most likely tokens"
         flags = [field.name for field in fields(needs) if getattr(needs, field.name) is True]
         return found | {name: name for name in flags if getattr(self, name, True) is False}
 

@@ -37,20 +37,20 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 
 
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
-"""How long something may take: at most a week, which every system clock and wait can count."""
+"""A duration in seconds of at most a week, which every system clock and wait supports."""
 
 
 MAX_REWARD = 1e9
-"""Largest magnitude of a reward: float32, in which advantages travel, cannot tell larger ones apart usefully, and the
+"""Largest magnitude of a reward: float32, in which advantages travel, cannot usefully distinguish larger ones, and the
 squares of their sums overflow."""
 
 
 MIN_TEMPERATURE = 1e-3
-"""Lowest temperature to train at: below, logits divided by it overflow or round away every other token."""
+"""Lowest temperature to train at: logits divided by a lower one overflow, or every other token is rounded away."""
 
 
 def is_reward(value: object) -> bool:
-    """Return whether a value is a number, and small enough to train on."""
+    """Return whether a value is a number that is small enough to train on."""
     return isinstance(value, int | float) and abs(value) <= MAX_REWARD
 
 
@@ -63,7 +63,7 @@ RunId = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a message leaves a field out, for peers that do not know it."""
+    """Return whether a message omits a field, for peers that do not know it."""
     return not value
 
 
@@ -83,7 +83,7 @@ def usable_url(url: str) -> str:
         raise ValueError("it contains characters that are not allowed in a URL; percent-encode them")
     parts = urlsplit(url)
     if parts.username is not None:
-        raise ValueError("it names a user; put the token in the token field")
+        raise ValueError("it contains a user name; put the token in the token field")
     if parts.port == 0:
         raise ValueError("nothing can connect to port 0")
     usable_host(parts.hostname or "")

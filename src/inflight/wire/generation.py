@@ -42,7 +42,7 @@ def _usable_image_url(url: str) -> str:
     try:
         base64.b64decode(memoryview(url.encode("ascii"))[head.end() :], validate=True)
     except ValueError as error:
-        raise ValueError(f"what follows {head.group()!r} is not base64: {error}") from error
+        raise ValueError(f"the data after {head.group()!r} is not base64: {error}") from error
     return url
 
 
@@ -68,7 +68,7 @@ class SamplingParams(Sampling):
 
     ``temperature=0`` is greedy decoding. ``max_tokens=None`` means up to the end of the context. ``top_k=0``,
     ``top_p=1`` and ``min_p=0`` switch a filter off. With a ``seed``, completion i of the request depends only on (seed,
-    i, weights), whatever else runs.
+    i, weights), regardless of other requests.
     """
 
     stop: Items[StopString] = Field(default=(), max_length=64)
@@ -154,15 +154,15 @@ class RoutedExperts(WireModel):
 
     Row t indicates which experts computed token t, counting prompt and completion together, in the forward after which
     the next token was sampled. The last sampled token was never an input of the model, so it has no row. A row has
-    ``num_chosen`` experts for each of the model's ``num_layers`` layers, those without experts included, where the
-    numbers mean nothing. The largest number that ``dtype`` holds stands for "not known".
+    ``num_chosen`` experts for each of the model's ``num_layers`` layers, including layers without experts, where the
+    numbers have no meaning. The largest number that ``dtype`` holds stands for "not known".
     """
 
     num_tokens: Natural
     num_layers: int = Field(ge=1, le=4096)
     num_chosen: int = Field(ge=1, le=4096)
     dtype: Literal["uint8", "uint16"]
-    """Little-endian."""
+    """The dtype of the numbers, little-endian."""
     data: str
     """Base64 of the numbers [``num_tokens``, ``num_layers``, ``num_chosen``], row-major, without gaps."""
 
@@ -203,7 +203,7 @@ class RoutedExperts(WireModel):
 def longest_record(earlier: RoutedExperts | None, later: RoutedExperts | None) -> RoutedExperts | None:
     """Return the combined record of a sequence's experts from two requests, of which the later one continued it.
 
-    Where both know a token's experts, those of the earlier one count: the next token was sampled after them.
+    Where both know a token's experts, those of the earlier request count: the next token was sampled after them.
     """
     if earlier is None or later is None:
         return earlier or later
@@ -243,20 +243,20 @@ class Completion(WireModel):
     version_spans: Items[VersionSpan]
     finish_reason: FinishReason
     draft_counts: DraftCounts | None = None
-    """None unless the endpoint supports them. An aborted completion may lack them."""
+    """The draft counts; None unless the endpoint supports them. An aborted completion may lack them."""
     routed_experts: RoutedExperts | None = Field(default=None, exclude_if=is_empty)
-    """None unless the request asked for them. An aborted completion may lack them."""
+    """The experts; None unless the request asked for them. An aborted completion may lack them."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Completion:
         if len(self.logprobs) != len(self.token_ids):
-            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs")
+            raise ValueError(f"{len(self.logprobs)} logprobs were given for {len(self.token_ids)} tokens")
         check_spans(self.version_spans, len(self.token_ids))
         return self
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens."""
+        """Number of sampled tokens."""
         return len(self.token_ids)
 
     @property
@@ -266,7 +266,7 @@ class Completion(WireModel):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it ended on its own; if not, it was aborted and may be continued."""
+        """Whether it ended normally; if not, it was aborted and may be continued."""
         return self.finish_reason != "abort"
 
 
@@ -309,12 +309,12 @@ class PromptHistory(WireModel):
     @model_validator(mode="after")
     def _lengths_agree(self) -> PromptHistory:
         if len(self.rewards) != len(self.completions):
-            raise ValueError(f"{len(self.completions)} completions but {len(self.rewards)} rewards")
+            raise ValueError(f"{len(self.rewards)} rewards were given for {len(self.completions)} completions")
         return self
 
 
 class DraftHistory(WireModel):
-    """The source of an endpoint's drafts, see `Capabilities.drafts`. A draft changes the speed, never the tokens."""
+    """The source of an endpoint's drafts, see `Capabilities.drafts`. Drafts change the speed, never the tokens."""
 
     entries: Items[PromptHistory] = Field(min_length=1, max_length=1024)
 
@@ -327,4 +327,4 @@ def check_spans(spans: tuple[VersionSpan, ...], num_tokens: int) -> None:
             f"version spans {[(s.version, s.start, s.end) for s in spans]} do not cover {num_tokens} tokens"
         )
     if any(later.version == earlier.version for earlier, later in pairwise(spans)):
-        raise ValueError("adjacent version spans name the same version")
+        raise ValueError("adjacent version spans have the same version; merge them")

@@ -1,4 +1,4 @@
-"""Messages of scoring: logprobs of tokens that the caller gives."""
+"""Messages of scoring: logprobs of tokens that the caller chooses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inflight.wire.fields import Items, Natural, RequestId, TokenId, WireModel
 from inflight.wire.generation import VersionSpan, check_spans
 
 MAX_ALTERNATIVES = 128
-"""Maximum number of likeliest tokens, and of candidates, of one scored token."""
+"""Maximum number of most likely tokens, and of candidates, for one scored token."""
 
 
 class ScoreRequest(WireModel):
@@ -24,9 +24,9 @@ class ScoreRequest(WireModel):
     token_ids: Items[TokenId] = Field(min_length=2)
     start: int = Field(default=1, ge=1, le=2**31 - 1)
     top_k: int = Field(default=0, ge=0, le=MAX_ALTERNATIVES)
-    """How many of the likeliest tokens to return for each scored token."""
+    """How many of the most likely tokens to return for each scored token."""
     candidates: Items[Annotated[Items[TokenId], Field(max_length=MAX_ALTERNATIVES)]] = ()
-    """Further tokens to score in the place of each scored token; empty: none. All rows have the same length."""
+    """Further tokens to score at the position of each scored token; empty: none. All rows have the same length."""
 
     @model_validator(mode="after")
     def _scores_its_tokens(self) -> ScoreRequest:
@@ -58,13 +58,13 @@ class ScoreResponse(WireModel):
     request_id: str
     start: Natural
     logprobs: Items[float]
-    """Of each scored token."""
+    """The logprob of each scored token."""
     top_token_ids: Items[Items[TokenId]] = ()
-    """The ``top_k`` likeliest tokens in the place of each scored token, likeliest first; empty unless requested."""
+    """The ``top_k`` most likely tokens at each scored token's position, in order; empty unless requested."""
     top_logprobs: Items[Items[float]] = ()
-    """Of those tokens."""
+    """The logprobs of those tokens."""
     candidate_logprobs: Items[Items[float]] = ()
-    """Of the candidates, in the order of the request; empty unless requested."""
+    """The logprobs of the candidates, in the order of the request; empty unless requested."""
     version_spans: Items[VersionSpan]
     """The weights that scored each token; index 0 is the first scored token."""
 

@@ -1,4 +1,4 @@
-"""The messages of transports to their receivers: where a weight group meets, or where weights are stored."""
+"""The messages of transports to their receivers: where a weight group is formed, or where weights are stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _usable_path(path: str) -> str:
 
 
 class ProcessGroupSpec(TransportSpec):
-    """How one endpoint joins the group in which weights travel.
+    """How one endpoint joins the group over which weights are sent.
 
     The trainer is rank 0 and hosts the store, which it serves to those that know ``secret``. The endpoint's ranks are
     ``rank`` to ``rank + num_ranks - 1`` of ``world_size``. The call returns once the group is formed, or fails after
@@ -57,7 +57,7 @@ class DirectorySpec(TransportSpec):
 class IpcSpec(TransportSpec):
     """Where one endpoint finds the memory that the publisher shares: ``place`` is the UUID of the publisher's GPU.
 
-    ``directory`` is on the host of both, and holds the handle of the memory and where in it each bucket is.
+    ``directory`` is on the host of both, and contains the handle of the memory and the position of each bucket in it.
     """
 
     transport: Literal["ipc"]

@@ -18,11 +18,11 @@ DTYPE_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 TransportName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
-"""How weights travel: the name of an `inflight.contracts.Transport`, such as ``gloo``."""
+"""How weights are sent: the name of an `inflight.contracts.Transport`, such as ``gloo``."""
 
 
 Encoding = Literal["raw", "bfloat16", "float8", "delta"]
-"""How the tensors of a bucket become bytes; see `inflight.weights.encode.bucket_bytes`."""
+"""How the tensors of a bucket are encoded as bytes; see `inflight.weights.encode.bucket_bytes`."""
 
 
 class InFlightPolicy(StrEnum):
@@ -31,7 +31,7 @@ class InFlightPolicy(StrEnum):
     KEEP = "keep"
     """They pause, then continue with the keys and values that older weights computed."""
     RECOMPUTE = "recompute"
-    """They pause, then their keys and values are computed again under the new weights."""
+    """They pause, then their keys and values are recomputed under the new weights."""
     DRAIN = "drain"
     """They finish under the old weights; no request starts until the new weights are served."""
     ABORT = "abort"
@@ -48,7 +48,7 @@ class EndpointState(StrEnum):
     PAUSED = "paused"
     UPDATING = "updating"
     RELEASED = "released"
-    """Its memory is released until it is restored; it keeps its weights, and neither samples nor takes updates."""
+    """Its memory is released until it is restored; it keeps its weights, and neither samples nor accepts updates."""
     POISONED = "poisoned"
 
 
@@ -101,12 +101,12 @@ _MAX_COMPARED = 5_000
 
 
 class Sharding(WireModel):
-    """The boxes of a tensor that each sender sends. Together they are the whole tensor, every element once."""
+    """The boxes of a tensor that each sender sends. Together they cover the whole tensor, every element once."""
 
     senders: Items[Items[Box]] = Field(min_length=2, max_length=_MAX_BOXES)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
-        """Return why the boxes are not a tensor of this shape, every element once; None if they are."""
+        """Return why the boxes do not cover a tensor of this shape exactly once; None if they do."""
         boxes = sorted(box for boxes in self.senders for box in boxes)
         for box in boxes:
             if len(box) != len(shape) or any(not a < b <= size for (a, b), size in zip(box, shape, strict=False)):
@@ -118,14 +118,14 @@ class Sharding(WireModel):
             beside = [other for other in beside if box and other[0][1] > box[0][0]]
             num_compared += len(beside)
             if num_compared > _MAX_COMPARED:
-                return f"it is cut into too many boxes, {len(boxes)}"
+                return f"it is divided into too many boxes, {len(boxes)}"
             for other in beside:
                 if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
                     return f"the boxes {list(other)} and {list(box)} overlap"
             beside.append(box)
         num_sent, num_elements = sum(map(box_size, boxes)), math.prod(shape)
         if num_sent != num_elements:
-            return f"its boxes have {num_sent} of its {num_elements} elements"
+            return f"its boxes cover {num_sent} of its {num_elements} elements"
         return None
 
 
@@ -165,7 +165,7 @@ class Manifest(WireModel):
     def _senders_send_every_element_once(self) -> Manifest:
         num_senders = {len(sharding.senders) for sharding in self.shardings}
         if len(num_senders) > 1:
-            raise ValueError(f"shardings name different numbers of senders: {sorted(num_senders)}")
+            raise ValueError(f"shardings have different numbers of senders: {sorted(num_senders)}")
         if len(self.sharding_of) != (len(self.tensors) if self.shardings else 0):
             raise ValueError(
                 f"sharding_of has {len(self.sharding_of)} entries for {len(self.tensors)} tensors and "
@@ -174,10 +174,10 @@ class Manifest(WireModel):
         checked: set[tuple[int, tuple[int, ...]]] = set()
         for tensor, index in zip(self.tensors, self.sharding_of, strict=False):
             if index >= len(self.shardings):
-                raise ValueError(f"{tensor.name} has sharding {index} of {len(self.shardings)}")
+                raise ValueError(f"{tensor.name} refers to sharding {index}, but there are only {len(self.shardings)}")
             if (index, tensor.shape) not in checked:
                 if problem := self.shardings[index].problem(tensor.shape):
-                    raise ValueError(f"{tensor.name} is not sent once and whole: {problem}")
+                    raise ValueError(f"{tensor.name} is not sent exactly once: {problem}")
                 checked.add((index, tensor.shape))
         return self
 
@@ -209,7 +209,7 @@ class BucketSpec(WireModel):
 
 
 class TransportSpec(WireModel):
-    """How weights reach one endpoint. Each transport adds what its receivers need to know.
+    """How weights reach one endpoint. Each transport adds the fields that its receivers need.
 
     ``incarnation`` counts the times a run's trainer was started: calls of a replaced incarnation are refused.
     ``others`` are the specs of further senders, each of which sends a part of every bucket, see `Manifest.shardings`.
@@ -265,12 +265,12 @@ class UpdateRef(UpdateMessage):
 class WeightUpdate(UpdateMessage):
     """Announces an update before anything is sent. It is the only message that an endpoint may refuse.
 
-    ``deadline_s`` bounds the preparation on the endpoint (draining, for instance). ``lease_s`` is how long the endpoint
-    keeps the update open without a call from the publisher. After that the endpoint itself ends the update, with
-    the old weights if no byte was applied. ``staged`` indicates when sampling is paused: False on acceptance, True by
-    the commit, so that sampling continues while buckets arrive. ``encodings`` lists those that may be used in addition
-    to ``raw``. ``delta`` is relative to the weights that ``base`` names, which the endpoint must have kept. ``keep``
-    asks the endpoint to keep the weights of this update for a later delta.
+    ``deadline_s`` bounds the preparation on the endpoint (such as draining). ``lease_s`` is how long the endpoint keeps
+    the update open without a call from the publisher. After that the endpoint itself ends the update, with the old
+    weights if no byte was applied. ``staged`` indicates when sampling is paused: False on acceptance, True by the
+    commit, so that sampling continues while buckets arrive. ``encodings`` lists those that may be used in addition to
+    ``raw``. ``delta`` is relative to the weights that ``base`` names, which the endpoint must have kept. ``keep`` asks
+    the endpoint to keep the weights of this update for a later delta.
     """
 
     incarnation: Natural = 0
@@ -308,11 +308,11 @@ class WeightUpdate(UpdateMessage):
 
 
 class SentBytes(WireModel):
-    """What one sender sends of a bucket.
+    """One sender's part of a bucket.
 
-    ``size_bytes`` is the number of bytes sent, None for the bucket's own size (``raw``). ``checksum`` is their
-    XXH3-128 in hexadecimal digits, or ``sums64:`` and 32 hexadecimal digits for bytes that are sent from GPU to GPU;
-    None for no comparison. The checksum of a part begins with where it belongs, see
+    ``size_bytes`` is the number of bytes sent, None for the bucket's own size (``raw``). ``checksum`` is their XXH3-128
+    in hexadecimal digits, or ``sums64:`` and 32 hexadecimal digits for bytes that are sent from GPU to GPU; None for no
+    comparison. The checksum of a part also covers its place in the bucket, see
     `inflight.weights.encode.parts.places_of`.
     """
 
@@ -344,7 +344,7 @@ class UpdateTimings(WireModel):
 
 
 class WeightVersion(WireModel):
-    """Which weights an endpoint serves. ``run_id`` is None while it serves the checkpoint it was started from."""
+    """The weights that an endpoint serves. ``run_id`` is None while it serves the checkpoint it was started from."""
 
     state: EndpointState
     version: Natural
