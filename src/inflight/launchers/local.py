@@ -1,4 +1,4 @@
-"""Runs processes as children of this process."""
+"""Running processes as children of this process."""
 
 from __future__ import annotations
 

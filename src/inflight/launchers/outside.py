@@ -58,7 +58,7 @@ class _Elsewhere(Launched):
         return None
 
     def send_signal(self, number: signal.Signals) -> None:
-        """It ends when its connection to the run does."""
+        """Do nothing, because the process ends when its connection to the run does."""
 
     async def stop(self, patience_s: float) -> None:
-        """It ends when its connection to the run does."""
+        """Do nothing, because the process ends when its connection to the run does."""

@@ -1,4 +1,4 @@
-"""Runs processes on the hosts of a Ray cluster. This is the only module that depends on Ray.
+"""Running processes on the hosts of a Ray cluster. This is the only module that depends on Ray.
 
 Each process has a bundle of a placement group with an actor in it. The actor only starts the process, with the
 interpreter in its command, and watches it. Only commands, exit statuses and the last lines of logs pass through Ray.
@@ -24,7 +24,7 @@ _FORWARDED = (
 )  # fmt: skip
 """Prefixes of the environment variables that are passed to processes on other hosts."""
 _ANSWER_S = 60.0
-"""How long an actor may take to answer a call that does not wait for anything."""
+"""How long, in seconds, an actor may take to answer a call that does not block."""
 _OWN_CPUS = 0.01
 """CPUs of a process on a local cluster that was started for this run. Processes may then outnumber the cores, as they
 may without Ray."""
@@ -147,7 +147,7 @@ class RayLauncher(Launcher):
 
 
 class _PlacementGroup:
-    """A placement group of several processes; removed once none of them is left."""
+    """The placement group of several processes, which is removed once none of them is left."""
 
     def __init__(self, ray: Any, group: Any, num_left: int) -> None:
         self.ray = ray
@@ -249,7 +249,7 @@ class _Actor(Launched):
         self._is_there = False
         if self._waiting is not None and self._ended is None:
             await cancel_and_wait(self._waiting)
-            self._ended = ProcessEnd(None, cause=f"it did not stop on {self._address}")
+            self._ended = ProcessEnd(None, cause=f"the process did not stop on {self._address}")
         with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError):
             self._ray.kill(self._actor)
         self._room.leave()

@@ -1,4 +1,4 @@
-"""Starts, watches and stops one child process.
+"""Starting, watching and stopping one child process.
 
 A launcher for other hosts runs this class there in any available Python, so this file uses only the standard library.
 """
@@ -63,7 +63,7 @@ class Watcher:
         return None if self._process is None else self._process.returncode
 
     async def wait(self) -> tuple[int, tuple[str, ...]]:
-        """Wait for its end; return its status and the last lines of its log."""
+        """Wait for the process to end; return its status and the last lines of its log."""
         assert self._process is not None
         status = await self._process.wait()
         return status, self.tail()
@@ -105,7 +105,7 @@ class Watcher:
                 self._process.send_signal(number)
 
     async def stop(self, patience_s: float) -> None:
-        """End its standard input and wait; kill it after ``patience_s``."""
+        """Close the process's standard input and wait for it to end; kill it after ``patience_s``."""
         if self._process is None:
             return
         if self._process.stdin is not None:

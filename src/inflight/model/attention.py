@@ -1,11 +1,11 @@
 """Causal attention over packed segments, as an attention function of transformers.
 
-Segments of similar length are gathered into one right-padded batch, attended, and put back in place. A token sees
-earlier tokens only, so padding on the right is invisible and needs no mask.
+Segments of similar length are gathered into one right-padded batch, attended, and put back in place. A token attends
+only to earlier tokens, so padding on the right has no effect and needs no mask.
 
-Segments may share prefixes. The row then has each shared token once, every segment is gathered with all of its tokens,
-and the result of a shared token is taken from the first of its segments: the others compute the same. Thus attention is
-computed for every segment as a whole, and everything else in a layer once for each token of the row.
+Segments may share prefixes. The row then contains each shared token once, every segment is gathered with all of its
+tokens, and the result of a shared token is taken from the first of its segments, because the others compute the same.
+Attention is thus computed for every whole segment, and everything else in a layer once for each token of the row.
 
 Shape suffixes: S tokens of all segments, T packed tokens (S without those that repeat a shared prefix), P padded slots,
 N segments of one class, L tokens of its longest, A heads, D head size.
@@ -62,7 +62,7 @@ _RECURRENT_FIELDS = ("layers_block_type", "block_types", "hybrid_override_patter
 
 @dataclass(frozen=True, slots=True)
 class SlotIndex:
-    """Where each packed token goes in the padded batches, and back."""
+    """The positions of packed tokens in the padded batches, and of padded tokens in the row."""
 
     token_of_slot_P: torch.Tensor
     """int64 [P]. Padding repeats the last token of its segment."""
@@ -84,7 +84,7 @@ class SlotIndex:
 
 @dataclass(frozen=True, slots=True)
 class SharedTokens:
-    """The tokens of all segments, and those of them that the packed row has."""
+    """The tokens of all segments, and which of them the packed row contains."""
 
     first_T: torch.Tensor
     """int64 [T], ascending: for each token of the row, the first token of the segments that it stands for."""
@@ -102,7 +102,7 @@ class SharedTokens:
         return SharedTokens(is_first_S.nonzero().squeeze(1), (is_first_S.cumsum(0) - 1)[first_S])
 
     def padded(self, num_tokens: int) -> SharedTokens:
-        """Return these tokens with further ones at the end, which share nothing."""
+        """Return these tokens with further ones at the end, which are not shared."""
         added = torch.arange(num_tokens, device=self.first_T.device)
         return SharedTokens(
             torch.cat([self.first_T, added + len(self.token_S)]), torch.cat([self.token_S, added + len(self.first_T)])
@@ -111,22 +111,22 @@ class SharedTokens:
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """How the segments of one packed row are grouped; made once, used by every layer."""
+    """How the segments of one packed row are grouped; created once, and used by every layer."""
 
     num_tokens: int
     """T"""
     max_length: int
     """Tokens of the longest segment."""
     classes: _Classes
-    """(N, L) of each class; their slots follow one another and number P in all."""
+    """(N, L) of each class; their slots follow one another, P in total."""
     index: SlotIndex | None
     """None if all segments have the same length: the padded batch is then a view of the packed row."""
     exchange: HeadExchange | None = None
-    """Among ranks that each compute an equal part of the row; None: this rank computes all of it."""
+    """The exchange among ranks that each compute an equal part of the row; None: this rank computes all of it."""
 
     @property
     def num_rows(self) -> int:
-        """Tokens of the row that this rank computes."""
+        """The number of the row's tokens that this rank computes."""
         return self.num_tokens if self.exchange is None else self.num_tokens // self.exchange.num_ranks
 
     @staticmethod
@@ -138,7 +138,7 @@ class SegmentPlan:
     ) -> SegmentPlan:
         """Return the plan for segments of these lengths (each at least 1), its indices on ``device``.
 
-        ``shared`` states which of their tokens the row has; None: all.
+        ``shared`` specifies which of their tokens the row contains; None: all.
         """
         lengths = torch.tensor(segment_lengths, dtype=torch.int64)
         num_tokens, max_length = int(lengths.sum()), max(segment_lengths)
@@ -190,10 +190,10 @@ def segment_attention(
 def repeats_heads(device_type: str, dtype: torch.dtype, *, grouped: bool) -> bool:
     """Return whether key-value heads are repeated for their query heads, or left to the kernel as groups.
 
-    On CUDA only the flash kernel and cuDNN's support groups (torch 2.13, aten's ``cuda/sdp_utils.cpp``), and both are
-    for 16 bits. In float32, groups would leave the math kernel, which holds all scores: 120 GB for 28 heads and 32,768
-    tokens. The memory-efficient kernel supports repeated heads. On other devices groups save a copy of keys and values,
-    which is 10 % faster in float32 on a CPU.
+    On CUDA only the flash kernel and cuDNN's support groups (torch 2.13, aten's ``cuda/sdp_utils.cpp``), and both only
+    in 16 bits. In float32, groups would require the math kernel, which stores all scores: 120 GB for 28 heads and
+    32,768 tokens. The memory-efficient kernel supports repeated heads. On other devices groups save a copy of keys and
+    values, which is 10 % faster in float32 on a CPU.
     """
     return grouped and device_type == "cuda" and dtype.itemsize > 2
 
@@ -214,7 +214,7 @@ def describe_kernel(
     """Return which kernel torch uses for attention of such tensors; their contents are not read."""
     grouped = key.shape[1] != query.shape[1]
     choice = torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, enable_gqa=grouped)
-    return _KERNELS.get(SDPBackend(choice), "a kernel of the device's own")
+    return _KERNELS.get(SDPBackend(choice), "a kernel specific to the device")
 
 
 def describe_segment_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> str:
@@ -303,12 +303,12 @@ def _attention_of_layer(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Call `segment_attention` for a layer of transformers. Raises `UnsupportedError` for anything else it asks for."""
+    """Call `segment_attention` for a layer of transformers. Raises `UnsupportedError` for other attention."""
     layer = type(module).__name__
     if segment_plan is None:
         raise UnsupportedError(
-            f"{layer} got no segment_plan: pass segment_plan= to the model; if it was passed, this model does not pass "
-            "it to its attention and cannot be trained on packed segments"
+            f"{layer} received no segment_plan: pass segment_plan= to the model; if it was passed, this model does "
+            "not pass it to its attention and cannot be trained on packed segments"
         )
     if attention_mask is not None or any(others.get(name) is not None for name in _REFUSED_ARGUMENTS):
         raise UnsupportedError(f"{layer} asks for a mask or for one of {', '.join(_REFUSED_ARGUMENTS)}")
@@ -374,7 +374,8 @@ def _to_packed(classes_NALD: list[torch.Tensor], plan: SegmentPlan) -> torch.Ten
 class _ToPadded(torch.autograd.Function):
     """Packed row to padded classes.
 
-    Padding has no gradient, so the backward is a plain gather too; that of shared tokens is the sum over their slots.
+    Padding has no gradient, so the backward pass is also a plain gather; for shared tokens it is the sum over their
+    slots.
     """
 
     @staticmethod
@@ -394,7 +395,7 @@ class _ToPadded(torch.autograd.Function):
 
 
 class _ToPacked(torch.autograd.Function):
-    """Padded classes to the packed row; padding gets a gradient of zero."""
+    """Padded classes to the packed row; padding receives a gradient of zero."""
 
     @staticmethod
     def forward(ctx: Any, index: SlotIndex, classes: _Classes, *classes_NLAD: torch.Tensor) -> torch.Tensor:

@@ -33,24 +33,26 @@ def config_number(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def checkpoint_of(url: str, directory: Path, dtype: str) -> tuple[int, tuple[TensorSpec, ...] | None]:
-    """Return the vocabulary size of the model that the server at ``url`` serves in ``dtype``, and what it can load.
+    """Return the vocabulary size of the model that the server at ``url`` serves in ``dtype``, and its loadable tensors.
 
     The latter is None if the checkpoint's ``directory`` cannot be read here; the engine then refuses wrong tensors
     itself. Raises `ConfigError`.
     """
     if dtype not in DTYPE_SIZES:
-        raise ConfigError(f"{url}: the model is served in {dtype}; known: {', '.join(DTYPE_SIZES)}")
+        raise ConfigError(
+            f"{url}: the model is served in {dtype}, which is not supported; supported: {', '.join(DTYPE_SIZES)}"
+        )
     vocab_size = config_number(config_of(directory), "vocab_size")
     if vocab_size is None:
         raise ConfigError(
-            f"{url}: the vocabulary size cannot be read from {str(directory / 'config.json')!r}; the model "
-            "directory has to be the server's checkpoint, as this process sees it"
+            f"{url}: the vocabulary size cannot be read from {str(directory / 'config.json')!r}; pass the path of "
+            "the server's checkpoint as this process sees it"
         )
     return vocab_size, tensor_specs_of(directory, dtype) if directory.is_dir() else None
 
 
 def tensor_specs_of(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:
-    """Return the names and shapes of a checkpoint's tensors as they travel in ``dtype``, a wire dtype.
+    """Return the specs of a checkpoint's tensors as they are sent in ``dtype``, a wire dtype.
 
     Files that an index does not list are omitted. Raises `ConfigError` if the directory has no safetensors, or if a
     file's header cannot be read.
@@ -59,7 +61,9 @@ def tensor_specs_of(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:
     if listed := _listed_in_the_index(directory):
         files = [directory / name for name in sorted(listed)]
     if not files:
-        raise ConfigError(f"model directory {str(directory)!r} has no *.safetensors; other weight formats are not read")
+        raise ConfigError(
+            f"model directory {str(directory)!r} has no *.safetensors files; other weight formats are not supported"
+        )
     shapes = {name: entry["shape"] for file in files for name, entry in _header(file).items() if name != "__metadata__"}
     return tuple(
         TensorSpec.model_validate({"name": name, "dtype": dtype, "shape": tuple(shape)})

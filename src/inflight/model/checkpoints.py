@@ -38,7 +38,9 @@ def load_config(path: Path) -> Any:
             f"model directory {str(path)!r} does not exist; give a directory with config.json and safetensors"
         )
     if not (path / "config.json").is_file():
-        raise ConfigError(f"model directory {str(path)!r} has no config.json; is it a Hugging Face checkpoint?")
+        raise ConfigError(
+            f"model directory {str(path)!r} has no config.json; pass the directory of a Hugging Face checkpoint"
+        )
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trusts_remote_code())
     except Exception as error:  # transformers may raise anything
@@ -54,9 +56,10 @@ def load_config(path: Path) -> Any:
             takes_more = name.endswith("ForConditionalGeneration")
             why = "it takes inputs other than text" if takes_more else "its attention ignores where sequences end"
             raise UnsupportedError(
-                f"{str(path)!r} holds a {name}, which cannot be trained or served here: {why}. Supported models "
-                "are the ...ForCausalLM decoders of transformers with full attention through its attention interface, "
-                "such as LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM and GemmaForCausalLM"
+                f"{str(path)!r} contains a {name}, which inflight can neither train nor serve: {why}. Supported "
+                "models are the ...ForCausalLM decoders of transformers with full attention through its attention "
+                "interface, such as LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM and "
+                "GemmaForCausalLM"
             )
         raise ConfigError(
             f"{str(path)!r} is not a causal language model: architectures {architectures}, type {config.model_type!r}"
@@ -66,13 +69,13 @@ def load_config(path: Path) -> Any:
 
 
 def _has_class_of(config: Any, architectures: Sequence[str]) -> bool:
-    """Return whether a checkpoint is of the class that transformers makes of a configuration with images."""
+    """Return whether a checkpoint has the class that transformers creates for a configuration with images."""
     models = _model_class(config)._model_mapping
     return type(config) in models and models[type(config)].__name__ in architectures
 
 
 def _model_class(config: Any) -> Any:
-    """Return transformers' class that makes the model of a configuration."""
+    """Return the transformers class of the model that a configuration describes."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
@@ -84,9 +87,9 @@ def _attention_of(config: Any, attention: str) -> str | dict[str, str]:
 
 
 def check_weights(path: Path) -> None:
-    """Check, by the headers of the files alone, that the weights in a model directory are whole and fit its config.
+    """Check, using only the files' headers, that the weights in a model directory are complete and fit its config.
 
-    Raises `ConfigError` that names the file or the tensor that is wrong, and what `load_config` raises.
+    Raises a `ConfigError` that names the wrong file or tensor, and the errors of `load_config`.
     """
     config = load_config(path)
     with torch.device("meta"):
@@ -154,7 +157,7 @@ def stored_shapes(model: Any, name: str, parameter: torch.Tensor, held: Collecti
 def stored_names(model: Any) -> dict[str, str]:
     """Return the name under which each parameter of a loaded model is stored, by the parameter's own name.
 
-    Of a model that takes no images, that is its own name.
+    For a model that takes no images, this is the parameter's own name.
     """
     if not takes_images(model.config):
         return {name: name for name, _ in model.named_parameters()}
@@ -164,7 +167,7 @@ def stored_names(model: Any) -> dict[str, str]:
 def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
     """Return the model of a directory with parameters on the meta device and filled buffers on the CPU.
 
-    No weights are read. Raises what `load_config` raises, and `UnsupportedError` if the model has a buffer that its
+    No weights are read. Raises the errors of `load_config`, and `UnsupportedError` if the model has a buffer that its
     class does not fill.
     """
     config = load_config(path)
@@ -182,7 +185,9 @@ def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
         if own:
             _model_of(model, part_name)._init_weights(module)  # as transformers does after loading on meta
     if unknown := [name for name, it in model.named_buffers() if bool(_is_nothing(it).any())]:
-        raise UnsupportedError(f"{type(model).__name__} has buffers that cannot be made from its config: {unknown[:5]}")
+        raise UnsupportedError(
+            f"{type(model).__name__} has buffers that cannot be computed from its config: {unknown[:5]}"
+        )
     return model
 
 
@@ -232,7 +237,7 @@ def max_model_len_of(config: Any) -> int:
 
 def _one_line(error: Exception) -> str:
     if "trust_remote_code" in str(error):
-        return f"it brings Python code of its own, which is not run unless {TRUST_VARIABLE}=1 is set"
+        return f"it contains its own Python code, which is not run unless {TRUST_VARIABLE}=1 is set"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:250]
 
 
@@ -248,8 +253,8 @@ class StoredTensor:
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors in the safetensors files of a model directory, from the headers alone.
 
-    The files are those of its index, or all of them without an index. Raises `ConfigError` if there are none, or that
-    names a file that is missing or cannot be read, and the tensor at which a file is cut off.
+    The files are those of its index, or all of them without an index. Raises a `ConfigError` if there are none; it
+    names any file that is missing or cannot be read, and the tensor at which a file is cut off.
     """
     found: dict[str, StoredTensor] = {}
     for file in _weight_files(path):
@@ -279,7 +284,7 @@ def fitting_tensors(
     for name in sorted(set(wanted) & set(stored)):
         file = stored[name].file.name
         if stored[name].shape != tuple(wanted[name]):
-            problems.append(f"{name} in {file} has shape {stored[name].shape}, not {tuple(wanted[name])}")
+            problems.append(f"{name} in {file} has shape {stored[name].shape}, expected {tuple(wanted[name])}")
         elif stored[name].dtype is None:
             untrainable.append(f"{name} in {file}")
     if untrainable:

@@ -1,6 +1,6 @@
-"""Checksums of the files of a trainer's checkpoint: damaged weights are noticed when they are loaded.
+"""Checksums of the files of a trainer's checkpoint: damaged weights are detected when they are loaded.
 
-``trainer.json`` has the XXH3 of each 64 MiB of each file with tensors, so that ranks share the work.
+``trainer.json`` contains the XXH3 of every 64 MiB of each file with tensors, so that ranks share the work.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def checksums_in(path: Path) -> Mapping[str, Sequence[int]]:
 def check_checkpoint(path: Path, *, only_weights: bool = False) -> None:
     """Raise `ConfigError` if a file in a directory differs from the checksums that a trainer saved with it, if any.
 
-    ``only_weights`` leaves out the files of subdirectories, such as the optimizer's.
+    ``only_weights`` omits the files of subdirectories, such as the optimizer's.
     """
     try:
         for name, expected in checksums_in(path).items():
             if not (only_weights and "/" in name):
                 check_file(path / name, expected)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the checkpoint {str(path)!r} cannot be used: {error}") from error
+        raise ConfigError(f"the checkpoint {str(path)!r} is damaged or cannot be read: {error}") from error

@@ -11,7 +11,7 @@ from inflight.errors import ConfigError
 
 
 def check_compiler(device: torch.device, option: str) -> None:
-    """Raise `ConfigError` that names what is missing if torch cannot compile for ``device``, as ``option`` asks."""
+    """Raise `ConfigError` that names what is missing if torch cannot compile for ``device``, as ``option`` requires."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -19,8 +19,8 @@ def check_compiler(device: torch.device, option: str) -> None:
     if device.type != "cpu":
         if not has_triton():
             raise ConfigError(
-                f"{option} needs triton for {device}: pip install triton, or leave the option out; triton supports "
-                "GPUs of compute capability 7.0 and later"
+                f"{option} needs triton for {device}: pip install triton, or omit the option; triton supports GPUs "
+                "of compute capability 7.0 and later"
             )
         return
     try:

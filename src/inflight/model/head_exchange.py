@@ -1,8 +1,8 @@
-"""Attention over a packed row that is split over ranks: the ranks exchange tokens for heads.
+"""Attention over a packed row that is split over ranks, which exchange tokens for heads.
 
-Before the attention every rank gets all tokens of some heads, after it all heads of its tokens (DeepSpeed-Ulysses,
-arXiv:2309.14509, section 3). Each token of each head is sent once and is not computed twice, so the sums are those of
-one rank.
+Before the attention, every rank receives all tokens of some heads; afterwards, all heads of its tokens
+(DeepSpeed-Ulysses, arXiv:2309.14509, section 3). Each token of each head is sent once and is not computed twice, so the
+sums are those of one rank.
 
 Shape suffixes: T packed tokens, R tokens of one rank, A heads, P heads of one rank, D head size, C ranks.
 """
@@ -57,7 +57,7 @@ def _exchange_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Its own inverse, and its own derivative backwards."""
+    """An exchange that is its own inverse and its own derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import torch
 
 FAMILIES = ("llava",)
-"""``model_type`` of the models that are known: features in the place of placeholders, one position for each token."""
+"""The supported values of ``model_type``: features replace placeholders, with one position for each token."""
 
 _TOWERS = ("siglip_vision_model", "clip_vision_model")
-"""Their vision towers that make the same number of features of every image."""
+"""The supported vision towers, which produce the same number of features for every image."""
 _MAX_PIXELS = 1 << 24
 """Limit for decoding an image: a few kilobytes can expand to gigabytes."""
 _NUM_CACHED = 64
-"""Images whose tensors are kept, because the completions of a group share theirs."""
+"""Number of images whose tensors are kept, because the completions of a group share them."""
 
 
 def takes_images(config: Any) -> bool:
@@ -43,9 +43,9 @@ def check_family(config: Any) -> None:
     tower = getattr(config.vision_config, "model_type", "")
     if config.model_type not in FAMILIES or tower not in _TOWERS:
         raise UnsupportedError(
-            f"{config.model_type} with the vision tower {tower} cannot be trained or served with images: known are "
-            f"{', '.join(FAMILIES)} with {' or '.join(_TOWERS)}. Other families place features or count positions in "
-            "another way"
+            f"{config.model_type} with the vision tower {tower} is not supported with images; supported: "
+            f"{', '.join(FAMILIES)} with {' or '.join(_TOWERS)}. Other families place features or count positions "
+            "differently"
         )
 
 
@@ -66,7 +66,7 @@ def decoded(url: ImageUrl) -> Any:
     try:
         image = Image.open(io.BytesIO(base64.b64decode(content)), formats=("PNG", "JPEG", "WEBP"))
         if image.width * image.height > _MAX_PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels are more than {_MAX_PIXELS:,}")
+            raise ValueError(f"it has {image.width} x {image.height} pixels, but at most {_MAX_PIXELS:,} are supported")
         return image.convert("RGB")
     except Exception as error:  # Pillow raises whatever its decoders raise
         raise InvalidRequestError(f"the image in {head!r} cannot be decoded: {error}") from error
@@ -75,7 +75,8 @@ def decoded(url: ImageUrl) -> Any:
 class ImageProcessor:
     """The images of one model, with its own processor from transformers.
 
-    A client uses it to place images among token ids, an engine and a trainer to make the tensors of the vision tower.
+    A client uses it to place images among token ids, an engine and a trainer use it to compute the inputs of the vision
+    tower.
     """
 
     def __init__(self, processor: Any, config: Any) -> None:
@@ -147,7 +148,7 @@ class ImageProcessor:
 def load_image_processor(path: Path) -> ImageProcessor | None:
     """Return the processor of a model directory, None if its ``config.json`` names no vision tower.
 
-    Raises `ConfigError` if there is none that can be loaded.
+    Raises `ConfigError` if the processor cannot be loaded.
     """
     try:
         if not json.loads((path / "config.json").read_text()).get("vision_config"):
@@ -165,7 +166,7 @@ def load_image_processor(path: Path) -> ImageProcessor | None:
 
 
 def as_parts(message: Message) -> Message:
-    """Return a message with its content as a list of parts, as chat templates of models with images take it.
+    """Return a message with its content as a list of parts, as chat templates of models with images expect it.
 
     Raises `InvalidRequestError` for a part that is neither a text nor an image.
     """

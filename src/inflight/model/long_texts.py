@@ -1,7 +1,7 @@
-"""Tokenises texts whose length clients choose, within the memory that a context is worth.
+"""Tokenising texts whose length clients choose, with memory in proportion to a context.
 
-A tokenizer needs a hundred bytes for each character and each token, so a text that cannot fit is refused before, and
-long ones are tokenised one at a time.
+A tokenizer needs a hundred bytes for each character and each token, so a text that cannot fit is refused beforehand,
+and long ones are tokenised one at a time.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 from inflight.errors import ContextFullError
 
 LONG_TEXT = 16 * 1024
-"""Characters of a text that is counted before it is tokenised; shorter ones cost little."""
+"""Length in characters from which a text is checked before it is tokenised; shorter ones cost little."""
 _MOST_PER_TOKEN = 32
-"""Characters that tokens may have on average: texts have four, code has fewer."""
+"""Number of characters that tokens may have on average: prose has four, code has fewer."""
 _SLACK = 64
-"""Tokens that a cut through a text adds at most."""
+"""Largest number of tokens that a cut through a text adds."""
 _one_at_a_time = threading.Lock()
 
 
 def tokenise(tokenizer: Any, text: str, max_tokens: int | None, *, add_special_tokens: bool = False) -> list[int]:
     """Return the tokens of a text. Raises `ContextFullError` if it cannot fit in a context of ``max_tokens``.
 
-    A text that is little too long is still returned. Blocks: call it in a thread if the text is long.
+    A slightly longer text is still returned. Blocks: call it in a thread if the text is long.
     """
     if len(text) <= LONG_TEXT:
         return _ids(tokenizer, text, add_special_tokens)

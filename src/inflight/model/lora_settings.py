@@ -23,10 +23,10 @@ class LoraSettings(Section):
     """The linear layers that are changed, by their names or the ends of their names, such as ``q_proj``;
     ``all-linear``: all those of the decoder layers."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of a layer's inputs that are hidden from the LoRA, drawn again in each forward with gradients. The
-    trainer's logprobs then differ from those of the servers, which drop nothing."""
+    """Dropout rate of the LoRA's inputs, drawn anew in each forward pass with gradients. The trainer's logprobs then
+    differ from those of the servers, which do not use dropout."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the initial A, which is random as in PEFT, and of the dropout. B begins as zeros."""
+    """Seed of A, which PEFT also initialises at random, and of the dropout. B starts as zeros."""
 
     @model_validator(mode="after")
     def _names_targets_once(self) -> LoraSettings:
@@ -40,7 +40,7 @@ class LoraSettings(Section):
 
     @property
     def spec(self) -> LoraSpec:
-        """How endpoints merge it."""
+        """How endpoints merge the LoRA."""
         return LoraSpec(rank=self.rank, alpha=self.alpha)
 
     def chosen(self, layers: Sequence[str]) -> list[str]:

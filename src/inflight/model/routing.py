@@ -1,8 +1,8 @@
 """The routers of a mixture of experts of transformers: recording which experts they choose, and replaying a choice.
 
 A router is recognised by its behaviour: a module that computes exactly one top-k and returns its indices last.
-Replaying replaces the result of that top-k, so the shares of the experts, their normalisation and their gradients stay
-the model's own.
+Replaying replaces the result of that top-k, so the model itself still computes the experts' weights, their
+normalisation and their gradients.
 
 Shape suffixes: T tokens, L decoder layers, K experts of a token in a layer, E experts of a layer.
 """
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from inflight.types import FREE_EXPERT
 
 Experts = npt.NDArray[Any]
-"""uint8 or uint16 [T, L, K]; the largest number names no expert."""
+"""uint8 or uint16 [T, L, K]; the largest number stands for no expert."""
 REPLAYED = "routed_experts_TLK"
 """Keyword of a base model's forward, once `replay_routing` has prepared it: int64 [T, L, K], `FREE_EXPERT` where a
 token is routed freely."""
@@ -36,7 +36,7 @@ class Routers:
     """The routers of a model, all of the same shape."""
 
     of_layer: tuple[nn.Module | None, ...]
-    """By decoder layer; None at a layer without experts."""
+    """The routers by decoder layer; None for a layer without experts."""
     num_experts: int
     """E."""
     num_chosen: int
@@ -55,7 +55,7 @@ def decoder_layers(causal_lm: Any) -> list[nn.Module]:
 
 
 def routers_of(causal_lm: Any) -> Routers | None:
-    """Return the routers of a model; None if it has no experts, or routes in a way that is not known here."""
+    """Return the routers of a model; None if it has no experts, or if its way of routing is not supported."""
     found = [_router_in(layer) for layer in decoder_layers(causal_lm)]
     routers = [router for router in found if isinstance(router, nn.Module)]
     if not routers or "unknown" in found:
@@ -128,7 +128,7 @@ class RoutingRecorder:
         self._routers = routers
         self._chosen: dict[int, torch.Tensor] = {}
         self.dtype: type[np.uint8] | type[np.uint16] = np.uint8 if routers.num_experts <= 255 else np.uint16
-        """The largest number of it names no expert."""
+        """The dtype of the numbers; its largest number stands for no expert."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class RoutingRecorder:
         self._chosen[layer] = output[-1]
 
     def take(self) -> Experts:
-        """Return [T, L, K] of the forward that was recorded; layers without experts hold the largest number."""
+        """Return [T, L, K] of the forward that was recorded; layers without experts have the largest number."""
         stacked_LTK = torch.stack(list(self._chosen.values())).cpu().numpy()
         num_tokens = stacked_LTK.shape[1]
         experts_TLK = np.full((num_tokens, *self._routers.shape), np.iinfo(self.dtype).max, self.dtype)
@@ -165,7 +165,8 @@ class RoutingRecorder:
 def replay_routing(causal_lm: Any, routers: Routers) -> None:
     """Make a model's forward accept `REPLAYED`: experts that replace those that its routers would choose.
 
-    The argument is passed to each layer, so that a layer that is recomputed in the backward receives the same experts.
+    The argument is passed to each layer, so that a layer that is recomputed in the backward pass receives the same
+    experts.
     """
     for index, (layer, router) in enumerate(zip(decoder_layers(causal_lm), routers.of_layer, strict=True)):
         if router is not None:

@@ -1,4 +1,4 @@
-"""The sizes of a model on disk that arithmetic about its memory needs."""
+"""The sizes of a model on disk that are needed to compute its memory use."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ModelShape:
     """Shape of each parameter by its name; the matrices of all experts are one, with an expert in each row."""
     hidden_size: int
     intermediate_size: int
-    """Of one expert, if there are experts."""
+    """Intermediate size of one expert, if there are experts."""
     num_experts_per_token: int
-    """0: an MLP without experts."""
+    """Number of experts per token; 0: an MLP without experts."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -51,7 +51,8 @@ def model_shape(path: Path) -> ModelShape:
         for key in keys:
             if (value := config_number(config, key)) is not None:
                 return value
-        raise ConfigError(f"{str(path / 'config.json')!r} cannot be read or has no {keys[0]}")
+        problem = f"has no {keys[0]}" if config else "cannot be read"
+        raise ConfigError(f"{str(path / 'config.json')!r} {problem}: pass the directory of a Hugging Face checkpoint")
 
     heads, hidden_size = number("num_attention_heads"), number("hidden_size")
     stored = {spec.name: tuple(spec.shape) for spec in tensor_specs_of(path, "float32")}

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def special_token_ids(directory: Path) -> frozenset[int]:
-    """Return the ids that decoding without special tokens leaves out; none if the tokenizer's files cannot be read.
+    """Return the ids that decoding without special tokens omits; empty if the tokenizer's files cannot be read.
 
     Tokens that are only in a file of another format, such as ``tokenizer.model``, are not among them.
     """

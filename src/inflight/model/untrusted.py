@@ -1,4 +1,4 @@
-"""What a model directory from elsewhere may not do: run code of its own, and name files outside."""
+"""Restrictions on model directories from elsewhere: they may not run their own code, or name files outside."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 TRUST_VARIABLE = "INFLIGHT_TRUST_REMOTE_CODE"
-"""If this environment variable is 1, transformers runs the Python files that a model directory brings for its config,
-tokenizer and processor. Otherwise such a directory is refused, without a prompt."""
+"""If this environment variable is 1, transformers runs the Python files in a model directory for its config, tokenizer
+and processor. Otherwise such a directory is refused, without a prompt."""
 
 
 def trusts_remote_code() -> bool:

@@ -1,4 +1,4 @@
-"""Images as embeddings among those of tokens, in a model with a vision tower of a family that `images` knows.
+"""Images as embeddings among those of tokens, in a model with a vision tower of a supported family, see `images`.
 
 Shape suffixes: T packed tokens, H hidden, M placeholder tokens.
 """
@@ -21,7 +21,9 @@ def embedded(
     embeddings_TH: torch.Tensor = causal_lm.get_input_embeddings()(token_ids_T)
     features_MH = image_features(causal_lm, tensors, embeddings_TH)
     if len(features_MH) != len(rows_M):
-        raise ValueError(f"{len(features_MH)} features of images for {len(rows_M)} placeholders")
+        raise ValueError(
+            f"the vision tower computed {len(features_MH)} features of images for {len(rows_M)} placeholders"
+        )
     return embeddings_TH.index_copy(0, rows_M, features_MH)
 
 

@@ -1,4 +1,4 @@
-"""Measures the costs of simulated runs from the events of real runs.
+"""Measuring the costs of simulated runs from the events of real runs.
 
 Events record when a request began and ended, and the length of each completion. Completions are assumed to grow at a
 constant rate in between.
@@ -24,7 +24,8 @@ from inflight.planning.token_times import token_times
 from inflight.planning.traces import Trace
 
 _RARE = 0.03
-"""A number of working processes that was observed for less than this share of the time is merged with the nearest."""
+"""A number of working processes that was observed for less than this share of the time is merged with the nearest
+one."""
 _ONE_LOAD = 0.3
 """Spread of loads below which they count as a single load: 0.1 to 0.3 for runs of one mode, 0.35 or more for two."""
 _WINDOW = 64
@@ -72,7 +73,7 @@ class Costs:
 
     @property
     def is_of_one_load(self) -> bool:
-        """Whether endpoints were measured at about one load only, so that token times at other loads are a guess."""
+        """Whether endpoints were measured at about one load only, so token times at other loads are extrapolated."""
         return self.notes.get("load_spread", 1.0) < _ONE_LOAD
 
     def as_json(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class Costs:
 def calibrate(directories: Sequence[Path], num_skipped: int = 3) -> Costs:
     """Return the costs of runs on one machine, measured after their first ``num_skipped`` steps.
 
-    Raises `ConfigError` if a directory does not hold a run.
+    Raises `ConfigError` if a directory does not contain a run.
     """
     traces = [Trace.read(directory) for directory in directories]
     groups, num_prompt_tokens = _groups_of(traces)

@@ -28,9 +28,9 @@ class Candidate:
     group_size: int
     tokens_per_step: int
     conventional_steps: int = 0
-    """0: pipeline mode."""
+    """Number of steps per phase in conventional mode; 0: pipeline mode."""
     num_training_gpus: int = 1
-    """Ranks among which the tokens of a step are divided."""
+    """Number of ranks among which the tokens of a step are divided."""
     max_lag: int = 8
     burst: int = 1
     scheduler: str = "least_loaded"

@@ -15,7 +15,7 @@ from inflight.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TokenTime:
-    """The time of one decode step as a function of the number of running completions, each of which gets one token.
+    """The time of one decode step as a function of the number of running completions, each of which receives one token.
 
     The function interpolates linearly between points, is constant before the first, and extrapolates the last two. One
     point is a constant. A curve that begins flat is a roofline.
@@ -56,7 +56,7 @@ class Endpoint:
     """The largest number of completions that it runs at a time."""
     token_time: TokenTime = field(default_factory=lambda: TokenTime.roofline(1.0))
     context_time: float = 0.0
-    """Added to the time of a token for each token of context: the number of running completions times the length of
+    """Time added to that of a token for each token of context: the number of running completions times the length of
     the longest, including its prompt. This models attention that pads all completions to the longest."""
     prompt_token_time: float = 0.0
     """How long sampling stops for each prompt token of a new request; its completions share the prompt."""
@@ -90,14 +90,14 @@ _HEADERS = 1.045
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The links over which weights travel from trainer hosts that send to the hosts of endpoints."""
+    """The links over which weights are sent from trainer hosts to the hosts of endpoints."""
 
     size_bytes: float
     num_senders: int
     sender_bytes_per_s: float
-    """Of each trainer host that sends."""
+    """Bandwidth of each sending trainer host's link."""
     endpoint_bytes_per_s: float
-    """Of each endpoint's host."""
+    """Bandwidth of each endpoint host's link."""
 
     def transfer_s(self, num_endpoints: int) -> float:
         """Return how long the links take: each endpoint receives everything, and senders share the sending equally."""

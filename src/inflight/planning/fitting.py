@@ -19,7 +19,7 @@ def fit(rows: Sequence[Sequence[float]], values: Sequence[float], sizes: Sequenc
     import numpy
 
     if not len(rows):
-        raise ConfigError("the run has too few steps to fit costs to")
+        raise ConfigError("the run has too few steps to fit its costs: record a longer run")
     target = numpy.asarray(values, float)
     weights = 1.0 / numpy.sqrt(numpy.maximum(target if sizes is None else sizes, 1e-9))
     return _fitted(numpy.asarray(rows, float) * weights[:, None], target * weights)

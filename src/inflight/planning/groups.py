@@ -25,7 +25,7 @@ class Prompted:
     rewards: tuple[float, ...] = ()
     """If empty, all rewards are 0."""
     waits: tuple[float, ...] = ()
-    """Time that each completion spends in its environment, holding its slot. If empty, there is none."""
+    """Time that each completion spends in its environment, holding its slot. If empty, there is no environment."""
 
     def reward(self, completion: int) -> float:
         return self.rewards[completion] if self.rewards else 0.0
@@ -67,7 +67,7 @@ def scored_group(prompted: Prompted, sampled: Sequence[SimulatedCompletion]) -> 
 
 
 def kept_tokens(rollout: Rollout, staleness: StalenessPolicy, version: int) -> Sequence[bool]:
-    """Return for each span of a rollout whether a step trains on it; the policy judges one token of each span."""
+    """Return, for each span of a rollout, whether a step trains on it; the policy judges one token of each span."""
     return staleness.mask([span.version for span in rollout.version_spans], version)
 
 

@@ -15,7 +15,7 @@ State = tuple[int, bool]
 
 
 class EndpointActivity(NamedTuple):
-    """The load of an endpoint from a point in time on."""
+    """The load of an endpoint from some time on."""
 
     since: float
     num: int
@@ -38,7 +38,8 @@ class Loads:
 
     @classmethod
     def of(cls, trace: Trace, num_prompt_tokens: int) -> Loads:
-        """Assumes that completions grow at a constant rate, and that every prompt has ``num_prompt_tokens`` tokens."""
+        """Return the loads, assuming completions grow at a constant rate and prompts have ``num_prompt_tokens``
+        tokens."""
         sampled: dict[str, list[tuple[float, float, float, float]]] = {}
         for request in trace.requests:
             start, rate = request["start_s"], rate_of(request)
@@ -114,14 +115,14 @@ class LoadPart(NamedTuple):
 
     seconds: float
     context: float
-    """Running completions times the length of the longest."""
+    """The mean of running completions times the length of the longest."""
     num_working: int
     """The number of working endpoints and trainers."""
 
 
 @dataclass(slots=True)
 class Stretch:
-    """A part of a request: the tokens that its longest completion gained, and the load meanwhile."""
+    """A part of a request: the tokens that its longest completion gained, and the load during that time."""
 
     num_tokens: int
     seconds: float
@@ -129,7 +130,7 @@ class Stretch:
     size: int
     """The number of completions of the request."""
     num_admitted: int
-    """Requests that began at the endpoint meanwhile, including this one."""
+    """Number of requests that began at the endpoint meanwhile, including this one."""
     is_last: bool
     """Whether this is the end of the request, which includes the time until the run receives the answer."""
 

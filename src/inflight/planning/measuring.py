@@ -1,4 +1,4 @@
-"""Measures configurations by short real runs, one after another, instead of simulating them (as Spreeze does)."""
+"""Measuring configurations by short real runs, one after another, instead of simulating them (as Spreeze does)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def base_of(path: Path) -> Candidate:
 def measure(
     source: Path, wanted: Sequence[Candidate], plan: SearchPlan, limit_s: float, on_progress: Callable[[int], None]
 ) -> list[EvaluatedCandidate]:
-    """Do a run of ``search.num_steps`` steps with every configuration, in a directory that is removed afterwards.
+    """Make a run of ``search.num_steps`` steps with every configuration, in a directory that is removed afterwards.
 
     Nothing else should use the machine. Raises `ConfigError` if one fails or takes longer than ``limit_s``.
     """

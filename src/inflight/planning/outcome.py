@@ -30,7 +30,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Averages over all steps but the first ones, during which the pipeline fills."""
+    """Averages over all steps except the first ones, during which the pipeline fills."""
 
     tokens_per_time: float
     steps_per_time: float
@@ -51,9 +51,9 @@ class SimulationResult:
     num_tokens: int = 0
     """Training tokens of trained groups, including prompts."""
     num_completions: int = 0
-    """Completions that finished."""
+    """Number of completions that finished."""
     num_lost_tokens: int = 0
-    """Sampled tokens that were discarded because their completion restarted."""
+    """Number of sampled tokens that were discarded because their completion restarted."""
     num_slots: int = 0
     busy: dict[str, float] = field(default_factory=dict)
     """Busy time by endpoint; ``slot_time``: held slots times time."""
@@ -66,9 +66,9 @@ class SimulationResult:
     dropped: Counter[str] = field(default_factory=Counter)
     """Dropped groups by reason, as the ledger counts them."""
     ages: Counter[int] = field(default_factory=Counter)
-    """Trained completions by the lag of their first token."""
+    """Number of trained completions by the lag of their first token."""
     lags: Counter[int] = field(default_factory=Counter)
-    """Trained tokens by lag."""
+    """Number of trained tokens by lag."""
     steps: list[StepRow] = field(default_factory=list)
     law: LittlesLaw = field(default_factory=LittlesLaw)
     scheduler: Mapping[str, float] = field(default_factory=dict)

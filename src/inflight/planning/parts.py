@@ -1,9 +1,9 @@
-"""Splits the speed-up over conventional RL into factors.
+"""Splitting the speed-up over conventional RL into factors.
 
 Each factor is the ratio of the speeds of two simulated runs that differ in one respect, in this order:
 
 - memory: endpoints no longer share memory with trainers and run more completions (LlamaRL's theorem);
-- stragglers: all completions of a phase have the same length, so that nothing waits for the longest;
+- stragglers: all completions of a phase have the same length, so no completion waits for the longest;
 - bubbles: sampling and training run concurrently on separate devices, with the true lengths;
 - drafts: speculative drafts are enabled.
 

@@ -26,7 +26,7 @@ class HardwareSection(Section):
 
 
 class GenerationSection(Section):
-    """One endpoint."""
+    """The costs of one endpoint."""
 
     token_s: tuple[tuple[float, float], ...]
     """Pairs (running completions, seconds per token), ascending, as ``inflight bench engine`` prints them."""
@@ -43,7 +43,7 @@ class GenerationSection(Section):
 
 
 class TrainingSection(Section):
-    """One optimizer step. The cost per token is divided by the number of trainer GPUs."""
+    """The costs of one optimizer step. The cost per token is divided by the number of trainer GPUs."""
 
     step_s: float = Field(default=0.0, ge=0)
     token_gpu_s: float = Field(gt=0)
@@ -51,13 +51,13 @@ class TrainingSection(Section):
 
 
 class LinksSection(Section):
-    """The links over which weights travel."""
+    """The links over which weights are sent."""
 
     weights_gb: float = Field(gt=0)
     sender_gbit_per_s: float = Field(gt=0)
-    """The link of each trainer host that sends."""
+    """Bandwidth of each sending trainer host's link."""
     endpoint_gbit_per_s: float | None = Field(default=None, gt=0)
-    """The link of each endpoint's host. None: the same."""
+    """Bandwidth of each endpoint host's link. None: the same."""
     senders: int = Field(default=1, ge=1)
     """Number of trainer hosts that send: 1 unless ``updates.sharded``."""
 
@@ -71,7 +71,7 @@ class PublishSection(Section):
     """The time from the end of a step until its version is served."""
 
     total_s: float = Field(default=0.0, ge=0)
-    """Without the time of the links, if they are listed."""
+    """The constant time, without that of the links if they are listed."""
     pause_s: float = Field(default=0.0, ge=0)
     links: LinksSection | None = None
 
@@ -129,7 +129,7 @@ class SearchSection(Section):
 
 
 class SearchPlan(Section):
-    """A plan. Values that it leaves out are measured from the runs given with ``--from``."""
+    """A plan. Values that it omits are measured from the runs given with ``--from``."""
 
     hardware: HardwareSection | None = None
     generation: GenerationSection | None = None
@@ -149,5 +149,5 @@ class SearchPlan(Section):
 
 
 def load_plan(path: Path) -> SearchPlan:
-    """Return the plan in a TOML file. Raises `ConfigError`, which names the key and the value."""
+    """Return the plan in a TOML file. Raises a `ConfigError` that names the key and the value."""
     return load_settings(SearchPlan, path, "plan")

@@ -1,4 +1,4 @@
-"""Simulates every configuration of a plan, and finds the Pareto front of speed and token age."""
+"""Simulating every configuration of a plan, and finding the Pareto front of speed and token age."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def candidates(plan: SearchPlan, base: Candidate | None, *, knows_lengths: bool 
                 num_training = rest // hardware.trainer_unit * hardware.trainer_unit
                 if num_training < 1:
                     raise ConfigError(
-                        f"search.endpoints: {num} endpoints of {hardware.gpus_per_endpoint} GPUs leave none to train "
-                        f"of {hardware.gpus}"
+                        f"search.endpoints: {num} endpoints of {hardware.gpus_per_endpoint} GPUs each leave none of "
+                        f"the {hardware.gpus} GPUs for training; lower search.endpoints"
                     )
                 yield dataclasses.replace(own, num_endpoints=num, num_training_gpus=num_training)
 
@@ -143,7 +143,7 @@ def evaluate_candidate(costs: Costs, candidate: Candidate, num_steps: int) -> Ev
 def search(
     costs: Costs, wanted: Sequence[Candidate], num_steps: int, on_progress: Callable[[int], None] = lambda _: None
 ) -> list[EvaluatedCandidate]:
-    """Return the outcomes of simulated configurations; ``on_progress`` is called with the number that are complete.
+    """Return the outcomes of simulated configurations; ``on_progress`` is called with the number completed.
 
     Raises `ConfigError` if the search would take hours.
     """

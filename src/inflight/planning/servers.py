@@ -1,4 +1,4 @@
-"""One simulated endpoint. Its clock counts the tokens of an imaginary completion that always runs.
+"""One simulated endpoint. Its clock counts the tokens of a hypothetical completion that is always running.
 
 Every running completion gains tokens at the rate of the clock, so a heap of the clock values at which completions end
 is all the state that is needed. The cost of an event is logarithmic in the number of running completions.

@@ -30,7 +30,7 @@ class Setup:
     """The unit of ``step_size``."""
     staleness: StalenessPolicy = field(default_factory=lambda: MaxLag(8))
     composer: BatchComposer | None = None
-    """None: a step has the oldest groups that reach ``step_size``."""
+    """The composer; None: a step has the oldest groups that reach ``step_size``."""
     conventional_steps: int = 0
     """Steps per phase in conventional mode, in which sampling and training alternate. 0: pipeline mode."""
     burst: int = 1
@@ -45,7 +45,7 @@ class Setup:
     """Time from the end of a group until its rewards are known."""
     trains_on_equal_rewards: bool = True
     expected_tokens: float = 0.0
-    """Expected tokens of a group before any has finished. 0: those of the first group."""
+    """Expected tokens of a group before any has finished. 0: as many as the first group has."""
     seed: int = 0
     """Seed of the random failures."""
     record: Callable[[str, dict[str, Any]], None] | None = None

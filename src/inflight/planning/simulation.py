@@ -1,6 +1,6 @@
-"""Simulates a run: the dispatcher of a live run drives modelled endpoints and a modelled trainer.
+"""Simulating a run: the dispatcher of a live run drives modelled endpoints and a modelled trainer.
 
-Costs default to zero: prompts, publishes, rewards and environments then take no time.
+Costs default to zero: by default, prompts, publishes, rewards and environments take no time.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class SimulatedRun:
         return self.outcome
 
     def _advance_server(self, server: SimulatedServer) -> SimulatedServer:
-        """Advance a server that is about to change to the present time, and return it."""
+        """Advance a server that is about to change to the current time, and return it."""
         server.advance(self.timeline.now)
         self._changed[server.endpoint.name] = server
         return server

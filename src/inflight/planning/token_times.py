@@ -1,4 +1,4 @@
-"""Fits the token times of endpoints to stretches of requests.
+"""Fitting the token times of endpoints to stretches of requests.
 
 A stretch takes (n (a + c x) + k r) f. Here n is the number of tokens of its longest completion, x the number of running
 completions times the length of the longest, k the number of requests that the endpoint admits meanwhile, and f the

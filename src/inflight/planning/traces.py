@@ -26,7 +26,7 @@ class Trace:
 
     @classmethod
     def read(cls, directory: Path) -> Trace:
-        """Raises `ConfigError` if the directory does not contain a run with at least 4 steps."""
+        """Read a run's events. Raises `ConfigError` if the directory does not contain a run with at least 4 steps."""
         kinds: dict[str, list[dict[str, Any]]] = {
             k: [] for k in ("run_started", "request", "group", "train", "publish")
         }

@@ -21,7 +21,7 @@ class Batch:
 
     groups: Sequence[Group]
     version: int
-    """The version that the step starts from."""
+    """The version from which the step starts."""
     num_tokens: int
     ages: Counter[int]
     """Completions by the lag of their first token."""

@@ -1,1 +1,1 @@
-"""Replays recorded runs: repeats training without engines or sampling on an engine, and imports other records."""
+"""Replaying recorded runs: repeating training without engines or sampling on an engine, and importing other records."""

@@ -1,4 +1,4 @@
-"""Imports rollouts that other frameworks stored as records.
+"""Importing rollouts that other frameworks stored as records.
 
 Each file is one step. The manifest lists the data that a format lacks: a record without behaviour logprobs can be read
 and sampled again, but not trained on.
@@ -40,7 +40,7 @@ def write_imported(
 ) -> RecordManifest:
     """Write a record and return its manifest.
 
-    Raises `ConfigError` if the directory already has a record, and errors of reading; no step is left then.
+    Raises `ConfigError` if the directory already has a record, and errors of reading; no step then remains.
     """
     if step_files(directory):
         raise ConfigError(f"{str(directory)!r} already contains a record: choose another directory with --to")

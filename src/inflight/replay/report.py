@@ -61,7 +61,7 @@ def described(replayed: Replayed) -> str:
         what += f"; recorded on {replayed.recorded_trainer} with {_ranks(replayed.recorded_ranks)}"
     lines = [what]
     if all(step.recorded_gradient_norm is None for step in replayed.steps):
-        return "\n".join([*lines, "the record has no outcomes of its steps, so there is nothing to compare"])
+        return "\n".join([*lines, "the record has no outcomes of its steps, so it cannot be compared with the replay"])
     if replayed.is_bit_equal:
         final = (
             f"the final weights have SHA-256 {replayed.final.sha256}"
@@ -78,7 +78,7 @@ def _first_difference(replayed: Replayed) -> list[str]:
     step = next(step for step in replayed.steps if step.version == version)
     first = f"first difference: the step to version {version}"
     if version == 1:
-        first += ", which starts from the same weights: the two compute the same numbers differently"
+        first += ", which starts from the same weights: the two trainers compute the same numbers differently"
     else:
         first += ", after bit-equal steps"
     lines = [first, f"  by {_what(step)}"]
@@ -134,8 +134,8 @@ def _of_weights(replayed: Replayed) -> list[str]:
         return []
     return [
         "",
-        f"final weights: the norm of their difference is {replayed.weights.relative:.2g} of that of the training; "
-        f"no element differs by more than {replayed.weights.largest:.2g}",
+        f"final weights: the norm of their difference is {replayed.weights.relative:.2g} of the norm of the change "
+        f"by training; no element differs by more than {replayed.weights.largest:.2g}",
     ]
 
 
@@ -161,7 +161,7 @@ def _described_scores(found: Sequence[Scored], tolerance: float) -> str:
             f"token {first.differs_at} of completion {first.number} of item {first.item}"
         )
     if len(differing) > len(found) / 2:
-        text += "\nmost of them differ: does the server hold the weights of --version?"
+        text += "\nmost of them differ: check that the server has the weights of --version"
     return text
 
 

@@ -1,4 +1,4 @@
-"""Repeats recorded sampling on an endpoint with the same weights, or scores the recorded tokens there, and compares."""
+"""Repeating recorded sampling on an endpoint with the same weights, or scoring the recorded tokens there."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Resampled:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The logprobs of one recorded completion beside those that an endpoint gives the same tokens."""
+    """The logprobs of one recorded completion, and those that an endpoint returns for the same tokens."""
 
     item: int
     number: int
     num_tokens: int
-    """Compared tokens: those that the version sampled before any other version did."""
+    """Number of compared tokens: those that the version sampled before any other version did."""
     largest_difference: float
     """Largest logprob difference, in nats."""
     differs_at: int | None
@@ -59,7 +59,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class SamplingReplay:
-    """What an endpoint samples again, and how it scores the recorded tokens."""
+    """The results of repeated sampling on an endpoint, and of its scores of the recorded tokens."""
 
     sampled: Sequence[Resampled]
     """Empty if nothing can be sampled again, but something can be scored."""
@@ -81,12 +81,14 @@ async def sample_again(
 
     Seeds, prompts and settings are those of the run. For a record in a run directory, the events show which completions
     formed a request; otherwise each group counts as one request. Completions that were continued after an abort are
-    left out. The result is empty if none is left. Raises `UnsupportedError` if the endpoint does
-    not support seeds, and `ConfigError` if it serves another version that a run published to it.
+    omitted. The result is empty if none remains. Raises `UnsupportedError` if the endpoint does not support seeds, and
+    `ConfigError` if it serves another version that a run published to it.
     """
     capabilities = await endpoint.capabilities()
     if not capabilities.seeds:
-        raise UnsupportedError(f"{endpoint.name} does not support seeds, so its samples differ from call to call")
+        raise UnsupportedError(
+            f"{endpoint.name} does not support seeds, so its samples differ from call to call and cannot be compared"
+        )
     found: list[Resampled] = []
     asked = _asked(record, config, version)
     for number, one in enumerate(itertools.islice(asked, num_groups)):
@@ -124,10 +126,10 @@ async def score_again(
 ) -> list[Scored]:
     """Score the recorded tokens of ``version``, which the endpoint must serve, and compare the logprobs.
 
-    Seeds play no part, so any engine can be compared, and turns of environments too. Tokens after an update are left
-    out, because they may depend on cached states of older weights, and so are rollouts with images and rollouts that
-    were not sampled at temperature 1. Raises `ConfigError` if the endpoint serves another version that a run published
-    to it.
+    Seeds have no effect, so any engine can be compared, and also turns of environments. Tokens after an update are
+    omitted, because they may depend on cached states of older weights, and so are rollouts with images and rollouts
+    that were not sampled at temperature 1. Raises `ConfigError` if the endpoint serves another version that a run
+    published to it.
     """
     found: list[Scored] = []
     groups = (group for step in read_steps(record) if step.version >= version for group in step.groups)

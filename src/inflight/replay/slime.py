@@ -1,4 +1,4 @@
-"""Reads slime's rollouts: the files of ``--save-debug-rollout-data``, one for each rollout.
+"""Reading slime's rollouts: the files of ``--save-debug-rollout-data``, one for each rollout.
 
 A file is the ``torch.save`` output of ``{"rollout_id": int, "samples": [...]}``; a sample is the fields of slime's
 ``Sample`` as a dict (slime/utils/types.py). Only plain values, tensors and numpy's arrays are read from it.
@@ -55,7 +55,7 @@ def _steps(
         for number, sample in enumerate(samples):
             where = f"{path}, sample {number}"
             if sample.get("response_length") == 0:
-                found.assumed["the response is empty: left out"] += 1
+                found.assumed["the response is empty, so the sample is omitted"] += 1
                 continue
             rollout = _rollout_of(sample, where, found, version, oldest, temperature, reward_key)
             if num_of_execution[sample.get("rollout_id")] > 1:  # slime's sub-agents and compacted contexts
@@ -84,7 +84,7 @@ def _load(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch raises various errors for files that it did not write
         raise ConfigError(
             f"{str(path)!r} is not a file that can be read without running code from it: "
-            f"{' '.join(str(error).split())[:200]}. Store the samples again as lists, numbers, texts and tensors"
+            f"{' '.join(str(error).split())[:200]}. Store the samples again as lists, numbers, strings and tensors"
         ) from error
     if not (
         isinstance(dump, dict)
@@ -100,7 +100,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _refuse_expansion(path: Path, values: Iterator[Any]) -> None:
-    """Raise `ConfigError` if arrays are larger than the file: a few bytes can stand for a tensor of any shape."""
+    """Raise `ConfigError` if arrays are larger than the file: a few bytes can represent a tensor of any shape."""
     parts = (part for it in values for part in (it.values() if isinstance(it, dict) else (it,)))
     arrays = (it for it in parts if isinstance(it, torch.Tensor | np.ndarray))
     size_bytes = sum(math.prod(it.shape) * it.itemsize for it in arrays)
@@ -138,7 +138,7 @@ def _rollout_of(
     if sample.get("remove_sample"):
         mask = [0] * num_tokens  # as slime does
     if sample.get("rollout_routed_experts") is not None:
-        found.assumed["the experts that computed its tokens (rollout_routed_experts) are left out"] += 1
+        found.assumed["the experts that computed its tokens (rollout_routed_experts) are omitted"] += 1
     logprobs = field_of(
         sample, "rollout_log_probs", lambda it: it is None or are_numbers(it), "a list of numbers", where
     )

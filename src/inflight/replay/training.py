@@ -1,4 +1,4 @@
-"""Repeats the training of a record without engines: the same batches, over the same path to the ranks as in a run."""
+"""Repeating the training of a record without engines: the same batches, over the same path to the ranks as in a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from inflight.run.record.recording import outcome_of, weights_of
 from inflight.run.sampling.batches import frames_of, logprobs_of_samples
 
 _STOP_S = 2.0
-"""How long trainer ranks may take to end after Ctrl-C; their state is discarded."""
+"""How long, in seconds, trainer ranks may take to end after Ctrl-C; their state is discarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def replay_config(
         "train": train,
         "model": {**recorded["model"], **({} if model is None else {"path": str(model)})},
     }
-    return check_settings(RunConfig, values, "the configuration in the record is invalid here")
+    return check_settings(RunConfig, values, "the configuration in the record is not valid for this release or machine")
 
 
 _KEPT = {"num_steps", "seed", "start_timeout_s", "step_timeout_s", "save_timeout_s"}
@@ -166,8 +166,8 @@ def check_tokens(step: RecordedStep, vocab_size: int) -> None:
             if largest >= vocab_size:
                 raise ConfigError(
                     f"the record of the step to version {step.version + 1} has token {largest} in item "
-                    f"{group.item_index}, but the model's vocabulary has {vocab_size} tokens: is it another model, or "
-                    "was the file changed?"
+                    f"{group.item_index}, but the model's vocabulary has {vocab_size} tokens: the model differs from "
+                    "that of the run, or the file was changed"
                 )
 
 
@@ -248,7 +248,7 @@ async def _train_incarnation(
             on_step(step_difference(step, outcome_of(answers), logprobs))
         await group.save(directory / "weights")
     except asyncio.CancelledError:
-        note("interrupted: stopping the trainer ranks; nothing is kept")
+        note("interrupted: stopping the trainer ranks; no results are kept")
         for rank in group.ranks:
             rank.stop_s = _STOP_S
         raise

@@ -1,4 +1,4 @@
-"""Reads verl's rollouts: the files of ``trainer.rollout_data_dir``, one ``STEP.jsonl`` for each step.
+"""Reading verl's rollouts: the files of ``trainer.rollout_data_dir``, one ``STEP.jsonl`` for each step.
 
 A line has the texts ``input`` and ``output``, the ``score`` and the ``step``. There are no tokens, logprobs or
 versions. Texts are tokenised again, which may not reproduce the sampled tokens.
@@ -40,7 +40,7 @@ def _steps(files: Sequence[Path], found: Found, tokenizer: Any, temperature: flo
             output = field_of(row, "output", lambda it: isinstance(it, str), "a text", where)
             prompt, completion = (_tokens(tokenizer, it, where) for it in (text, output))
             if not completion:
-                found.assumed["the output is empty: left out"] += 1
+                found.assumed["the output is empty, so the sample is omitted"] += 1
                 continue
             rollout = Rollout(
                 prompt_token_ids=prompt,
@@ -68,7 +68,7 @@ def _tokens(tokenizer: Any, text: str, where: str) -> list[int]:
 
 
 def _step_of(path: Path) -> int:
-    """Return the step in a file's first row."""
+    """Return the number of the step in a file's first row."""
     for where, row in _rows(path):
         return int(field_of(row, "step", lambda it: type(it) is int, "a step's number", where))
     raise ConfigError(f"{str(path)!r} is empty")

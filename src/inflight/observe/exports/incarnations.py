@@ -23,7 +23,7 @@ class ProcessIncarnation:
 
     began_at: float
     version: int
-    """Trained versions when it began."""
+    """Number of trained versions when it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Incarnations:
             yield self._incarnations[-1].began_at, event
 
     def steps(self) -> Iterator[tuple[float, Row]]:
-        """Yield every step likewise, once `events` is exhausted. Steps that a resumed run repeated are left out."""
+        """Yield every step likewise, once `events` is exhausted. Steps that a resumed run repeated are omitted."""
         incarnations = iter(self._incarnations)
         present, following = next(incarnations, None), next(incarnations, None)
         for step in read_steps(self._directory):

@@ -1,4 +1,4 @@
-"""Exports a run as OpenTelemetry spans in OTLP JSON. Each batch is a line of a file, or the body of a request.
+"""Exporting a run as OpenTelemetry spans in OTLP JSON. Each batch is a line of a file, or the body of a request.
 
 There is a trace for each step (``step`` with ``train`` on each rank, and ``publish`` with its parts) and for each item
 (``item`` with its ``request`` spans, which contain the ``turn`` spans of an episode). A step links to the items that it

@@ -1,4 +1,4 @@
-"""Exports a run in Chrome's Trace Event Format, which ui.perfetto.dev opens.
+"""Exporting a run in Chrome's Trace Event Format, which ui.perfetto.dev opens.
 
 The processes of the trace are the run itself, the trainer and each server. A server's requests are slices, in as few
 tracks as possible without overlap. The request of an episode contains its turns, and its environment between them. Each

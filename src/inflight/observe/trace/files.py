@@ -27,10 +27,10 @@ NUM_PARTS = 8
 """``events.jsonl`` is renamed at ``PART_BYTES``; ``NUM_PARTS`` event files are kept, including ``events.jsonl``."""
 _CHUNK_BYTES = 1 << 17
 _MAX_LINE_BYTES = 64 << 20
-"""Of an event, and of a compressed part, which is twice as long as a part can be."""
+"""Size limits of an event, and of a compressed part, which is twice the largest size of a part."""
 _PART = re.compile(r"events\.(\d{1,9})\.jsonl(?:\.zst)?", re.ASCII)
 _COMPRESS_S = 10.0
-"""How long compressing the last file may take once the run has ended."""
+"""How long, in seconds, compressing the last file may take once the run has ended."""
 
 EVENTS, STEPS = "events.jsonl", "metrics.jsonl"
 
@@ -53,7 +53,9 @@ class EventWriter:
                 return False
             self._rotate()
         except OSError as error:
-            raise CheckpointError(f"{file.name} cannot be written: {error.strerror}; is the disk full?") from error
+            raise CheckpointError(
+                f"{file.name} cannot be written: {error.strerror}; check that the disk has free space"
+            ) from error
         return True
 
     def close(self) -> None:
@@ -161,9 +163,9 @@ class EventFollower:
         """Yield the events since the previous call, steps last. Raises `ConfigError` like `read_events`.
 
         When a run is resumed, it replaces its steps. A ``run_started`` event is then yielded, whose version invalidates
-        later steps, followed by all steps. Events that the run removed before this call are left out. If another run
-        has replaced the one that was read, its ``run_started`` event has ``is_new_run`` set, and nothing that was
-        yielded before belongs to it.
+        later steps, followed by all steps. Events that the run removed before this call are omitted. If another run has
+        replaced the one that was read, its ``run_started`` event has ``is_new_run`` set, and nothing that was yielded
+        before belongs to it.
         """
         for event in self._events.read():
             if event["kind"] == "run_started":

@@ -107,7 +107,7 @@ class RecordWriter:
             partial.unlink(missing_ok=True)
             why = getattr(error, "strerror", None) or error
             raise CheckpointError(
-                f"{str(path)!r} cannot be written: {why}; is the disk full? Free some space and continue with "
+                f"{str(path)!r} cannot be written: {why}. Check the free space of the disk, and continue with "
                 "--resume, or continue without run.record"
             ) from error
 
@@ -227,8 +227,8 @@ def item_details(
     """Return one item of the step that produced ``version`` as JSON values, with all recorded data of every token.
 
     ``decode`` is the method of a tokenizer. If it is given, ``pieces`` has the text of each token. Missing values are
-    None: logprobs and versions of observations, and advantages of rollouts that the step left out. Raises
-    `ConfigError` if the record has no such step or item.
+    None: logprobs and versions of observations, and advantages of rollouts that the step omitted. Raises `ConfigError`
+    if the record has no such step or item.
     """
     step = read_step(directory, version)
     numbers = [number for number, group in enumerate(step.groups) if group.item_index == item]

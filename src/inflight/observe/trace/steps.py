@@ -1,4 +1,4 @@
-"""Converts a recorded step to JSON for its structure and flat arrays for its tokens, and back.
+"""Converting a recorded step to JSON for its structure and flat arrays for its tokens, and back.
 
 docs/replay.md describes every field.
 """
@@ -45,7 +45,8 @@ class RecordedStep:
     groups: Sequence[Group]
     samples: Sequence[Sample]
     trainer_logprobs: Sequence[Sequence[float]] | None = None
-    """For each sample, one per completion token, and 0.0 where the loss has no target. None: unknown."""
+    """The trainer logprobs of each sample, one per completion token, 0.0 where the loss has no target. None:
+    unknown."""
     outcome: StepOutcome | None = None
 
 
@@ -67,7 +68,7 @@ class StoredRollout(StoredModel):
     images: tuple[PromptImage, ...] = ()
     has_routed_experts: bool = False
     teacher: int | None = None
-    """Which teacher scores it."""
+    """The index of the teacher that scores it."""
 
 
 class StoredGroup(StoredModel):

@@ -1,4 +1,4 @@
-"""Reports the steps of a run to its trackers, each in its own thread so that none can affect the run."""
+"""Reporting the steps of a run to its trackers, each in its own thread so that none can affect the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inflight.observe.trackers.tracker import TrackedRun, Tracker, numbers_of
 _MAX_WAITING = 1000
 """Number of steps that may wait for a slow tracker; further steps are dropped."""
 _END_S = 30.0
-"""How long all trackers together may take to finish once the run has ended."""
+"""How long, in seconds, all trackers together may take to finish once the run has ended."""
 _NOT_METRICS = {"kind", "start_s", "end_s", "version"}
 
 

@@ -1,4 +1,4 @@
-"""Writes the page of finished runs as a single offline file that contains its data."""
+"""Writing the page of finished runs as a single offline file that contains its data."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _levels(run: RunModel) -> list[list[dict[str, Any]]]:
 
 
 def _page(data: str) -> str:
-    """Return the page with embedded style, scripts and data, and a security policy that allows no others."""
+    """Return the page with embedded style, scripts and data, and a security policy that allows nothing else."""
     hashes: dict[str, list[str]] = {"style": [], "script": []}
 
     def embed(tag: str, name: str) -> str:

@@ -25,7 +25,7 @@ class ItemRow:
     state: str = "unfinished"
     """``waiting`` (finished), ``trained``, ``dropped``, or ``unfinished``."""
     reason: str = ""
-    """Why it was dropped."""
+    """Why the item was dropped."""
     version: int | None = None
     """The version that was trained on it."""
     oldest: int | None = None
@@ -39,7 +39,7 @@ class ItemRow:
     """Start, end and tokens of each sampled turn of an episode, by its number."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     what: list[str] = field(default_factory=list)
-    """What failed."""
+    """A description of each failure."""
 
     def row(self) -> dict[str, Any]:
         """Return the row of this item in the list of items."""

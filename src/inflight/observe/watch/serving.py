@@ -25,11 +25,11 @@ from inflight.observe.watch import views
 from inflight.observe.watch.model import RunModel
 
 FOLLOW_S = 0.5
-"""How often files are checked for new events; ``_TELL_S``: how often pages are notified of them."""
+"""Interval, in seconds, at which files are checked for new events; ``_TELL_S``: at which pages are notified of them."""
 _TELL_S = 0.2
 _HEARTBEAT_S = 15.0
 _STEPS_S = 1.5
-"""How long a page waits for all steps of a long run before it shows those that have been read."""
+"""How long, in seconds, a page waits for all steps of a long run before it shows those that have been read."""
 _ASSETS = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(
     ("kit.js", "source.js", "charts.js", "timeline.js", "rollouts.js", "fleet.js", "metrics.js", "page.js"),
     "text/javascript; charset=utf-8",
@@ -80,7 +80,7 @@ class Follower(threading.Thread):
             follower.close()
 
     def _end(self, problem: str) -> None:
-        """Show why nothing more is read."""
+        """Show why reading has stopped."""
         self.run_model.reading.problem, self.run_model.status = problem, "unreadable"
         self.run_model.revision += 1
 
@@ -139,7 +139,7 @@ def create_app(runs: Sequence[RunModel], token: str, closing: threading.Event | 
         async def answer(request: Request) -> Response:
             given = request.headers.get("authorization", "").encode()
             if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-                return _error(401, "this page needs its token: open the address that inflight printed")
+                return _error(401, "this page requires its token: open the address that inflight printed")
             try:
                 if asyncio.iscoroutinefunction(call):
                     return await call(request)  # type: ignore[no-any-return]
