@@ -25,7 +25,7 @@ class Event(BaseModel):
 
 
 class RunStarted(Event):
-    """A process of the run, or a new event file, began. This is the first line of every event file."""
+    """A process of the run began, or a new event file. This is the first line of every event file."""
 
     kind: Literal["run_started"] = "run_started"
     schema_version: int = SCHEMA_VERSION
@@ -68,11 +68,11 @@ class RequestEnded(Event):
     endpoint: str
     """The server's URL."""
     item: int
-    """Index of the task item, which the ledger counts."""
+    """Index of the task item."""
     request_id: str
     """The id of the request on the server."""
     numbers: tuple[int, ...]
-    """Numbers of the requested completions."""
+    """Numbers of the requested completions in their group, from 0."""
     parts: tuple[SampledPart, ...]
     """The sampled completions; empty if the request was lost or cancelled."""
     error: str | None = None
@@ -84,6 +84,7 @@ class RunningGroups(Event):
 
     kind: Literal["running_groups"] = "running_groups"
     num_groups: int
+    """Number of groups that are being sampled or scored."""
 
 
 class GroupFinished(Event):
@@ -93,9 +94,11 @@ class GroupFinished(Event):
     endpoint: str
     """Names of the endpoints that sampled it, separated by commas."""
     item: int
+    """Index of the task item."""
     oldest: int | None
-    """The oldest version that sampled one of its tokens; ``newest`` is the newest one."""
+    """The oldest version that sampled one of its tokens; None if no token was sampled."""
     newest: int | None
+    """The newest version that sampled one of its tokens."""
     rewards: tuple[float, ...]
     """Reward of each rollout."""
     lengths: tuple[int, ...]
@@ -109,8 +112,9 @@ class ItemDropped(Event):
     reason: str
     """``equal rewards``, ``filtered``, ``stale``, ``unusable``, ``failed`` or ``failed episodes``."""
     item: int
+    """Index of the task item."""
     what: str = ""
-    """Details, if more is known than the reason."""
+    """Details, if there are any."""
 
 
 class EpisodeFailed(Event):
@@ -118,8 +122,9 @@ class EpisodeFailed(Event):
 
     kind: Literal["episode_failed"] = "episode_failed"
     item: int
+    """Index of the task item."""
     reason: str
-    """The kind of failure, by which the run counts failed episodes."""
+    """The kind of failure, as in the counts of ``failed_episodes``."""
     what: str
     """What happened."""
 
@@ -145,6 +150,7 @@ class WeightsPublished(Event):
 
     kind: Literal["publish"] = "publish"
     version: int
+    """The published version."""
     size_bytes: int
     """Size of the version in bytes."""
     sent_bytes: int
@@ -186,6 +192,7 @@ class CheckpointSaved(Event):
 
     kind: Literal["checkpoint_saved"] = "checkpoint_saved"
     version: int
+    """The saved version."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -221,6 +228,7 @@ class ServedVersions(Event):
     trainer: int
     """Number of trained versions so far."""
     servers: dict[str, int | None]
+    """Version by server."""
 
 
 class FleetScaled(Event):
@@ -228,6 +236,7 @@ class FleetScaled(Event):
 
     kind: Literal["fleet_scaled"] = "fleet_scaled"
     change: Literal["grow", "shrink"]
+    """Whether a server was started or stopped."""
     servers: tuple[str, ...]
     """The additional servers that are running."""
 
@@ -237,6 +246,7 @@ class MemoryMoved(Event):
 
     kind: Literal["memory_released", "memory_restored"]
     servers: tuple[str, ...]
+    """Servers that have released or restored their memory."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -248,6 +258,7 @@ class Failure(Event):
 
     kind: Literal["failure"] = "failure"
     what: str
+    """What happened."""
 
 
 class RunEnded(Event):
@@ -255,7 +266,9 @@ class RunEnded(Event):
 
     kind: Literal["run_ended"] = "run_ended"
     version: int
+    """Number of trained versions."""
     is_interrupted: bool
+    """Whether the run was interrupted, for example by Ctrl-C."""
     ledger: dict[str, Any] = {}
     """Final counts of the ledger: ``trained``, ``dropped`` by reason, ``requeued``, and ``outstanding``, which will not
     be trained on unless the run is resumed."""
