@@ -72,7 +72,8 @@ def test_links_in_the_docs_lead_somewhere(page: Path) -> None:
         if "://" not in target:
             file = page.parent / target if target else page
             assert file.exists(), f"{page.name} links to {target}"
-            assert not anchor or anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
+            is_generated = anchor.startswith("inflight.")  # from a docstring, when the site is built
+            assert not anchor or is_generated or anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
 
 
 def anchors(page: Path) -> set[str]:
