@@ -55,7 +55,7 @@ def transitions_table() -> str:
 def tested_table() -> str:
     """Return one row for each certificate."""
     lines = [
-        "| engine | release | dtype | requirements that hold | unsupported | expected failures | kit took | date |",
+        "| engine | release | dtype | requirements that hold | unsupported | expected failures | duration | date |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for certificate in certificates():
@@ -183,7 +183,7 @@ def learning_table() -> str:
 def trainers_table() -> str:
     """Return one row for each certificate of a worker."""
     lines = [
-        "| trainer | ranks | shared by ranks | requirements that hold | of several ranks, skipped | kit took | date |",
+        "| trainer | ranks | parallelism | requirements that hold | skipped: needs several ranks | duration | date |",
         "|---|---|---|---|---|---|---|",
     ]
     found = _certificates("worker")
@@ -290,7 +290,7 @@ def trainer_learning_table() -> str:
 def lora_table() -> str:
     """Return how the quickstart went with all weights trained and with LoRAs, and what each publish took."""
     lines = [
-        "| what is trained | learning rate | mean reward, first ten steps | last ten | bytes of a publish | "
+        "| trained weights | learning rate | mean reward, first ten steps | last ten | bytes of a publish | "
         "a publish took |",
         "|---|---|---|---|---|---|",
     ]
@@ -305,7 +305,7 @@ def lora_table() -> str:
 def trainer_memory_table() -> str:
     """Return the peaks of loading and gathering, per rank."""
     row: Any = kept_rows("memory", "workers")
-    lines = ["| what | way | peak of rank 0 | of rank 1 | ratio of the highest |", "|---|---|---|---|---|"]
+    lines = ["| operation | method | peak of rank 0 | peak of rank 1 | ratio of the highest |", "|---|---|---|---|---|"]
     for stage in ("loading", "gathering"):
         for way in ("inflight", "full state dict"):
             peaks = [f"{rank[stage]['peak_bytes'] / 2**20:,.0f} MiB" for rank in row[way]]
@@ -317,7 +317,7 @@ def trainer_memory_table() -> str:
 def trainer_speed_table() -> str:
     """Return tokens per second of forward, backward and step."""
     lines = [
-        "| model | way | tokens/s of one rank | beside hand-written (quartiles) | beside accelerate (quartiles) |",
+        "| model | method | tokens/s per rank | ratio to hand-written (quartiles) | ratio to accelerate (quartiles) |",
         "|---|---|---|---|---|",
     ]
     for row in kept_rows("speed", "workers"):

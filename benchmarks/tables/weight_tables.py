@@ -44,33 +44,33 @@ def weights_targets_table() -> str:
         f"| {what} | {target} | {measured} |"
         for what, target, measured in (
             (
-                "gloo, 1 GB: one bare broadcast over the whole publish",
+                "gloo, 1 GB: time of one bare broadcast / time of the publish",
                 "0.9 or more",
-                f"**{gloo['share_of_limit']:.2f}**, over its wire alone "
+                f"**{gloo['share_of_limit']:.2f}**; of the transfer alone "
                 f"{gloo['limit_s']['median'] / gloo['spans']['wire']['median']:.2f}",
             ),
             (
-                "1,000 tensors of 16 KB, one by one over packed",
+                "1,000 tensors of 16 KB: time one by one / time packed",
                 "3 or more",
                 f"**{small['ratio_median']:.1f}** ({small['ratio_min']:.1f} to {small['ratio_max']:.1f})",
             ),
             (
-                "shared memory, 1 GB: pause over one copy of the bytes",
+                "shared memory, 1 GB: pause / one copy of the bytes",
                 "1.3 or less",
                 f"**{pause / copy:.2f}** ({milliseconds(pause)} and {milliseconds(copy)})",
             ),
             (
-                "delta at 2 % changed, gloo, 1 GB: bytes of it over all bytes",
+                "delta at 2 % changed, gloo, 1 GB: bytes sent / all bytes",
                 "1/10 or less",
                 f"**1/{delta['size_bytes'] / delta['sent_bytes']:.0f}**",
             ),
             (
-                "the same, end to end over all of it",
+                "the same: time of the delta / time of the full publish",
                 "below 1",
                 f"**{delta['spans']['total']['median'] / gloo['spans']['total']['median']:.2f}**",
             ),
             (
-                f"tokens kept over {tokens['interval_s']:.0f} s with one update of 1 GB through shared memory",
+                f"tokens in {tokens['interval_s']:.0f} s with one update of 1 GB over shm / tokens without",
                 "95 % or more",
                 f"**{100 * tokens['kept_median']:.0f} %** ({100 * tokens['kept_min']:.0f} to "
                 f"{100 * tokens['kept_max']:.0f})",
@@ -104,8 +104,8 @@ def vllm_pauses_table() -> str:
     """Return what an update's pause of vLLM consists of, before and after the commit became one call."""
     sides = kept("vllm_pauses")["rows"]["sides"]
     names = {
-        "paused": "from the last step with the old weights to the first with the new",
-        "answer to the pause": "until `/pause` has answered: it sleeps 20 ms",
+        "paused": "total: from the last step with the old weights to the first with the new ones",
+        "answer to the pause": "until `/pause` responds; it sleeps for 20 ms",
         "until the load": "until the load begins",
         "load": "the load",
         "until the label": "until the version's label is set",
@@ -176,8 +176,8 @@ def chaos_table() -> str:
     return "\n".join(lines) + (
         f"\n\n{figures['num_schedules']:,} schedules, {figures['num_publishes']:,} publishes and "
         f"{figures['num_tokens']:,} tokens in {figures['wall_s'] / 60:.0f} minutes: "
-        f"**{len(figures['failed'])} failed**. Of all pairs of a step and a fault {len(figures['never_injected'])} had "
-        f"no fault; the slowest publish took {figures['slowest_publish_s']:.1f} s."
+        f"**{len(figures['failed'])} failed**. {len(figures['never_injected'])} pairs of a step and a fault were never "
+        f"injected; the slowest publish took {figures['slowest_publish_s']:.1f} s."
     )
 
 
@@ -199,7 +199,7 @@ def fleets_checked_table() -> str:
 def fleet_table() -> str:
     """Return how the quickstart went on an undisturbed fleet, and on one whose servers came and went."""
     lines = [
-        "| fleet | mean reward, first ten steps | last ten | steps | groups trained | begun again | lost | seconds |",
+        "| fleet | mean reward, first ten steps | last ten | steps | groups trained | restarted | lost | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
