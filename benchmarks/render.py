@@ -179,28 +179,6 @@ def rounds_of(rows: Sequence[dict[str, Any]]) -> str:
     return f"{num_rounds} rounds" if num_rounds > 1 else "one round"
 
 
-def proxy_table(records: Sequence[dict[str, Any]]) -> str:
-    """Return what the proxy costs compared with each engine's own route."""
-    lines = [
-        "| `proxy.py` | episodes, tokens of a turn | proxy: CPU ms per call | of the engine's CPU | more seconds |",
-        "|---|---|---|---|---|",
-    ]
-    for record in records:
-        name, it = record["benchmark"].removeprefix("proxy-"), record["rows"]
-        lines.append(
-            f"| `{name}` | {it['num_episodes']}, {it['num_tokens']} | {it['proxy_cpu_ms_per_call']:.1f} | "
-            f"{it['proxy_cpu_share']:.0%} | {it['added_wall_share']:.1%} |"
-        )
-    return "\n".join(lines)
-
-
-def put_table(page: Path, name: str, table: str) -> None:
-    """Replace the table of a page between ``<!-- table: NAME -->`` and ``<!-- end -->``."""
-    before, begin, rest = page.read_text().partition(f"<!-- table: {name} -->\n")
-    _, end, after = rest.partition("<!-- end -->")
-    page.write_text(f"{before}{begin}{table}\n{end}{after}")
-
-
 def conditions(record: dict[str, Any]) -> str:
     machine, versions = record["machine"], record["versions"]
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
@@ -243,8 +221,6 @@ def main() -> None:
     for name, text in race_facts(read_results("race")["rows"]).items():
         page = page.replace(f"{{{{{name}}}}}", text)
     (DOCS / "performance.md").write_text(page)
-    proxies = [read_results(path.stem) for path in sorted(DIRECTORY.glob("proxy-*.json"))]
-    put_table(DOCS / "agents.md", "proxy", proxy_table(proxies))
 
 
 if __name__ == "__main__":
