@@ -1,4 +1,4 @@
-"""A loss made of pieces, on two micro-batches of one step, and the head in one pass and in two."""
+"""A loss composed of pieces, applied to two micro-batches of one step, with the head in one pass and in two passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights over one TCP connection to each rank: a transport that is not inflight's own."""
+"""A transport of your own: it sends weights over one TCP connection to each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP_S = 0.05  # how long a socket may block: then the deadline and `abort` are
 
 
 class TcpSpec(TransportSpec):
-    """Where the sender listens, and what it is shown by its ranks."""
+    """The address on which the sender listens, and the token that connecting ranks present."""
 
     host: str = Field(max_length=253)
     port: int = Field(ge=1, le=65535)
@@ -28,7 +28,7 @@ class TcpSpec(TransportSpec):
 
 
 class _End:
-    """What both ends share: sockets that never block for long, and calls that end when the group is abandoned."""
+    """Base of both ends: sockets that never block for long, and calls that end when the group is abandoned."""
 
     def __init__(self) -> None:
         self.is_open, self.sockets = False, []
@@ -155,7 +155,7 @@ class TcpReceiver(_End, WeightReceiver):
 
 
 class TcpTransport(Transport):
-    """The record of both."""
+    """The transport: creates the two ends."""
 
     name, spec_type, needs_gpu = "tcp", TcpSpec, False
 

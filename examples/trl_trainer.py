@@ -1,4 +1,4 @@
-"""The three calls of inflight inside TRL's GRPOTrainer: it samples from any inference server, and its loss is ours.
+"""TRL's GRPOTrainer with three calls of inflight: it samples from any inference server and uses inflight's loss.
 
 inflight tiny-model models/tiny
 INFLIGHT_TOKEN=secret inflight serve models/tiny
@@ -67,7 +67,7 @@ class PublishEveryStep(TrainerCallback):
 
 
 class BehaviourGRPOTrainer(GRPOTrainer):
-    """A GRPOTrainer whose ratios are to the logprobs that the server sampled with, by our loss."""
+    """A GRPOTrainer with inflight's loss, whose ratios are relative to the server's logprobs."""
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
         """Return this micro-batch's part of the loss, a sum over tokens / tokens of the step on all ranks."""
@@ -75,7 +75,7 @@ class BehaviourGRPOTrainer(GRPOTrainer):
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         num_completion_tokens = inputs["completion_ids"].shape[1]
         logprobs, *_ = self._get_per_token_logps_and_entropies(model, token_ids, attention_mask, num_completion_tokens)
-        # Of all ranks and of all that was sampled at once, which may be for several steps.
+        # TRL counts the tokens of all ranks and of everything sampled at once, which may be for several steps.
         share = self.args.gradient_accumulation_steps / self.args.steps_per_generation
         num_tokens = inputs["num_items_in_batch"] * share
         return grpo_loss(

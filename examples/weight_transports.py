@@ -1,4 +1,4 @@
-"""A model's weights over a transport of your choice: ``python weight_transports.py MODEL_DIR URL shm``.
+"""Publish a model's weights over a transport: ``python weight_transports.py MODEL_DIR URL shm``.
 
 The server is one that ``inflight serve`` started; its token is in INFLIGHT_TOKEN.
 """
@@ -19,7 +19,7 @@ def main(model_dir: str, url: str, transport: str) -> None:
     weights = ModuleWeights(model)
     token = os.environ["INFLIGHT_TOKEN"]
     with (
-        tempfile.TemporaryDirectory() as shared,  # on several machines: a directory that all of them see
+        tempfile.TemporaryDirectory() as shared,  # on several machines, use a directory that all of them share
         WeightPublisher.connect(
             [url],
             run_id="example",
@@ -31,7 +31,7 @@ def main(model_dir: str, url: str, transport: str) -> None:
     ):
         for _ in range(3):
             with torch.no_grad():
-                model.get_input_embeddings().weight[65] *= 1.01  # in place of an optimizer
+                model.get_input_embeddings().weight[65] *= 1.01  # stands in for an optimizer step
             weights.version += 1
             report = publish_weights(weights, publisher, deadline_s=30.0, quorum=1)
             spans = report.spans

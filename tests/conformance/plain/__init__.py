@@ -1,1 +1,1 @@
-"""An inference server that is not ours, and the endpoint around it that docs/inference-adapter.md explains."""
+"""A server that is independent of inflight, and the adapters that docs/inference-adapter.md explains."""

@@ -36,7 +36,7 @@ class PlainEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         )  # fmt: skip
         self.updates = UpdateReceiver(self, self.arrived, specs, self.declared)
 
-    async def capabilities(self):  # once the server answers
+    async def capabilities(self):  # waits until the server responds
         if self.info is None:
             await self.open()
         return self.declared

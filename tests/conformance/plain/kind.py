@@ -1,4 +1,4 @@
-"""How inflight starts the plain server, and attaches to a running one."""
+"""Defines how inflight starts the plain server and attaches to a running one."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ class PlainKind(EngineKind):
         return {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
 
     def connect(self, url, *, token, control_timeout_s, generate_timeout_s):
-        """Nothing is sent here: the server may still be starting."""
+        """Send nothing here: the server may still be starting."""
         return PlainEndpoint(url)
 
 

@@ -26,7 +26,7 @@ from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec
 
 
 def make(model_dir, *, name="threaded", max_concurrent=8, max_model_len=192):
-    """What the kit and `inflight serve` call: with a model directory and options."""
+    """Create the endpoint. The kit and `inflight serve` call this with a model directory and options."""
     return ThreadedEndpoint(model_dir, name, max_concurrent, max_model_len)
 
 
@@ -42,8 +42,8 @@ class Sequence:
         filters += [TopPLogitsWarper(ask.top_p)] if ask.top_p < 1 else []
         filters += [MinPLogitsWarper(ask.min_p)] if ask.min_p else []
         self.filters = LogitsProcessorList(filters if ask.temperature else [])
-        self.ended = Future()  # becomes the finish reason
-        self.ended.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
+        self.ended = Future()  # its result is the finish reason
+        self.ended.set_running_or_notify_cancel()  # so that a caller that stops waiting cannot cancel it
 
     def completion(self, index, reason):
         starts = [i for i, v in enumerate(self.versions) if i == 0 or v != self.versions[i - 1]]
@@ -76,7 +76,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         )  # fmt: skip
         self.updates = UpdateReceiver(self, self.arrived, specs, self.declared)
         self.request_ids = set()
-        # What follows belongs to the engine's thread.
+        # Only the engine's thread uses these.
         self.calls, self.sequences, self.is_paused, self.version = queue.SimpleQueue(), [], False, 0
         threading.Thread(target=self.work, daemon=True).start()
 
@@ -91,7 +91,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
             for sequence in self.sequences[: self.max_concurrent]:
                 try:
                     reason = self.sample(sequence)
-                except Exception as error:  # this request's, not the engine's
+                except Exception as error:  # fails only this request
                     self.end(sequence, error)
                 else:
                     if reason:
@@ -99,7 +99,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     @torch.no_grad()
     def sample(self, it):
-        """Add one token."""
+        """Sample one token. Return the finish reason if the completion ends."""
         ids = torch.tensor([it.ids if it.cache is None else it.ids[-1:]])
         output = self.model(input_ids=ids, past_key_values=it.cache, use_cache=True)
         it.cache = output.past_key_values
@@ -138,7 +138,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
             self.parameters[name].copy_(tensor)
         for sequence in self.sequences:
             sequence.cache = None  # recompute: the next step is a prefill under the new weights
-        self.version, self.is_paused = version, False  # the label changes with the weights, before a token is sampled
+        self.version, self.is_paused = version, False  # change the label with the weights, before the next token
 
     # ----------------------------------------------------------------------------------------- in the event loop
 
@@ -152,13 +152,13 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
                 done.set_exception(error)
 
         self.calls.put(run)
-        await asyncio.shield(asyncio.wrap_future(done))  # it runs even if the caller stops waiting
+        await asyncio.shield(asyncio.wrap_future(done))  # the call runs even if the caller stops waiting
 
     async def pause(self, update):
         try:
             await self.in_engine(self.stop_sampling)
         except asyncio.CancelledError:
-            self.calls.put(self.sample_again)  # after the pause, which may not have happened yet
+            self.calls.put(self.sample_again)  # queued after the pause, which may still be pending
             raise
 
     async def apply(self, update):
@@ -169,7 +169,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         await self.in_engine(self.sample_again)
 
     async def fail_requests(self):
-        await self.in_engine(self.end_all)  # and stays paused: nothing samples from torn weights
+        await self.in_engine(self.end_all)  # the engine stays paused, so that nothing samples from torn weights
 
     async def num_running(self):
         return min(len(self.sequences), self.max_concurrent)
@@ -187,7 +187,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         self.calls.put(lambda: self.sequences.extend(sequences))
         try:
             reasons = [await asyncio.wrap_future(sequence.ended) for sequence in sequences]
-        finally:  # answered, failed or cancelled: nothing of it continues in the engine
+        finally:  # answered, failed or cancelled: the engine stops working on it
             self.request_ids.remove(request.request_id)
             self.calls.put(lambda: [self.end(sequence, "abort") for sequence in sequences])
         completions = [s.completion(i, reason) for i, (s, reason) in enumerate(zip(sequences, reasons, strict=True))]
