@@ -26,6 +26,8 @@ AGENTS       := .agents
 STAMP_AGENTS := $(AGENTS)/.installed
 TINKER       := .tinker
 STAMP_TINKER := $(TINKER)/.installed
+DIST         := .dist
+STAMP_DIST   := $(DIST)/.installed
 FLOOR = $(1)==$(shell sed -n 's/^ *"$(1)>=\([0-9.]*\)",$$/\1/p' pyproject.toml | head -n 1)
 OLDEST_TESTS := tests/losses tests/weights tests/engine tests/worker
 # TorchTitan needs a newer torch; the tests of background saves use its worker too.
@@ -121,6 +123,12 @@ coverage: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE
 # The site of docs/ in build/site. A link, an anchor or a reference that leads nowhere fails it.
 site: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet --strict
+
+# A wheel and a source distribution in dist, and whether an index would accept them.
+dist: $(STAMP_DIST)
+	rm -rf dist
+	$(DIST)/bin/python -m build --outdir dist
+	$(DIST)/bin/twine check --strict dist/*
 
 # The real engines, each in a virtual environment of its own.
 engines: $(STAMP_VLLM) $(STAMP_SGLANG)
@@ -282,6 +290,11 @@ $(STAMP_VERIFIERS): pyproject.toml constraints.txt
 	  --editable '.[local,verifiers]' hypothesis openai pytest pytest-timeout pytest-xdist trl
 	touch $@
 
+$(STAMP_DIST):
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/pip install --quiet build==1.6.1 twine==7.0.0
+	touch $@
+
 $(STAMP_OPENENV): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OPENENV)
 	$(OPENENV)/bin/pip install --quiet --upgrade pip
@@ -336,4 +349,4 @@ $(STAMP_SGLANG): engines/install engines/sglang-cpu.txt engines/torchvision_on_c
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VERIFIERS) $(OPENENV) $(TINKER) $(AGENTS) .engines runs models .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) $(VERIFIERS) $(OPENENV) $(TINKER) $(AGENTS) $(DIST) .engines dist runs models .mypy_cache .ruff_cache .pytest_cache

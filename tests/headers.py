@@ -36,9 +36,23 @@ QWEN2_7B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Llama, or of a Qwen2, which adds biases to queries, keys and values."""
+    """The tensors of a Llama, a Qwen2 (with biases of queries, keys and values), or a Qwen3 (with their norms)."""
     hidden, wide, vocab = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = (config[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
@@ -54,6 +68,9 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, queries)
         for name, shape in (("gate", (wide, hidden)), ("up", (wide, hidden)), ("down", (hidden, wide))):
             shapes[f"{prefix}.mlp.{name}_proj.weight"] = shape
+        if config["model_type"] == "qwen3":
+            for name in ("q_norm", "k_norm"):
+                shapes[f"{prefix}.self_attn.{name}.weight"] = (head_dim,)
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{prefix}.{name}.weight"] = (hidden,)
     return shapes

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
+import re
+import tomllib
 from collections.abc import Iterable, Iterator
 
+from benchmarks.tables.kept import ROOT
 from pydantic import BaseModel
 
 from inflight import errors
@@ -122,6 +126,46 @@ def server_metrics_table() -> str:
     return _table(("metric", "kind", "meaning"), rows)
 
 
+_PACKAGES = (
+    "pydantic",
+    "httpx",
+    "torch",
+    "transformers",
+    "torchtitan",
+    "deepspeed",
+    "megatron-core",
+    "vllm",
+    "sglang",
+    "ray",
+)
+
+
+def packages_table() -> str:
+    """Return the oldest and the tested release of each package on which engines, trainers or the wire depend."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *(it for extra in project["optional-dependencies"].values() for it in extra)]
+    pins = "\n".join(file.read_text() for file in (ROOT / "constraints.txt", *ROOT.glob("tests/*/*.txt")))
+    engines = (ROOT / "Makefile").read_text()
+    rows = [("Python", project["requires-python"].removeprefix(">="), "3.11")]
+    for name in _PACKAGES:
+        oldest = re.search(rf"^{name}>=([\d.]+)", "\n".join(reversed(required)), re.MULTILINE)
+        tested = re.search(rf"^{name}==([\d.]+)", pins, re.MULTILINE)
+        tested = tested or re.search(rf"^{name.upper()} +\?= ([\d.]+)", engines, re.MULTILINE)
+        assert oldest is not None and tested is not None, name
+        rows.append((name, oldest[1], tested[1]))
+    return _table(("package", "oldest", "tested"), rows)
+
+
+def certificates_table() -> str:
+    """Return one row for each kept certificate."""
+    rows = []
+    for file in sorted((ROOT / "docs" / "certificates").glob("*.json")):
+        certificate = json.loads(file.read_text())
+        num_passed = sum(verdict["outcome"] == "passed" for verdict in certificate["verdicts"])
+        rows.append((f"[{file.stem}](certificates/{file.name})", certificate["started_at"][:10], str(num_passed)))
+    return _table(("certificate", "date", "requirements that hold"), rows)
+
+
 def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
@@ -134,6 +178,8 @@ def _cell(text: str) -> str:
 
 REFERENCE_TABLES = {
     "configuration": configuration_table,
+    "packages": packages_table,
+    "certificates": certificates_table,
     "commands": commands_table,
     "errors": errors_table,
     "routes": routes_table,

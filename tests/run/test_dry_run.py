@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from inflight.cli import main
-from tests.headers import LLAMA_70B, QWEN2_7B, write_headers
+from tests.headers import LLAMA_70B, QWEN2_7B, QWEN3_8B, write_headers
 from tests.servers import ServerProcess
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ GIB = 1 << 30
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of which only the headers exist, by the names of the examples."""
     directory = tmp_path_factory.mktemp("models")
-    known = {"Qwen2.5-7B": QWEN2_7B, "Qwen2.5-14B": QWEN2_14B, "Llama-70B": LLAMA_70B}
+    known = {"Qwen2.5-7B": QWEN2_7B, "Qwen2.5-14B": QWEN2_14B, "Qwen3-8B": QWEN3_8B, "Llama-70B": LLAMA_70B}
     return {name: write_headers(directory / name, config) for name, config in known.items()}
 
 
@@ -153,13 +153,14 @@ def test_two_nodes_need_an_address_that_the_other_one_reaches(dry_run: Callable[
         ("gpus-colocated", "Qwen2.5-7B"),
         ("gpus-turns", "Qwen2.5-7B"),
         ("gpus-two-nodes", "Qwen2.5-14B"),
+        ("gpu-recipe", "Qwen3-8B"),
     ],
 )
 def test_the_page_shows_what_the_command_prints(
     dry_run: Callable[..., tuple[int, str, str]], example: str, model: str
 ) -> None:
     _, printed, _ = dry_run(example, "--devices", "8x80GiB", model=model)
-    page = (ROOT / "docs" / "gpus.md").read_text()
+    page = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("gpus", "gpu-recipe"))
     (shown,) = re.findall(rf"<!-- dry run: {example} -->\n```\n(.*?)```\n<!-- end -->", page, re.DOTALL)
     assert shown == printed[printed.index("one update:") :]
 

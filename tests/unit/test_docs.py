@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from inflight.base.described_settings import describe_sections
 from inflight.http.openapi import openapi_document
 from inflight.observe.trace.schema import json_schema
 from inflight.planning.plan import load_plan
-from inflight.run.config import load_config
+from inflight.run.config import RunConfig, load_config
 from tests.zygote import python
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FOLDERS = ("examples", "tests/conformance/plain")
 RUN = (ROOT / "src" / "inflight" / "run" / "run.py").read_text()
 EXAMPLES = [RUN, *(path.read_text() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py")))]
@@ -95,6 +96,36 @@ def test_openapi_document_is_current() -> None:
 def test_the_schema_of_events_in_docs_is_that_of_the_models() -> None:
     checked_in = json.loads((ROOT / "docs" / "events.schema.json").read_text())
     assert checked_in == json.loads(json.dumps(json_schema())), "run: make docs"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_configurations_of_the_migration_page_are_valid(tmp_path: Path, number: int) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(blocks(ROOT / "docs" / "migrating.md", "toml")[number])
+    assert load_config(file).loss.policy_loss()
+
+
+def test_settings_that_the_migration_page_names_exist() -> None:
+    known = {f"{section.key}.{field.name}" for section in describe_sections(RunConfig) for field in section.fields}
+    known |= {section.key for section in describe_sections(RunConfig)}
+    tables = re.findall(r"^\| .* \| (.*) \|$", (ROOT / "docs" / "migrating.md").read_text(), re.MULTILINE)
+    named = {name for cell in tables for name in re.findall(r"`(\w+\.[\w.]+)", cell)}
+    assert len(named) > 20
+    assert named <= known, named - known
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    source = re.sub(r'"\n\s*f?"', "", source)
+    page = (ROOT / "docs" / "faq.md").read_text().partition("## Error messages")[2].partition("## Symptoms")[0]
+    messages = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    assert len(messages) > 8
+    for message in messages:
+        pieces = re.split(r"\.\.\.|'[^']*'|/\w+|\d+", message)  # what varies
+        long = [piece.strip() for piece in pieces if len(piece.strip()) > 9]
+        assert long, message
+        for piece in long:
+            assert piece in source, f"no message of the code has {piece!r}"
 
 
 def test_every_example_configuration_is_valid() -> None:
