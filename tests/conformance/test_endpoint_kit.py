@@ -16,6 +16,7 @@ import torch
 
 import inflight.engines.embedded.stepping
 import inflight.weights.encode.float8
+import inflight.weights.receive.base_weights
 import inflight.weights.receive.staging
 from inflight.conformance.checks import Check
 from inflight.conformance.endpoint import CHECKS
@@ -40,6 +41,7 @@ EMBEDDED = "inflight.engines.embedded.loading:load_endpoint"
 pytestmark = pytest.mark.usefixtures("forks")
 PATCHED = (
     *((inflight.engines.embedded.stepping, "sample"), (inflight.weights.encode.float8, "decode_float8")),
+    (inflight.weights.receive.base_weights, "merge_lora"),
     *((device_memory, "CudaMemory"), (IpcTransport, "needs_gpu")),
     *((inflight.weights.receive.staging, name) for name in ("views_of", "read_part", "places_of", "checksum_as")),
 )

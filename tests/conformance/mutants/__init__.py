@@ -23,6 +23,7 @@ from tests.conformance.mutants import (
     faults,
     http,
     images,
+    kinds,
     parity,
     partials,
     releasing,
@@ -40,7 +41,7 @@ from tests.weights.stored import share_host_memory
 
 LEVELS = (
     *(discovery, tokens, sampling, drafts, images, routing, scoring, control, sessions, releasing),
-    *(weights, arrivals, sharded, versions, caches, partials, clients, faults, http, parity),
+    *(weights, arrivals, sharded, versions, caches, kinds, partials, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}
 

@@ -20,7 +20,7 @@ def stale_prefix_cache(page: int) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoi
     """Keep whole pages of every prompt, and reuse them whatever the weights are."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-        _cache_prompts(endpoint, page)
+        cache_prompts(endpoint, page)
         return endpoint
 
     return infect
@@ -28,7 +28,7 @@ def stale_prefix_cache(page: int) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoi
 
 def dropped_unless_held(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
-    cache = _cache_prompts(endpoint, 1)
+    cache = cache_prompts(endpoint, 1)
     load = engine.load
 
     def faulty(*arguments: Any) -> None:
@@ -41,7 +41,7 @@ def dropped_unless_held(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def _cache_prompts(endpoint: EmbeddedEndpoint, page: int) -> Cache:
+def cache_prompts(endpoint: EmbeddedEndpoint, page: int) -> Cache:
     """Give the engine a prefix cache that nothing drops; return it."""
     engine: Any = endpoint._engine
     append = engine.steps._append

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from inflight.base.tasks import cancel_and_wait
-from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.checks import check, fail, look_at, require
+from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import within
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen, distribution
@@ -24,24 +26,41 @@ _LONG_LENGTH = 1100
 _GROUP = 4
 _SHARED_LENGTH = 330
 """Length of the prefix that several clients share: engines cache prefixes by pages of up to 256 tokens."""
-_NUM_UPDATES = 3
-_NUM_RUNNING = 3
+_NUM_RUNNING = 2
 _NUM_TOKENS_OF_A_CLIENT = 300
 """Tokens of each request that runs while weights change."""
 _ENDS_S = 20.0
 
+_CACHED = "what was cached for the prompt is used again"
+_NOT_CACHED = "the weights that the endpoint serves are not those of the update, whatever is cached"
+
 Answers = list[tuple[GenerateRequest, Completion]]
 
 
-@check("U-30", "updates", deadline_s=40)
-@look_at("whether cached prefixes are dropped, or keyed by version, when weights change, under every policy")
+class SentAnswer(NamedTuple):
+    """A request and its completion, and the version that was published last when it was sent."""
+
+    version: int
+    request: GenerateRequest
+    completion: Completion
+
+
+@check("U-30", "updates", deadline_s=60)
+@look_at("whether cached prefixes are dropped, or keyed by version, with every kind of update, under every policy")
 async def prefix(subject: EndpointSubject) -> None:
-    """A request that arrives after an update uses nothing of older weights, whatever prefix was cached under them."""
-    prompt = subject.prompt(min(_PREFIX_LENGTH, subject.context_len // 2))
-    async for policy, before, after in _updates(subject, prompt):
+    """A request that arrives after an update, of any kind, uses nothing of older weights, whatever prefix was cached
+    under them."""
+    prompt, chain = subject.prompt(min(_PREFIX_LENGTH, subject.context_len // 2)), UpdateChain(subject)
+    policies = subject.capabilities.in_flight_policies
+    kinds = supported_kinds(subject)
+    for i in range(max(len(kinds), len(policies) + 1)):
+        kind, policy = kinds[i % len(kinds)], policies[i % len(policies)]
+        before = chain.served
+        await subject.require_serves(before, f"before {kind.name} under {policy}", prompt)
+        after = await chain.publish(kind, policy)
         request, completion = await subject.ask(prompt, max_tokens=4)
-        what = f"after an update under {policy}, a prompt seen before"
-        _require_nothing_stale(subject, before, after, request, completion, what)
+        what = f"after {kind.name} under {policy}, a prompt seen before"
+        await _require_nothing_stale(subject, before, after, request, completion, what)
 
 
 async def _updates(
@@ -57,7 +76,7 @@ async def _updates(
         yield policy, before, after
 
 
-def _require_nothing_stale(
+async def _require_nothing_stale(
     subject: EndpointSubject,
     before: ReferenceWeights,
     after: ReferenceWeights,
@@ -66,16 +85,20 @@ def _require_nothing_stale(
     what: str,
 ) -> None:
     """Require that a prompt whose tokens except the last were seen before uses nothing of the previous weights."""
+    gap = subject.gap(after, request, completion)
+    subject.note(**{f"difference from a fresh start, {what}": gap})
+    if gap <= subject.tolerance:
+        return
     prompt, ids = request.prompt_token_ids, (*request.prompt_token_ids, *completion.token_ids)
     seen = len(prompt) - 1
     stale_TV = subject.reference.mixed_logits([(before, seen), (after, len(ids) - 1)], ids, seen)
     stale_T = chosen(distribution(stale_TV, request.sampling), completion.token_ids)
-    gap, gap_stale = subject.gap(after, request, completion), subject.difference(completion.logprobs, stale_T)
-    subject.note(**{f"difference from a fresh start, {what}": gap, f"from a stale prefix, {what}": gap_stale})
-    require(
-        gap <= subject.tolerance,
-        f"{what}: logprobs differ by up to {gap:.3g} from a fresh start under the new weights, and by "
-        f"{gap_stale:.3g} from those with keys and values of the old weights for the {seen} tokens seen before",
+    unseen = await subject.gap_now(after, subject.prompt(len(prompt), seed=hash(what) % 2**32))
+    fail(
+        f"{what}: logprobs differ by up to {gap:.3g} from a fresh start under the new weights, and by up to "
+        f"{subject.difference(completion.logprobs, stale_T):.3g} from those with keys and values of the old weights "
+        f"for the {seen} tokens seen before. A prompt of the same length that was not seen before differs by up to "
+        f"{unseen:.3g}: {_NOT_CACHED if unseen > subject.tolerance else _CACHED}"
     )
 
 
@@ -185,27 +208,29 @@ async def answers_across_an_update(
     return answers
 
 
-@check("U-26", "updates", deadline_s=60)
+@check("U-26", "updates", deadline_s=90)
 @look_at(
-    "whether a client keys cached prefixes by a version that it remembers; ask the engine, compare with its answer"
+    "whether a client keys cached prefixes by a version that it remembers (ask the engine, compare with its answer), "
+    "and whether all kinds of update treat running requests alike"
 )
 async def others_updates(subject: EndpointSubject) -> None:
-    """A request uses nothing of older weights in a prefix that it shares with others, whichever client published and
-    whatever else runs with that prefix."""
+    """A request uses nothing of older weights in a prefix that it shares with others, whichever client published,
+    whatever kind of update it was and whatever else runs with that prefix, and running requests continue as the policy
+    prescribes."""
     policies = subject.pausing_policies()
     sampler = await subject.another_client()
-    serves = subject.reference.weights
+    chain = UpdateChain(subject)
     for policy in policies:
-        serves = await _publish_while_sampling(subject, sampler, policy, serves)
+        await _publish_while_sampling(subject, sampler, policy, chain)
 
 
 async def _publish_while_sampling(
-    subject: EndpointSubject, sampler: InferenceEndpoint, policy: InFlightPolicy, before: ReferenceWeights
-) -> ReferenceWeights:
-    """Publish several versions under ``policy`` while requests with one prefix run; return the last weights."""
-    publisher, answers, over = subject.publisher, Answers(), asyncio.Event()
+    subject: EndpointSubject, sampler: InferenceEndpoint, policy: InFlightPolicy, chain: UpdateChain
+) -> None:
+    """Publish an update of each kind under ``policy`` while requests with one prefix run."""
+    answers: list[SentAnswer] = []
+    num_answers, over = 0, asyncio.Event()
     prefix = subject.prompt(min(_SHARED_LENGTH, subject.context_len // 2), seed=7)
-    published = {publisher.version: before}
     clients = (sampler, *([sampler, subject.endpoint] * _NUM_RUNNING))
     num_running = min(_NUM_RUNNING, subject.capabilities.max_concurrent_sequences - 1)
     await sampler.generate(subject.request((*prefix, 0), max_tokens=1))
@@ -215,23 +240,26 @@ async def _publish_while_sampling(
         prompt = (*prefix, i)
         max_tokens = min(_NUM_TOKENS_OF_A_CLIENT, subject.remaining_tokens(prompt))
         while not over.is_set():
-            answers.append(await subject.ask(prompt, endpoint=clients[i], max_tokens=max_tokens))
+            version = subject.publisher.version
+            answers.append(SentAnswer(version, *await subject.ask(prompt, endpoint=clients[i], max_tokens=max_tokens)))
 
     running = [subject.begin(sample_on(i)) for i in range(num_running)]
-    for i in range(_NUM_UPDATES):
+    for i, kind in enumerate(supported_kinds(subject)):
         await within(_ENDS_S, _until_sampling(subject, running), "a request to be decoded")
-        after = subject.reference.perturbed(f"{policy} {i}", seed=10 + len(published) + publisher.version)
-        await publisher.publish(after, in_flight=policy)
-        published[publisher.version] = after
-        for name, client in (("another client", sampler), ("the publisher's own client", subject.endpoint)):
+        before = chain.served
+        after = await chain.publish(kind, policy)
+        named = {"another client": sampler, "the publisher's own client": subject.endpoint}
+        for name, client in list(named.items())[sampler is subject.endpoint :]:
             asked = await subject.ask((*prefix, 10 * i + 10), endpoint=client, max_tokens=4)
-            _require_nothing_stale(subject, before, after, *asked, f"{name}, update {i + 1} under {policy}")
-        before = after
+            await _require_nothing_stale(subject, before, after, *asked, f"{name}, after {kind.name} under {policy}")
+        if answers and len(answers) > num_answers:
+            num_answers, (_, request, completion) = len(answers), answers[-1]
+            turn = [*request.prompt_token_ids, *completion.token_ids, *subject.prompt(3)][: subject.context_len - 4]
+            await _require_fresh(subject, turn, after, f"a second turn, after {kind.name} under {policy},")
     over.set()
     await within(_ENDS_S, asyncio.gather(*running), f"the requests that ran during updates under {policy}")
     if subject.capabilities.version_binding == "spans":
-        _require_as_the_policy_says(subject, published, answers, policy)
-    return before
+        _require_as_the_policy_says(subject, chain.published, answers, policy)
 
 
 async def _until_sampling(subject: EndpointSubject, running: Sequence[asyncio.Task[None]]) -> None:
@@ -241,7 +269,7 @@ async def _until_sampling(subject: EndpointSubject, running: Sequence[asyncio.Ta
             if task.done():
                 task.result()
         await asyncio.sleep(0.002)
-    await asyncio.sleep(0.05)  # some tokens are sampled, so that the update happens during completions
+    await asyncio.sleep(0.02)  # some tokens are sampled, so that the update happens during completions
 
 
 def _recomputed_logits(
@@ -259,12 +287,21 @@ def _recomputed_logits(
 
 
 def _require_as_the_policy_says(
-    subject: EndpointSubject, published: Mapping[int, ReferenceWeights], answers: Answers, policy: InFlightPolicy
+    subject: EndpointSubject,
+    published: Mapping[int, ReferenceWeights],
+    answers: Sequence[SentAnswer],
+    policy: InFlightPolicy,
 ) -> None:
-    """Require that the keys and values that each token attends to are those that the policy prescribes."""
+    """Require that the keys and values that each token attends to are those that the policy prescribes.
+
+    Under keep, a request whose first token names a later version than the one it was sent under is left out: its
+    prompt may have been computed in parts, the first of them by the older weights.
+    """
     reference, largest, num_updated = subject.reference, 0.0, 0
-    for request, completion in answers:
+    for version, request, completion in answers:
         prompt, spans, ids = request.prompt_token_ids, completion.version_spans, completion.token_ids
+        if policy is InFlightPolicy.KEEP and spans[0].version != version:
+            continue
         num_updated += len(spans) > 1
         if policy is InFlightPolicy.KEEP:
             logits_TV = partial(reference.kept_logits, published, spans, prompt, ids)
@@ -272,10 +309,15 @@ def _require_as_the_policy_says(
             logits_TV = partial(_recomputed_logits, reference, published, spans, prompt, ids)
         gap = subject.gap_to(logits_TV, request, completion)
         largest = max(largest, gap)
-        require(
-            gap <= subject.tolerance,
-            f"a request that ran while another client published has logprobs that differ by up to {gap:.3g} from those "
-            f"that {policy} prescribes for its spans {spans}",
+        if gap <= subject.tolerance:
+            continue
+        exact_T = chosen(distribution(logits_TV(dtype="float32"), request.sampling), ids)
+        wrong_T = (torch.tensor(completion.logprobs, dtype=torch.float64) - exact_T).abs() > subject.tolerance
+        first = next(it for it in spans if bool(wrong_T[it.start : it.end].any()))
+        fail(
+            f"a request that ran during updates has logprobs that differ by up to {gap:.3g} from those that {policy} "
+            f"prescribes, beginning with its tokens {first.start} to {first.end - 1}, of "
+            f"{published[first.version].label}; before them it had tokens of {spans.index(first)} other versions"
         )
     subject.note(**{f"largest difference of {len(answers)} requests that ran, {policy}": largest})
     require(num_updated > 0, f"no update under {policy} happened during a request")

@@ -72,17 +72,13 @@ def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() < 2:
         return tensor
     rows = tensor.double().reshape(-1, tensor.shape[-1])
-    decoded = torch.empty_like(rows)
-    for row, out in zip(rows, decoded, strict=True):
-        for start in range(0, len(row), _FLOAT8_BLOCK):
-            block = row[start : start + _FLOAT8_BLOCK]
-            exponent, largest = _FLOAT8_MIN_EXPONENT, float(block.abs().max())
-            while largest > _FLOAT8_LARGEST * 2.0**exponent:
-                exponent += 1
-            scale = 2.0**exponent if largest else 1.0
-            values = (block / scale).float().to(torch.float8_e4m3fn)
-            out[start : start + _FLOAT8_BLOCK] = values.double() * scale
-    return decoded.reshape(tensor.shape).to(tensor.dtype)
+    blocks = torch.nn.functional.pad(rows, (0, -rows.shape[1] % _FLOAT8_BLOCK)).reshape(len(rows), -1, _FLOAT8_BLOCK)
+    largest = blocks.abs().amax(dim=-1, keepdim=True)
+    mantissa, exponent = torch.frexp(largest / _FLOAT8_LARGEST)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(min=_FLOAT8_MIN_EXPONENT)
+    scale = torch.where(largest > 0, torch.exp2(exponent.double()), 1.0)
+    decoded: torch.Tensor = (blocks / scale).float().to(torch.float8_e4m3fn).double() * scale
+    return decoded.flatten(1)[:, : rows.shape[1]].reshape(tensor.shape).to(tensor.dtype)
 
 
 @check("U-18", "updates delta", deadline_s=40, look_at=_BASE)

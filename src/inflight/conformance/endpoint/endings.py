@@ -20,28 +20,33 @@ _ENDS_S = 15.0
 """After this many seconds, one completion that ended is enough."""
 _DEFAULT_TOKENS = 40
 """More than the defaults of max_tokens that engines have; OpenAI's is 16."""
+_NUM_COMPARED = 6
+"""Completions with an end of sequence whose logprobs are compared."""
 _MOST_SEEDS = 40
 """Completions that are searched for a place to stop at."""
 
 
 @check("E-19", deadline_s=60, look_at="whether the engine drops the stop token from its output")
 async def stop_token_ids(subject: EndpointSubject) -> None:
-    """A completion ends at the first of its stop_token_ids, which is listed, and the finish reason is stop."""
+    """A completion ends at the first of its stop_token_ids, which is listed with its logprob, and the finish reason is
+    stop; the same token in the prompt ends nothing."""
     num_stopped = 0
     for seed in range(_NUM_CASES):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
         free = await subject.generate(prompt, max_tokens=24, **same)
-        stop = (free.token_ids[8], free.token_ids[16])
-        found = await subject.generate(prompt, max_tokens=24, stop_token_ids=stop, **same)
+        stop = (free.token_ids[8], prompt[0], prompt[-1], free.token_ids[16])
+        request, found = await subject.ask(prompt, max_tokens=24, stop_token_ids=stop, **same)
         ends = [i for i, token in enumerate(found.token_ids) if token in stop]
         num_stopped += _require_ended(found, ends, 24, f"stop tokens {list(stop)}")
+        subject.require_right_logprobs(request, found, "a completion with stop tokens")
     _require_most_stopped(subject, num_stopped, _NUM_CASES)
 
 
 @check("E-20", "model", deadline_s=60)
 @look_at("whether tokens are cut with the text, and whether the text is searched after every token")
 async def stop_strings(subject: EndpointSubject) -> None:
-    """A completion ends at the token that completes a stop string, which is listed, and the finish reason is stop."""
+    """A completion ends at the token that completes a stop string, which is listed with its logprob, and the finish
+    reason is stop; the text of the prompt completes none, neither alone nor with the first tokens."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")
@@ -49,30 +54,53 @@ async def stop_strings(subject: EndpointSubject) -> None:
     for seed in range(_MOST_SEEDS):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
         free = await subject.generate(prompt, max_tokens=48, **same)
-        if (stop := _text_of_two(tokenizer, free.token_ids)) is None:
+        if (stop := text_of_two(tokenizer, free.token_ids)) is None:
             continue
         num_cases += 1
         try:
-            found = await subject.generate(prompt, max_tokens=48, stop=(stop, "\x00 never"), **same)
+            words = (stop, "\x00 never") if num_cases % 2 else ("\x00 never", stop)
+            request, found = await subject.ask(prompt, max_tokens=48, stop=words, **same)
         except InvalidRequestError as error:
             if "tokenizer" in str(error):
                 skip(str(error))
             raise
-        ends = [i for i in range(len(found.token_ids)) if stop in tokenizer.decode(list(found.token_ids[: i + 1]))]
-        num_stopped += _require_ended(found, ends, 48, f"stop string {stop!r}")
+        num_stopped += _require_ended(found, _completing(tokenizer, stop, found), 48, f"stop string {stop!r}")
+        subject.require_right_logprobs(request, found, "a completion with a stop string")
         if num_cases == _NUM_CASES:
             break
     if not num_cases:
         skip(f"{_MOST_SEEDS} completions contain no two tokens of plain text to stop at")
     _require_most_stopped(subject, num_stopped, num_cases)
+    await _require_prompt_ignored(subject, tokenizer)
+
+
+async def _require_prompt_ignored(subject: EndpointSubject, tokenizer: Any) -> None:
+    """Require that no stop string is found in a prompt that contains it, or that ends with its first token."""
+    for seed in range(_MOST_SEEDS):
+        prompt = subject.prompt(seed=seed)
+        free = (await subject.generate(prompt, max_tokens=32, temperature=0.0)).token_ids
+        if (stop := text_of_two(tokenizer, free)) is None:
+            continue
+        cut = next(i for i in range(len(free)) if stop in tokenizer.decode(list(free[: i + 1])))
+        for start, where in ((cut, "begins at the end of the prompt"), (cut + 1, "is the end of the prompt")):
+            found = await subject.generate((*prompt, *free[:start]), max_tokens=8, temperature=0.0, stop=(stop,))
+            ends = _completing(tokenizer, stop, found)
+            _require_ended(found, ends, 8, f"stop string {stop!r}, which {where},")
+        return
+
+
+def _completing(tokenizer: Any, stop: str, completion: Completion) -> list[int]:
+    """Return the tokens of a completion up to which its text contains a stop string."""
+    ids = completion.token_ids
+    return [i for i in range(len(ids)) if stop in tokenizer.decode(list(ids[: i + 1]))]
 
 
 @check("E-21", "model", deadline_s=60)
 @look_at("which ids end a sequence (all those of the generation config), and whether the last token is dropped")
 async def finish_reasons(subject: EndpointSubject) -> None:
-    """An end-of-sequence token is listed and ends its completion with stop, unless ignore_eos is set; length means
-    exactly max_tokens."""
-    prompt, temperature, likelihood = _prompt_near_the_end(subject)
+    """An end-of-sequence token is listed with its logprob and ends its completion with stop, unless ignore_eos is set
+    and it is none of the stop_token_ids; length means exactly max_tokens."""
+    prompt, temperature, likelihood = prompt_near_the_end(subject)
     ends_of = subject.reference.eos_token_ids
     num_tokens, num_met, num_passed, num_rounds = 32, 0, 0, 0
     started = time.monotonic()
@@ -88,7 +116,15 @@ async def finish_reasons(subject: EndpointSubject) -> None:
             if ignore_eos:
                 num_passed += bool(ends)
                 ends = []
-            num_met += _require_ended(completion, ends, num_tokens, f"ignore_eos={str(ignore_eos).lower()}")
+            is_met = _require_ended(completion, ends, num_tokens, f"ignore_eos={str(ignore_eos).lower()}")
+            num_met += is_met
+            if is_met and num_met <= _NUM_COMPARED:
+                subject.require_right_logprobs(request, completion, "a completion that ended its sequence")
+    drawn = {"temperature": temperature, "seed": 1, "stop_token_ids": tuple(sorted(ends_of))}
+    request = subject.request(prompt, n=16, max_tokens=num_tokens, **drawn)
+    for completion in (await subject.endpoint.generate(request)).completions:
+        ends = [i for i, token in enumerate(completion.token_ids) if token in ends_of]
+        _require_ended(completion, ends, num_tokens, "ignore_eos=true and the same tokens in stop_token_ids")
     subject.note(likelihood_of_the_end=likelihood, ended=num_met, went_on=num_passed, completions=16 * num_rounds)
     if not num_met:
         skip(f"none of {16 * num_rounds} completions reached an end-of-sequence token")
@@ -150,7 +186,7 @@ def _require_most_stopped(subject: EndpointSubject, num_stopped: int, num_cases:
     )
 
 
-def _text_of_two(tokenizer: Any, token_ids: tuple[int, ...]) -> str | None:
+def text_of_two(tokenizer: Any, token_ids: tuple[int, ...]) -> str | None:
     """Return the text of two adjacent tokens, if it occurs no earlier in the completion; None without such tokens."""
     special = set(tokenizer.all_special_ids)
     for i in range(3, len(token_ids) - 1):
@@ -165,7 +201,7 @@ def _text_of_two(tokenizer: Any, token_ids: tuple[int, ...]) -> str | None:
     return None
 
 
-def _prompt_near_the_end(subject: EndpointSubject) -> tuple[tuple[int, ...], float, float]:
+def prompt_near_the_end(subject: EndpointSubject) -> tuple[tuple[int, ...], float, float]:
     """Return a prompt, a temperature, and the large probability that the next token then ends the sequence."""
     ids = sorted(subject.reference.eos_token_ids & set(range(subject.capabilities.vocab_size)))
     if not ids:

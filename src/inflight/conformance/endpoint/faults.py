@@ -7,8 +7,16 @@ import socket
 import time
 
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.endpoint.aftermath import require_all_whole, require_old_weights, require_recovers
+from inflight.conformance.endpoint.aftermath import (
+    require_all_whole,
+    require_old_weights,
+    require_recovers,
+    wait_until_settled,
+)
 from inflight.conformance.endpoint.failing import Failure
+from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
+from inflight.conformance.endpoint.loras import SPEC as LORA
+from inflight.conformance.endpoint.loras import make_lora, merge_lora
 from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
@@ -64,10 +72,11 @@ async def slow_sender(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after an update whose sender was slow")
 
 
-@check("U-48", "updates", deadline_s=30)
+@check("U-48", "updates", deadline_s=60)
 @look_at("whether buckets are staged separately from the model, and what staging leaves for the next update")
 async def torn_update(subject: EndpointSubject) -> None:
-    """An update that ends after some of its buckets arrived leaves no trace: exactly the old weights, or POISONED."""
+    """An update that ends after some of its buckets arrived leaves no trace: exactly the old weights, or POISONED; and
+    of an update of any kind that ends after all of them did, nothing comes with the next one."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     running, is_poisoned = subject.start(2, 32), False
     for ending in ("an abort", "its lease"):
@@ -93,6 +102,35 @@ async def torn_update(subject: EndpointSubject) -> None:
     third = subject.reference.perturbed("C", seed=2)
     await publisher.publish(third, bucket_bytes=third.size_bytes // 4)
     await subject.require_serves(third, "after a complete update")
+    await publisher.publish(subject.reference.weights, keep=True)
+    await _abort_each_kind(subject)
+
+
+async def _abort_each_kind(subject: EndpointSubject) -> None:
+    """Abort updates of each kind of which everything arrived; require that later ones bring nothing of them."""
+    reference, publisher, chain = subject.reference, subject.publisher, UpdateChain(subject)
+    served, norm, can = reference.weights, reference.final_norm, subject.capabilities
+    frozen = tuple(name for name in served.tensors if name != norm)
+    policy = can.in_flight_policies[0]
+    for i, kind in enumerate(kind for kind in supported_kinds(subject) if kind.encoding != "delta"):  # see U-18
+        sent = await chain.send(kind, policy)
+        await sent.publisher.abort(sent.update)
+        sent.publisher.lose_group()
+        when = f"after {kind.name} that was aborted once everything had arrived"
+        if (await wait_until_settled(subject, when)).state is EndpointState.POISONED:
+            continue
+        await subject.require_serves(served, when)
+        if can.partial_updates:
+            served = reference.with_final_norm((2.0, 1.0)[i % 2], f"A with its final norm times {(2, 1)[i % 2]}")
+            alone = ReferenceWeights("its final norm", {norm: served.tensors[norm]})
+            await publisher.publish(alone, frozen=frozen, keep=True)
+            await subject.require_serves(served, f"after an update of the final norm, {when}")
+        if can.lora:
+            base = served if can.partial_updates else reference.weights
+            lora = make_lora(base, i, (".o_proj",))
+            await publisher.publish(lora, lora=LORA)
+            served = merge_lora(base, lora)
+            await subject.require_serves(served, f"after a LoRA of other layers, {when}")
 
 
 @check("U-49", "updates", deadline_s=30)

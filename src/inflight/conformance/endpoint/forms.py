@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.endings import prompt_near_the_end, text_of_two
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.wire import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, VersionSpan
@@ -46,17 +48,44 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
 @check("E-24", "streaming", deadline_s=40)
 @look_at("whether a chunk repeats or skips tokens, and what is sent when a completion ends")
 async def stream_is_generate(subject: EndpointSubject) -> None:
-    """A stream carries what generate returns in contiguous chunks, and the finish reason only in the last one."""
-    whole = await subject.endpoint.generate(subject.request(n=4, max_tokens=24))
-    request = subject.request(n=4, max_tokens=24, stream=True)
+    """A stream carries what generate returns in contiguous chunks, the token included at which it ends, and the finish
+    reason only in the last one."""
+    same = subject.repeatable(7)
+    whole = await subject.endpoint.generate(subject.request(n=4, max_tokens=24, **same))
+    streamed = await _streamed(subject, subject.prompt(), 4, max_tokens=24, **same)
+    _require_same(subject, whole.completions, streamed, "whole and streamed")
+    stops = tuple(completion.token_ids[9] for completion in whole.completions)
+    cases: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+        "with stop tokens": (subject.prompt(), {"stop_token_ids": stops, "max_tokens": 24}),
+        "of one token": (subject.prompt(), {"max_tokens": 1}),
+    }
+    if subject.known_reference is not None and subject.known_reference.eos_token_ids:
+        prompt, temperature, _ = prompt_near_the_end(subject)
+        at_eos = {"temperature": temperature, "ignore_eos": False, "max_tokens": 24}
+        cases["with an end of sequence"] = (prompt, at_eos if subject.capabilities.seeds else {**at_eos, **same})
+    if subject.known_reference is not None and (tokenizer := subject.known_reference.tokenizer) is not None:
+        words = tuple(filter(None, (text_of_two(tokenizer, it.token_ids) for it in whole.completions)))
+        if words:
+            cases["with stop strings"] = (subject.prompt(), {"stop": words, "max_tokens": 24})
+    for what, (prompt, sampling) in cases.items():
+        sampling = {**same, **sampling}
+        whole = await subject.endpoint.generate(subject.request(prompt, n=4, **sampling))
+        streamed = await _streamed(subject, prompt, 4, **sampling)
+        _require_same(subject, whole.completions, streamed, f"whole and streamed, {what}")
+
+
+async def _streamed(subject: EndpointSubject, prompt: Sequence[int], n: int, **sampling: Any) -> list[Completion]:
+    """Return the completions of a stream, whose chunks must be contiguous and of this request."""
+    request = subject.request(prompt, n=n, stream=True, **sampling)
     chunks = [chunk async for chunk in subject.streaming.generate_stream(request)]
     wrong = {chunk.request_id for chunk in chunks} - {request.request_id}
     require(not wrong, f"chunks of request {request.request_id!r} carry the ids {sorted(wrong)}")
-    streamed = [assembled(index, [chunk for chunk in chunks if chunk.index == index]) for index in range(4)]
-    require(len(chunks) == sum(chunk.index in range(4) for chunk in chunks), "chunks of n=4 have an index beyond 3")
+    streamed = [assembled(index, [chunk for chunk in chunks if chunk.index == index]) for index in range(n)]
+    require(len(chunks) == sum(chunk.index in range(n) for chunk in chunks), f"chunks of n={n} have a larger index")
+    longest = max(len(completion.token_ids) for completion in streamed)
     subject.note(chunks=len(chunks), tokens=sum(len(completion.token_ids) for completion in streamed))
-    require(len(chunks) > 4, "four completions of 24 tokens arrived in one chunk each: nothing was streamed")
-    _require_same(subject, whole.completions, streamed, "whole and streamed")
+    require(longest < 20 or len(chunks) > n, f"{n} completions of {longest} tokens arrived in one chunk each")
+    return streamed
 
 
 @check("E-29", "chat streaming", deadline_s=40)

@@ -65,7 +65,9 @@ async def loras_that_do_not_fit(subject: EndpointSubject) -> None:
         await require_old_weights(subject, f"after a LoRA {what} was refused")
 
 
-def make_lora(base: ReferenceWeights, seed: int, ends: tuple[str, ...] = _FIRST) -> ReferenceWeights:
+def make_lora(
+    base: ReferenceWeights, seed: int, ends: tuple[str, ...] = _FIRST, spec: LoraSpec = SPEC
+) -> ReferenceWeights:
     """Return a random LoRA that changes these layers by about a third of their size."""
     random = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -73,20 +75,20 @@ def make_lora(base: ReferenceWeights, seed: int, ends: tuple[str, ...] = _FIRST)
         module = name.removesuffix(".weight")
         if module.endswith(ends) and weight.dim() == 2:
             num_out, num_in = weight.shape
-            size = float(weight.double().std()) / (3 * SPEC.scale * SPEC.rank**0.5)
+            size = float(weight.double().std()) / (3 * spec.scale * spec.rank**0.5)
             a, b = lora_names(module)
-            tensors[a] = torch.randn(SPEC.rank, num_in, generator=random, dtype=torch.float64).to(weight.dtype)
-            tensors[b] = (size * torch.randn(num_out, SPEC.rank, generator=random, dtype=torch.float64)).to(
+            tensors[a] = torch.randn(spec.rank, num_in, generator=random, dtype=torch.float64).to(weight.dtype)
+            tensors[b] = (size * torch.randn(num_out, spec.rank, generator=random, dtype=torch.float64)).to(
                 weight.dtype
             )
     return ReferenceWeights(f"a LoRA of {', '.join(end.removeprefix('.') for end in ends)}", tensors)
 
 
-def merge_lora(base: ReferenceWeights, lora: ReferenceWeights) -> ReferenceWeights:
-    """Return weights to which a LoRA of `SPEC` is added."""
+def merge_lora(base: ReferenceWeights, lora: ReferenceWeights, spec: LoraSpec = SPEC) -> ReferenceWeights:
+    """Return weights to which a LoRA is added."""
     tensors = dict(base.tensors)
     for name, weight in base.tensors.items():
         a, b = (lora.tensors.get(part) for part in lora_names(name.removesuffix(".weight")))
         if a is not None and b is not None:
-            tensors[name] = (weight.double() + SPEC.scale * (b.double() @ a.double())).to(weight.dtype)
+            tensors[name] = (weight.double() + spec.scale * (b.double() @ a.double())).to(weight.dtype)
     return ReferenceWeights(f"{base.label} and {lora.label}", tensors)

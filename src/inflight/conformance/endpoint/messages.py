@@ -22,6 +22,8 @@ from inflight.errors import InflightError, TransferError, UpdateAbortedError, Up
 from inflight.wire import EndpointState, InFlightPolicy
 
 LEVEL = "faults"
+_SEEN_LENGTH = 64
+"""Length of a prompt that is sent again: engines cache whole pages, of 16 tokens or more."""
 _SHORT_S = 0.7
 """Timeout of calls that fail, and lease of a pause whose publisher stops sending messages."""
 _SESSION = "the state machine of an update: which message it expects next, and whether it checks run, version and index"
@@ -187,23 +189,32 @@ async def _cancelled_after(seconds: float, call: Awaitable[object]) -> None:
     await cancel_and_wait(task)
 
 
-@check("U-58", "updates", look_at="whether versions are compared, and caches keyed, by run and version")
+@check("U-58", "updates", look_at="whether versions are compared, and caches keyed, by run, incarnation and version")
 async def another_run_starts_lower(subject: EndpointSubject) -> None:
-    """Another run may start at a lower version, and at a version that was served before with other weights."""
+    """Another run, or a later incarnation of the same one, may start at a lower version, and at a version that was
+    served before with other weights: requests use nothing of those."""
     # A trainer that resumes from a checkpoint does this.
     publisher, reference = subject.publisher, subject.reference
-    other = reference.with_final_norm(-1.0, "B")
+    prompt = subject.prompt(min(_SEEN_LENGTH, subject.context_len // 2))
+    other, third = reference.perturbed("B"), reference.perturbed("C", seed=2)
     for weights in (other, reference.weights):
         await publisher.publish(weights)
-    for weights, version in ((other, publisher.version), (reference.weights, 1), (other, 1)):
-        another = subject.another_publisher()
+    await subject.require_serves(reference.weights, "after two updates of one run", prompt)
+    another = publisher
+    for weights, version, incarnation in (
+        *((other, publisher.version, 0), (reference.weights, 1, 0), (other, 1, 0)),
+        *((third, 1, 1), (reference.weights, 0, 2), (other, 1, 3)),
+    ):
+        run_id = another.run_id if incarnation else None
+        another.lose_group()
+        another = subject.another_publisher(run_id=run_id, incarnation=incarnation)
         answer = await another.publish(weights, version=version)
-        when = f"after another run published version {version}"
+        when = f"after {f'incarnation {incarnation} of a run' if incarnation else 'another run'} published {version}"
         require(
             (answer.run_id, answer.version) == (another.run_id, version),
             f"{when}, version {answer.version} of run {answer.run_id!r} is reported as served",
         )
-        await subject.require_serves(weights, when)
+        await subject.require_serves(weights, f"{when}, with other weights than before", prompt)
     (completion,) = await require_all_whole(subject.start(1, 16), "a request under another run")
     versions = {span.version for span in completion.version_spans}
     require(versions == {1}, f"under version 1 of another run, spans name {sorted(versions)}")

@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.loras import SPEC as LORA
+from inflight.conformance.endpoint.loras import make_lora, merge_lora
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import within
+from inflight.conformance.reference import ReferenceWeights
 from inflight.contracts import ReleasingEndpoint
 from inflight.errors import BusyError, InflightError, ReleasedError, UnsupportedError
 from inflight.wire import EndpointState
@@ -84,8 +87,23 @@ async def same_after_restore(subject: EndpointSubject) -> None:
         f"sampled {first.token_ids} before the release and {again.token_ids} after it",
     )
     other = reference.with_final_norm(-1.0, "C")
-    await publisher.publish(other)
+    await publisher.publish(other, keep=True)
     await subject.require_serves(other, "after an update that followed the restore")
+    if subject.capabilities.lora:
+        await _release_with_a_lora(subject, other)
+
+
+async def _release_with_a_lora(subject: EndpointSubject, base: ReferenceWeights) -> None:
+    """Release and restore the memory while a LoRA is served; require that it and its base are as before."""
+    publisher = subject.publisher
+    first, second = make_lora(base, 1), make_lora(base, 2, (".o_proj",))
+    await publisher.publish(first, lora=LORA)
+    async with _restored(subject.releasing):
+        await within(_MOVE_S, subject.releasing.release_memory(), "the release under a LoRA")
+        await within(_MOVE_S, subject.releasing.restore_memory(), "the restore under a LoRA")
+    await subject.require_serves(merge_lora(base, first), "after memory was restored under a LoRA")
+    await publisher.publish(second, lora=LORA)
+    await subject.require_serves(merge_lora(base, second), "after a LoRA of other layers that followed the restore")
 
 
 @contextlib.asynccontextmanager

@@ -37,8 +37,10 @@ _FILTERS = "order of the filters, whether the kept set is renormalised, and whic
 @check("E-12", "model", deadline_s=60)
 @look_at("whether the logprob is read before or after the logits are divided by the temperature")
 async def temperature(subject: EndpointSubject) -> None:
-    """Tokens are sampled at the requested temperature, and logprobs are of the reported logprob_kind."""
+    """Tokens are sampled at the requested temperature, from 0.05 to 5, and logprobs are of the reported
+    logprob_kind."""
     await _require_sampled(subject, {"temperature": 0.7}, {"temperature": 1.5})
+    await _require_sampled(subject, {"temperature": 0.05}, {"temperature": 5.0}, num_prompts=2)
 
 
 @check("E-13", "model", deadline_s=60, look_at=_FILTERS)
@@ -85,11 +87,13 @@ async def draws(subject: EndpointSubject) -> None:
 @check("E-16", "model", deadline_s=60)
 @look_at("what temperature 0 does to the logits, and whether greedy rows take another code path")
 async def greedy(subject: EndpointSubject) -> None:
-    """At temperature 0, every token is the most likely one, with the log-softmax of the unscaled logits as logprob."""
+    """At temperature 0, whatever filter is asked for, every token is the most likely one, with the log-softmax of the
+    unscaled logits as logprob."""
     pairs = []
-    for i in range(4):
+    filters: tuple[dict[str, Any], ...] = ({}, {"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3})
+    for i, sampling in enumerate(filters):
         prompt = subject.prompt(seed=i)
-        first = await subject.generate(prompt, temperature=0.0, max_tokens=24)
+        first = await subject.generate(prompt, temperature=0.0, max_tokens=24, **sampling)
         logits_TV = subject.reference.logits(subject.reference.weights, prompt, first.token_ids)
         behind, index = map(float, (logits_TV.amax(dim=-1) - chosen(logits_TV, first.token_ids)).max(dim=0))
         likeliest = int(logits_TV[int(index)].argmax())
@@ -101,7 +105,11 @@ async def greedy(subject: EndpointSubject) -> None:
         subject.note(
             **{f"prompt {i}": f"logprob difference {gap:.3g}, less likely than the best token by {behind:.3g}"}
         )
-        require(gap <= subject.tolerance, f"logprobs differ by {gap:.3g} from the log-softmax of the unscaled logits")
+        asked = "".join(f", {key}={value:g}" for key, value in sampling.items())
+        require(
+            gap <= subject.tolerance,
+            f"at temperature 0{asked}, logprobs differ by {gap:.3g} from the log-softmax of the unscaled logits",
+        )
         pairs.append((first, await subject.generate(prompt, temperature=0.0, max_tokens=24, seed=1234)))
     require_repeated(subject, pairs, "decoded greedily again")
 
@@ -156,12 +164,12 @@ async def no_seed(subject: EndpointSubject) -> None:
     require(num_different == len(answers), f"{len(answers)} unseeded requests have {num_different} different answers")
 
 
-async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any]) -> None:
+async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any], num_prompts: int = 4) -> None:
     """Require for each of these settings that tokens and logprobs come from the distribution that they define."""
     for sampling in settings:
         name = ", ".join(f"{key}={value:.3g}" for key, value in sampling.items())
         away = {"processed": 0.0, "raw": 0.0}
-        for i in range(4):
+        for i in range(num_prompts):
             request = subject.request(subject.prompt(seed=10 + i), n=2, seed=i, max_tokens=16, **sampling)
             for completion in (await subject.endpoint.generate(request)).completions:
                 for kind, gap in _differences(subject, request, completion, name).items():

@@ -13,6 +13,7 @@ import torch
 
 from inflight.base.tasks import run_together
 from inflight.conformance.checks import check, fail, look_at, require, skip
+from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import ReferenceWeights, chosen, distribution
 from inflight.contracts import ScoringEndpoint
@@ -20,7 +21,8 @@ from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.wire import EndpointState, ScoreRequest, ScoreResponse
 
 LEVEL = "tokens"
-_NUM_TOKENS = 24
+_NUM_TOKENS, _SEEN = 24, 48
+"""Lengths of scored sequences; those that were seen before fill pages of 16 tokens."""
 _TOP_K, _NUM_CANDIDATES = 5, 3
 _NUM_UPDATES, _NUM_SCORERS = 4, 3
 
@@ -47,19 +49,19 @@ async def scores(subject: EndpointSubject) -> None:
 @check("E-83", "updates scoring", deadline_s=60)
 @look_at("whether cached prefixes, or whole answers, are kept across an update for score requests")
 async def scores_after_an_update(subject: EndpointSubject) -> None:
-    """After an update, tokens that were scored or sampled before are scored by the new weights alone, and version spans
-    name them."""
-    token_ids = subject.prompt(min(_NUM_TOKENS, subject.context_len - 1), seed=22)
-    turns = itertools.cycle([subject.reference.perturbed("B"), subject.reference.weights])
-    policies = subject.capabilities.in_flight_policies
-    for policy, weights in zip((*policies, policies[0]), turns, strict=False):
+    """After an update, of any kind, tokens that were scored or sampled before are scored by the new weights alone, and
+    version spans name them."""
+    token_ids, chain = subject.prompt(min(_SEEN, subject.context_len - 1), seed=22), UpdateChain(subject)
+    policies, kinds = subject.capabilities.in_flight_policies, supported_kinds(subject)
+    for i in range(max(len(kinds), len(policies) + 1)):
+        kind, policy = kinds[i % len(kinds)], policies[i % len(policies)]
         await subject.generate(token_ids[:-1], max_tokens=1)
         (_,) = await _scored(subject, [_request(subject, token_ids, 1)])
-        await subject.publisher.publish(weights, in_flight=policy)
+        weights = await chain.publish(kind, policy)
         for start in (1, len(token_ids) - 2):
             request = _request(subject, token_ids, start)
             (response,) = await _scored(subject, [request])
-            what = f"after an update under {policy}, from token {start} on"
+            what = f"after {kind.name} under {policy}, from token {start} on"
             _require_scores(subject, weights, request, response, what)
             versions = {span.version for span in response.version_spans}
             require(versions == {subject.publisher.version}, f"{what}, spans name the versions {sorted(versions)}")

@@ -21,6 +21,8 @@ LEVEL = "weights"
 _SOAK_UPDATES = 200
 _FEWEST_SOAK_UPDATES, _SOAK_S = 20, 30.0
 """A slow endpoint may stop at this many updates, after this long."""
+_LARGE = 250.0
+"""Logits that the largest checkpoints have, and float32 cannot exponentiate."""
 _LOAD = "how received tensors are loaded: transposed, cast on the way, fused in another order, or left out"
 _REFUSE = "whether request_weight_update compares names, shapes and dtypes with the model before anything is paused"
 
@@ -120,6 +122,37 @@ async def _require_would_show(subject: EndpointSubject, weights: ReferenceWeight
     require(
         gap > 2 * subject.tolerance, f"before the update, logprobs differ by only {gap:.3g}: the check is inconclusive"
     )
+
+
+@check("U-74", "updates", deadline_s=60)
+@look_at("a clamp, a soft cap or an exponential without a subtracted maximum, at the logits or within attention")
+async def large_logits(subject: EndpointSubject) -> None:
+    """Logits of any size, and scores of attention, are used as they are: nothing clamps or caps them."""
+    reference = subject.reference
+    usual = float(reference.logits(reference.weights, subject.prompt(), (0,)).abs().max())
+    factor = min(2.0 ** math.ceil(math.log2(_LARGE / usual)), 100.0)
+    large = reference.with_final_norm(factor, f"A with its final norm times {factor:g}")
+    await subject.publisher.publish(large)
+    for temperature in (factor, factor / 4, 1.0, 0.0):  # the first gives the same probabilities as the checkpoint's
+        request, completion = await subject.ask(temperature=temperature, max_tokens=24)
+        scale = max(1.0, factor / (temperature or 1.0))
+        gap = subject.gap(large, request, completion)
+        what = f"with logits of up to {factor * usual:.3g} at temperature {temperature:g}"
+        subject.note(**{f"logprob difference {what}": gap})
+        words = f"{what}, logprobs differ by up to {gap:.3g} (tolerance {scale * subject.tolerance:.3g})"
+        require(gap <= scale * subject.tolerance, words)
+    if not subject.is_coarse:  # in 16 bits, so sharp an attention turns roundings into other tokens
+        sharp = _with_sharp_attention(reference)
+        await subject.publisher.publish(sharp)
+        await subject.require_serves(sharp, "with scores of attention times 16")
+
+
+def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:
+    """Return weights with larger scores of attention: larger queries, after their norm if they have one."""
+    tensors = reference.weights.tensors
+    ends = (".q_norm.weight",) if any(".q_norm." in name for name in tensors) else (".q_proj.weight", ".q_proj.bias")
+    larger = {name: tensor * 16 if name.endswith(ends) else tensor for name, tensor in tensors.items()}
+    return ReferenceWeights("A with sharper attention", larger)
 
 
 @check("U-09", "updates", deadline_s=60)

@@ -1,0 +1,170 @@
+"""Every kind of update that an endpoint supports: a requirement that holds after an update holds after each of them.
+
+Updates other than LoRAs change tensors of layers except those of queries, which stay as in the checkpoint, so an update
+in part may freeze them at any time. LoRAs do change queries: an update in part must remove that. Keys and values change
+with every kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from inflight.conformance.endpoint.encodings import rounded_to_float8
+from inflight.conformance.endpoint.loras import make_lora, merge_lora
+from inflight.conformance.endpoint.publishing import SteppedPublisher
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.reference import ReferenceWeights
+from inflight.wire import Encoding, InFlightPolicy, LoraSpec, UpdateRef, WeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateKind:
+    """How an update travels, and which part of the weights it sends."""
+
+    name: str
+    """With its article, as messages write it."""
+    staged: bool = False
+    is_partial: bool = False
+    encoding: Encoding | None = None
+    lora: LoraSpec | None = None
+    num_senders: int = 1
+
+
+_PLAIN, _RANK_STABILISED = LoraSpec(rank=3, alpha=6.0), LoraSpec(rank=3, alpha=3.0, rslora=True)
+_DECODED: dict[Encoding, Callable[[torch.Tensor], torch.Tensor]] = {
+    "bfloat16": lambda tensor: tensor.bfloat16().to(tensor.dtype),
+    "float8": rounded_to_float8,
+}
+"""What an endpoint loads for a tensor that is rounded on its way."""
+_KINDS = (
+    UpdateKind("an update of all weights"),
+    UpdateKind("a delta", encoding="delta"),
+    UpdateKind("a LoRA", lora=_PLAIN),
+    UpdateKind("an update in part", is_partial=True),
+    UpdateKind("a rank-stabilised LoRA", lora=_RANK_STABILISED),
+    UpdateKind("a staged update of all weights", staged=True),
+    UpdateKind("a staged delta", staged=True, encoding="delta"),
+    UpdateKind("a staged LoRA", staged=True, lora=_PLAIN),
+    UpdateKind("a staged update in part", staged=True, is_partial=True),
+    UpdateKind("an update in bfloat16", encoding="bfloat16"),
+    UpdateKind("a staged update in float8", staged=True, encoding="float8"),
+    UpdateKind("an update of two senders", num_senders=2),
+)
+"""In an order in which updates in part, of all weights, staged and not, follow LoRAs, which they must remove."""
+
+
+def supported_kinds(subject: EndpointSubject) -> list[UpdateKind]:
+    """Return the kinds of update that the endpoint supports, in an order in which they can follow one another."""
+    can = subject.capabilities
+    return [
+        kind
+        for kind in _KINDS
+        if (not kind.staged or can.staging)
+        and (not kind.is_partial or can.partial_updates)
+        and (kind.encoding is None or kind.encoding in can.encodings)
+        and (kind.lora is None or can.lora)
+        and (kind.num_senders == 1 or can.sharded)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUpdate:
+    """An update of which everything has been sent, and the weights after its commit."""
+
+    kind: UpdateKind
+    update: WeightUpdate
+    publisher: SteppedPublisher
+    base: ReferenceWeights
+    """The weights without a LoRA."""
+    served: ReferenceWeights
+
+
+class UpdateChain:
+    """Updates of one run, each of any kind, and what the endpoint serves after them. It begins with the checkpoint."""
+
+    def __init__(self, subject: EndpointSubject) -> None:
+        self._subject = subject
+        self._senders: dict[int, SteppedPublisher] = {1: subject.publisher}
+        self._num_sent = 0
+        self._kept: tuple[UpdateRef, ReferenceWeights] | None = None
+        """The update to which a delta may be relative, and its weights."""
+        self.base = self.served = subject.reference.weights
+        self.published = {subject.publisher.version: self.served}
+        """The weights of each version that was served."""
+
+    async def publish(self, kind: UpdateKind, policy: InFlightPolicy) -> ReferenceWeights:
+        """Update the endpoint; return the weights that it serves now."""
+        return await self.commit(await self.send(kind, policy))
+
+    async def send(self, kind: UpdateKind, policy: InFlightPolicy) -> OpenUpdate:
+        """Announce an update of new weights, and send all of it."""
+        if kind.encoding == "delta" and not await self._has_base():
+            await self.publish(_KINDS[0], policy)
+        publisher = self._publisher(kind.num_senders)
+        weights = self._weights(f"version {publisher.version + 1} ({kind.name})")
+        fields: dict[str, Any] = {"session_id": f"sent-{self._num_sent}", "in_flight": policy}
+        fields["staged"] = kind.staged and policy is not InFlightPolicy.DRAIN  # which publishers do not stage
+        sent, base, delta_base = weights, weights, None
+        if kind.lora is not None:
+            sent, base = make_lora(self.base, self._num_sent, spec=kind.lora), self.base
+            weights = merge_lora(self.base, sent, kind.lora)
+            fields["lora"] = kind.lora
+        else:
+            fields |= {"keep": True, "bucket_bytes": weights.size_bytes // 3}
+        if kind.is_partial:
+            changed = {name: tensor for name, tensor in weights.tensors.items() if _changes(name)}
+            fields["frozen"] = tuple(name for name in weights.tensors if name not in changed)
+            sent = ReferenceWeights(weights.label, changed)
+        if kind.encoding in _DECODED:
+            decoded = {name: _DECODED[kind.encoding](tensor) for name, tensor in weights.tensors.items()}
+            weights = base = ReferenceWeights(weights.label, decoded)
+        if kind.encoding == "delta":
+            assert self._kept is not None
+            fields["base"], delta_base = self._kept
+        if kind.encoding is not None:
+            fields["encodings"] = (kind.encoding,)
+        update = await publisher.request(sent, **fields)
+        await publisher.send_all(update, sent, delta_base)
+        return OpenUpdate(kind, update, publisher, base, weights)
+
+    async def commit(self, sent: OpenUpdate) -> ReferenceWeights:
+        """Commit an update; return the weights that the endpoint serves now."""
+        await sent.publisher.commit(sent.update)
+        for publisher in self._senders.values():
+            publisher.version = sent.update.version
+        self.base, self.served = sent.base, sent.served
+        self.published[sent.update.version] = sent.served
+        is_whole = sent.kind.lora is None and not sent.kind.is_partial and sent.kind.encoding in (None, "delta")
+        self._kept = (sent.update.ref, sent.base) if is_whole and sent.kind.num_senders == 1 else None
+        return self.served
+
+    async def _has_base(self) -> bool:
+        """Return whether the endpoint has kept an update to which a delta may be relative."""
+        kept = (await self._subject.endpoint.weight_version()).kept
+        return self._kept is not None and self._kept[0] == kept
+
+    def _publisher(self, num_senders: int) -> SteppedPublisher:
+        """Return the trainer side with this many senders; it forms its group again if the other one was used last."""
+        if num_senders not in self._senders:
+            run_id = self._subject.publisher.run_id
+            self._senders[num_senders] = self._subject.another_publisher(run_id=run_id, num_senders=num_senders)
+        for num, publisher in self._senders.items():
+            if num != num_senders:
+                publisher.lose_group()
+        return self._senders[num_senders]
+
+    def _weights(self, label: str) -> ReferenceWeights:
+        """Return weights that no update of this chain has had, with other keys and values than any of them."""
+        self._num_sent += 1
+        reference = self._subject.reference
+        changed = reference.perturbed(label, seed=100 + self._num_sent).tensors
+        kept = reference.weights.tensors
+        return ReferenceWeights(label, {n: changed[n] if _changes(n) else kept[n] for n in kept})
+
+
+def _changes(name: str) -> bool:
+    return ".layers." in name and ".q_proj." not in name

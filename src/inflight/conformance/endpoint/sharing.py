@@ -1,0 +1,87 @@
+"""Level caches: keys and values that requests share while the weights stay the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.subject import EndpointSubject
+
+LEVEL = "caches"
+_BLOCK = 64
+"""Length of the blocks that prompts share: a multiple of the pages that engines share, but for very large ones."""
+_EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65)
+"""Lengths of prefixes that are sent after the whole: pages end at or next to them."""
+_NUM_TOKENS = 4
+
+
+@check("E-87", "model", deadline_s=60)
+@look_at(
+    "what a cached block is identified by: all tokens before it and its own, in their order, not its tokens alone, its "
+    "position or a part of them; and which tokens of a finished completion have keys and values (the last one has none)"
+)
+async def shared_blocks(subject: EndpointSubject) -> None:
+    """Keys and values that were computed for one request serve another only where all tokens up to them are the same:
+    whatever blocks or prefixes prompts share, and where a prompt continues a finished completion, logprobs are those of
+    the reference."""
+    block = min(_BLOCK, subject.context_len // 4)
+    first, second, third = (subject.prompt(block, seed=40 + i) for i in range(3))
+    other = subject.prompt(1, seed=50)
+    cases = {
+        "a prompt": (*first, *third),
+        "a prompt that begins differently": (*second, *third),
+        "blocks in another order": (*third, *first),
+        "one block twice": (*third, *third),
+        "one block three times": (*third, *third, *third),
+        "the second block alone": third,
+        "a token more at the beginning": (*other, *first, *third),
+        "a token less at the beginning": (*first[1:], *third),
+        "the tokens of a block in another order": (*reversed(first), *third),
+        "another token in the middle of a block": (*first[: block // 2], *other, *first[block // 2 + 1 :], *third),
+    }
+    for length in _EDGES:
+        if length < 2 * block:
+            cases[f"the first {length} tokens"] = cases["a prompt"][:length]
+            cases[f"the first {length} tokens but for the last one"] = (*cases["a prompt"][: length - 1], *other)
+    for what, prompt in cases.items():
+        await _require_right(subject, prompt, f"{what}, next to prompts with equal blocks,")
+    together = [(*subject.prompt(2 * block, seed=60), *subject.prompt(i, seed=61)) for i in (0, 0, 1, 20)]
+    await asyncio.gather(
+        *(
+            _require_right(subject, it, "one of several prompts with a common beginning, sent at once,")
+            for it in together
+        )
+    )
+    await _require_right(subject, subject.prompt(block + 5, seed=62), "a prompt of several completions", n=4)
+    await _second_turns(subject, subject.prompt(block // 2 + 3, seed=63))
+
+
+async def _second_turns(subject: EndpointSubject, prompt: Sequence[int]) -> None:
+    """Require right logprobs of prompts that continue finished completions, which ended in different ways."""
+    same = subject.repeatable(5)
+    request = subject.request(prompt, n=2, max_tokens=29, **same)
+    completions = list((await subject.endpoint.generate(request)).completions)
+    stop = (completions[0].token_ids[17],)
+    completions.append(await subject.generate(prompt, max_tokens=29, stop_token_ids=stop, **same))
+    for completion in completions:
+        whole = (*prompt, *completion.token_ids)
+        for turn in (
+            whole[:-1],
+            whole,
+            (*whole, *subject.prompt(9, seed=64)),
+            (*whole[:-3], *subject.prompt(9, seed=65)),
+        ):
+            await _require_right(subject, turn, "a second turn, which continues a finished completion,")
+
+
+async def _require_right(subject: EndpointSubject, prompt: Sequence[int], what: str, *, n: int = 1) -> None:
+    """Require that each completion of a prompt has the logprobs of the reference."""
+    request = subject.request(prompt, n=n, max_tokens=_NUM_TOKENS)
+    for completion in (await subject.endpoint.generate(request)).completions:
+        gap = subject.gap(subject.reference.weights, request, completion)
+        require(
+            gap <= subject.tolerance,
+            f"{what} has logprobs that differ by up to {gap:.3g} from the reference's (tolerance "
+            f"{subject.tolerance:g})",
+        )

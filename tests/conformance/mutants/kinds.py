@@ -1,0 +1,255 @@
+"""Faults that show only after some kinds of update: staged ones, those in part, deltas, LoRAs, other runs' updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import inflight.weights.receive.base_weights
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
+from inflight.weights.receive.base_weights import merge_lora
+from inflight.wire import InFlightPolicy, WeightUpdate
+from tests.conformance.mutants.caches import Cache, cache_prompts
+from tests.conformance.mutants.mutant import Mutant
+
+Which = Callable[[WeightUpdate], bool]
+
+
+def knowing_updates(endpoint: EmbeddedEndpoint, load: Callable[..., None]) -> EmbeddedEndpoint:
+    """Replace loading: ``load`` receives the update, the engine's own load, and its arguments."""
+    engine: Any = endpoint._engine
+    own, apply = engine.load, endpoint.apply
+    applied: list[WeightUpdate] = []
+
+    async def applying(update: WeightUpdate) -> None:
+        applied.append(update)
+        await apply(update)
+
+    endpoint.apply = applying
+    engine.load = lambda *arguments: load(applied[-1], own, *arguments)
+    return endpoint
+
+
+def otherwise_under(policy: InFlightPolicy, which: Which) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Treat running requests of some updates under ``policy`` as the other pausing policy prescribes."""
+    other = InFlightPolicy.KEEP if policy is InFlightPolicy.RECOMPUTE else InFlightPolicy.RECOMPUTE
+
+    def load(update: WeightUpdate, own: Any, tensors: Any, version: int, asked: InFlightPolicy) -> None:
+        own(tensors, version, other if asked is policy and which(update) else asked)
+
+    return lambda endpoint: knowing_updates(endpoint, load)
+
+
+def prefixes_kept_after(which: Which) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Keep cached prompts of 32 tokens or more across some updates."""
+
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        cache = cache_prompts(endpoint, 32)
+
+        def load(update: WeightUpdate, own: Any, *arguments: Any) -> None:
+            if not which(update):
+                cache.clear()
+            own(*arguments)
+
+        return knowing_updates(endpoint, load)
+
+    return infect
+
+
+def prefixes_keyed_by(key: Callable[[WeightUpdate], object]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Keep cached prompts, each under what ``key`` makes of the last update."""
+
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        cache = cache_prompts(endpoint, 16)
+        of_key: dict[object, Cache] = {}
+        served: list[object] = [None]
+
+        def load(update: WeightUpdate, own: Any, *arguments: Any) -> None:
+            of_key[served[0]] = dict(cache)
+            served[0] = key(update)
+            cache.clear()
+            cache.update(of_key.get(served[0], {}))
+            own(*arguments)
+
+        return knowing_updates(endpoint, load)
+
+    return infect
+
+
+def lora_kept_by_updates_in_part(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    prepare = endpoint._adapted.prepare
+
+    def faulty(manifest: Any, arrived: Any, present: Any) -> Any:
+        load = prepare(manifest, arrived, present)
+        sent = {name for name, _ in arrived}
+        return replace(load, tensors=[it for it in load.tensors if it[0] in sent]) if manifest.frozen else load
+
+    endpoint._adapted.prepare = faulty
+    return endpoint
+
+
+def lora_lost_by_release(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    own = endpoint._engine.take_memory
+
+    @torch.no_grad()
+    def faulty() -> None:
+        own()
+        for name, tensor in endpoint._adapted._base.items():
+            endpoint._engine.weights.by_name[name].copy_(tensor)
+
+    endpoint._engine.take_memory = faulty
+    return endpoint
+
+
+def base_lost_by_release(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    own = endpoint._engine.free_memory
+
+    def faulty() -> None:
+        endpoint._adapted._base = {}
+        own()
+
+    endpoint._engine.free_memory = faulty
+    return endpoint
+
+
+def plain_scale(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    def faulty(base: Any, a: Any, b: Any, lora: Any) -> torch.Tensor:
+        return merge_lora(base, a, b, lora.model_copy(update={"rslora": False}))
+
+    inflight.weights.receive.base_weights.merge_lora = faulty
+    return endpoint
+
+
+def aborted_tensors_come_later(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Keep the tensors of an update that was aborted, until the next update that does not send them."""
+    sink: Any = endpoint._sink
+    prepare, apply = sink._prepare, endpoint.apply
+    left: dict[str, torch.Tensor] = {}
+
+    def preparing(update: WeightUpdate, arrived: Any) -> Any:
+        sent = {name for name, _ in arrived}
+        both = [*arrived, *((name, tensor) for name, tensor in left.items() if name not in sent)]
+        if update.manifest.lora is None:
+            left.update(arrived)
+        return prepare(update, arrived if update.manifest.lora else both)
+
+    async def applying(update: WeightUpdate) -> None:
+        await apply(update)
+        left.clear()
+
+    sink._prepare, endpoint.apply = preparing, applying
+    return endpoint
+
+
+def aborted_lora_becomes_the_base(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Record the base of a LoRA when it has arrived, not when it is committed."""
+    adapted: Any = endpoint._adapted
+    prepare = adapted.prepare
+
+    def faulty(*arguments: Any) -> Any:
+        load = prepare(*arguments)
+        if load.base:
+            adapted._base = {name: dict(load.tensors)[name] for name in load.base}
+        return load
+
+    adapted.prepare = faulty
+    return endpoint
+
+
+def _is_partial(update: WeightUpdate) -> bool:
+    return bool(update.manifest.frozen)
+
+
+def _is_lora(update: WeightUpdate) -> bool:
+    return update.manifest.lora is not None
+
+
+def _is_delta(update: WeightUpdate) -> bool:
+    return "delta" in update.encodings
+
+
+def _is_encoded(update: WeightUpdate) -> bool:
+    return bool({"bfloat16", "float8"} & set(update.encodings))
+
+
+RECOMPUTE, KEEP = InFlightPolicy.RECOMPUTE, InFlightPolicy.KEEP
+_WORDS: tuple[tuple[str, Which], ...] = (
+    ("staged", lambda update: update.staged),
+    ("LoRA", _is_lora),
+    ("partial", _is_partial),
+    ("delta", _is_delta),
+    ("encoded", _is_encoded),
+    ("sharded", lambda update: bool(update.manifest.shardings)),
+)
+MUTANTS = (
+    *(
+        Mutant(
+            f"{word} recomputes nothing",
+            "U-26",
+            f"Under recompute, updates that are {word} leave the keys and values of running requests as they are.",
+            otherwise_under(RECOMPUTE, which),
+        )
+        for word, which in _WORDS
+    ),
+    *(
+        Mutant(
+            f"{word} recomputes under keep",
+            "U-26",
+            f"Under keep, updates that are {word} compute the keys and values of running requests again.",
+            otherwise_under(KEEP, which),
+        )
+        for word, which in _WORDS[1:4]
+    ),
+    *(
+        Mutant(
+            f"prefixes outlive {word}",
+            "U-30",
+            f"Updates that are {word} drop no cached prompt.",
+            prefixes_kept_after(which),
+        )
+        for word, which in _WORDS
+    ),
+    Mutant(
+        "prefixes keyed by version number",
+        "U-58",
+        "Cached prompts are identified by the number of the version alone.",
+        prefixes_keyed_by(lambda update: update.version),
+    ),
+    Mutant(
+        "prefixes keyed by run and version",
+        "U-58",
+        "Cached prompts are identified by run and version, without the incarnation.",
+        prefixes_keyed_by(lambda update: (update.run_id, update.version)),
+    ),
+    Mutant(
+        "LoRA kept by updates in part",
+        "U-30",
+        "An update in part leaves a LoRA in the tensors that it does not send.",
+        lora_kept_by_updates_in_part,
+    ),
+    Mutant(
+        "LoRA lost by a release", "E-66", "Restoring memory restores weights without their LoRA.", lora_lost_by_release
+    ),
+    Mutant(
+        "base lost by a release",
+        "E-66",
+        "After a release the next LoRA is added to weights that have a LoRA.",
+        base_lost_by_release,
+    ),
+    Mutant("rank-stabilised scale ignored", "U-30", "Every LoRA has the scale alpha / rank.", plain_scale),
+    Mutant(
+        "aborted tensors come later",
+        "U-48",
+        "Tensors of an aborted update are loaded with the next one that does not send them.",
+        aborted_tensors_come_later,
+    ),
+    Mutant(
+        "aborted LoRA becomes the base",
+        "U-48",
+        "A LoRA that arrived and was aborted is part of the weights that the next one is added to.",
+        aborted_lora_becomes_the_base,
+    ),
+)
