@@ -13,6 +13,7 @@ from benchmarks.tables.backend_tables import backends_table
 from benchmarks.tables.campaign_table import campaign_table
 from benchmarks.tables.doctor_table import doctor_table
 from benchmarks.tables.kept import ROOT, kept, kept_rows, milliseconds
+from benchmarks.tables.messages_table import messages_table
 from benchmarks.tables.planner_tables import PLANNER_TABLES
 from benchmarks.tables.reference_tables import REFERENCE_TABLES
 from benchmarks.tables.replay_tables import REPLAY_TABLES
@@ -535,6 +536,7 @@ TABLES = {
     "campaign": campaign_table,
     "doctor": doctor_table,
     "presets": presets_table,
+    "messages": messages_table,
     "transitions": transitions_table,
     "head": head_table,
     "head_tiles": head_tile_table,

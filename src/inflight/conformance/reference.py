@@ -131,15 +131,20 @@ class ReferenceCheckpoint:
         completion: Sequence[int],
         images: Sequence[ImageUrl] = (),
         dtype: str = "float32",
+        window: int | None = None,
     ) -> torch.Tensor:
         """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn, computed in ``dtype``.
 
-        With ``images``, all placeholders must be theirs.
+        With ``images``, all placeholders must be theirs. With a ``window``, a token sees that many tokens only, the
+        last of them itself.
         """
         model = self._model_of(weights, dtype)
         ids = torch.tensor([[*prompt, *completion]])
         tensors = self.images.tensors(images) if self.images is not None and images else {}
         num = len(completion)
+        if window is not None:
+            distance = torch.arange(ids.shape[1] - 1)[:, None] - torch.arange(ids.shape[1] - 1)
+            tensors["attention_mask"] = ((distance >= 0) & (distance < window))[None, None]
         logits_TV: torch.Tensor = model(
             input_ids=ids[:, :-1], use_cache=False, logits_to_keep=max(1, num), **tensors
         ).logits[0]

@@ -20,6 +20,7 @@ from tests.conformance.mutants import (
     control,
     discovery,
     drafts,
+    edges,
     faults,
     http,
     images,
@@ -40,7 +41,7 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.weights.stored import share_host_memory
 
 LEVELS = (
-    *(discovery, tokens, sampling, drafts, images, routing, scoring, control, sessions, releasing),
+    *(discovery, tokens, sampling, edges, drafts, images, routing, scoring, control, sessions, releasing),
     *(weights, arrivals, sharded, versions, caches, kinds, partials, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}

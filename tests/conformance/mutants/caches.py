@@ -66,6 +66,76 @@ def cached(slot: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return slot.arena.keys_LSKCD[:, slot.row, :, :length], slot.arena.values_LSKCD[:, slot.row, :, :length]
 
 
+def sharing_blocks(key: Callable[[tuple[int, ...], int, int], object], page: int = 16) -> Any:
+    """Reuse the keys and values of whole pages of prompts by what ``key`` makes of a prompt and a page's edges.
+
+    Nothing is reused across updates.
+    """
+
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        engine: Any = endpoint._engine
+        append, load = engine.steps._append, engine.load
+        pages: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def appending(drawn: Any) -> Any:
+            sequence = drawn.sequence
+            prompt = sequence.request.prompt_token_ids
+            for start in range(0, len(prompt) - page + 1, page) if not sequence.token_ids else ():
+                parts = [part[..., start : start + page, :] for part in cached(sequence.slot, len(prompt))]
+                known = pages.setdefault(key(prompt, start, start + page), (parts[0].clone(), parts[1].clone()))
+                for part, kept in zip(parts, known, strict=True):
+                    part.copy_(kept)
+            return append(drawn)
+
+        def loading(*arguments: Any) -> None:
+            pages.clear()
+            load(*arguments)
+
+        engine.steps._append, engine.load = appending, loading
+        return endpoint
+
+    return infect
+
+
+def continuing_completions(num_missing: int) -> Any:
+    """Keep the keys and values of finished completions for prompts that continue them, in pages of one token.
+
+    Those of the last ``num_missing`` tokens have not been computed.
+    """
+
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        engine: Any = endpoint._engine
+        append, load, finish = engine.steps._append, engine.load, engine.scheduler.finish
+        kept: Cache = {}
+
+        def finishing(sequence: Any, reason: str) -> None:
+            if sequence.slot is not None and sequence.token_ids:
+                ids = tuple(sequence.all_ids())
+                keys, values = (part.clone() for part in cached(sequence.slot, len(ids)))
+                for part in (keys, values):
+                    part[..., len(ids) - num_missing :, :] = 0
+                kept[ids] = keys, values
+            finish(sequence, reason)
+
+        def appending(drawn: Any) -> Any:
+            sequence = drawn.sequence
+            prompt = sequence.request.prompt_token_ids
+            for ids, parts in kept.items() if not sequence.token_ids else ():
+                if prompt[: len(ids)] == ids and len(prompt) > len(ids):
+                    for part, known in zip(cached(sequence.slot, len(ids)), parts, strict=True):
+                        part.copy_(known)
+            return append(drawn)
+
+        def loading(*arguments: Any) -> None:
+            kept.clear()
+            load(*arguments)
+
+        engine.scheduler.finish, engine.steps._append, engine.load = finishing, appending, loading
+        return endpoint
+
+    return infect
+
+
 def recomputing_four(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     engine: Any = endpoint._engine
     load = engine.load
@@ -143,7 +213,43 @@ def swapped_policy(taken: InFlightPolicy, instead: InFlightPolicy) -> Any:
     return infect
 
 
+_KEYS: dict[str, tuple[str, Callable[[tuple[int, ...], int, int], object]]] = {
+    "blocks keyed alone": ("its own tokens and its position", lambda ids, a, b: (ids[a:b], a)),
+    "blocks keyed without positions": ("its own tokens", lambda ids, a, b: ids[a:b]),
+    "blocks keyed by their predecessor": (
+        "its own tokens and those of the block before",
+        lambda ids, a, b: (a, ids[max(0, 2 * a - b) : b]),
+    ),
+    "blocks keyed in any order": ("its tokens up to their order", lambda ids, a, b: (ids[:a], frozenset(ids[a:b]))),
+    "blocks keyed by half": (
+        "all tokens before it and the first half of its own",
+        lambda ids, a, b: ids[: (a + b) // 2],
+    ),
+    "blocks keyed by their ends": (
+        "all tokens before it, its first and its last",
+        lambda ids, a, b: (ids[: a + 1], ids[b - 1]),
+    ),
+    "blocks keyed without the first token": ("the tokens from the second one on", lambda ids, a, b: (a, ids[1:b])),
+    "blocks keyed without the last token": ("the tokens up to its last but one", lambda ids, a, b: ids[: b - 1]),
+}
+
 MUTANTS = (
+    *(
+        Mutant(name, "E-87", f"A cached block of 16 tokens is identified by {what}.", sharing_blocks(key))
+        for name, (what, key) in _KEYS.items()
+    ),
+    Mutant(
+        "large blocks keyed alone",
+        "E-87",
+        "A cached block of 64 tokens is identified by its own tokens.",
+        sharing_blocks(lambda ids, a, b: (a, ids[a:b]), 64),
+    ),
+    Mutant(
+        "completions continued too far",
+        "E-87",
+        "A prompt that continues a completion reuses the last token, which was never computed.",
+        continuing_completions(1),
+    ),
     Mutant(
         "stale prefix cache",
         "U-30",

@@ -6,13 +6,14 @@ import random
 import httpx
 from safetensors.torch import save
 
+from inflight.base.requirements import require
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.weights.receive.adapter import PausableEngine
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
 from inflight.weights.receive.staged_sink import StagedSink
 from inflight.weights.transports import make_receiver
-from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan
+from inflight.wire import Capabilities, Completion, GenerateResponse, Needs, TensorSpec, VersionSpan
 
 
 class PlainEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
@@ -46,7 +47,7 @@ class PlainEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         return self.updates
 
     async def generate(self, request):
-        await self.capabilities()
+        require(await self.capabilities(), Needs.of_request(request), self.name)  # refuses images, for instance
         ask, prompt = request.sampling, request.prompt_token_ids
         longest = self.info["context"] - len(prompt)
         if longest < 1 or (ask.max_tokens or 1) > longest or max(prompt) >= self.info["vocab"]:

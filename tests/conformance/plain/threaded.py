@@ -16,13 +16,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from inflight.base.requirements import require
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InvalidRequestError, PoisonedError, UnsupportedError
 from inflight.weights.receive.adapter import PausableEngine
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
 from inflight.weights.receive.staged_sink import StagedSink
 from inflight.weights.transports import make_receiver
-from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan
+from inflight.wire import Capabilities, Completion, GenerateResponse, Needs, TensorSpec, VersionSpan
 
 
 def make(model_dir, *, name="threaded", max_concurrent=8, max_model_len=192):
@@ -103,7 +104,11 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         ids = torch.tensor([it.ids if it.cache is None else it.ids[-1:]])
         output = self.model(input_ids=ids, past_key_values=it.cache, use_cache=True)
         it.cache = output.past_key_values
-        logprobs = it.filters(ids, output.logits[:, -1].float()).log_softmax(-1)[0]
+        return self.add_token(it, output.logits[:, -1].float())
+
+    def add_token(self, it, logits):
+        """Draw a token, and return why the sequence ends with it, if it does."""
+        logprobs = it.filters(None, logits).log_softmax(-1)[0]
         drawn = logprobs.argmax() if not it.ask.temperature else logprobs.exp().multinomial(1, generator=it.random)
         token = int(drawn)
         it.ids.append(token)
@@ -175,6 +180,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         return min(len(self.sequences), self.max_concurrent)
 
     async def generate(self, request):
+        require(self.declared, Needs.of_request(request), self.name)  # refuses what is not supported, such as images
         self.updates.session.refuse_to_sample()
         ask, prompt = request.sampling, request.prompt_token_ids
         room = self.max_model_len - len(prompt)

@@ -31,6 +31,8 @@ _NUM_TOKENS_OF_A_CLIENT = 300
 """Tokens of each request that runs while weights change."""
 _ENDS_S = 20.0
 
+_UNSEEN = 987
+"""Seed of a prompt that no check sends otherwise."""
 _CACHED = "what was cached for the prompt is used again"
 _NOT_CACHED = "the weights that the endpoint serves are not those of the update, whatever is cached"
 
@@ -93,7 +95,7 @@ async def _require_nothing_stale(
     seen = len(prompt) - 1
     stale_TV = subject.reference.mixed_logits([(before, seen), (after, len(ids) - 1)], ids, seen)
     stale_T = chosen(distribution(stale_TV, request.sampling), completion.token_ids)
-    unseen = await subject.gap_now(after, subject.prompt(len(prompt), seed=hash(what) % 2**32))
+    unseen = await subject.gap_now(after, subject.prompt(len(prompt), seed=_UNSEEN))
     fail(
         f"{what}: logprobs differ by up to {gap:.3g} from a fresh start under the new weights, and by up to "
         f"{subject.difference(completion.logprobs, stale_T):.3g} from those with keys and values of the old weights "

@@ -85,7 +85,7 @@ async def _require_prompt_ignored(subject: EndpointSubject, tokenizer: Any) -> N
         for start, where in ((cut, "begins at the end of the prompt"), (cut + 1, "is the end of the prompt")):
             found = await subject.generate((*prompt, *free[:start]), max_tokens=8, temperature=0.0, stop=(stop,))
             ends = _completing(tokenizer, stop, found)
-            _require_ended(found, ends, 8, f"stop string {stop!r}, which {where},")
+            _require_ended(found, ends, 8, f"stop string {stop!r}, which {where}")
         return
 
 

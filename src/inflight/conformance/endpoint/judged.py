@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from inflight.base.tasks import start
-from inflight.conformance.checks import CheckSkipped, fail
+from inflight.conformance.checks import CheckFailed, CheckSkipped, fail
+from inflight.conformance.endpoint.diagnosis import diagnose
 from inflight.conformance.endpoint.failing import install_failing_engine
 from inflight.conformance.endpoint.opening import open_target
 from inflight.conformance.endpoint.pace import measure_pace
@@ -49,6 +50,7 @@ class JudgedEndpoint(Subject):
         self._unknown_weights = False
         self._is_suspect = is_suspect
         """Whether the previous check failed, so that the endpoint may be unable to generate."""
+        self._diagnosis: str | None = None
         self._gone: Exception | None = None
         """Why the endpoint was not restored the last time."""
         try:
@@ -101,9 +103,23 @@ class JudgedEndpoint(Subject):
             self._runner.run(self._call(function, deadline_s))
         except CheckSkipped:
             raise
+        except CheckFailed as failure:
+            self._is_suspect = True
+            if self._reference is None or "logprob" not in str(failure):
+                raise
+            raise CheckFailed(f"{failure}{self._diagnosed()}") from None
         except Exception:
             self._is_suspect = True
             raise
+
+    def _diagnosed(self) -> str:
+        """Return what experiments say about failures of logprobs, as the end of a message; they run once."""
+        if self._diagnosis is None:
+            self._diagnosis = ""
+            with contextlib.suppress(Exception):  # the endpoint is faulty
+                self.prepare()
+                self._diagnosis = self._runner.run(diagnose(self._subject))
+        return self._diagnosis and f". Experiments: {self._diagnosis}"
 
     def close(self) -> None:
         """Release everything. A server that the kit did not start serves the weights of its checkpoint again."""

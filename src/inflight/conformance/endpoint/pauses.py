@@ -21,6 +21,10 @@ _NUM_TOKENS_OF_A_DRAIN = 600
 _NUM_TOKENS = 150
 """Tokens of each running request: enough for it to be still running when a pause follows at once."""
 _SHORT_DRAIN_S = 0.03
+_MOST_SLOTS = 64
+"""Slots that a check fills so that further requests wait."""
+_ADMITTED_S = 0.1
+"""Time for sent requests to be queued."""
 _PAUSE = "whether the pause is acknowledged only after the engine has finished the step in flight and stopped"
 _PAUSED = "what pausing and resuming do to running requests: they must be neither answered, nor lost, nor restarted"
 _DRAIN = "whether new requests stay in the queue while a drain continues, and what enforces its deadline"
@@ -178,16 +182,21 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
     await require_all_whole(running, "a request that ran while a drain was refused")
 
 
-@check("E-36", "updates abort")
+@check("E-36", "updates abort", deadline_s=40)
 @look_at("whether aborted requests are answered with their tokens, before the pause is acknowledged")
 async def abort_ends_requests(subject: EndpointSubject) -> None:
-    """Under abort, running requests end with the tokens they have and finish reason abort."""
+    """Under abort, running requests end with the tokens they have and finish reason abort; those that wait end without
+    a token, or are served by the weights that are in service when the pause ends."""
     await subject.publisher.form_group()
-    running = await subject.start_running(4)
-    update = await subject.publisher.request(subject.reference.weights, in_flight=InFlightPolicy.ABORT)
-    await _require_ended(running, "after a pause by abort")
+    num_slots = subject.capabilities.max_concurrent_sequences
+    others = await subject.start_running(num_slots) if num_slots <= _MOST_SLOTS else await subject.start_running(4)
+    waiting = subject.start(2, 16) if num_slots <= _MOST_SLOTS else []
+    await asyncio.sleep(_ADMITTED_S)
+    other = subject.reference.with_final_norm(-1.0, "B")
+    update = await subject.publisher.request(other, in_flight=InFlightPolicy.ABORT)
+    await _require_ended(others, "after a pause by abort")
     lengths = []
-    for request, task in running:
+    for request, task in others:
         completion = task.result().completions[0]
         lengths.append(len(completion.token_ids))
         require(
@@ -195,7 +204,17 @@ async def abort_ends_requests(subject: EndpointSubject) -> None:
             f"a request ended with finish reason {completion.finish_reason!r}, not 'abort'",
         )
         require(completion.token_ids, "a request that was being decoded ended without a token")
-        subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was aborted")
-    subject.note(**{"tokens of the aborted requests": lengths})
+        if len(lengths) <= 4:
+            subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was aborted")
+    await subject.publisher.complete(update, other)
+    ended = [
+        it for it in waiting if (await within(SERVED_S, it[1], "a request that waited")).completions[0].token_ids == ()
+    ]
+    reasons = {task.result().completions[0].finish_reason for _, task in ended}
+    require(reasons <= {"abort"}, f"requests that waited for a place ended without a token, for the reasons {reasons}")
+    rest = [it for it in waiting if it not in ended]
+    await require_all_sampled_from(subject, other, rest, "a request that waited for a place during a pause by abort")
+    subject.note(**{"tokens of the aborted requests": lengths, "ended while they waited": len(ended)})
+    update = await subject.publisher.request(subject.reference.weights, in_flight=InFlightPolicy.ABORT)
     await subject.publisher.abort(update)
-    await require_old_weights(subject, "after a pause by abort was abandoned")
+    await subject.require_serves(other, "after a pause by abort was abandoned")

@@ -27,7 +27,7 @@ async def shared_blocks(subject: EndpointSubject) -> None:
     the reference."""
     block = min(_BLOCK, subject.context_len // 4)
     first, second, third = (subject.prompt(block, seed=40 + i) for i in range(3))
-    other = subject.prompt(1, seed=50)
+    other, middle = subject.prompt(1, seed=50), block // 2 + 5
     cases = {
         "a prompt": (*first, *third),
         "a prompt that begins differently": (*second, *third),
@@ -37,8 +37,9 @@ async def shared_blocks(subject: EndpointSubject) -> None:
         "the second block alone": third,
         "a token more at the beginning": (*other, *first, *third),
         "a token less at the beginning": (*first[1:], *third),
+        "another first token": (*other, *first[1:], *third),
         "the tokens of a block in another order": (*reversed(first), *third),
-        "another token in the middle of a block": (*first[: block // 2], *other, *first[block // 2 + 1 :], *third),
+        "another token in the middle of a block": (*first[:middle], *other, *first[middle + 1 :], *third),
     }
     for length in _EDGES:
         if length < 2 * block:

@@ -1,0 +1,252 @@
+"""Faults at the edges: where completions end, at the end of the context, and with extreme temperatures or logits."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import torch
+
+from inflight.engines.embedded.endpoint import EmbeddedEndpoint
+from inflight.engines.embedded.sampler import sample
+from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams
+from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import Drawn, answering, drawing, sampling_with, without_last
+
+
+def certain_end(which: Callable[[SamplingParams], object]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Report logprob 0 of a token at which a completion stops."""
+
+    def change(request: GenerateRequest, completion: Completion) -> dict[str, Any]:
+        is_wrong = completion.finish_reason == "stop" and which(request.sampling)
+        return {"logprobs": (*completion.logprobs[:-1], 0.0)} if is_wrong else {}
+
+    return answering(change)
+
+
+def stream_without_its_end(which: Callable[[SamplingParams], object]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Drop the token at which a stream stops."""
+
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        stream = endpoint.generate_stream
+
+        async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
+            async for chunk in stream(request):
+                is_wrong = chunk.finish_reason == "stop" and which(request.sampling)
+                yield chunk.model_copy(update={"token_ids": (), "logprobs": ()}) if is_wrong else chunk
+
+        endpoint.generate_stream = faulty
+        return endpoint
+
+    return infect
+
+
+def stream_ends_with_length(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    stream = endpoint.generate_stream
+
+    async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
+        async for chunk in stream(request):
+            yield chunk.model_copy(update={"finish_reason": chunk.finish_reason and "length"})
+
+    endpoint.generate_stream = faulty
+    return endpoint
+
+
+def searching(text_of: Callable[[Any, Any], str]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Look for stop strings in another text: ``text_of`` receives a sequence and what decodes it."""
+
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        steps: Any = endpoint._engine.steps
+
+        def faulty(sequence: Any) -> bool:
+            text = text_of(sequence, steps._decode)
+            return any(stop in text for stop in sequence.request.sampling.stop)
+
+        steps._hit_stop_string = faulty
+        return endpoint
+
+    return infect
+
+
+def with_positions(
+    change: Callable[[torch.Tensor, int], torch.Tensor],
+) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Change the positions of tokens; ``change`` also receives the length of the context."""
+
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        engine: Any = endpoint._engine
+        longest = engine.limits.max_model_len
+
+        def before(_: Any, args: Any, named: dict[str, Any]) -> Any:
+            return args, {**named, "position_ids": change(named["position_ids"], longest)}
+
+        engine.weights.model.base_model.register_forward_pre_hook(before, with_kwargs=True)
+        return endpoint
+
+    return infect
+
+
+def tempering(change: Callable[[float], float]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Draw at another temperature than the requested one."""
+    return sampling_with(lambda s: {"temperature": change(s.temperature)})
+
+
+def filtered_when_greedy(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
+    """Filter greedy rows too, and report the logprob of what is left."""
+    sampled = [p if p.temperature else p.model_copy(update={"temperature": 1.0}) for p in params]
+    _, filtered = sample(logits, sampled, [1e-9] * len(params))
+    tokens, logprobs = sample(logits, params, uniforms)
+    is_filtered = [not p.temperature and (p.top_k or p.top_p < 1 or p.min_p) for p in params]
+    return tokens, [one if wrong else other for one, other, wrong in zip(filtered, logprobs, is_filtered, strict=True)]
+
+
+def with_logits(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Change the logits before they are divided by a temperature."""
+    return drawing(lambda logits, params, uniforms: sample(change(logits), params, uniforms))
+
+
+def clamped_once_divided(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
+    temperatures = logits.new_tensor([p.temperature or 1.0 for p in params])[:, None]
+    return sample((logits / temperatures).clamp(-80, 80) * temperatures, params, uniforms)
+
+
+def attention_capped(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Bound the scale of queries, as a cap of attention's scores would."""
+    engine: Any = endpoint._engine
+
+    def after(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.clamp(-20, 20)
+
+    for name, module in engine.weights.model.named_modules():
+        if name.endswith("q_norm"):
+            module.register_forward_hook(after)
+    return endpoint
+
+
+def _plain_end(sampling: SamplingParams) -> bool:
+    return not sampling.stop_token_ids and not sampling.stop
+
+
+MUTANTS = (
+    Mutant("end of sequence certain", "E-21", "An end-of-sequence token has logprob 0.", certain_end(_plain_end)),
+    Mutant("stop token certain", "E-19", "A stop token has logprob 0.", certain_end(lambda s: s.stop_token_ids)),
+    Mutant(
+        "stop string certain", "E-20", "The last token of a stop string has logprob 0.", certain_end(lambda s: s.stop)
+    ),
+    Mutant(
+        "stop token not streamed",
+        "E-24",
+        "A stream ends without its stop token.",
+        stream_without_its_end(lambda s: s.stop_token_ids),
+    ),
+    Mutant(
+        "stop string not streamed",
+        "E-24",
+        "A stream ends without the last token of its stop string.",
+        stream_without_its_end(lambda s: s.stop),
+    ),
+    Mutant(
+        "end of sequence not streamed",
+        "E-24",
+        "A stream ends without its end-of-sequence token.",
+        stream_without_its_end(_plain_end),
+    ),
+    Mutant(
+        "streams end with length", "E-24", "Every stream reports the finish reason length.", stream_ends_with_length
+    ),
+    Mutant(
+        "stop strings found in prompts",
+        "E-20",
+        "The text of the prompt is searched for stop strings too.",
+        searching(lambda sequence, decode: decode(sequence.all_ids())),
+    ),
+    Mutant(
+        "stop strings begin in prompts",
+        "E-20",
+        "A stop string is found that begins with the prompt's last token.",
+        searching(lambda s, decode: decode([*s.request.prompt_token_ids[-1:], *s.token_ids])),
+    ),
+    Mutant(
+        "stop strings of one token only",
+        "E-20",
+        "A stop string is found only within the text of a single token.",
+        searching(lambda sequence, decode: decode(sequence.token_ids[-1:])),
+    ),
+    Mutant(
+        "stop tokens of prompts",
+        "E-19",
+        "A stop token that the prompt contains ends the completion at once.",
+        answering(
+            lambda r, c: (
+                {**without_last(c, len(c.token_ids) - 1), "finish_reason": "stop"}
+                if set(r.sampling.stop_token_ids) & set(r.prompt_token_ids)
+                else {}
+            )
+        ),
+    ),
+    Mutant(
+        "ignore_eos ignores stop tokens",
+        "E-21",
+        "With ignore_eos, an end-of-sequence token in stop_token_ids is ignored.",
+        sampling_with(
+            lambda s: {"stop_token_ids": tuple(i for i in s.stop_token_ids if i != 257)} if s.ignore_eos else {}
+        ),
+    ),
+    Mutant(
+        "positions end early",
+        "E-03",
+        "The last eight positions of the context are one position.",
+        with_positions(lambda positions, longest: positions.clamp(max=longest - 8)),
+    ),
+    Mutant(
+        "positions in 16 bits",
+        "E-03",
+        "Positions beyond 1024 are rounded to even numbers.",
+        with_positions(lambda positions, _: torch.where(positions > 1024, positions // 2 * 2, positions)),
+    ),
+    Mutant(
+        "filters when greedy",
+        "E-16",
+        "At temperature 0, logprobs are of the filtered distribution.",
+        drawing(filtered_when_greedy),
+    ),
+    Mutant(
+        "temperatures bounded below",
+        "E-12",
+        "Temperatures below 0.1 count as 0.1.",
+        tempering(lambda t: t and max(t, 0.1)),
+    ),
+    Mutant("temperatures bounded above", "E-12", "Temperatures above 2 count as 2.", tempering(lambda t: min(t, 2.0))),
+    Mutant(
+        "low temperatures greedy",
+        "E-12",
+        "Temperatures below 0.1 count as 0.",
+        tempering(lambda t: 0.0 if t < 0.1 else t),
+    ),
+    Mutant("logits clamped", "U-74", "Logits are clamped at 50.", with_logits(lambda logits: logits.clamp(-50, 50))),
+    Mutant(
+        "logits capped",
+        "U-74",
+        "Logits are capped softly at 50.",
+        with_logits(lambda logits: 50 * (logits / 50).tanh()),
+    ),
+    Mutant(
+        "logits clamped at 200",
+        "U-74",
+        "Logits are clamped at 200.",
+        with_logits(lambda logits: logits.clamp(-200, 200)),
+    ),
+    Mutant(
+        "divided logits clamped",
+        "U-74",
+        "Logits are clamped at 80 once they are divided by the temperature.",
+        drawing(clamped_once_divided),
+    ),
+    Mutant(
+        "small logits left out",
+        "U-74",
+        "Logits more than 60 below the largest count as 60 below it.",
+        with_logits(lambda logits: logits.maximum(logits.amax(-1, keepdim=True) - 60)),
+    ),
+    Mutant("attention capped", "U-74", "Queries are clamped, which bounds the scores of attention.", attention_capped),
+)
