@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from inflight.base.tasks import cancel_and_wait
-from inflight.conformance.checks import check, fail, look_at, require
+from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import within
@@ -117,12 +117,17 @@ async def long_prefix(subject: EndpointSubject) -> None:
 @check("U-34", "updates", deadline_s=60)
 @look_at("whether blocks that are in use are dropped from the prefix cache too, not only free ones")
 async def held_prefix(subject: EndpointSubject) -> None:
-    """The same holds while requests that began before the update still run with this prompt: the cache that they keep
-    is theirs alone, even under keep."""
+    """The same holds while requests that began before the update still run with this prompt, and for a prompt that was
+    being computed when the update came: the cache that they keep is theirs alone, even under keep."""
     prompt = _long_prompt(subject)
     turns = [subject.reference.perturbed("B"), subject.reference.weights]
+    num_slots = subject.capabilities.max_concurrent_sequences
+    if num_slots < 2:
+        skip("one sequence runs at a time: no request holds a prompt while it is sent again")
     for i, policy in enumerate(subject.pausing_policies()):
-        running = await subject.start_running(_GROUP, prompt=prompt)
+        running = await subject.start_running(max(1, min(_GROUP, num_slots - 2)), prompt=prompt)
+        computed = subject.prompt(len(prompt), seed=30 + i)
+        begun = subject.begin(subject.generate(computed, max_tokens=1))
         await subject.publisher.publish(turns[i], in_flight=policy)
         what = f"after an update under {policy}, the prompt of {len(running)} requests that still run"
         await _require_fresh(subject, prompt, turns[i], what, n=_GROUP)
@@ -133,6 +138,9 @@ async def held_prefix(subject: EndpointSubject) -> None:
             "the requests that held the prompt had ended before it was sent again: the check is inconclusive",
         )
         await cancel_and_wait(*(task for _, task in running))
+        await within(_ENDS_S, begun, f"a request whose prompt an update under {policy} met")
+        what = f"after an update under {policy}, a prompt that was being computed when it came"
+        await _require_fresh(subject, (*computed, 0), turns[i], what)
 
 
 async def _require_fresh(
@@ -246,7 +254,8 @@ async def _publish_while_sampling(
             answers.append(SentAnswer(version, *await subject.ask(prompt, endpoint=clients[i], max_tokens=max_tokens)))
 
     running = [subject.begin(sample_on(i)) for i in range(num_running)]
-    for i, kind in enumerate(supported_kinds(subject)):
+    kinds = supported_kinds(subject)
+    for i, kind in enumerate(kinds if policy is InFlightPolicy.RECOMPUTE else kinds[::2]):
         await within(_ENDS_S, _until_sampling(subject, running), "a request to be decoded")
         before = chain.served
         after = await chain.publish(kind, policy)
@@ -260,6 +269,11 @@ async def _publish_while_sampling(
             await _require_fresh(subject, turn, after, f"a second turn, after {kind.name} under {policy},")
     over.set()
     await within(_ENDS_S, asyncio.gather(*running), f"the requests that ran during updates under {policy}")
+    for _, request, completion in answers[-num_running:]:  # which ended after the last update
+        turn = [*request.prompt_token_ids, *completion.token_ids, *subject.prompt(3)][: subject.context_len - 4]
+        await _require_fresh(
+            subject, turn, chain.served, f"a second turn of a request that ran through {policy} updates,"
+        )
     if subject.capabilities.version_binding == "spans":
         _require_as_the_policy_says(subject, chain.published, answers, policy)
 

@@ -248,6 +248,9 @@ async def more_than_fit(subject: EndpointSubject) -> None:
         require(
             lengths == [num_tokens] * num_each, f"{num_each} completions of {num_tokens} tokens have lengths {lengths}"
         )
+        if request in (requests[0], requests[-1]):
+            for completion in response.completions[-2:]:
+                subject.require_right_logprobs(request, completion, "a request beyond those that fit")
 
 
 async def _largest_num_running(subject: EndpointSubject, answers: asyncio.Future[list[GenerateResponse]]) -> int:

@@ -121,7 +121,7 @@ async def finish_reasons(subject: EndpointSubject) -> None:
             if is_met and num_met <= _NUM_COMPARED:
                 subject.require_right_logprobs(request, completion, "a completion that ended its sequence")
     drawn = {"temperature": temperature, "seed": 1, "stop_token_ids": tuple(sorted(ends_of))}
-    request = subject.request(prompt, n=16, max_tokens=num_tokens, **drawn)
+    request = subject.request(prompt, n=4, max_tokens=num_tokens, **drawn)
     for completion in (await subject.endpoint.generate(request)).completions:
         ends = [i for i, token in enumerate(completion.token_ids) if token in ends_of]
         _require_ended(completion, ends, num_tokens, "ignore_eos=true and the same tokens in stop_token_ids")

@@ -92,8 +92,19 @@ async def _streamed(subject: EndpointSubject, prompt: Sequence[int], n: int, **s
 @look_at("text that may still change (a partial character, the beginning of a stop string) is held back, then sent")
 async def chat_stream_is_chat(subject: EndpointSubject) -> None:
     """A chat stream carries the tokens and the text of a chat completion."""
-    whole = await subject.endpoint.chat_completion(subject.chat_request(n=4, max_tokens=24))
-    stream = subject.streaming.chat_completion_stream(subject.chat_request(n=4, max_tokens=24, stream=True))
+    same = {"n": 4, "max_tokens": 24, **subject.repeatable(7)}
+    whole = await _require_chat_streamed(subject, same)
+    texts = [
+        text for it in whole.choices if (text := it.message.content[8:10]).isascii() and text.isprintable() and text
+    ]
+    if texts:
+        await _require_chat_streamed(subject, {**same, "stop": tuple(texts)})
+
+
+async def _require_chat_streamed(subject: EndpointSubject, sampling: dict[str, Any]) -> ChatCompletion:
+    """Require that a chat is the same whole and streamed; return the whole one."""
+    whole = await subject.endpoint.chat_completion(subject.chat_request(**sampling))
+    stream = subject.streaming.chat_completion_stream(subject.chat_request(**sampling, stream=True))
     events = [event async for event in stream]
     streamed = [assembled(index, _chunks(events, index)) for index in range(4)]
     subject.note(events=len(events), tokens=sum(len(completion.token_ids) for completion in streamed))
@@ -106,6 +117,7 @@ async def chat_stream_is_chat(subject: EndpointSubject) -> None:
                 text == choice.message.content, f"the deltas contain {text!r}, the message {choice.message.content!r}"
             )
         require(deltas[0].role == "assistant", f"the first delta has the role {deltas[0].role!r}")
+    return whole
 
 
 def _require_same(

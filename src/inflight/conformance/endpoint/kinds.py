@@ -50,6 +50,7 @@ _KINDS = (
     UpdateKind("a staged delta", staged=True, encoding="delta"),
     UpdateKind("a staged LoRA", staged=True, lora=_PLAIN),
     UpdateKind("a staged update in part", staged=True, is_partial=True),
+    UpdateKind("a LoRA in bfloat16", encoding="bfloat16", lora=_PLAIN),
     UpdateKind("an update in bfloat16", encoding="bfloat16"),
     UpdateKind("a staged update in float8", staged=True, encoding="float8"),
     UpdateKind("an update of two senders", num_senders=2),
@@ -111,7 +112,7 @@ class UpdateChain:
         sent, base, delta_base = weights, weights, None
         if kind.lora is not None:
             sent, base = make_lora(self.base, self._num_sent, spec=kind.lora), self.base
-            weights = merge_lora(self.base, sent, kind.lora)
+            weights = merge_lora(self.base, _decoded(sent, kind), kind.lora)
             fields["lora"] = kind.lora
         else:
             fields |= {"keep": True, "bucket_bytes": weights.size_bytes // 3}
@@ -119,9 +120,8 @@ class UpdateChain:
             changed = {name: tensor for name, tensor in weights.tensors.items() if _changes(name)}
             fields["frozen"] = tuple(name for name in weights.tensors if name not in changed)
             sent = ReferenceWeights(weights.label, changed)
-        if kind.encoding in _DECODED:
-            decoded = {name: _DECODED[kind.encoding](tensor) for name, tensor in weights.tensors.items()}
-            weights = base = ReferenceWeights(weights.label, decoded)
+        if kind.lora is None:
+            weights = base = ReferenceWeights(weights.label, {**weights.tensors, **_decoded(sent, kind).tensors})
         if kind.encoding == "delta":
             assert self._kept is not None
             fields["base"], delta_base = self._kept
@@ -164,6 +164,13 @@ class UpdateChain:
         changed = reference.perturbed(label, seed=100 + self._num_sent).tensors
         kept = reference.weights.tensors
         return ReferenceWeights(label, {n: changed[n] if _changes(n) else kept[n] for n in kept})
+
+
+def _decoded(sent: ReferenceWeights, kind: UpdateKind) -> ReferenceWeights:
+    """Return what an endpoint loads for tensors that were sent."""
+    if kind.encoding not in _DECODED:
+        return sent
+    return ReferenceWeights(sent.label, {name: _DECODED[kind.encoding](it) for name, it in sent.tensors.items()})
 
 
 def _changes(name: str) -> bool:

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import until_running
+from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.tokens import fill_slots
 from inflight.conformance.endpoint.versions import check_spans, publish_next
-from inflight.conformance.endpoint.waiting import SLACK_S, within
+from inflight.conformance.endpoint.waiting import SLACK_S, until, within
 from inflight.conformance.reference import ReferenceWeights
 from inflight.rollouts import continuation, joined
-from inflight.wire import AbortRequests, Completion, GenerateRequest, GenerateResponse, VersionSpan
+from inflight.wire import AbortRequests, Completion, CompletionChunk, GenerateRequest, GenerateResponse, VersionSpan
 from inflight.wire import check_spans as spans_cover
 
 LEVEL = "partials"
@@ -51,6 +52,8 @@ async def continues_under_new_weights(subject: EndpointSubject) -> None:
     """A request that is aborted returns the tokens that it has, with their logprobs, and can be continued after an
     update: the continuation is sampled from the new weights, with keys and values that they computed."""
     _require_two_slots(subject)
+    if subject.capabilities.streaming:
+        await _abort_a_stream(subject)
     weights, other = subject.reference.weights, subject.reference.perturbed("B")
     before = (await subject.endpoint.weight_version()).version
     ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
@@ -72,6 +75,28 @@ async def continues_under_new_weights(subject: EndpointSubject) -> None:
         (whole.finish_reason, len(whole.token_ids)) == ("length", request.sampling.max_tokens),
         f"both parts have {len(whole.token_ids)} of {request.sampling.max_tokens} tokens: {whole.finish_reason}",
     )
+
+
+async def _abort_a_stream(subject: EndpointSubject) -> None:
+    """Require that a stream that is aborted ends at once, with the tokens that it has."""
+    request = subject.request(max_tokens=_length(subject), seed=_SEED, stream=True)
+    chunks: list[CompletionChunk] = []
+
+    async def read() -> None:
+        async for chunk in subject.streaming.generate_stream(request):
+            chunks.append(chunk)
+
+    reading = subject.begin(read())
+    await until(lambda: len(chunks) > _MEANWHILE, _LIMIT_S, "a stream has no tokens", [reading])
+    await within(_LIMIT_S, subject.aborting.abort_requests(_named(request)), "abort_requests of a stream")
+    await within(SLACK_S, reading, "a stream that was aborted")
+    completion = assembled(0, chunks)
+    reason, num = completion.finish_reason, len(completion.token_ids)
+    require(
+        reason == "abort" and num < _length(subject),
+        f"a stream that was aborted ended with finish reason {reason!r} after {num} tokens",
+    )
+    subject.require_sampled_from(subject.reference.weights, request, completion, "a stream that was aborted")
 
 
 @check("E-68", "partial_rollouts updates spans", deadline_s=90)

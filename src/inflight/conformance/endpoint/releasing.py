@@ -16,6 +16,8 @@ from inflight.errors import BusyError, InflightError, ReleasedError, Unsupported
 from inflight.wire import EndpointState
 
 LEVEL = "memory"
+_SEEN_LENGTH = 64
+"""Length of a prompt that is sent again: engines cache whole pages, of 16 tokens or more."""
 _MOVE_S = 60.0
 """Time to move weights to the host, or back."""
 
@@ -71,7 +73,8 @@ async def same_after_restore(subject: EndpointSubject) -> None:
     publisher, reference = subject.publisher, subject.reference
     published = reference.perturbed("B")
     await publisher.publish(published)
-    request, first = await subject.ask(temperature=0.0)
+    prompt = subject.prompt(min(_SEEN_LENGTH, subject.context_len // 2))
+    request, first = await subject.ask(prompt, temperature=0.0)
     served = await subject.endpoint.weight_version()
     async with _restored(subject.releasing):
         await within(_MOVE_S, subject.releasing.release_memory(), "the release")
@@ -81,7 +84,7 @@ async def same_after_restore(subject: EndpointSubject) -> None:
             now, then = (answer.version, answer.run_id), (served.version, served.run_id)
             require(now == then, f"{call} was answered with version and run {now} after {then}")
     again = await subject.generate(request.prompt_token_ids, temperature=0.0)
-    await subject.require_serves(published, "after memory was restored")
+    await subject.require_serves(published, "after memory was restored", prompt)
     require(
         again.token_ids == first.token_ids,
         f"sampled {first.token_ids} before the release and {again.token_ids} after it",

@@ -50,6 +50,7 @@ async def top_p(subject: EndpointSubject) -> None:
     # and raw logprobs could not be distinguished.
     top_p = min(0.5, math.exp(-3 * subject.tolerance))
     await _require_sampled(subject, {"top_p": top_p}, {"top_p": top_p, "temperature": 1.5})
+    await _require_sampled(subject, {"top_p": 1e-4}, num_prompts=1)
 
 
 @check("E-14", "model", deadline_s=60, look_at=_FILTERS)
@@ -58,6 +59,7 @@ async def top_k_and_min_p(subject: EndpointSubject) -> None:
     top-k, top-p, min-p, or their combination is refused with UnsupportedError."""
     together = {"temperature": 1.4, "top_k": 8, "top_p": 0.7, "min_p": 0.15}
     await _require_sampled(subject, {"top_k": 5}, {"min_p": 0.3})
+    await _require_sampled(subject, {"top_k": 1}, {"min_p": 0.95}, num_prompts=1)
     try:
         await _require_sampled(subject, together)
     except UnsupportedError as error:

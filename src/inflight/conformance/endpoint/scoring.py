@@ -72,8 +72,7 @@ async def scores_after_an_update(subject: EndpointSubject) -> None:
 async def scores_during_updates(subject: EndpointSubject) -> None:
     """While weights change, each score is of the version that its span names, and versions that a client sees never
     decrease."""
-    published: dict[int, ReferenceWeights] = {subject.publisher.version: subject.reference.weights}
-    turns = [subject.reference.perturbed("B"), subject.reference.weights]
+    chain, kinds = UpdateChain(subject), supported_kinds(subject)
     policy = subject.pausing_policies()[0]
     is_over = False
     answers: list[list[tuple[ScoreRequest, ScoreResponse]]] = [[] for _ in range(_NUM_SCORERS)]
@@ -88,14 +87,14 @@ async def scores_during_updates(subject: EndpointSubject) -> None:
     scorers = [subject.begin(score(number)) for number in range(_NUM_SCORERS)]
     for i in range(_NUM_UPDATES):
         num_before = sum(map(len, answers))
-        await subject.publisher.publish(turns[i % 2], in_flight=policy)
-        published[subject.publisher.version] = turns[i % 2]
+        await chain.publish(kinds[2 * i % len(kinds)], policy)
         while sum(map(len, answers)) < num_before + _NUM_SCORERS:
             if failed := [task for task in scorers if task.done()]:
                 failed[0].result()
             await asyncio.sleep(0.005)
     is_over = True
     await asyncio.gather(*scorers)
+    published = chain.published
     for number, of_one in enumerate(answers):
         newest = 0
         for request, response in of_one:
@@ -143,6 +142,13 @@ async def no_scores(subject: EndpointSubject) -> None:
         await subject.require_raises(
             endpoint.score(_plain(subject, subject.prompt(), 1)), UnsupportedError, "a score request"
         )
+
+
+async def require_right_scores(subject: EndpointSubject, token_ids: Sequence[int], start: int, what: str) -> None:
+    """Require that tokens from ``start`` on are scored by the checkpoint's weights after all tokens before them."""
+    request = _request(subject, token_ids, start)
+    (response,) = await _scored(subject, [request])
+    _require_scores(subject, subject.reference.weights, request, response, what)
 
 
 def _plain(subject: EndpointSubject, token_ids: Sequence[int], start: int) -> ScoreRequest:

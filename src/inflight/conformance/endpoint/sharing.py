@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.scoring import require_right_scores
 from inflight.conformance.endpoint.subject import EndpointSubject
 
 LEVEL = "caches"
@@ -47,6 +48,8 @@ async def shared_blocks(subject: EndpointSubject) -> None:
             cases[f"the first {length} tokens but for the last one"] = (*cases["a prompt"][: length - 1], *other)
     for what, prompt in cases.items():
         await _require_right(subject, prompt, f"{what}, next to prompts with equal blocks,")
+        if subject.capabilities.scoring and prompt[-block:] == third and len(prompt) > block:
+            await require_right_scores(subject, prompt, len(prompt) - 4, f"{what}, next to prompts with equal blocks")
     together = [(*subject.prompt(2 * block, seed=60), *subject.prompt(i, seed=61)) for i in (0, 0, 1, 20)]
     await asyncio.gather(
         *(

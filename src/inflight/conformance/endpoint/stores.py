@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from inflight.conformance.checks import check, look_at
 from inflight.conformance.endpoint.aftermath import wait_until_settled
+from inflight.conformance.endpoint.loras import SPEC, make_lora, merge_lora
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.wire import TransportName
 
@@ -28,6 +29,13 @@ async def updates_over_stores(subject: EndpointSubject, store: TransportName, ev
     for weights in (first, second):
         await publisher.publish(weights, bucket_bytes=bucket_bytes)
         await subject.require_serves(weights, f"after an update over {store}")
+    if subject.capabilities.lora:
+        await publisher.publish(second, bucket_bytes=bucket_bytes, keep=True)
+        for i, ends in enumerate(((".down_proj",), (".o_proj",), (".down_proj",))):  # whose base the first one stored
+            lora = make_lora(second, i, ends)
+            await publisher.publish(lora, lora=SPEC)
+            await subject.require_serves(merge_lora(second, lora), f"after {lora.label} over {store}")
+        await publisher.publish(second, bucket_bytes=bucket_bytes)
     update = await publisher.request(third, bucket_bytes=bucket_bytes)
     await publisher.send_all(update, third)
     await publisher.abort(update)
