@@ -30,8 +30,10 @@ def make(model_dir: Path, **options: Any) -> UnusualEndpoint:
 class UnusualEndpoint(ThreadedEndpoint):
     """The engine with a thread of docs/inference-adapter.md, with chunks, shared pages and further kinds of update."""
 
-    def __init__(self, model_dir: Path, *, chunk: int = 4, max_concurrent: int = 4, fault: str = "") -> None:
-        super().__init__(model_dir, "unusual", max_concurrent, 512)
+    def __init__(
+        self, model_dir: Path, *, chunk: int = 4, max_concurrent: int = 4, context: int = 512, fault: str = ""
+    ) -> None:
+        super().__init__(model_dir, "unusual", max_concurrent, context)
         self.chunk, self.fault = chunk, fault
         for parameter in self.parameters.values():
             if parameter.dim() == 2:
@@ -76,9 +78,9 @@ class UnusualEndpoint(ThreadedEndpoint):
         stop = start + len(token_ids)
         positions = torch.arange(start, stop)
         if self.fault == "positions":
-            positions = positions.clamp(max=300)
+            positions = positions.clamp(max=100)
         if self.fault == "window":
-            keep_last(it.cache, 199)
+            keep_last(it.cache, 59)
         if self.fault == "chunk edges" and start and len(token_ids) == 1 and start % self.chunk == 0:
             positions = positions - 1
         logits: torch.Tensor = self.model(

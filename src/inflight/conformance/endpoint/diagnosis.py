@@ -6,88 +6,99 @@ Prompts that were never sent before, under the weights of the checkpoint, show s
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import SLOWNESS
 from inflight.conformance.reference import chosen, distribution
 from inflight.wire import Completion, GenerateRequest
 
-_LENGTHS = (2, 3, 4, 5, 8, 9, 16, 17, 24, 33, 48, 65, 100, 129, 257, 400, 520, 1030, 2050, 4100)
-_NUM_TOKENS = 6
-_LIMIT_S = 12.0
+Asked = tuple[GenerateRequest, Completion]
+
+_LENGTHS = (2, 5, 16, 17, 33, 65, 129, 257, 520, 1030, 2050, 4100, 3, 4, 8, 9, 24, 48, 100, 400)
+"""Lengths of prompts, the most telling ones first."""
+_NUM_DECODED = 48
+_LIMIT_S = 10.0
 _ROUNDED = 3.0
 """Differences of at most this many times the rounding of a dtype are explained by it."""
 _RIGHT = (
     "prompts of {} to {} tokens that were never sent before have right logprobs under the weights of the checkpoint: "
     "the model itself is computed right, and the fault lies in what was kept, labelled or loaded"
 )
+_EDGE = "an edge of chunks or of a kernel's blocks, not a page, cache, label or id"
 
 
 async def diagnose(subject: EndpointSubject) -> str:
-    """Return what experiments say about the endpoint, which must serve the checkpoint's weights; at most `_LIMIT_S`."""
-    try:
-        async with asyncio.timeout(_LIMIT_S):
-            return await _diagnose(subject)
-    except TimeoutError:
-        return ""
+    """Return what experiments say about the endpoint, which must serve the checkpoint's weights.
 
-
-async def _diagnose(subject: EndpointSubject) -> str:
-    longest = subject.context_len - _NUM_TOKENS
-    lengths = sorted({min(length, longest) for length in _LENGTHS} | {longest})
-    lengths = [length for length in lengths if subject.pace.allows_prompt(4 * length)]
-    asked = {length: await _ask_unseen(subject, length) for length in lengths}
-    gaps = {length: subject.gap(subject.reference.weights, *asked[length]) for length in lengths}
-    wrong = [length for length in lengths if gaps[length] > subject.tolerance]
+    No experiment begins later than `_LIMIT_S`, or longer on a slow endpoint.
+    """
+    longest, ends = subject.context_len - 1, time.monotonic() + _LIMIT_S * SLOWNESS.get()
+    asked: dict[int, Asked] = {}
+    for length in dict.fromkeys((longest, *(min(length, longest) for length in _LENGTHS))):
+        if time.monotonic() < ends:
+            asked[length] = await _ask_unseen(subject, length)
+    gaps = {length: subject.gap(subject.reference.weights, *asked[length]) for length in sorted(asked)}
+    wrong = [length for length, gap in gaps.items() if gap > subject.tolerance]
     if not wrong:
-        return _RIGHT.format(lengths[0], lengths[-1])
+        return await _of_decoded(subject) or _RIGHT.format(min(gaps), max(gaps))
     largest = max(gaps.values())
     words = f"prompts that were never sent before are wrong too, by up to {largest:.3g} under the checkpoint's weights"
     if (dtype := _rounding(subject, [asked[length] for length in wrong], largest)) is not None:
         return f"{words}, as much as computing in {dtype} makes: a rounding, not a page, cache, label or id"
-    right = [length for length in lengths if length < wrong[0]]
-    if right and len(wrong) < len([length for length in lengths if length >= wrong[0]]):
-        return f"{words}: those of {wrong} tokens, but not those of {[n for n in lengths if n not in wrong]}: {_EDGE}"
-    if not right:
+    if later := [length for length in gaps if length > wrong[0] and length not in wrong]:
+        return f"{words}: those of {wrong} tokens, but not those of {later}: {_EDGE}"
+    if not (right := [length for length in gaps if length < wrong[0]]):
         return f"{words}, even those of {wrong[0]} tokens: the model's computation, not a page, cache, label or id"
-    first = await _first_wrong(subject, right[-1], wrong[0])
-    request, completion = await _ask_unseen(subject, max(wrong))
-    for window in (first, first - 1, first + 1):
+    last = await _last_right(subject, right[-1], wrong[0])
+    request, completion = asked[wrong[-1]]
+    for window in (last, last - 1, last + 1):
         logits_TV = partial(subject.reference.logits, subject.reference.weights, window=max(1, window))
         seen_TV = distribution(logits_TV(request.prompt_token_ids, completion.token_ids), request.sampling)
         if subject.difference(completion.logprobs, chosen(seen_TV, completion.token_ids)) <= subject.tolerance:
             return f"{words}, exactly as if a token saw the last {window} tokens only: a window, not a page or cache"
     return (
-        f"{words}, from {first} tokens on: a table of positions, a window or a chunk's edge, not a page, cache or label"
+        f"{words}, if they have more than {last} tokens: a table of positions, a window or a chunk's edge, not a page, "
+        "cache or label"
     )
 
 
-_EDGE = "an edge of chunks or of a kernel's blocks, not a page, cache, label or id"
+async def _of_decoded(subject: EndpointSubject) -> str:
+    """Return what is wrong with tokens that are sampled one after another; nothing if they are right."""
+    num_tokens = min(_NUM_DECODED, subject.context_len // 2)
+    request, completion = await _ask_unseen(subject, num_tokens // 6, num_tokens)
+    if subject.gap(subject.reference.weights, request, completion) <= subject.tolerance:
+        return ""
+    exact_T = subject.reference.logprobs(
+        subject.reference.weights, request.prompt_token_ids, completion.token_ids, request.sampling
+    )
+    wrong_T = (torch.tensor(completion.logprobs, dtype=torch.float64) - exact_T).abs() > subject.tolerance
+    positions = [len(request.prompt_token_ids) + i for i in wrong_T.nonzero()[:, 0].tolist()]
+    return (
+        f"the first token after a prompt that was never sent before is right, and later ones are wrong, at positions "
+        f"{positions[:8]}: the step that decodes, its positions, mask or kernel, not a page, cache, label or id"
+    )
 
 
-async def _ask_unseen(subject: EndpointSubject, length: int) -> tuple[GenerateRequest, Completion]:
+async def _ask_unseen(subject: EndpointSubject, length: int, num_tokens: int = 1) -> Asked:
     """Return a request with a prompt that was never sent before, and its completion."""
-    return await subject.ask(subject.prompt(length, seed=time.time_ns()), max_tokens=_NUM_TOKENS)
+    return await subject.ask(subject.prompt(length, seed=time.time_ns()), max_tokens=num_tokens)
 
 
-async def _first_wrong(subject: EndpointSubject, right: int, wrong: int) -> int:
-    """Return the number of tokens, prompt included, after which logprobs are wrong, between these lengths."""
+async def _last_right(subject: EndpointSubject, right: int, wrong: int) -> int:
+    """Return the length, between these two, of the longest prompts after which a token is right."""
     while wrong - right > 1:
         middle = (right + wrong) // 2
-        request, completion = await subject.ask(subject.prompt(middle, seed=time.time_ns()), max_tokens=1)
-        if subject.gap(subject.reference.weights, request, completion) > subject.tolerance:
-            wrong = middle
-        else:
-            right = middle
+        is_right = subject.gap(subject.reference.weights, *await _ask_unseen(subject, middle)) <= subject.tolerance
+        right, wrong = (middle, wrong) if is_right else (right, middle)
     return right
 
 
-def _rounding(
-    subject: EndpointSubject, asked: Sequence[tuple[GenerateRequest, Completion]], largest: float
-) -> str | None:
+def _rounding(subject: EndpointSubject, asked: Sequence[Asked], largest: float) -> str | None:
     """Return the dtype in which transformers' own logprobs are as far away as the endpoint's, if there is one."""
     for dtype in ("bfloat16", "float16"):
         rounded = 0.0

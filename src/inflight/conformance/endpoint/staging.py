@@ -52,7 +52,8 @@ async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, nu
             f"{when}, the state is {found.state} at version {found.version}, updating to {found.updating_to}; it "
             f"should be staging at {before}, updating to {update.version}",
         )
-        meanwhile.append(await within(SERVED_S, subject.ask(max_tokens=4), f"{when}, a request"))
+        if subject.capabilities.max_concurrent_sequences > len(running):
+            meanwhile.append(await within(SERVED_S, subject.ask(max_tokens=4), f"{when}, a request"))
     answer = await publisher.commit(update)
     require_serving(answer, update.version, "the commit")
     require(answer.run_id == update.run_id, f"the commit of run {update.run_id!r} returned run {answer.run_id!r}")
