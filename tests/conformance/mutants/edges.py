@@ -123,6 +123,56 @@ def attention_capped(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def aborted_stream_without_an_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Report no finish reason of a stream that was aborted."""
+    stream = endpoint.generate_stream
+
+    async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
+        async for chunk in stream(request):
+            if chunk.finish_reason != "abort":
+                yield chunk
+
+    endpoint.generate_stream = faulty
+    return endpoint
+
+
+def chat_stream_drops_its_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Leave out the last text of a chat stream that stops."""
+    stream = endpoint.chat_completion_stream
+
+    async def faulty(request: Any) -> AsyncIterator[Any]:
+        async for event in stream(request):
+            choices = [
+                it.model_copy(update={"delta": it.delta.model_copy(update={"content": ""})})
+                if it.finish_reason == "stop"
+                else it
+                for it in event.choices
+            ]
+            yield event.model_copy(update={"choices": tuple(choices)})
+
+    endpoint.chat_completion_stream = faulty
+    return endpoint
+
+
+def late_completions_shifted(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Report the logprobs of a request's last completion one token late."""
+
+    def change(_: GenerateRequest, completion: Completion) -> dict[str, Any]:
+        return {"logprobs": (*completion.logprobs[1:], -1.0)} if completion.index > 2 else {}
+
+    return answering(change)(endpoint)
+
+
+def nothing_kept(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
+    """Draw from the whole distribution where a nucleus is so small that it holds no token."""
+    return sample(logits, [p.model_copy(update={"top_p": 1.0}) if p.top_p < 0.01 else p for p in params], uniforms)
+
+
+def one_is_none(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
+    """Take a top-k of 1 for no filter."""
+    return sample(logits, [p.model_copy(update={"top_k": 0}) if p.top_k == 1 else p for p in params], uniforms)
+
+
 def _plain_end(sampling: SamplingParams) -> bool:
     return not sampling.stop_token_ids and not sampling.stop
 
@@ -192,6 +242,26 @@ MUTANTS = (
             lambda s: {"stop_token_ids": tuple(i for i in s.stop_token_ids if i != 257)} if s.ignore_eos else {}
         ),
     ),
+    Mutant(
+        "aborted streams without an end",
+        "E-67",
+        "A stream that is aborted ends without a finish reason.",
+        aborted_stream_without_an_end,
+    ),
+    Mutant(
+        "chat streams drop their end",
+        "E-29",
+        "The text of the token at which a chat stops is not streamed.",
+        chat_stream_drops_its_end,
+    ),
+    Mutant(
+        "late completions shifted",
+        "E-87",
+        "Completions beyond the third of a request have the logprobs of the next token.",
+        late_completions_shifted,
+    ),
+    Mutant("small nuclei ignored", "E-13", "A top-p below 0.01 counts as none.", drawing(nothing_kept)),
+    Mutant("a top-k of one ignored", "E-14", "A top-k of 1 counts as none.", drawing(one_is_none)),
     Mutant(
         "positions end early",
         "E-03",

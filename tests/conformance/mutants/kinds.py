@@ -12,7 +12,7 @@ import inflight.weights.receive.base_weights
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.weights.receive.base_weights import merge_lora
 from inflight.wire import InFlightPolicy, WeightUpdate
-from tests.conformance.mutants.caches import Cache, cache_prompts
+from tests.conformance.mutants.caches import Cache, cache_prompts, continuing_completions
 from tests.conformance.mutants.mutant import Mutant
 
 Which = Callable[[WeightUpdate], bool]
@@ -159,6 +159,30 @@ def aborted_lora_becomes_the_base(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoin
     return endpoint
 
 
+def pages_lost_by_release(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Keep cached prompts across a release, although their memory was given away."""
+    cache = cache_prompts(endpoint, 32)
+    own = endpoint._engine.free_memory
+
+    def freeing() -> None:
+        own()
+        for keys, values in cache.values():
+            keys.zero_()
+            values.zero_()
+
+    def load(_: WeightUpdate, own_load: Any, *arguments: Any) -> None:
+        cache.clear()
+        own_load(*arguments)
+
+    endpoint._engine.free_memory = freeing
+    return knowing_updates(endpoint, load)
+
+
+def finished_under_the_new_version(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Share what a finished completion computed with prompts that continue it, whichever weights computed it."""
+    return continuing_completions(2)(endpoint)
+
+
 def _is_partial(update: WeightUpdate) -> bool:
     return bool(update.manifest.frozen)
 
@@ -240,6 +264,18 @@ MUTANTS = (
         base_lost_by_release,
     ),
     Mutant("rank-stabilised scale ignored", "U-30", "Every LoRA has the scale alpha / rank.", plain_scale),
+    Mutant(
+        "pages lost by a release",
+        "E-66",
+        "Cached prompts are used after a release, which has overwritten them.",
+        pages_lost_by_release,
+    ),
+    Mutant(
+        "finished under the new version",
+        "U-26",
+        "Keys and values of completions that ran through an update are shared once they have finished.",
+        finished_under_the_new_version,
+    ),
     Mutant(
         "aborted tensors come later",
         "U-48",

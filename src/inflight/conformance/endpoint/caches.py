@@ -248,7 +248,7 @@ async def _publish_while_sampling(
     async def sample_on(i: int) -> None:
         """Request one long completion after another until the publishes are done."""
         prompt = (*prefix, i)
-        max_tokens = min(_NUM_TOKENS_OF_A_CLIENT, subject.remaining_tokens(prompt))
+        max_tokens = min(_NUM_TOKENS_OF_A_CLIENT, subject.remaining_tokens(prompt) - 8)
         while not over.is_set():
             version = subject.publisher.version
             answers.append(SentAnswer(version, *await subject.ask(prompt, endpoint=clients[i], max_tokens=max_tokens)))

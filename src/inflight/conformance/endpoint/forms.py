@@ -94,11 +94,11 @@ async def chat_stream_is_chat(subject: EndpointSubject) -> None:
     """A chat stream carries the tokens and the text of a chat completion."""
     same = {"n": 4, "max_tokens": 24, **subject.repeatable(7)}
     whole = await _require_chat_streamed(subject, same)
-    texts = [
-        text for it in whole.choices if (text := it.message.content[8:10]).isascii() and text.isprintable() and text
-    ]
-    if texts:
-        await _require_chat_streamed(subject, {**same, "stop": tuple(texts)})
+    texts = [it.message.content for it in whole.choices]
+    pairs = ([text[i : i + 2] for i in range(4, len(text) - 1)] for text in texts)
+    plain = [[pair for pair in of if pair.isascii() and pair.isprintable() and " " not in pair] for of in pairs]
+    if stops := tuple(of[0] for of in plain if of):
+        await _require_chat_streamed(subject, {**same, "stop": stops})
 
 
 async def _require_chat_streamed(subject: EndpointSubject, sampling: dict[str, Any]) -> ChatCompletion:
