@@ -6,11 +6,12 @@ that contains the name, so that one session of ranks can check them all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +25,10 @@ from inflight.contracts import WorkerKind
 from inflight.errors import CheckpointError, NonFiniteError, TransferError
 from inflight.types import AdamSettings, MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, Sharding, TensorSpec
+from inflight_fsdp import rows
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.lora_worker import FsdpLoraWorker
-from inflight_fsdp.optimizer import global_norm
+from inflight_fsdp.optimizer import global_norm, learning_rate_at
 from inflight_fsdp.worker import FsdpWorker
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -171,6 +173,52 @@ class Float16Logprobs(FsdpWorker):
 class Detached(FsdpWorker):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         return super().forward(batch).detach()
+
+
+@contextlib.contextmanager
+def logprobs_by(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Logprobs are made of the logits [N, V] and temperatures [N, 1] by ``change``."""
+
+    def changed(
+        hidden_NH: torch.Tensor, weight_VH: torch.Tensor, ids_N: torch.Tensor, temperature_N: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        logprobs_NV = change(hidden_NH @ weight_VH.T, temperature_N[:, None])
+        return logprobs_NV.gather(1, ids_N.reshape(len(ids_N), -1)).reshape(ids_N.shape)
+
+    right = rows.chunked_logprobs
+    rows.chunked_logprobs = changed
+    try:
+        yield
+    finally:
+        rows.chunked_logprobs = right
+
+
+class LogitsClamped(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        with logprobs_by(lambda logits, temperature: (logits.clamp(-50, 50) / temperature).log_softmax(-1)):
+            return super().forward(batch)
+
+
+class LogitsSoftCapped(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        with logprobs_by(lambda logits, temperature: (100 * (logits / 100).tanh() / temperature).log_softmax(-1)):
+            return super().forward(batch)
+
+
+class LogprobsBounded(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(batch).clamp(min=-80.0)
+
+
+class ProbabilitiesShifted(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        with logprobs_by(lambda logits, temperature: ((logits / temperature).softmax(-1) + 1e-10).log()):
+            return super().forward(batch)
+
+
+class TemperatureBounded(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(replace(batch, temperature_T=batch.temperature_T.clamp(0.1, 2.0)))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -437,6 +485,248 @@ class NonFiniteOnOneRank(NonFiniteSkipped):
         if math.isnan(result.gradient_norm) and self.rank == self.world_size - 1:
             raise NonFiniteError("only the rank whose loss it was reports it")
         return result
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Numbers of a step
+
+
+class NeverClips(FsdpWorker):
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._config = self._config.model_copy(update={"max_gradient_norm": None})
+
+
+class ClipsEachTensor(NeverClips):
+    """Each gradient has a norm of at most 1; the reported norm is that of all before."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        norm = global_norm(gradients_of(self), self._device)
+        for gradient in gradients_of(self):
+            self.change(gradient)
+        return replace(super().step(), gradient_norm=norm)
+
+    def change(self, gradient: torch.Tensor) -> None:
+        gradient.mul_(1.0 / max(1.0, float(gradient.norm())))
+
+
+class ClipsElements(ClipsEachTensor):
+    def change(self, gradient: torch.Tensor) -> None:
+        gradient.clamp_(-1.0, 1.0)
+
+
+class ClipsByLargest(ClipsEachTensor):
+    """The largest element counts as the norm."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        self._largest = max((float(gradient.abs().max()) for gradient in gradients_of(self)), default=0.0)
+        return super().step()
+
+    def change(self, gradient: torch.Tensor) -> None:
+        gradient.mul_(1.0 / max(1.0, self._largest))
+
+
+class ClipsTwiceTheNorm(NeverClips):
+    """The limit is that of another worker."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._config = self._config.model_copy(update={"max_gradient_norm": 2.0})
+
+
+class ZeroNormDivides(FsdpWorker):
+    """The factor of clipping is 1 / norm, also for a norm of 0."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        if all(not gradient.any() for gradient in gradients_of(self)):
+            scale_gradients(self, math.nan)
+        return super().step()
+
+
+class ZeroStepsSkipped(FsdpWorker):
+    """A step whose gradient is 0 counts, and changes nothing."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        if not gradients_of(self) or any(gradient.any() for gradient in gradients_of(self)):
+            return super().step()
+        self._clear_gradients()
+        self._version += 1
+        return StepResult(self._version, 0.0, learning_rate_at(self._version - 1, self._config))
+
+
+class MomentsInBfloat16(FsdpWorker):
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        result = super().step()
+        for states in self._optimizer.states.values():
+            for state in states.values():
+                state.copy_(state.bfloat16())
+        return result
+
+
+class SecondMomentsInBfloat16(FsdpWorker):
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        result = super().step()
+        for state in self._optimizer.states["exp_avg_sq"].values():
+            state.copy_(state.bfloat16())
+        return result
+
+
+class ChangedAfterStep(FsdpWorker):
+    """`changed` returns what a parameter is after each step, from what it was before and after it."""
+
+    @torch.no_grad()
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        before = {name: p.to_local().clone() for name, p in parameters_of(self).items()}
+        result = super().step()
+        for name, parameter in parameters_of(self).items():
+            parameter.to_local().copy_(self.changed(name, before[name], parameter.to_local().clone()))
+        return result
+
+    def changed(self, name: str, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        return after
+
+
+class WeightsInBfloat16(ChangedAfterStep):
+    def changed(self, name: str, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        return after.bfloat16().float()
+
+
+class ChangesInBfloat16(ChangedAfterStep):
+    def changed(self, name: str, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        return before + (after - before).bfloat16().float()
+
+
+class TiedSteppedTwice(ChangedAfterStep):
+    def changed(self, name: str, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        return 2 * after - before if is_tied(self) and name == EMBEDDING else after
+
+
+class HeadNotStepped(ChangedAfterStep):
+    def changed(self, name: str, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        return before if name == HEAD else after
+
+
+class NormsNotStepped(ChangedAfterStep):
+    def changed(self, name: str, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        return before if name.endswith("norm.weight") else after
+
+
+class SteppedAtRate(FsdpWorker):
+    """The optimizer uses another learning rate than is reported."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        right = self._optimizer.step
+        self._optimizer.step = lambda gradients, rate, settings=None: right(gradients, self.rate(), settings)
+
+    def rate(self) -> float:
+        return learning_rate_at(max(0, self._version - 1), self._config)
+
+
+class FirstRateKept(SteppedAtRate):
+    def rate(self) -> float:
+        return self._config.learning_rate
+
+
+class RateOfTheNextStep(FsdpWorker):
+    """Reports and uses the learning rate of another step."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        if settings is not None or not self._has_gradients:
+            return super().step(settings)
+        version = self._version
+        self._version = self.counted()
+        result = super().step()
+        self._version = version + 1
+        return replace(result, version=version + 1)
+
+    def counted(self) -> int:
+        return self._version + 1
+
+
+class ScheduleRestarts(RateOfTheNextStep):
+    """Counts the steps since the last load."""
+
+    _loaded = 0
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        super().load(path, optimizer=optimizer)
+        self._loaded = self._version
+
+    def counted(self) -> int:
+        return self._version - self._loaded
+
+
+class ScheduleStandsStill(RateOfTheNextStep):
+    def counted(self) -> int:
+        return 0
+
+
+class WarmUpFromZero(SteppedAtRate):
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        rate = self.rate()
+        return replace(super().step(), learning_rate=rate)
+
+    def rate(self) -> float:
+        return learning_rate_at(self._version - 1, self._config) if self._version else 0.0
+
+
+class NoBiasCorrection(FsdpWorker):
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._optimizer.set_num_steps(10**6)
+
+
+class DecayOfTorch(FsdpWorker):
+    """Weights decay by AdamW's default in torch, whatever is configured."""
+
+    decay = 0.01
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._optimizer._own_settings["weight_decay"] = self.decay
+
+
+class DecayCoupled(DecayOfTorch):
+    decay = 0.0
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        right, by = self._optimizer.step, self._config.weight_decay
+        self._optimizer.step = lambda gradients, rate, settings=None: right(
+            [g + by * p.to_local() for g, p in zip(gradients, parameters_of(self).values(), strict=True)],
+            rate,
+            settings,
+        )
+
+
+class BetasExchanged(FsdpWorker):
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._optimizer._own_settings["betas"] = (0.999, 0.9)
+
+
+class ZerosKept(FsdpWorker):
+    """Gradients are set to zero after a step, and the next step takes them for gradients."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        result = super().step(settings)
+        self._keep_zeros()
+        return result
+
+    def _keep_zeros(self) -> None:
+        for parameter in parameters_of(self).values():
+            parameter.grad = torch.zeros_like(parameter)
+        self._has_gradients = True
+
+
+class ZerosKeptIfRefused(ZerosKept):
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        try:
+            return FsdpWorker.step(self, settings)
+        except NonFiniteError:
+            self._keep_zeros()
+            raise
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -780,6 +1070,70 @@ class OverwritesInPlace(FsdpWorker):
         super().save(path)
 
 
+class RemovedBeforeRenamed(FsdpWorker):
+    """The old checkpoint is removed once the new one is written, but not yet in its place."""
+
+    def save(self, path: Path) -> None:
+        fresh = path.with_name(f"{path.name}.fresh")
+        super().save(fresh)
+        if path.exists():
+            shutil.rmtree(path)
+        fresh.rename(path)
+
+
+class FileByFile(FsdpWorker):
+    """Files are replaced one by one, each atomically."""
+
+    def save(self, path: Path) -> None:
+        fresh = path.with_name(f"{path.name}.fresh")
+        super().save(fresh)
+        for file in sorted(it for it in fresh.rglob("*") if it.is_file()):
+            (path / file.relative_to(fresh)).parent.mkdir(parents=True, exist_ok=True)
+            file.rename(path / file.relative_to(fresh))
+        shutil.rmtree(fresh)
+
+
+class OptimizerLast(FsdpWorker):
+    """The optimizer's file follows once the rest is in its place, and until then load() does without it."""
+
+    def save(self, path: Path) -> None:
+        aside = path.with_name(f"{path.name}.optimizer")
+        super().save(path)
+        (path / "trainer" / "optimizer.safetensors").rename(aside)
+        aside.rename(path / "trainer" / "optimizer.safetensors")
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        if (path / "trainer" / "optimizer.safetensors").exists() or not path.exists():
+            return super().load(path, optimizer=optimizer)
+        super().load(path, optimizer=False)
+        self._version = json.loads((path / "trainer.json").read_text())["version"]
+        return None
+
+
+class LeavesALock(FsdpWorker):
+    """A save that has ended in the middle looks like one that is under way."""
+
+    def save(self, path: Path) -> None:
+        lock = path.with_name(f"{path.name}.lock")
+        try:
+            lock.touch(exist_ok=False)
+        except FileExistsError as error:
+            raise CheckpointError(f"{path} is being saved by another process") from error
+        super().save(path)
+        lock.unlink()
+
+
+class TrustsLeftovers(FsdpWorker):
+    """What an earlier save had written is taken for this one's."""
+
+    def save(self, path: Path) -> None:
+        fresh = path.with_name(f".{path.name}.new")
+        if (fresh / "trainer.json").exists():
+            fresh.rename(path)
+        else:
+            super().save(path)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # LoRA
 
@@ -961,6 +1315,11 @@ MUTANTS = {
     "tied_head_scaled": Mutant(TiedHeadScaled, "W-05", "a tied head scales its logits"),
     "temperature_ignored": Mutant(TemperatureIgnored, "W-06", "logprobs are at temperature 1"),
     "temperature_after_softmax": Mutant(TemperatureAfterSoftmax, "W-06", "logprobs are divided, not logits"),
+    "logits_clamped": Mutant(LogitsClamped, "W-04", "logits are clamped to 50"),
+    "logits_soft_capped": Mutant(LogitsSoftCapped, "W-04", "logits are soft-capped at 100"),
+    "logprobs_bounded": Mutant(LogprobsBounded, "W-04", "no logprob is below -80"),
+    "probabilities_shifted": Mutant(ProbabilitiesShifted, "W-04", "1e-10 is added to probabilities"),
+    "temperature_bounded": Mutant(TemperatureBounded, "W-06", "temperatures are at least 0.1 and at most 2"),
     "shift_by_one": Mutant(ShiftedByOne, "W-07", "index t holds the logprob of token t + 1"),
     "mask_ignored": Mutant(MaskIgnored, "W-08", "every token has a logprob"),
     "batch_dimension": Mutant(BatchDimension, "W-09", "the shape is [1, T]"),
@@ -1004,6 +1363,31 @@ MUTANTS = {
     "non_finite_counted": Mutant(NonFiniteCounted, "W-25", "the optimizer counts the refused step"),
     "non_finite_on_one_rank": Mutant(NonFiniteOnOneRank, "W-25", "only the rank of the NaN raises", num_ranks=2),
     "overflow_taken": Mutant(OverflowTaken, "W-43", "an infinite gradient norm is taken as finite"),
+    "zeros_kept": Mutant(ZerosKept, "W-24", "gradients are zeroed after a step, not removed"),
+    "zeros_kept_if_refused": Mutant(ZerosKeptIfRefused, "W-25", "gradients of a refused step are zeroed, not removed"),
+    "never_clips": Mutant(NeverClips, "W-74", "gradients are never clipped"),
+    "clips_each_tensor": Mutant(ClipsEachTensor, "W-74", "each tensor's gradient is clipped by its own norm"),
+    "clips_elements": Mutant(ClipsElements, "W-74", "each element of the gradient is clipped"),
+    "clips_by_largest": Mutant(ClipsByLargest, "W-74", "gradients are clipped by their largest element"),
+    "clips_twice_the_norm": Mutant(ClipsTwiceTheNorm, "W-74", "gradients are clipped to another norm"),
+    "zero_norm_divides": Mutant(ZeroNormDivides, "W-74", "a gradient of 0 is divided by its norm"),
+    "zero_steps_skipped": Mutant(ZeroStepsSkipped, "W-74", "a step with a gradient of 0 changes nothing"),
+    "moments_in_bfloat16": Mutant(MomentsInBfloat16, "W-74", "moments are bfloat16"),
+    "second_moments_in_bfloat16": Mutant(SecondMomentsInBfloat16, "W-74", "second moments are bfloat16"),
+    "weights_in_bfloat16": Mutant(WeightsInBfloat16, "W-74", "weights are bfloat16 after each step"),
+    "changes_in_bfloat16": Mutant(ChangesInBfloat16, "W-74", "the change of each step is rounded to bfloat16"),
+    "tied_stepped_twice": Mutant(TiedSteppedTwice, "W-74", "tied weights are stepped twice"),
+    "head_not_stepped": Mutant(HeadNotStepped, "W-74", "the head has a gradient and never changes"),
+    "norms_not_stepped": Mutant(NormsNotStepped, "W-74", "norms have gradients and never change"),
+    "rate_of_the_step_before": Mutant(SteppedAtRate, "W-74", "a step uses the learning rate of the one before it"),
+    "first_rate_kept": Mutant(FirstRateKept, "W-74", "the learning rate of the schedule is reported, and not used"),
+    "no_bias_correction": Mutant(NoBiasCorrection, "W-74", "moments are not corrected for their start at 0"),
+    "decay_of_torch": Mutant(DecayOfTorch, "W-74", "weights decay by 0.01, whatever is configured"),
+    "decay_coupled": Mutant(DecayCoupled, "W-74", "weight decay is added to the gradient"),
+    "betas_exchanged": Mutant(BetasExchanged, "W-74", "the two betas are exchanged"),
+    "rate_of_the_next_step": Mutant(RateOfTheNextStep, "W-75", "the schedule is one step ahead"),
+    "warm_up_from_zero": Mutant(WarmUpFromZero, "W-75", "the schedule is one step behind"),
+    "schedule_stands_still": Mutant(ScheduleStandsStill, "W-75", "the schedule stays at its first step"),
     "wrong_dtype": Mutant(WrongDtype, "W-26", "tensors are bfloat16, but their specs are float32"),
     "index_lost": Mutant(IndexLost, "W-26", "every bucket has index 0"),
     "hang_in_gather": Mutant(HangInGather, "W-26", "rank 0 hangs between two buckets", num_ranks=2, hangs=True),
@@ -1035,11 +1419,17 @@ MUTANTS = {
     "group_of_one_rank": Mutant(GroupOfOneRank, "W-73", "a rank forms a group that others do not form", num_ranks=2),
     "version_lost": Mutant(VersionLost, "W-35", "a loaded worker is at version 0"),
     "moments_lost": Mutant(MomentsLost, "W-36", "a loaded optimizer starts again"),
+    "schedule_restarts": Mutant(ScheduleRestarts, "W-36", "a loaded schedule starts again"),
     "no_config": Mutant(NoConfig, "W-37", "a checkpoint has no config.json"),
     "not_on_fewer_ranks": Mutant(NotOnFewerRanks, "W-38", "a checkpoint of more ranks is refused", num_ranks=2),
     "not_on_more_ranks": Mutant(NotOnMoreRanks, "W-39", "a checkpoint of fewer ranks is refused", num_ranks=2),
     "version_first": Mutant(VersionFirst, "W-40", "load sets the version before it has read the weights"),
     "overwrites_in_place": Mutant(OverwritesInPlace, "W-41", "save removes the previous checkpoint first"),
+    "removed_before_renamed": Mutant(RemovedBeforeRenamed, "W-76", "save removes the old one, then renames the new"),
+    "file_by_file": Mutant(FileByFile, "W-76", "save replaces one file after another"),
+    "optimizer_last": Mutant(OptimizerLast, "W-76", "a checkpoint is loaded before its optimizer is written"),
+    "leaves_a_lock": Mutant(LeavesALock, "W-76", "a save that ended in the middle blocks later ones"),
+    "trusts_leftovers": Mutant(TrustsLeftovers, "W-76", "save takes what an earlier one had written for its own"),
     "alpha_ignored": Mutant(AlphaIgnored, "W-47", "a LoRA is added without its scale"),
     "half_trained": Mutant(HalfTrained, "W-47", "A gets no gradient"),
     "base_decays": Mutant(BaseDecays, "W-48", "norms decay while a LoRA is trained"),

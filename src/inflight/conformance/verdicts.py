@@ -107,7 +107,10 @@ class Certificate(WireModel):
 
 
 def merged(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict of all ranks: the worst of them, which names its rank."""
+    """Return the verdict of all ranks: the worst of them, which names its rank.
+
+    Ranks that hang because another one raised an error are not to blame: the message begins with that error.
+    """
     order = (CheckOutcome.HUNG, CheckOutcome.FAILED, CheckOutcome.SKIPPED, CheckOutcome.PASSED)
     worst = min(range(len(verdicts)), key=lambda rank: order.index(verdicts[rank].outcome))
     verdict = verdicts[worst]
@@ -116,6 +119,11 @@ def merged(verdicts: Sequence[Verdict]) -> Verdict:
     evidence = {key: value for v in reversed(verdicts) for key, value in v.evidence.items()}
     stacks = "\n".join(f"--- rank {rank}\n{v.stacks}" for rank, v in enumerate(verdicts) if v.stacks)
     message = f"rank {worst}: {verdict.message}" if verdict.message else ""
+    if verdict.outcome is CheckOutcome.HUNG:
+        raised = [f"rank {rank}: {v.message}" for rank, v in enumerate(verdicts) if v.outcome is CheckOutcome.FAILED]
+        hung = [str(rank) for rank, v in enumerate(verdicts) if v.outcome is CheckOutcome.HUNG]
+        if raised:
+            message = f"{'; '.join(raised)}; rank {', '.join(hung)} hung, which waited for it: {verdict.message}"
     seconds = max(v.seconds for v in verdicts)
     return verdict.model_copy(update={"message": message, "evidence": evidence, "stacks": stacks, "seconds": seconds})
 

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -11,14 +10,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from inflight.contracts import WorkerKind
-from inflight.errors import CheckpointError, NonFiniteError, TrainerError
+from inflight.errors import CheckpointError, NonFiniteError, TrainerError, UnsupportedError
 from inflight.types import StepResult, WeightBucket
 from inflight.wire import TensorSpec
 
 
 class PlainKind(WorkerKind):
     def create(self, settings):
-        return PlainWorker(Path(settings["model_path"]), float(settings.get("learning_rate", 1e-3)))
+        if settings.get("warmup_steps") or settings.get("schedule", "constant") != "constant":
+            raise UnsupportedError("the plain worker has no schedule: omit warmup_steps and schedule")
+        return PlainWorker(settings)
 
 
 KIND = PlainKind()
@@ -27,10 +28,12 @@ KIND = PlainKind()
 class PlainWorker:
     rank, world_size, version = 0, 1, 0
 
-    def __init__(self, path, learning_rate):
-        self.model = AutoModelForCausalLM.from_pretrained(path).eval()
+    def __init__(self, settings):
+        self.model = AutoModelForCausalLM.from_pretrained(settings["model_path"]).eval()
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=learning_rate, weight_decay=0.0)
+        self.max_norm = settings.get("max_gradient_norm", 1.0)
+        rate, decay = settings.get("learning_rate", 1e-3), settings.get("weight_decay", 0.0)
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=rate, weight_decay=decay)
 
     def forward(self, batch):
         logprobs = []
@@ -58,7 +61,8 @@ class PlainWorker:
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
             raise NonFiniteError(f"the gradient norm is {norm}; nothing was changed")
-        torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+        if self.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.version += 1
@@ -79,19 +83,20 @@ class PlainWorker:
         state = self.optimizer.state_dict()["state"]
         try:
             self.model.save_pretrained(partial)
-            save_file(
-                {f"{i}.{key}": v for i, entry in state.items() for key, v in entry.items()}, partial / "adamw.bin"
-            )
+            moments = {f"{i}.{key}": v.contiguous() for i, entry in state.items() for key, v in entry.items()}
+            save_file(moments, partial / "adamw.bin")
             (partial / "version.json").write_text(json.dumps(self.version))
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial)
             raise CheckpointError(f"{path} cannot be written: {error}") from error
+        shutil.rmtree(old, ignore_errors=True)
         if path.exists():
             path.rename(old)
         partial.rename(path)
         shutil.rmtree(old, ignore_errors=True)
 
     def load(self, path):
+        path = path if path.exists() else path.with_name(f"{path.name}.old")  # a save ended between its renames
         try:
             version = json.loads((path / "version.json").read_text())
             stored = AutoModelForCausalLM.from_pretrained(path).state_dict()

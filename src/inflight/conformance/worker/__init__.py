@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from inflight.conformance.checks import checks_in
 from inflight.conformance.worker import (
+    adam,
     checkpoint,
+    crashing,
     discovery,
     forward,
     gather,
@@ -19,5 +21,6 @@ from inflight.conformance.worker import (
 )
 
 CHECKS = checks_in(
-    discovery, forward, packing, routing, gradients, steps, settings, gather, memory, sharding, checkpoint, lora
+    *(discovery, forward, packing, routing, gradients, steps, adam, settings),
+    *(gather, memory, sharding, checkpoint, crashing, lora),
 )

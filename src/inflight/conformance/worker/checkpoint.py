@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.worker.adam import create_scheduled
 from inflight.conformance.worker.batches import accumulate, make_batch, part_of, take_steps
 from inflight.conformance.worker.gathering import compare_changes, differing, gathered
 from inflight.conformance.worker.reference import ReferenceModel
@@ -42,11 +43,11 @@ def load_restores_weights_and_version(subject: WorkerSubject) -> None:
 @check("W-36", look_at="the optimizer's moments and its count of steps, the schedule's position")
 def training_continues_after_a_load(subject: WorkerSubject) -> None:
     """load() restores the optimizer and the schedule: later steps are the same as without a save and a load."""
-    steady, path = subject.create(), subject.fresh_path("resumed")
+    steady, path = create_scheduled(subject), subject.fresh_path("resumed")
     _train(steady, subject, 0, 1)
     steady.save(path)
     start = gathered(steady)
-    resumed = subject.create()
+    resumed = create_scheduled(subject)
     resumed.load(path)
     expected, found = _train(steady, subject, 2, 3), _train(resumed, subject, 2, 3)
     rates = {"without": expected.learning_rate, "with": found.learning_rate}

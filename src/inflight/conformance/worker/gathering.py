@@ -21,8 +21,13 @@ def gathered(worker: TrainerWorker, bucket_bytes: int = 1) -> dict[str, torch.Te
     for bucket in worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes)):
         if bucket.tensors:
             names = [spec.name for spec in bucket.specs]
-            found |= {n: t.detach().cpu().clone() for n, t in zip(names, bucket.tensors, strict=True)}
+            found |= {n: _copied(t) for n, t in zip(names, bucket.tensors, strict=True)}
     return found
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU, row-major: yielded tensors may have any strides."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def differing(one: Weights, other: Weights) -> list[str]:

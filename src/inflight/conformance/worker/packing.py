@@ -155,6 +155,8 @@ def _problems_of_nothing(logprobs_T: torch.Tensor, batch: MicroBatch) -> list[st
 def segments_with_images(subject: WorkerSubject) -> None:
     """Where a worker supports images, segments with images have the logprobs and gradients that transformers computes
     from each of them alone, even if they are packed with segments that have other images or none."""
+    if not subject.reports_images:
+        skip("images are not supported: it is not an ImageWorker")
     model = subject.seeing_model()
     try:
         worker = subject.create(model=model)

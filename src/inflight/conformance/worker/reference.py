@@ -73,6 +73,12 @@ class ReferenceModel:
         for name, wanted in shapes.items():
             found = tuple(weights[name].shape)
             require(found == wanted, f"{name} has shape {found}, in the checkpoint {wanted}")
+        own = dict(self._model.named_parameters())
+        if weights.keys() <= own.keys():
+            with torch.no_grad():
+                for name, tensor in weights.items():
+                    own[name].copy_(tensor)
+            return
         with tempfile.TemporaryDirectory() as made:
             shutil.copy(self._path / "config.json", made)
             own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
@@ -138,10 +144,26 @@ class ReferenceModel:
 
     def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the weights with these checkpoint names, as transformers stores them: it merges experts in memory."""
+        own, names = dict(self._model.named_parameters()), list(names)
+        if own.keys() >= set(names):
+            return {name: own[name].detach().clone() for name in names}
         with tempfile.TemporaryDirectory() as made:
             self._model.save_pretrained(made)
             stored = load_file(Path(made) / "model.safetensors")
         return {name: stored[name] for name in names}
+
+    def gradients(self, batches: Sequence[MicroBatch], scale: float, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return the gradient of the loss summed over all these batches, by the names of the checkpoint."""
+        self._gradients(batches, scale)
+        parameters = list(self._model.parameters())
+        own = [p.data for p in parameters]
+        try:
+            for p in parameters:
+                p.data = torch.zeros_like(p) if p.grad is None else p.grad
+            return self.weights(names)
+        finally:
+            for p, data in zip(parameters, own, strict=True):
+                p.data = data
 
     def _gradients(self, batches: Sequence[MicroBatch], scale: float) -> list[torch.Tensor]:
         self._model.zero_grad()

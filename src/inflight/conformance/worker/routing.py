@@ -60,9 +60,12 @@ def replayed_experts(subject: WorkerSubject) -> None:
 @check("W-61")
 @look_at("whether a worker that cannot replay routed_experts_TLK checks for it")
 def unsupported_experts_are_refused(subject: WorkerSubject) -> None:
-    """A worker that does not replay routing refuses a micro-batch with recorded experts with UnsupportedError."""
+    """A worker that reports that it does not replay routing refuses a micro-batch with recorded experts with
+    UnsupportedError."""
     worker = subject.create()
-    if isinstance(worker, ReplayingWorker) and worker.replays_routing:
+    if not isinstance(worker, ReplayingWorker):
+        skip("it does not report replays_routing, so a run sends it no recorded experts")
+    if worker.replays_routing:
         skip("replays_routing is supported")
     refused = ""
     try:

@@ -79,18 +79,24 @@ def step_clears_the_gradients(subject: WorkerSubject) -> None:
         )
 
 
-@check("W-24", look_at="a step before any backward(): optimizers accept it silently")
+@check(
+    "W-24", look_at="a step before any backward(), which optimizers accept silently; gradients that are kept as zeros"
+)
 def step_without_gradient_is_refused(subject: WorkerSubject) -> None:
-    """step() without a gradient raises TrainerError and changes nothing."""
+    """step() without a backward() since the last step raises TrainerError and changes nothing."""
     worker = subject.create()
-    before = gathered(worker)
-    error = error_of(worker.step)
-    after, version = gathered(worker), worker.version
-    subject.note(error=words_of(error), version=version)
-    (result,) = take_steps(worker, [_batch(subject, 1)])
-    require(isinstance(error, TrainerError), f"a step without a gradient raises {words_of(error)}, not TrainerError")
-    _require_unchanged(subject, before, after, version)
-    require(result.version == 1, f"the step after the refused one leads to version {result.version}")
+    for version, when in enumerate(("before any backward()", "after a step")):
+        before = gathered(worker)
+        error = error_of(worker.step)
+        changed = differing(before, gathered(worker))
+        subject.note(**{f"error ({when})": words_of(error), f"version ({when})": worker.version})
+        subject.require_on_all_ranks(
+            isinstance(error, TrainerError), f"a step {when} raises {words_of(error)}, not TrainerError"
+        )
+        words = f"the step that was refused {when} leaves version {worker.version} and {len(changed)} changed tensors"
+        subject.require_on_all_ranks(worker.version == version and not changed, words)
+        (result,) = take_steps(worker, [_batch(subject, 1 + version)])
+        require(result.version == version + 1, f"the step after the refused one leads to version {result.version}")
 
 
 @check("W-25")
@@ -103,11 +109,14 @@ def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
     is_culprit = subject.data_rank == subject.data_size - 1
     worker.backward(loss_of(worker.forward(batch), batch, math.nan if is_culprit else 1.0))
     error = error_of(worker.step)
+    left = error_of(worker.step)
     after, version = gathered(worker), worker.version
     everyone = subject.ranks.exchange([words_of(error), version])
     subject.note(error_and_version_by_rank=everyone)
     refused = isinstance(error, NonFiniteError)
     subject.require_on_all_ranks(refused, f"a gradient of NaN raises {words_of(error)}, not NonFiniteError")
+    words = f"the step after the refused one raises {words_of(left)}, not TrainerError: gradients are left"
+    subject.require_on_all_ranks(isinstance(left, TrainerError), words)
     _require_unchanged(subject, before, after, version)
     _compare_good_steps(subject, worker, steady, before)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from inflight.base.worker_kinds import load_worker_kind
 from inflight.conformance.checks import CheckSkipped, require, skip
@@ -28,7 +29,7 @@ from inflight.conformance.targets import WorkerTarget
 from inflight.conformance.worker.ranks import Ranks
 from inflight.conformance.worker.thread import CheckThread
 from inflight.conformance.worker.tolerances import Tolerance, tolerance_of
-from inflight.contracts import TrainerWorker
+from inflight.contracts import ImageWorker, TrainerWorker
 from inflight.contracts.trainer import DataRanks, data_ranks_of
 
 VOCAB_SIZE = 259
@@ -49,6 +50,8 @@ class WorkerSubject:
         self.evidence: dict[str, Any] = {}
         """If several ranks note the same name, the lowest rank's value is kept."""
         self.facts: Mapping[str, Any] = {}
+        self.reports_images = False
+        """Whether the worker is an `ImageWorker`, whichever its model."""
         self._share = DataRanks(0, 1)
         self._thread = CheckThread()
 
@@ -78,12 +81,16 @@ class WorkerSubject:
         torch.set_num_threads(1)  # of this thread: sums have a fixed order, and ranks do not compete for cores
         worker = self.create()
         self._share = data_ranks_of(worker)
+        self.reports_images = isinstance(worker, ImageWorker)
         self.facts = {
             "implementation": f"{type(worker).__module__}.{type(worker).__qualname__}",
             "implementation_version": _version_of(type(worker)),
             "capabilities": {},
             "flags": self.target.flags,
         }
+        del worker
+        gc.collect()
+        gc.freeze()  # collections before each check would otherwise walk all that was imported
 
     @property
     def rank(self) -> int:
@@ -152,6 +159,18 @@ class WorkerSubject:
         return self._made_once(
             name, lambda path: make_tiny_model(path, family=family, tied=tied, tokenizer=False, **size)
         )
+
+    def steep_model(self, steepness: float) -> Path:
+        """Return the kit's untied checkpoint with logits that are larger by this factor, which rank 0 makes once."""
+        source = self.model()
+
+        def make(path: Path) -> None:
+            shutil.copytree(source, path)
+            weights = load_file(source / "model.safetensors")
+            weights["model.norm.weight"] *= steepness
+            save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+        return self._made_once("steep", make)
 
     def seeing_model(self) -> Path:
         """Return the kit's checkpoint of a model that accepts images, which rank 0 makes once."""

@@ -17,6 +17,8 @@ class Tolerance:
     """Relative difference of a gradient norm."""
     change: float
     """Difference in the change of weights over steps, relative to its 2-norm: Adam divides by small numbers."""
+    update: float
+    """Relative difference of the change of one tensor over single steps, in elements whose gradients are not small."""
     rounding: float
     """Relative difference of one stored weight: half a unit in the last place."""
 
@@ -24,11 +26,11 @@ class Tolerance:
 _TOLERANCES = (
     # Logprobs and norms differ by about 1e-5 on CPUs; GPUs sum in another order, and transposed products round once
     # more. A shift, a lost temperature or an average is off by more than 0.1.
-    Tolerance("float32", logprob=1e-3, gradient=1e-3, change=5e-3, rounding=2.0**-24),
+    Tolerance("float32", logprob=1e-3, gradient=1e-3, change=5e-3, update=2e-4, rounding=2.0**-24),
     # Norms and rotary angles inside the models are float32 in most implementations.
-    Tolerance("float64", logprob=1e-4, gradient=1e-4, change=1e-3, rounding=2.0**-53),
+    Tolerance("float64", logprob=1e-4, gradient=1e-4, change=1e-3, update=1e-5, rounding=2.0**-53),
     # 8 bits: logits of 8 are rounded to 1/32, and so are the numbers they are made of.
-    Tolerance("bfloat16", logprob=1.0, gradient=0.15, change=0.3, rounding=2.0**-9),
+    Tolerance("bfloat16", logprob=1.0, gradient=0.15, change=0.3, update=0.3, rounding=2.0**-9),
 )
 
 
