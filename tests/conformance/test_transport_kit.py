@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 
 from inflight.conformance.checks import Check
+from inflight.conformance.judge import judge
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import TransportTarget
 from inflight.conformance.transport import CHECKS
+from inflight.conformance.transport import peer as peer_module
 from inflight.conformance.transport.pair import open_pair
 from inflight.conformance.transport.peer import Peer, PeerSetup
 from inflight.conformance.transport.sockets import is_loopback, is_wildcard
+from inflight.conformance.transport.subject import TransportSubject
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.errors import ConfigError
 from inflight.weights.transports import device_memory
@@ -32,12 +36,6 @@ BY_ID = {check.id: check for check in CHECKS}
 
 
 @pytest.fixture(scope="module")
-def gloo() -> Iterator[Kit]:
-    with Kit(TransportTarget(factory="gloo")) as kit:
-        yield kit
-
-
-@pytest.fixture(scope="module")
 def name_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("mutants") / "name"
     file.write_text("")
@@ -51,16 +49,30 @@ def faulty(name_file: Path) -> Iterator[Kit]:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
-def test_gloo_conforms(check: Check, gloo: Kit) -> None:
-    verdict = gloo.run(check)
+def test_gloo_conforms_even_where_it_insists_on_begin(check: Check, faulty: Kit, name_file: Path) -> None:
+    name_file.write_text("")
+    verdict = faulty.run(check)
     assert verdict.outcome is CheckOutcome.PASSED, verdict.message + verdict.stacks
     assert verdict.evidence
 
 
-def test_the_factory_without_a_fault_conforms(faulty: Kit, name_file: Path) -> None:
-    name_file.write_text("")
-    for check in CHECKS[:4]:
-        assert faulty.run(check).outcome is CheckOutcome.PASSED
+@pytest.mark.exhaustive
+def test_the_transport_of_the_docs_conforms() -> None:
+    with Kit(TransportTarget(factory="examples.own_transport:TCP")) as kit:
+        for check in CHECKS:
+            kit.run(check).raise_unless_good()
+
+
+def test_a_second_process_of_the_kit_that_does_not_start_is_not_blamed_on_the_transport(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_module, "READY_S", 0.0)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    subject = TransportSubject(TransportTarget(factory="gloo"), tmp_path)
+    verdict = judge(subject, BY_ID["T-24"]).verdict
+    subject.close()
+    assert verdict.outcome is CheckOutcome.SKIPPED
+    assert "the kit's own second process did not start" in verdict.message
 
 
 @pytest.mark.parametrize("name", first_of_each(MUTANTS, lambda name: BY_ID[MUTANTS[name].check].level))
@@ -105,8 +117,10 @@ def test_a_store_is_refused_as_such_however_many_gpus_there_are(monkeypatch: pyt
             open_pair(TransportTarget(factory="ipc"))
 
 
-def test_a_peer_ends_with_its_parent() -> None:
-    peer = Peer(PeerSetup(target=TransportTarget(factory="gloo")))
+def test_a_peer_ends_with_its_parent(tmp_path: Path) -> None:
+    peer = Peer()
+    assert peer.is_ready()
+    peer.set_up(PeerSetup(target=TransportTarget(factory="gloo"), directory=tmp_path))
     peer.member(ProcessGroupSpec)
     process = peer._process
     assert process.stdin is not None

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from inflight.conformance.checks import Check
+from inflight.conformance.judge import verdict_of
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import WorkerTarget
-from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
+from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict, merged
 from inflight.conformance.worker import CHECKS
 from tests.conformance.broken import require_not_broken
 from tests.conformance.worker_mutants import MUTANTS
@@ -99,6 +100,17 @@ def test_a_hanging_worker_is_shown_with_the_stacks_of_every_rank(
     function = BY_ID[MUTANTS[name].caught_by].function.__name__
     assert all(f"in {function}" in rank for rank in ranks)
     assert "worker_mutants.py" in ranks[0]
+
+
+def test_the_rank_that_raised_is_blamed_for_the_ranks_that_wait_for_it() -> None:
+    check = BY_ID["W-18"]
+    verdicts = [
+        verdict_of(check, CheckOutcome.HUNG, message="it did not end within 20 s", stacks="in all_reduce"),
+        verdict_of(check, CheckOutcome.FAILED, message="ValueError was raised at worker.py:7 in forward: no"),
+    ]
+    verdict = merged(verdicts)
+    assert verdict.outcome is CheckOutcome.HUNG
+    assert verdict.message.startswith("rank 1: ValueError was raised at worker.py:7 in forward: no; rank 0 hung")
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ that contains the name, so that one session of the kit can check many.
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from inflight.weights.transports.installed import ProcessGroupTransport
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
 
 Fault = Callable[[Any], None]
-LEFT_LISTENING: list[socket.socket] = []
+LEFT: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,30 @@ class Spoiled(ProcessGroupTransport):
 
 
 def make(mutant: str = "", mutant_file: str = "") -> Spoiled:
-    """The function that the kit calls; the file, if there is one, contains the name."""
+    """The function that the kit calls; the file, if there is one, contains the name. Without one, it is right."""
     name = Path(mutant_file).read_text() if mutant_file else mutant
-    return Spoiled(MUTANTS[name] if name else Mutant("", ""))
+    return Spoiled(MUTANTS[name] if name else Mutant("", "", insists_on_begin("send"), insists_on_begin("receive")))
+
+
+def insists_on_begin(method: str) -> Fault:
+    """Not a fault: buckets belong to an update, which begins on both sides."""
+
+    def insist(end: Any) -> None:
+        right, begin, begun = getattr(end, method), end.begin, []
+
+        def start(update: Any) -> None:
+            begun.append(update)
+            begin(update)
+
+        def strict(what: Any, timeout_s: float) -> Any:
+            if not begun and end._group is not None:
+                raise AssertionError(f"{method} before begin")
+            return right(what, timeout_s)
+
+        end.begin = start
+        setattr(end, method, strict)
+
+    return insist
 
 
 def respecified(change: Callable[[int, ProcessGroupSpec], dict[str, Any]]) -> Fault:
@@ -166,7 +189,7 @@ def leaves_a_listener(sender: Any) -> None:
     join = sender.join
 
     def spoiled() -> None:
-        LEFT_LISTENING.append(socket.create_server(("127.0.0.1", 0)))
+        LEFT.append(socket.create_server(("127.0.0.1", 0)))
         join()
 
     sender.join = spoiled
@@ -259,6 +282,117 @@ def only_16_mb(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]
     for tensor in tensors:
         tensor.reshape(-1)[(16 << 20) // tensor.itemsize :] = 0
     return tensors
+
+
+def without_odd_tail(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [without_rest(tensor, 4) for tensor in tensors]
+
+
+def without_last_chunk(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [without_rest(tensor, 1 << 16) if tensor.nbytes > 1 << 16 else tensor for tensor in tensors]
+
+
+def without_rest(tensor: torch.Tensor, size_bytes: int) -> torch.Tensor:
+    if tensor.nbytes % size_bytes:
+        data = tensor.reshape(-1).view(torch.uint8)
+        data[-(tensor.nbytes % size_bytes) :] = 0
+    return tensor
+
+
+def exchanged(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The first two tensors of a bucket with the same shape and dtype are exchanged."""
+    for i, one in enumerate(tensors):
+        for j in range(i):
+            if (tensors[j].shape, tensors[j].dtype) == (one.shape, one.dtype):
+                return [*tensors[:j], one, *tensors[j + 1 : i], tensors[j], *tensors[i + 1 :]]
+    return tensors
+
+
+def loses_what_came_ahead(receiver: Any) -> None:
+    receive = receiver.receive
+
+    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        was_ahead = receiver._ahead is not None
+        found = receive(specs, timeout_s)
+        return [torch.zeros_like(tensor) for tensor in found] if was_ahead else found
+
+    receiver.receive = spoiled
+
+
+def joins_with_a_timeout_for_each_rank(sender: Any) -> None:
+    specs = sender.specs
+
+    def spoiled(run_id: str, num_ranks: list[int], timeout_s: float) -> list[ProcessGroupSpec]:
+        opened = specs(run_id, num_ranks, timeout_s)
+        sender._opened = sender._opened.model_copy(update={"timeout_s": sum(num_ranks) * timeout_s})
+        return opened
+
+    sender.specs = spoiled
+
+
+def sends_with_a_timeout_for_each_rank(sender: Any) -> None:
+    send = sender.send
+    sender.send = lambda bucket, timeout_s: send(bucket, (sender._opened.world_size - 1) * timeout_s)
+
+
+def receives_with_a_timeout_for_each_read(receiver: Any) -> None:
+    receive = receiver.receive
+
+    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        num_reads = 1 + sum(spec.size_bytes for spec in specs) // (1 << 22)
+        return receive(specs, num_reads * timeout_s)
+
+    receiver.receive = spoiled
+
+
+def keeps_the_old_group(sender: Any) -> None:
+    specs = sender.specs
+
+    def spoiled(*args: Any) -> list[ProcessGroupSpec]:
+        LEFT.append((sender._hosted, sender._group))
+        return specs(*args)
+
+    sender.specs = spoiled
+
+
+def leaves_in_each_group(make: Callable[[], Any]) -> Fault:
+    def spoil(sender: Any) -> None:
+        join = sender.join
+
+        def spoiled() -> None:
+            LEFT.append(make())
+            join()
+
+        sender.join = spoiled
+
+    return spoil
+
+
+def sends_a_stale_bucket(sender: Any) -> None:
+    """What could not be sent is sent first in the next group."""
+    send, left = sender.send, []
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        stale = [it for it in left if it.specs == bucket.specs]
+        left.clear()
+        try:
+            send(*stale[-1:] or [bucket], timeout_s)
+        except TransferError:
+            left.append(bucket)
+            raise
+
+    sender.send = spoiled
+
+
+def packs_an_index_once(sender: Any) -> None:
+    send, packed = sender.send, {}
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        key = (bucket.index, bucket.specs)
+        kept = packed.setdefault(key, tuple(tensor.clone() for tensor in bucket.tensors))
+        send(WeightBucket(bucket.index, bucket.specs, kept), timeout_s)
+
+    sender.send = spoiled
 
 
 def zero_on_rank_three(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -432,8 +566,12 @@ MUTANTS = {
     "aligned offsets": Mutant(
         "T-10", "offsets are rounded down to the dtype's size", receiver=received(at_aligned_offsets)
     ),
+    "equal shapes exchanged": Mutant("T-10", "two tensors of equal shape are exchanged", receiver=received(exchanged)),
     "storage order": Mutant("T-11", "strides are ignored", resent(in_storage_order)),
     "only 16 MB": Mutant("T-12", "the rest of a long bucket is missing", receiver=received(only_16_mb)),
+    "no odd tail": Mutant("T-12", "bytes after the last whole word are lost", receiver=received(without_odd_tail)),
+    "no last chunk": Mutant("T-12", "the last chunk is lost if it is short", receiver=received(without_last_chunk)),
+    "ahead is lost": Mutant("T-13", "what was received ahead is lost", receiver=loses_what_came_ahead),
     "old buffer": Mutant("T-13", "one bucket contains the previous bucket", sends_bucket_50_from_the_old_buffer),
     "rank three gets zeros": Mutant("T-14", "the last receiver is left out", receiver=received(zero_on_rank_three)),
     "hands tensors over": Mutant("T-15", "sender and receiver share memory", both=hands_the_tensors_over),
@@ -443,6 +581,7 @@ MUTANTS = {
     "recycles at the next update": Mutant(
         "T-16", "begin reclaims memory that is still in use", receiver=recycles_at_the_next_update
     ),
+    "packs an index once": Mutant("T-16", "buckets are kept by their index across updates", packs_an_index_once),
     "lays tensors out again": Mutant("T-17", "strided tensors change in place", resent(made_contiguous_in_place)),
     "wrong error of a join": Mutant(
         "T-18",
@@ -452,6 +591,15 @@ MUTANTS = {
     "abandons at once": Mutant("T-18", "a receiver does not wait for its sender", receiver=gives_up_at_once),
     "joins without ranks": Mutant(
         "T-19", "the sender takes a timeout for success", answered("join", "timeout", lambda: None)
+    ),
+    "join timeout for each rank": Mutant(
+        "T-37", "the timeout of a join starts again with every rank", joins_with_a_timeout_for_each_rank
+    ),
+    "receive timeout for each read": Mutant(
+        "T-38", "the timeout of a receive starts again with every read", receiver=receives_with_a_timeout_for_each_read
+    ),
+    "send timeout for each rank": Mutant(
+        "T-39", "the timeout of a send starts again with every rank", sends_with_a_timeout_for_each_rank
     ),
     "ignores the timeout of receive": Mutant(
         "T-20", "receive waits as long as the group's timeout", receiver=timed("receive", lambda timeout_s: 30.0)
@@ -473,6 +621,9 @@ MUTANTS = {
         receiver=answered("receive", "closed", raising(EOFError("closed by peer"))),
     ),
     "fills up with zeros": Mutant("T-25", "missing bytes are zero", receiver=answered("receive", "closed", big_zeros)),
+    "takes a part for the whole": Mutant(
+        "T-25", "a send that times out counts as done", answered("send", "Timed out", lambda *_: None)
+    ),
     "counts ranks that left": Mutant("T-26", "a group is never smaller than the last", counts_ranks_that_left),
     "sends without a group": Mutant("T-27", "RuntimeError propagates", sends_without_a_group),
     "says nothing": Mutant(
@@ -487,8 +638,16 @@ MUTANTS = {
     "receives on": Mutant("T-31", "abort does not reach a pending receive", receiver=does_not_abort_during("receive")),
     "sends on": Mutant("T-32", "abort does not reach a pending send", does_not_abort_during("send")),
     "stays abandoned": Mutant("T-33", "join fails after an aborted join", stays_given_up),
+    "sends a stale bucket": Mutant("T-33", "the next group begins with what could not be sent", sends_a_stale_bucket),
     "aborts once": Mutant("T-34", "the second abort raises", receiver=aborts_once),
     "leaves a listener": Mutant("T-35", "a socket is never closed", leaves_a_listener),
+    "keeps the old group": Mutant("T-35", "specs leaves the previous group open", keeps_the_old_group),
+    "leaves a descriptor": Mutant(
+        "T-35", "a descriptor of each group stays open", leaves_in_each_group(lambda: os.open(os.devnull, os.O_RDONLY))
+    ),
+    "leaves a file": Mutant(
+        "T-35", "a file of each group stays", leaves_in_each_group(lambda: os.close(tempfile.mkstemp()[0]))
+    ),
     "joins nothing": Mutant(
         "T-36", "a missing store counts as a formed group", receiver=answered("join", "weight group", lambda: None)
     ),

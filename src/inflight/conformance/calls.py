@@ -52,6 +52,11 @@ class PendingCall(Generic[T]):
         else:
             self._ending = Ending(time.monotonic() - self._started, value=value)
 
+    @property
+    def seconds(self) -> float:
+        """How long ago it was started."""
+        return time.monotonic() - self._started
+
     def has_ended(self, within_s: float = 0.0) -> bool:
         self._thread.join(within_s)
         return self._ending is not None
@@ -60,8 +65,7 @@ class PendingCall(Generic[T]):
         """Return how the call ended. Raises `Hung` if it does not end within this time."""
         self._thread.join(within_s)
         if self._ending is None:
-            waited_s = time.monotonic() - self._started
-            raise Hung(f"{self.what} did not end: it has been running for {waited_s:.1f} s", self._stack())
+            raise Hung(f"{self.what} did not end: it has been running for {self.seconds:.1f} s", self._stack())
         return self._ending
 
     def result(self, within_s: float) -> T:

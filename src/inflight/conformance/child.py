@@ -122,7 +122,9 @@ def open_subject(setup: ChildSetup) -> Subject:
         )
     from inflight.conformance.transport.subject import TransportSubject
 
-    return TransportSubject(setup.target)
+    files = setup.directory / f"transport-{setup.session}"
+    files.mkdir()
+    return TransportSubject(setup.target, files)
 
 
 def checks_of(kind: str) -> tuple[Check, ...]:

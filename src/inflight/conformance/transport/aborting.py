@@ -8,12 +8,15 @@ from typing import Any
 import torch
 
 from inflight.conformance.calls import SLACK_S, PendingCall, results
-from inflight.conformance.checks import check, require
-from inflight.conformance.transport.sockets import listening
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.transport.sockets import listening, num_descriptors
 from inflight.conformance.transport.subject import TransportSubject, bucket_of, bytes_of, failure_of
 from inflight.contracts import WeightReceiver, WeightSender
 
 LEVEL = "abort"
+_BIG = 1 << 22
+"""Elements of float32 that no buffer of a socket takes."""
+_NUM_GROUPS = 6
 _LONG_S = 8.0
 """Timeout of calls that abort ends; much longer than abort may take."""
 
@@ -37,41 +40,47 @@ def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
 def abort_ends_a_pending_receive(t: TransportSubject) -> None:
     """abort of a receiver ends its pending receive from another thread with TransferError."""
     (receiver,) = t.form()
-    (receive,) = t.start_receives([receiver], bucket_of(torch.zeros(10)), _LONG_S)
+    bucket = bucket_of(torch.zeros(10))
+    t.begin([receiver], bucket)
+    (receive,) = t.start_receives([receiver], bucket, _LONG_S)
     _require_ended_by_abort(t, receive, receiver)
 
 
 @check("T-32", look_at="send: an operation that cannot be interrupted must be abandoned in its own thread")
 def abort_ends_a_pending_send(t: TransportSubject) -> None:
     """abort of the sender ends its pending send from another thread with TransferError."""
-    t.form()
-    sending = t.start_send(bucket_of(torch.ones(1 << 23, dtype=torch.float64)), _LONG_S)
+    bucket = bucket_of(torch.ones(1 << 23, dtype=torch.float64))
+    t.begin(t.form(), bucket)
+    sending = t.start_send(bucket, _LONG_S)
     if sending.has_ended(0.3):
         t.note(send=sending.ending(0.0).words)
         return
     _require_ended_by_abort(t, sending, t.sender)
 
 
-@check("T-33", deadline_s=30, look_at="abort of the sender: state that outlives the group")
+@check("T-33", deadline_s=30, look_at="abort of the sender: state and bytes that outlive the group")
 def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
-    """After abort, the same sender forms the next group and bytes arrive."""
-    bucket = bucket_of(torch.randn(100))
+    """After abort, the same sender forms the next group and bytes arrive: those of its own buckets alone."""
+    bucket, stale = bucket_of(torch.randn(_BIG)), bucket_of(torch.zeros(_BIG))
     seconds = []
-    for is_formed in (False, True):
-        if is_formed:
-            t.form()
-        else:
+    for when in ("join", "send", "group"):
+        pending: list[PendingCall[Any]] = []
+        if when == "join":
             t.members([1], _LONG_S)
-            joining = t.start(t.sender.join, "the sender's join")
-            time.sleep(0.1)
+            pending = [t.start(t.sender.join, "the sender's join")]
+        else:
+            t.begin(t.form(), stale)
+            pending = [t.start_send(stale, _LONG_S)] if when == "send" else []
+        time.sleep(0.1)
         t.sender.abort()
-        if not is_formed:
-            failure_of(joining, _LONG_S + SLACK_S)
+        for call in pending:
+            call.ending(_LONG_S + SLACK_S)
         started = time.monotonic()
         ((arrived,),) = t.transfer(t.form(), bucket)
         seconds.append(time.monotonic() - started)
-        require(bytes_of(arrived).equal(bytes_of(bucket.tensors[0])), "a bucket of the next group arrived changed")
-    t.note(seconds_after_join_and_after_group=seconds)
+        is_same = bytes_of(arrived).equal(bytes_of(bucket.tensors[0]))
+        require(is_same, f"after an abort of a {when}, the first bucket of the next group arrived changed")
+    t.note(seconds_after_join_send_and_group=seconds)
 
 
 @check("T-34", look_at="abort of either end: before a group is formed, and after it has ended")
@@ -90,7 +99,9 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
     abort(receiver, "before join")
     abort(t.sender, "before join")
     (receiver,) = t.form()
-    failure_of(t.start(lambda: receiver.receive(bucket_of(torch.zeros(1)).specs, 0.2), "the receive"), 0.2 + SLACK_S)
+    bucket = bucket_of(torch.zeros(1))
+    t.begin([receiver], bucket)
+    failure_of(t.start(lambda: receiver.receive(bucket.specs, 0.2), "the receive"), 0.2 + SLACK_S)
     ends: tuple[WeightSender | WeightReceiver, ...] = (receiver, t.sender)
     for end in ends:
         abort(end, "after a failure")
@@ -99,24 +110,41 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
     t.note(num_aborts=len(seconds) + 4, slowest_seconds=max(seconds))
 
 
-@check("T-35", "/proc", look_at="references to the store and the group that abort does not drop")
-def nothing_listens_after_abort(t: TransportSubject) -> None:
-    """No socket of a group is left listening after both ends have aborted."""
+@check("T-35", "/proc", deadline_s=30)
+@look_at("references to the store, the group and its memory that abort or the next call of specs does not drop")
+def nothing_is_left_of_a_group(t: TransportSubject) -> None:
+    """Once both ends have aborted, and once the sender has opened another group, nothing of a group is left: no socket
+    that listens, no descriptor, no file."""
     before = listening()
+    _use_groups(t, 2)  # what is made once may stay
+    num_before, files = num_descriptors(), _files(t)
+    _use_groups(t, _NUM_GROUPS)
+    started = time.monotonic()
+    while time.monotonic() - started < SLACK_S:
+        left, num_left, more = listening() - before, num_descriptors() - num_before, sorted(_files(t) - files)
+        if not (left or num_left >= _NUM_GROUPS or len(more) >= _NUM_GROUPS):
+            break
+        time.sleep(0.02)
+    t.note(num_groups=_NUM_GROUPS, listening=len(left), descriptors=num_left, files=more)
+    require(not left, f"it still listens on {', '.join(f'{address} port {port}' for address, port in sorted(left))}")
+    require(num_left < _NUM_GROUPS, f"after {_NUM_GROUPS} groups, {num_left} more descriptors are open than before")
+    require(len(more) < _NUM_GROUPS, f"after {_NUM_GROUPS} groups, {len(more)} more files are there: {more[:5]}")
+
+
+def _use_groups(t: TransportSubject, num_groups: int) -> None:
+    """Form groups, and end every other one by opening the next one instead of by `abort` of the sender."""
+    for number in range(num_groups):
+        (receiver,) = t.form()
+        t.transfer([receiver], bucket_of(torch.zeros(10)))
+        receiver.abort()
+        if number % 2 == 0:
+            t.sender.abort()
     t.members([1])
     t.sender.abort()
-    for is_used in (False, True):
-        (receiver,) = t.form()
-        if is_used:
-            t.transfer([receiver], bucket_of(torch.zeros(10)))
-        num_open = len(listening() - before)
-        receiver.abort()
-        t.sender.abort()
-    started = time.monotonic()
-    while (left := listening() - before) and time.monotonic() - started < SLACK_S:
-        time.sleep(0.02)
-    t.note(listening_while_formed=num_open, listening_after=len(left), seconds=time.monotonic() - started)
-    require(not left, f"it still listens on {', '.join(f'{address} port {port}' for address, port in sorted(left))}")
+
+
+def _files(t: TransportSubject) -> set[str]:
+    return {str(file.relative_to(t.directory)) for file in t.directory.rglob("*")}
 
 
 @check("T-36", look_at="join of the receiver: connections that are refused and retried")

@@ -10,11 +10,16 @@ import torch
 
 from inflight.conformance.calls import SLACK_S, Ending, PendingCall
 from inflight.conformance.checks import check, require
+from inflight.conformance.transport.pair import update_of
 from inflight.conformance.transport.subject import TransportSubject, bucket_of, bytes_of, failure_of
 from inflight.errors import TransferError
+from inflight.types import WeightBucket
 
 LEVEL = "failures"
 _TIMEOUT_S = 0.8
+_SEND_S = 1.3
+_PAUSE_S, _PULSE_S = 0.3, 0.001
+"""How long a sender is stopped, again and again, and how long it sends in between."""
 _BIG = 1 << 23  # elements of float64: no socket buffer takes 64 MB
 _WORDS = {"join": ("join", "form", "reach", "connect", "rendezvous"), "receive": ("receiv",), "send": ("send", "sent")}
 """The message of a failed call contains one of its words."""
@@ -36,12 +41,58 @@ def a_join_without_receivers_ends(t: TransportSubject) -> None:
     failure_of(other, _TIMEOUT_S + SLACK_S)
 
 
+@check("T-37", "6-receivers", deadline_s=30, look_at="join of the sender: a timeout that starts again with every rank")
+def ranks_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
+    """The timeout of a join is that of the whole group: ranks that join one after another do not extend it."""
+    *members, _ = t.members([1] * 6, _TIMEOUT_S)
+    joining = t.start(t.sender.join, "the sender's join, with a rank missing and the others joining slowly,")
+    for member in members:
+        if joining.has_ended(0.9 * _TIMEOUT_S):
+            break
+        t.start(t.receiver(member).join, "the join of a slow rank")
+    error = failure_of(joining, _TIMEOUT_S + SLACK_S)
+    seconds = joining.ending(0.0).seconds
+    t.note(timeout_s=_TIMEOUT_S, seconds=seconds, message=str(error))
+    words = f"the sender's join ended after {seconds:.2f} s, although its timeout is {_TIMEOUT_S} s"
+    require(seconds <= _TIMEOUT_S + SLACK_S, words)
+
+
+@check("T-38", "peer", deadline_s=30, look_at="receive: a timeout that starts again with every read")
+def bytes_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
+    """The timeout of a receive is that of the whole bucket: bytes that come slowly do not extend it."""
+    bucket = bucket_of(torch.zeros(_BIG, dtype=torch.float64))
+    peer, receiver = t.join_sending_peer(bucket)
+    peer.stop()
+    (receive,) = t.start_receives([receiver], bucket, _TIMEOUT_S)
+    while not receive.has_ended(_PAUSE_S) and receive.seconds < _TIMEOUT_S + SLACK_S:
+        peer.resume()
+        time.sleep(_PULSE_S)
+        peer.stop()
+    ending = receive.ending(0.0)
+    t.note(timeout_s=_TIMEOUT_S, ending=ending.words)
+    legal = ending.error is None or isinstance(ending.error, TransferError)
+    require(legal, f"a receive that ends before all bytes are there must raise TransferError, but: {ending.words}")
+    if ending.value is not None:
+        _require_whole(ending.value[0], bucket)
+
+
+@check("T-39", "4-receivers", deadline_s=30, look_at="send: a timeout that starts again with every rank")
+def receivers_that_do_not_read_share_a_timeout(t: TransportSubject) -> None:
+    """The timeout of a send is that of all ranks together."""
+    receivers, bucket = t.form(4), bucket_of(torch.ones(_BIG, dtype=torch.float64))
+    t.begin(receivers, bucket)
+    sending = t.start_send(bucket, _SEND_S)
+    _note_legal_ending(t, sending.ending(_SEND_S + SLACK_S))
+
+
 @check("T-20", look_at="receive: its timeout_s, not the group's")
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     """A receive of a bucket that is not sent raises TransferError when its own timeout expires."""
     # The group has a longer timeout than the receive.
     (receiver,) = t.form()
-    specs = bucket_of(torch.zeros(10)).specs
+    bucket = bucket_of(torch.zeros(10))
+    t.begin([receiver], bucket)
+    specs = bucket.specs
     _require_timely_failure(t, lambda: receiver.receive(specs, _TIMEOUT_S), "the receive of a bucket never sent")
 
 
@@ -50,60 +101,90 @@ def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
     """A timeout shorter than a millisecond is honoured as a timeout."""
     # A publish that has almost used up its deadline leaves such a short timeout.
     (receiver,) = t.form()
-    specs = bucket_of(torch.zeros(10)).specs
+    bucket = bucket_of(torch.zeros(10))
+    t.begin([receiver], bucket)
+    specs = bucket.specs
     call = t.start(lambda: receiver.receive(specs, 0.0004), "the receive with a timeout of 0.4 ms")
     error = failure_of(call, SLACK_S)
     t.note(timeout_s=0.0004, seconds=call.ending(0.0).seconds, message=str(error))
 
 
-@check("T-22", deadline_s=30, look_at="send: connections that were reset")
+@check("T-22", "peer", deadline_s=30, look_at="send: connections that were reset")
 def a_killed_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
     """A send to a receiver that was killed ends within its timeout."""
     peer, _ = t.form_with_peer()
-    sending = t.start_send(bucket_of(torch.ones(_BIG, dtype=torch.float64)), 2.0)
+    bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64))
+    t.begin([], bucket)
+    sending = t.start_send(bucket, 2.0)
     time.sleep(0.2)
     peer.kill()
     _note_legal_ending(t, sending.ending(2.0 + SLACK_S))
 
 
-@check("T-23", deadline_s=30, look_at="send: its timeout_s while the socket accepts no more bytes")
+@check("T-23", "peer", deadline_s=30, look_at="send: its timeout_s while the socket accepts no more bytes")
 def a_stopped_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
     """A send to a receiver that is stopped ends within its timeout."""
     peer, _ = t.form_with_peer()
     peer.stop()  # its sockets stay open, but nothing reads from them
-    sending = t.start_send(bucket_of(torch.ones(_BIG, dtype=torch.float64)), _TIMEOUT_S)
+    bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64))
+    t.begin([], bucket)
+    sending = t.start_send(bucket, _TIMEOUT_S)
     _note_legal_ending(t, sending.ending(_TIMEOUT_S + SLACK_S))
 
 
-@check("T-24", deadline_s=30, look_at="receive: connections that were closed")
+@check("T-24", "peer", deadline_s=30, look_at="receive: connections that were closed")
 def a_killed_sender_fails_the_receive(t: TransportSubject) -> None:
     """A receive whose sender is killed raises TransferError within its timeout."""
     peer, receiver = t.join_sending_peer()
-    (receive,) = t.start_receives([receiver], bucket_of(torch.zeros(10)), 2.0)
+    bucket = bucket_of(torch.zeros(10))
+    receiver.begin(update_of([bucket], 1).ref)
+    (receive,) = t.start_receives([receiver], bucket, 2.0)
     time.sleep(0.2)
     peer.kill()
     error = failure_of(receive, 2.0 + SLACK_S)
     t.note(timeout_s=2.0, seconds=receive.ending(0.0).seconds, message=str(error))
 
 
-@check("T-25", deadline_s=30, look_at="receive: reads that end early")
+@check("T-25", "peer", deadline_s=30, look_at="receive: reads that end early")
 def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
-    """Receiving a bucket of which only a part arrives raises TransferError."""
+    """Receiving a bucket of which only a part arrives raises TransferError, whether its sender was killed, aborted the
+    group, or gave up."""
     bucket = bucket_of(torch.zeros(_BIG, dtype=torch.float64))
-    peer, receiver = t.join_sending_peer(bucket.specs[0])
+    peer, receiver = t.join_sending_peer(bucket)
     time.sleep(0.4)
     peer.kill()
     (receive,) = t.start_receives([receiver], bucket, 2.0)
     error = failure_of(receive, 2.0 + SLACK_S)
     t.note(size_bytes=bucket.tensors[0].nbytes, seconds=receive.ending(0.0).seconds, message=str(error))
+    bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64))
+    for how in ("aborted", "gave up"):
+        (receiver,) = t.form()
+        t.begin([receiver], bucket)
+        sending = t.start_send(bucket, 0.3)
+        if how == "aborted":
+            sending.has_ended(0.1)
+            t.sender.abort()
+        sent = sending.ending(0.3 + SLACK_S)
+        (receive,) = t.start_receives([receiver], bucket, 1.0)
+        ending = receive.ending(1.0 + SLACK_S)
+        t.note(**{f"ending of the receive of a sender that {how}": ending.words})
+        legal = ending.error is None or isinstance(ending.error, TransferError)
+        require(legal, f"where the sender {how}, a receive must raise TransferError, but: {ending.words}")
+        is_lost = sent.error is None and ending.error is not None and how == "gave up"
+        require(not is_lost, f"a send of {bucket.specs[0].size_bytes} bytes returned, but they did not arrive")
+        if ending.value is not None:
+            _require_whole(ending.value[0], bucket)
+        receiver.abort()
+        t.sender.abort()
 
 
-@check("T-26", deadline_s=40, look_at="specs of the sender: what remains of the old group")
+@check("T-26", "peer", deadline_s=40, look_at="specs of the sender: what remains of the old group")
 def the_survivors_form_a_new_group(t: TransportSubject) -> None:
     """After a receiver has died, the same sender forms a new group with the survivors and bytes arrive."""
     peer, (survivor,) = t.form_with_peer(others=1)
     peer.kill()
     bucket = bucket_of(torch.randn(1000))
+    t.begin([survivor], bucket)
     calls: list[PendingCall[Any]] = [
         *t.start_receives([survivor], bucket, _TIMEOUT_S),
         t.start_send(bucket, _TIMEOUT_S),
@@ -146,11 +227,14 @@ def errors_name_the_operation(t: TransportSubject) -> None:
     (member,) = t.members([1], 0.3)
     joining = failure_of(t.start(t.receiver(member).join, "the join"), 0.3 + SLACK_S)
     (receiver,) = t.form()
-    bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64), index=7)
+    buckets = [bucket_of(torch.ones(1), index=index) for index in range(7)]
+    buckets.append(bucket := bucket_of(torch.ones(_BIG, dtype=torch.float64), index=7))
+    t.begin([receiver], *buckets)
     sending = t.start_send(bucket, 0.3).ending(0.3 + SLACK_S)
     receiver.abort()
     (receiver,) = t.form()
-    specs = bucket_of(torch.zeros(3)).specs
+    t.begin([receiver], bucket := bucket_of(torch.zeros(3)))
+    specs = bucket.specs
     receiving = failure_of(t.start(lambda: receiver.receive(specs, 0.3), "the receive"), 0.3 + SLACK_S)
     messages = {"join": str(joining), "receive": str(receiving)}
     if sending.error is not None:
@@ -169,6 +253,11 @@ def _require_timely_failure(t: TransportSubject, call: Callable[[], Any], what: 
     seconds = pending.ending(0.0).seconds
     t.note(timeout_s=_TIMEOUT_S, seconds=seconds, message=str(error))
     require(seconds > _TIMEOUT_S / 2, f"it failed after {seconds:.2f} s, before its timeout of {_TIMEOUT_S} s")
+
+
+def _require_whole(arrived: torch.Tensor, bucket: WeightBucket) -> None:
+    is_whole = bytes_of(arrived).equal(bytes_of(bucket.tensors[0]))
+    require(is_whole, "a bucket that did not arrive whole was received as if it had")
 
 
 def _note_legal_ending(t: TransportSubject, ending: Ending[None]) -> None:

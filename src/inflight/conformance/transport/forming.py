@@ -11,12 +11,21 @@ import torch.distributed
 
 from inflight.conformance.calls import SLACK_S, results
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.transport.pair import ADDRESS
+from inflight.conformance.transport.pair import ADDRESS, RUN_ID
 from inflight.conformance.transport.sockets import is_loopback, is_wildcard, listening
-from inflight.conformance.transport.subject import FORM_S, RUN_ID, TransportSubject, bucket_of, bytes_of
+from inflight.conformance.transport.subject import (
+    FORM_S,
+    TransportSubject,
+    bucket_of,
+    bytes_of,
+    failure_of,
+)
 from inflight.contracts import WeightReceiver, WeightSender
+from inflight.wire import ProcessGroupSpec
 
 LEVEL = "group"
+_LATE_S = 1.5
+"""Timeout of a join of a group that is over."""
 
 
 @check(
@@ -38,13 +47,23 @@ def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
     require(all(spec.timeout_s == 2.0 for spec in specs), "the specs must carry the timeout of 2 s")
 
 
-@check("T-02", "process-group", look_at="group_name in specs of the sender")
+@check("T-02", look_at="specs of the sender: what identifies a group, and what remains of the one before it")
 def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
-    """Each call of specs opens a group with a new name, which no rank of an earlier group can join."""
-    first, second = (t.group_specs([1], 2.0)[0] for _ in range(2))
-    t.note(names=[first.group_name, second.group_name], ports=[first.master_port, second.master_port])
-    words = f"both calls named the group {first.group_name!r}: a late rank of the first would join the second"
-    require(first.group_name != second.group_name, words)
+    """Each call of specs opens a new group, which no rank of an earlier group can join; torch groups have a new
+    name."""
+    (first,), (second,) = t.members([1], _LATE_S), t.members([1])
+    names = [member.spec.group_name for member in (first, second) if isinstance(member.spec, ProcessGroupSpec)]
+    if names:
+        words = f"both calls named the group {names[0]!r}: a late rank of the first would join the second"
+        require(len(set(names)) == 2, words)
+    late = t.start(t.receiver(first).join, "the join of a rank of the earlier group")
+    receiver, tensor = t.receiver(second), torch.randn(100)
+    time.sleep(_LATE_S / 3)
+    results(t.start_joins([receiver]), FORM_S + SLACK_S)
+    error = failure_of(late, _LATE_S + SLACK_S)
+    ((arrived,),) = t.transfer([receiver], bucket_of(tensor))
+    t.note(names=names, message=str(error))
+    require(bytes_of(arrived).equal(bytes_of(tensor)), "the first bucket of the new group arrived changed")
 
 
 @check("T-03", "/proc", look_at="the addresses to which the store and the group's own sockets are bound, on either end")

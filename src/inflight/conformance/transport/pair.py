@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from inflight.base.transport_registry import GROUP
 from inflight.conformance.targets import TransportTarget
 from inflight.contracts import Transport, WeightReceiver, WeightSender
 from inflight.errors import ConfigError
+from inflight.types import WeightBucket
 from inflight.weights.transports import named_transport
-from inflight.wire import TransportSpec
+from inflight.wire import BucketSpec, InFlightPolicy, Manifest, TransportSpec, WeightUpdate
 
+RUN_ID = "conformance"
 ADDRESS = "127.0.0.1"
 """The address at which senders are reached."""
 
@@ -49,12 +52,12 @@ class TransportPair:
         return self.transport.receiver(member.spec, rank=member.rank, device=device)
 
 
-def open_pair(target: TransportTarget) -> TransportPair:
-    """Return a new pair for a target. Raises `ConfigError`."""
+def open_pair(target: TransportTarget, directory: Path | None = None) -> TransportPair:
+    """Return a new pair for a target, whose files are in ``directory``. Raises `ConfigError`."""
     transport = resolve(target.factory)(**target.options) if target.options else named_transport(target.factory)
     if not isinstance(transport, Transport):
         raise ConfigError(f"{target.factory} returned a {type(transport).__name__}, not a Transport")
-    sender = transport.sender(address=ADDRESS, directory=Path(tempfile.gettempdir()))
+    sender = transport.sender(address=ADDRESS, directory=directory or Path(tempfile.gettempdir()))
     if not isinstance(sender, WeightSender):
         raise ConfigError(f"the sender of {target.factory} lacks methods of WeightSender: {type(sender).__name__}")
     if not sender.is_collective:
@@ -68,3 +71,21 @@ def open_pair(target: TransportTarget) -> TransportPair:
             f"{transport.name} needs a GPU for each end and torch sees {num_devices}; check gloo on this machine"
         )
     return TransportPair(transport, sender, num_devices - 1 if transport.needs_gpu else None)
+
+
+def update_of(buckets: Sequence[WeightBucket], version: int) -> WeightUpdate:
+    """Return the update that consists of these buckets."""
+    specs, parts = [spec for bucket in buckets for spec in bucket.specs], list[BucketSpec]()
+    for index, bucket in enumerate(buckets):
+        start = parts[-1].stop if parts else 0
+        size_bytes = sum(spec.size_bytes for spec in bucket.specs)
+        parts.append(BucketSpec(index=index, start=start, stop=start + len(bucket.specs), size_bytes=size_bytes))
+    return WeightUpdate(
+        run_id=RUN_ID,
+        version=version,
+        manifest=Manifest(tensors=tuple(specs)),
+        buckets=tuple(parts),
+        in_flight=InFlightPolicy.KEEP,
+        deadline_s=60.0,
+        lease_s=60.0,
+    )

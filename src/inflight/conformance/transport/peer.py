@@ -1,7 +1,8 @@
 """One end of a transport in its own process, which checks kill or stop: ``python -m`` with a `PeerSetup` on stdin.
 
-It joins, writes the line ``joined``, sends a bucket if its setup has one, and waits. A sender first writes the spec for
-its receiver. The process ends with its parent.
+It writes the line ``ready`` once it has imported what it needs, reads its setup, joins, writes the line ``joined``,
+sends a bucket if its setup has one, and waits. A sender first writes the spec for its receiver. The process ends with
+its parent.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import torch
 
 from inflight.conformance.calls import PendingCall
 from inflight.conformance.judge import Hung
 from inflight.conformance.targets import TransportTarget
-from inflight.conformance.transport.pair import GroupMember, open_pair
+from inflight.conformance.transport.pair import GroupMember, open_pair, update_of
 from inflight.types import WeightBucket
 from inflight.wire import TensorSpec, TransportBody, TransportSpec, WireModel
 
+READY_S = 60.0
+"""Time to start Python and import torch: that of the kit, not of the transport."""
 START_S = 15.0
 
 
@@ -28,6 +32,7 @@ class PeerSetup(WireModel):
     """The role of the process: a receiver if it has a spec, otherwise a sender to one receiver."""
 
     target: TransportTarget
+    directory: Path
     spec: TransportBody | None = None
     timeout_s: float = START_S
     bucket: TensorSpec | None = None
@@ -37,13 +42,22 @@ class PeerSetup(WireModel):
 class Peer:
     """The parent's side of such a process."""
 
-    def __init__(self, setup: PeerSetup) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "inflight.conformance.transport.peer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
+
+    def is_ready(self) -> bool:
+        """Return whether the process starts within `READY_S`. Waits for it."""
+        assert self._process.stdout is not None
+        reading = PendingCall(self._process.stdout.readline, "the other process")
+        return reading.has_ended(READY_S) and bool(reading.result(0.0))
+
+    def set_up(self, setup: PeerSetup) -> None:
+        """Give the process its role. It must be ready."""
         assert self._process.stdin is not None
         self._process.stdin.write(setup.model_dump_json().encode() + b"\n")
         self._process.stdin.flush()
@@ -66,6 +80,9 @@ class Peer:
     def stop(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
 
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
     def _line(self, what: str) -> bytes:
         """Return the next line, which the process writes after it has done ``what``."""
         assert self._process.stdout is not None
@@ -79,9 +96,10 @@ class Peer:
 
 def main() -> None:
     """Run one end until the parent closes stdin."""
+    print("ready", flush=True)
     setup = PeerSetup.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    pair = open_pair(setup.target)
+    pair = open_pair(setup.target, setup.directory)
     if setup.spec is not None:
         receiver = pair.receiver(GroupMember(pair.transport.spec_type.model_validate(setup.spec.model_dump())))
         receiver.join()
@@ -94,6 +112,7 @@ def main() -> None:
         if setup.bucket is not None:
             tensor = torch.ones(setup.bucket.shape, dtype=getattr(torch, setup.bucket.dtype))
             bucket = WeightBucket(0, (setup.bucket,), (tensor,))
+            pair.sender.begin(update_of([bucket], 1))
             threading.Thread(target=pair.sender.send, args=(bucket, setup.timeout_s), daemon=True).start()
     threading.Event().wait()
 

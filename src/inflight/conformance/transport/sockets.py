@@ -1,4 +1,4 @@
-"""The addresses that this process listens on, from Linux's /proc."""
+"""The addresses that this process listens on, and its open descriptors, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def listening() -> set[tuple[str, int]]:
                 address, _, port = fields[1].partition(":")
                 found.add((_address(address), int(port, 16)))
     return found
+
+
+def num_descriptors() -> int:
+    """Return how many files and sockets this process has open."""
+    return len(os.listdir("/proc/self/fd"))
 
 
 def is_loopback(address: str) -> bool:

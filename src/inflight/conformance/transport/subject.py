@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from inflight.conformance.calls import SLACK_S, Ending, PendingCall, results
-from inflight.conformance.checks import fail
+from inflight.conformance.checks import fail, skip
 from inflight.conformance.targets import TransportTarget
-from inflight.conformance.transport.pair import GroupMember, open_pair
-from inflight.conformance.transport.peer import Peer, PeerSetup
+from inflight.conformance.transport.pair import RUN_ID, GroupMember, open_pair, update_of
+from inflight.conformance.transport.peer import READY_S, Peer, PeerSetup
 from inflight.conformance.transport.sockets import can_list_sockets
 from inflight.contracts import WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
-from inflight.weights.send.module import tensor_spec
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportBody
 
 T = TypeVar("T")
 
-RUN_ID = "conformance"
 FORM_S = 8.0
 """Timeout of groups that should form, and of buckets that should arrive."""
 
@@ -29,11 +29,18 @@ FORM_S = 8.0
 class TransportSubject:
     """One transport; satisfies `inflight.conformance.judge.Subject`. Raises `ConfigError`."""
 
-    def __init__(self, target: TransportTarget) -> None:
+    def __init__(self, target: TransportTarget, directory: Path) -> None:
         self._target = target
-        self._pair = open_pair(target)
+        self.directory = directory
+        """Where this process has its temporary files, and the transport all of its own."""
+        tempfile.tempdir = str(self.directory)
+        self._pair = open_pair(target, self.directory)
         self._receivers: list[WeightReceiver] = []
         self._peers: list[Peer] = []
+        self._needs_peer = False
+        self._spare: Peer | None = None
+        """The process of the next peer, which has started."""
+        self._version = 0
         self.evidence: dict[str, Any] = {}
 
     @property
@@ -48,8 +55,10 @@ class TransportSubject:
     def missing(self, needs: tuple[str, ...]) -> str | None:
         """Return why a check with these needs cannot be run; None if it can.
 
-        The needs are ``N-receivers``, ``/proc``, and ``process-group``: ranks meet in a torch process group.
+        The needs are ``N-receivers``, ``/proc``, ``peer``: an end in a process of its own, which `prepare` starts, and
+        ``process-group``: ranks meet in a torch process group.
         """
+        self._needs_peer = "peer" in needs
         for need in needs:
             if need == "/proc" and not can_list_sockets():
                 return "this system does not list in /proc the sockets of a process"
@@ -61,16 +70,28 @@ class TransportSubject:
         return None
 
     def prepare(self) -> None:
-        self._pair = open_pair(self._target)
+        if self._needs_peer and self._spare is None:
+            spare = Peer()
+            if spare.is_ready():
+                self._spare = spare
+            else:
+                spare.kill()
+        self._pair = open_pair(self._target, self.directory)
 
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
         """Call a check's function in its own thread, then abort all ends that it opened."""
         try:
             self.start(lambda: function(self), "the check").result(deadline_s)
         finally:
-            self.close()
+            self.end()
 
     def close(self) -> None:
+        self.end()
+        if self._spare is not None:
+            self._spare.kill()
+
+    def end(self) -> None:
+        """Abort all ends that the check has opened."""
         for peer in self._peers:
             peer.kill()
         ends: list[WeightSender | WeightReceiver] = [self._pair.sender, *self._receivers]
@@ -116,23 +137,37 @@ class TransportSubject:
     def form_with_peer(self, others: int = 0) -> tuple[Peer, list[WeightReceiver]]:
         """Form a group of a receiver in another process and ``others`` in this one; return all of them."""
         first, *rest = self.members([1] * (1 + others), 2 * FORM_S)
-        peer = self._peer(PeerSetup(target=self._target, spec=TransportBody.model_validate(first.spec.model_dump())))
+        peer = self._peer(spec=TransportBody.model_validate(first.spec.model_dump()))
         receivers = [self.receiver(member) for member in rest]
         results(self.start_joins(receivers), 2 * FORM_S + SLACK_S)
         peer.wait_until_joined()
         return peer, receivers
 
-    def join_sending_peer(self, bucket: TensorSpec | None = None) -> tuple[Peer, WeightReceiver]:
+    def join_sending_peer(self, bucket: WeightBucket | None = None) -> tuple[Peer, WeightReceiver]:
         """Form a group of a sender in another process, which sends ``bucket`` at once, and a receiver in this one."""
-        peer = self._peer(PeerSetup(target=self._target, bucket=bucket))
+        peer = self._peer(bucket=bucket and bucket.specs[0])
         receiver = self.receiver(peer.member(self._pair.transport.spec_type))
         self.start(receiver.join, "the receiver's join").result(2 * FORM_S)
         peer.wait_until_joined()
+        if bucket is not None:
+            receiver.begin(update_of([bucket], 1).ref)
         return peer, receiver
 
-    def _peer(self, setup: PeerSetup) -> Peer:
-        self._peers.append(Peer(setup))
-        return self._peers[-1]
+    def _peer(self, **role: Any) -> Peer:
+        peer, self._spare = self._spare, None
+        if peer is None:
+            skip(f"the kit's own second process did not start within {READY_S:g} s")
+        self._peers.append(peer)
+        peer.set_up(PeerSetup(target=self._target, directory=self.directory, **role))
+        return peer
+
+    def begin(self, receivers: Sequence[WeightReceiver], *buckets: WeightBucket) -> None:
+        """Begin an update of these buckets on both sides."""
+        self._version += 1
+        update = update_of(buckets, self._version)
+        self.sender.begin(update)
+        for receiver in receivers:
+            receiver.begin(update.ref)
 
     def start_receives(
         self, receivers: Sequence[WeightReceiver], bucket: WeightBucket, timeout_s: float = FORM_S
@@ -147,10 +182,12 @@ class TransportSubject:
         return self.start(lambda: self.sender.send(bucket, timeout_s), f"the send of bucket {bucket.index}")
 
     def transfer(self, receivers: Sequence[WeightReceiver], bucket: WeightBucket) -> list[list[torch.Tensor]]:
-        """Send one bucket and return the tensors that each receiver received."""
+        """Send one bucket, as an update of its own, and return the tensors that each receiver received."""
+        self.begin(receivers, bucket)
         receives = self.start_receives(receivers, bucket)
         sending = self.start_send(bucket)
         results([*receives, sending], FORM_S + SLACK_S)
+        self.sender.end(is_done=True)
         return [receive.result(0.0) for receive in receives]
 
 
@@ -164,8 +201,12 @@ def failure_of(call: PendingCall[Any], within_s: float) -> TransferError:
 
 def bucket_of(*tensors: torch.Tensor, index: int = 0) -> WeightBucket:
     """Return a bucket of these tensors, with specs derived from them."""
-    specs = tuple(tensor_spec(f"tensor {i}", tensor, None) for i, tensor in enumerate(tensors))
-    return WeightBucket(index, specs, tensors)
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    specs = [
+        TensorSpec.model_validate({"name": f"tensor {index}.{i}", "dtype": dtype, "shape": tuple(tensor.shape)})
+        for i, (dtype, tensor) in enumerate(zip(dtypes, tensors, strict=True))
+    ]
+    return WeightBucket(index, tuple(specs), tensors)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
