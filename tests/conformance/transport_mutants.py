@@ -308,6 +308,17 @@ def exchanged(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors
 
 
+def by_name(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors are in the order of names such as ``tensor 10`` and ``tensor 2`` where all have one shape."""
+    order = sorted(range(len(tensors)), key=str)
+    swapped = [tensors[i] for i in order]
+    return [a if a.shape == b.shape and a.dtype == b.dtype else b for a, b in zip(swapped, tensors, strict=True)]
+
+
+def only_1024(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [*tensors[:1024], *map(torch.zeros_like, tensors[1024:])]
+
+
 def loses_what_came_ahead(receiver: Any) -> None:
     receive = receiver.receive
 
@@ -567,6 +578,8 @@ MUTANTS = {
         "T-10", "offsets are rounded down to the dtype's size", receiver=received(at_aligned_offsets)
     ),
     "equal shapes exchanged": Mutant("T-10", "two tensors of equal shape are exchanged", receiver=received(exchanged)),
+    "by name": Mutant("T-10", "tensors of equal shape are sorted by name", receiver=received(by_name)),
+    "only 1024 tensors": Mutant("T-10", "one system call writes all tensors", receiver=received(only_1024)),
     "storage order": Mutant("T-11", "strides are ignored", resent(in_storage_order)),
     "only 16 MB": Mutant("T-12", "the rest of a long bucket is missing", receiver=received(only_16_mb)),
     "no odd tail": Mutant("T-12", "bytes after the last whole word are lost", receiver=received(without_odd_tail)),

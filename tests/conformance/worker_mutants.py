@@ -554,6 +554,28 @@ class ZeroStepsSkipped(FsdpWorker):
         return StepResult(self._version, 0.0, learning_rate_at(self._version - 1, self._config))
 
 
+class GradientsInBfloat16(FsdpWorker):
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        for gradient in gradients_of(self):
+            gradient.copy_(gradient.bfloat16())
+        return super().step(settings)
+
+
+class OptimizerAnew(FsdpWorker):
+    """Every step has a new optimizer."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        result = super().step(settings)
+        self._optimizer.reset()
+        return result
+
+
+class LargeEpsilon(FsdpWorker):
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._optimizer._own_settings["eps"] = 1e-4
+
+
 class MomentsInBfloat16(FsdpWorker):
     def step(self, settings: AdamSettings | None = None) -> StepResult:
         result = super().step()
@@ -655,6 +677,24 @@ class ScheduleRestarts(RateOfTheNextStep):
 
     def counted(self) -> int:
         return self._version - self._loaded
+
+
+class RefusedStepsScheduled(RateOfTheNextStep):
+    """The schedule also counts steps that were refused."""
+
+    _refused = 0
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        version = self._version
+        try:
+            return super().step(settings)
+        except NonFiniteError:
+            self._refused += 1
+            self._version = version
+            raise
+
+    def counted(self) -> int:
+        return self._version + self._refused
 
 
 class ScheduleStandsStill(RateOfTheNextStep):
@@ -1022,6 +1062,20 @@ class MomentsLost(FsdpWorker):
         self._optimizer.set_num_steps(0)
 
 
+class CountLost(FsdpWorker):
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        super().load(path, optimizer=optimizer)
+        self._optimizer.set_num_steps(0)
+
+
+class MomentsSavedInBfloat16(FsdpWorker):
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        super().load(path, optimizer=optimizer)
+        for states in self._optimizer.states.values():
+            for state in states.values():
+                state.copy_(state.bfloat16())
+
+
 class NoConfig(FsdpWorker):
     def save(self, path: Path) -> None:
         super().save(path)
@@ -1362,6 +1416,7 @@ MUTANTS = {
     "non_finite_zeroed": Mutant(NonFiniteZeroed, "W-25", "NaNs in gradients become 0"),
     "non_finite_counted": Mutant(NonFiniteCounted, "W-25", "the optimizer counts the refused step"),
     "non_finite_on_one_rank": Mutant(NonFiniteOnOneRank, "W-25", "only the rank of the NaN raises", num_ranks=2),
+    "refused_steps_scheduled": Mutant(RefusedStepsScheduled, "W-25", "the schedule counts refused steps"),
     "overflow_taken": Mutant(OverflowTaken, "W-43", "an infinite gradient norm is taken as finite"),
     "zeros_kept": Mutant(ZerosKept, "W-24", "gradients are zeroed after a step, not removed"),
     "zeros_kept_if_refused": Mutant(ZerosKeptIfRefused, "W-25", "gradients of a refused step are zeroed, not removed"),
@@ -1372,6 +1427,9 @@ MUTANTS = {
     "clips_twice_the_norm": Mutant(ClipsTwiceTheNorm, "W-74", "gradients are clipped to another norm"),
     "zero_norm_divides": Mutant(ZeroNormDivides, "W-74", "a gradient of 0 is divided by its norm"),
     "zero_steps_skipped": Mutant(ZeroStepsSkipped, "W-74", "a step with a gradient of 0 changes nothing"),
+    "gradients_in_bfloat16": Mutant(GradientsInBfloat16, "W-74", "gradients are bfloat16"),
+    "optimizer_anew": Mutant(OptimizerAnew, "W-74", "every step begins without moments"),
+    "large_epsilon": Mutant(LargeEpsilon, "W-74", "epsilon is 1e-4"),
     "moments_in_bfloat16": Mutant(MomentsInBfloat16, "W-74", "moments are bfloat16"),
     "second_moments_in_bfloat16": Mutant(SecondMomentsInBfloat16, "W-74", "second moments are bfloat16"),
     "weights_in_bfloat16": Mutant(WeightsInBfloat16, "W-74", "weights are bfloat16 after each step"),
@@ -1419,6 +1477,8 @@ MUTANTS = {
     "group_of_one_rank": Mutant(GroupOfOneRank, "W-73", "a rank forms a group that others do not form", num_ranks=2),
     "version_lost": Mutant(VersionLost, "W-35", "a loaded worker is at version 0"),
     "moments_lost": Mutant(MomentsLost, "W-36", "a loaded optimizer starts again"),
+    "count_lost": Mutant(CountLost, "W-36", "a loaded optimizer counts its steps from 0"),
+    "moments_saved_in_bfloat16": Mutant(MomentsSavedInBfloat16, "W-36", "moments are saved in bfloat16"),
     "schedule_restarts": Mutant(ScheduleRestarts, "W-36", "a loaded schedule starts again"),
     "no_config": Mutant(NoConfig, "W-37", "a checkpoint has no config.json"),
     "not_on_fewer_ranks": Mutant(NotOnFewerRanks, "W-38", "a checkpoint of more ranks is refused", num_ranks=2),

@@ -49,6 +49,7 @@ def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
     for i, count in enumerate((1, 3, 7, 127)):
         tensors += [torch.randn(count).to(torch.bfloat16), torch.randn(count), torch.randn(i + 1, dtype=torch.float64)]
         tensors += [torch.randn(count), torch.randn(2, 3), torch.randn(2, 3)]
+    tensors += [torch.tensor([float(i)]) for i in range(2000)]  # more than one system call can write
     _require_arrival(t, bucket_of(*tensors))
 
 

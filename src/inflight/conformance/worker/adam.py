@@ -30,7 +30,7 @@ _SCALES = (8.0, 2.0**-9, 0.0, 1.0, 2.0**-13, 2.0**-8)
 clipped to 1."""
 _TRUSTED = 20.0
 """Elements count whose gradient is larger than the root mean square of its tensor, times this, times the tolerance of
-gradients: AdamW divides by small gradients, and so magnifies their rounding."""
+gradients (1 at most): AdamW divides by small gradients, and so magnifies their rounding."""
 _BETAS = tuple(itertools.product((0.9, 0.95), (0.999, 0.95, 0.99, 0.98)))
 """A worker may have its own; those that are usual."""
 _EPSILON = 1e-8
@@ -165,8 +165,8 @@ def _problem(subject: WorkerSubject, taken: Sequence[_Taken], what: str) -> str:
     for betas, (decay, dims) in itertools.product(_BETAS, ((None, 0), (None, 2), (0.0, 0))):
         variant = _Variant(betas=betas, weight_decay=decay, decayed_dims=dims)
         found = _apart(subject, taken, variant)
-        if max(found.values()) < largest:
-            best, apart, largest = variant, found, max(found.values())
+        if max(found.values(), default=0.0) < largest:
+            best, apart, largest = variant, found, max(found.values(), default=0.0)
         if largest <= 1.0:
             break
     decays = "no tensor" if best.weight_decay == 0.0 else "matrices" if best.decayed_dims else "every tensor"
@@ -197,7 +197,7 @@ def _apart(subject: WorkerSubject, taken: Sequence[_Taken], variant: _Variant) -
         wrong, size, rounding = [], [], []
         for i, step in enumerate(taken):
             gradient, before = step.gradients[name], step.before[name].double()
-            limit = _TRUSTED * tolerance.gradient * gradient.square().mean().sqrt()
+            limit = min(1.0, _TRUSTED * tolerance.gradient) * gradient.square().mean().sqrt()
             trusted &= (gradient.abs() > limit) | (limit == 0)
             gradient = _clipped(gradient, norms[i], max_norm, variant.clipping)
             own_decay = float(decay) if before.dim() >= variant.decayed_dims else 0.0

@@ -57,7 +57,10 @@ def training_continues_after_a_load(subject: WorkerSubject) -> None:
     require(found.version == expected.version, words)
     require(rates["with"] == rates["without"], f"the learning rate with and without a resume in between: {rates}")
     if subject.rank == 0:
-        compare_changes(subject, start, expected_weights, weights, "two steps with and without a preceding resume")
+        # The same worker computes both; moments in bfloat16 would make a difference of 1e-3.
+        allowed = min(subject.tolerance.change, 2 * subject.tolerance.update)
+        what = "two steps with and without a preceding resume"
+        compare_changes(subject, start, expected_weights, weights, what, relative=allowed)
 
 
 @check(

@@ -48,15 +48,24 @@ def distance(one: Weights, other: Weights) -> float:
     return math.sqrt(sum(float((one[n].double() - other[n].double()).square().sum()) for n in one))
 
 
-def compare_changes(subject: WorkerSubject, start: Weights, expected: Weights, found: Weights, what: str) -> None:
+def compare_changes(
+    subject: WorkerSubject,
+    start: Weights,
+    expected: Weights,
+    found: Weights,
+    what: str,
+    *,
+    relative: float | None = None,
+) -> None:
     """Fail unless ``found`` is close to ``expected``, relative to the distance of ``expected`` from ``start``.
 
+    ``relative`` is the largest difference allowed; None: as much as two ways to compute the same may differ.
     Skip the check if the steps moved the weights so little that rounding hides the change.
     """
     moved, apart = distance(expected, start), distance(found, expected)
     size = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in start.values()))
     tolerance = subject.tolerance
-    allowed = tolerance.change * moved + 0.5 * tolerance.rounding * size
+    allowed = (tolerance.change if relative is None else relative) * moved + 0.5 * tolerance.rounding * size
     subject.note(weights_moved=moved, weights_apart=apart, allowed_apart=allowed)
     if not moved > 8 * tolerance.rounding * size:
         skip(f"the steps move weights by {moved:.1e} of {size:.1e}, near rounding; give a larger learning rate")

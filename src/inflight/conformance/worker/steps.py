@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from inflight.conformance.checks import check, look_at, require, skip
+from inflight.conformance.worker.adam import create_scheduled
 from inflight.conformance.worker.batches import loss_of, make_batch, take_steps
 from inflight.conformance.worker.gathering import compare_changes, differing, distance, gathered
 from inflight.conformance.worker.reference import ReferenceModel
@@ -100,10 +101,10 @@ def step_without_gradient_is_refused(subject: WorkerSubject) -> None:
 
 
 @check("W-25")
-@look_at("test the norm over all ranks before clipping; clear gradients, leave moments and version unchanged")
+@look_at("test the norm over all ranks before clipping; clear gradients, leave moments, schedule and version unchanged")
 def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
     """step() raises NonFiniteError on every rank if the gradient norm is not finite, and changes nothing."""
-    worker, steady = subject.create(), subject.create()
+    worker, steady = create_scheduled(subject), create_scheduled(subject)
     before = gathered(worker)
     batch = _batch(subject, 1)
     is_culprit = subject.data_rank == subject.data_size - 1
