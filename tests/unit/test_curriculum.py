@@ -49,7 +49,7 @@ def test_a_curriculum_starts_at_the_first_level_and_follows_the_mean_reward_of_1
     curriculum = levels()
     assert record(curriculum, 0, NUM_GROUPS - 1, 1.0) == []
     assert record(curriculum, NUM_GROUPS - 1, 1, 1.0) == [
-        f"level 2 of 3 from item {NUM_GROUPS} on: the mean reward of the last 16 groups is 1.00"
+        f"the curriculum is at level 2 of 3 from item {NUM_GROUPS} on: the mean reward of the last 16 groups is 1.00"
     ]
     assert record(curriculum, 16, 40, 0.5) == []
     assert curriculum.level == 1

@@ -95,7 +95,7 @@ def test_without_a_seed_or_a_limit_the_continuation_has_none():
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_completion_that_ended_by_itself_has_no_continuation(reason):
-    with pytest.raises(ValueError, match=rf"completion 1 of 'a' ended with '{reason}'"):
+    with pytest.raises(ValueError, match=rf"completion 1 of 'a' cannot be continued: it ended with '{reason}'"):
         continuation(REQUEST, completion_of([(1, -1.0, 0)], reason, index=1), "b")
 
 
