@@ -54,7 +54,7 @@ def test_a_curriculum_starts_at_the_first_level_and_follows_the_mean_reward_of_1
     assert record(curriculum, 16, 40, 0.5) == []
     assert curriculum.level == 1
     (message,) = record(curriculum, 56, 16, 0.1)
-    assert message.startswith("level 1 of 3 from item ")
+    assert message.startswith("the curriculum is at level 1 of 3 from item ")
     assert curriculum.level == 0
     assert [curriculum.level_of(index) for index in (0, 15, 16, 55)] == [0, 0, 1, 1]
 
