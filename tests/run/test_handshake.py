@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.base.sealed_channel import MAX_UNPROVEN, SealedConnection
+from inflight.base.sealed_channel import MAX_UNPROVEN, Acceptor, SealedConnection, SealedStream, listen_on
 from inflight.errors import TrainerError, WorkerDiedError
 from inflight.run.ranks.channel import RunChannel, WorkerChannel, encode
 from inflight.run.ranks.handshake import Meeting, meet_run
@@ -170,3 +171,22 @@ def test_ranks_meet_their_run_although_strangers_connect_and_prove_nothing() -> 
         meeting.close()
 
     asyncio.run(asyncio.wait_for(meet(), SOON_S))
+
+
+@pytest.mark.parametrize("num_rounds", range(5))
+def test_a_connection_that_arrives_while_the_port_is_closed_is_closed_too(num_rounds: int) -> None:
+    async def never(stream: SealedStream) -> None:
+        raise AssertionError("nothing was proved")
+
+    async def close_while_it_arrives(client: socket.socket) -> None:
+        acceptor, listener = Acceptor(b"secret", never), listen_on("127.0.0.1")
+        await acceptor.listen(listener)
+        client.connect(listener.getsockname())
+        for _ in range(num_rounds):
+            await asyncio.sleep(0)
+        await acceptor.aclose()
+
+    with socket.socket() as client:
+        asyncio.run(close_while_it_arrives(client))
+        assert is_closed(client)
+    gc.collect()  # what was left open is warned of
