@@ -122,7 +122,7 @@ coverage: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE
 
 # The site of docs/ in build/site. A link, an anchor or a reference that leads nowhere fails it.
 site: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 # A wheel and a source distribution in dist, and whether an index would accept them.
 dist: $(STAMP_DIST)
