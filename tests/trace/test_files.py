@@ -349,6 +349,6 @@ def test_the_example_of_docs_prints_the_steps_and_publishes_of_a_run(tmp_path: P
     example = Path(__file__).parents[2] / "examples" / "read_events.py"
     printed = subprocess.run([python(), example, tmp_path], capture_output=True, text=True, timeout=60, check=True)
     assert printed.stdout.splitlines() == [
-        "step 1: reward 0.5, mean lag 1.25",
+        "step 1: reward 0.50, mean lag 1.25",
         "publish of version 1: 2.00 s, servers paused for 0.010 s",
     ]
