@@ -107,7 +107,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         return self.add_token(it, output.logits[:, -1].float())
 
     def add_token(self, it, logits):
-        """Draw a token, and return why the sequence ends with it, if it does."""
+        """Draw one token. Return the finish reason if the sequence ends with it."""
         logprobs = it.filters(None, logits).log_softmax(-1)[0]
         drawn = logprobs.argmax() if not it.ask.temperature else logprobs.exp().multinomial(1, generator=it.random)
         token = int(drawn)
