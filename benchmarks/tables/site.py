@@ -22,13 +22,7 @@ _LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".sh": "sh"}
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for each file outside docs that a page links to."""
     for name in OWN_PAGES:
-<<<<<<< HEAD
         text = re.sub(r"\]\((?!\w+:|#|docs/)", "](../", (ROOT / name).read_text()).replace("](docs/", "](")
-=======
-        text = (ROOT / name).read_text().replace("](docs/", "](").replace("](README.md", "](index.md")
-        text = re.sub(r"\]\(([A-Z_]+\.md)", lambda link: link[0].lower(), text)
-        text = re.sub(r"\]\((?!\w+:|#)(?=(?:examples|src|tests|benchmarks)/)", "](../", text)
->>>>>>> 8094c0b1 (Links between the project's own files lead to their pages of the site)
         files.append(File.generated(config, name.lower(), content=text))
     linked = {link[1] for file in files.documentation_pages() for link in _LINK.finditer(file.content_string)}
     for name in sorted(linked - {"README.md", *OWN_PAGES}):
