@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One sampled stretch of a rollout, as indices of its completion tokens."""
+    """One sampled turn of a rollout, as a range of its completion tokens."""
 
     start: int
     end: int

@@ -95,7 +95,7 @@ class SglangKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """The token is SGLang's ``--api-key``; ``?updates=`` sets the endpoint's ``updates``.
+        """Return an endpoint; the token is that of SGLang's ``--api-key``, and ``?updates=`` sets ``updates``.
 
         Raises `ConfigError` for any other query.
         """

@@ -234,7 +234,7 @@ class FourPhaseKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """The query of the URL is `FourPhaseOptions`. Raises `ConfigError`."""
+        """Return an endpoint for a URL whose query has the fields of `FourPhaseOptions`. Raises `ConfigError`."""
         address, _, query = url.partition("?")
         options = options_of_query(FourPhaseOptions, query)
         for name in ("model_dir", "directory"):

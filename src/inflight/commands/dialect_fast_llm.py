@@ -113,7 +113,9 @@ def _follow(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     stack.callback(publisher.close)
     dtypes = sorted({can.dtype for can in publisher.endpoints.values()})
     if len(dtypes) != 1:
-        raise ConfigError(f"the servers compute in different dtypes: {', '.join(dtypes)}; serve the model in one")
+        raise ConfigError(
+            f"the servers compute in different dtypes: {', '.join(dtypes)}; serve the model in a single dtype"
+        )
     expected = tensor_specs_of(arguments.model, dtypes[0])
     group = BroadcastGroup(place)
     stack.callback(group.abort)

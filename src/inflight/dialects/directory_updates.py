@@ -178,7 +178,7 @@ class DirectoryUpdates:
 
         version = await self._alone(send)
         self._start_lease()
-        self._note(f"version {version} is served, the LoRA {label!r} from {directory}")
+        self._note(f"version {version} is served: the LoRA {label!r} from {directory}")
         return version
 
     async def aclose(self) -> None:

@@ -243,7 +243,7 @@ class DynamoKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """The query of the URL is `DynamoOptions`. Raises `ConfigError`."""
+        """Return an endpoint for a URL whose query has the fields of `DynamoOptions`. Raises `ConfigError`."""
         address, _, query = url.partition("?")
         return DynamoEndpoint(
             address,

@@ -72,7 +72,7 @@ class FollowOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineProcessOptions:
-    """How an engine is started that runs in a process of its own."""
+    """How to start an engine that runs in a separate process."""
 
     python: str | None = option("Python interpreter of the engine's environment (default: the current one)")
     engine_port: int = option("port of the engine itself (default: any free one)", 0)

@@ -85,7 +85,7 @@ class TrainerCost:
 
 
 _HEADERS = 1.045
-"""Bytes on an Ethernet link for one byte of payload: headers of TCP, IP and the frames."""
+"""Bytes on an Ethernet link per byte of payload, because of TCP, IP and frame headers."""
 
 
 @dataclass(frozen=True, slots=True)

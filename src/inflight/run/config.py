@@ -72,8 +72,8 @@ class RunSection(Section):
     start_timeout_s: float = Field(default=300.0, gt=0)
     """How long to wait for the servers to start and, after the loss of all servers, for one to come back."""
     step_timeout_s: float | None = Field(default=None, gt=0)
-    """How long to wait for one batch of finished completions, or for one optimizer step and its publish. None: 900 s; a
-    step also gets the time for moving the weights at 0.5 GB/s."""
+    """How long to wait for one batch of finished completions, or for one optimizer step and its publish. None: 900 s,
+    plus, for a step, the time for moving the weights at 0.5 GB/s."""
     save_timeout_s: float | None = Field(default=None, gt=0)
     """How long to wait for a checkpoint. None: 900 s plus the time for writing its bytes at 0.5 GB/s."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)

@@ -117,7 +117,8 @@ class FastLlmKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """The query of the URL is `FastLlmOptions`. The server does not use a token. Raises `ConfigError`."""
+        """Return an endpoint for a URL whose query has the fields of `FastLlmOptions`. No token is used. Raises
+        `ConfigError`."""
         address, _, query = url.partition("?")
         return _endpoint(
             address,

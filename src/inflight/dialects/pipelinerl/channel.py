@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from inflight.dialects.broadcast_group import BroadcastGroup
 
 _PARTING_S = 1.0
-"""How long, in seconds, after the server's answer the last broadcast may end."""
+"""Seconds allowed for the last broadcast to end after the server has answered."""
 
 
 class WeightChannel(Protocol):

@@ -243,7 +243,8 @@ class PipelineRlKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """The query of the URL is `PipelineRlOptions`. The server does not use a token. Raises `ConfigError`."""
+        """Return an endpoint for a URL whose query has the fields of `PipelineRlOptions`. No token is used. Raises
+        `ConfigError`."""
         address, _, query = url.partition("?")
         return _endpoint(
             address,

@@ -48,9 +48,9 @@ class WeightPublisher:
     """Trainer rank 0's connection to endpoints. Use it as a context manager, or call `close`.
 
     ``incarnation`` counts the times a run's trainer was started: endpoints refuse calls of a lower incarnation than the
-    highest they have seen. None uses one more than that. ``encoding`` rounds weights for the transfer. ``delta`` sends
-    only the changes since the last publish that every endpoint applied. It needs one more copy of the weights in host
-    memory on each side. ``staged`` lets sampling continue while weights arrive, on endpoints that support staging.
+    highest they have seen. None: the next higher incarnation. ``encoding`` rounds weights for the transfer. ``delta``
+    sends only the changes since the last publish that every endpoint applied. It needs one more copy of the weights in
+    host memory on each side. ``staged`` lets sampling continue while weights arrive, on endpoints that support staging.
     ``sharded`` is a source whose ranks all send the parts that they hold, if every endpoint supports that; each rank
     other than 0 then calls `PartSender.send` for each publish instead of `gather_only`. ``connect_timeout_s`` is the
     longest wait for the endpoints' answers, and for a weight group to form.
