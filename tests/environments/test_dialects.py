@@ -436,7 +436,7 @@ def test_answers_that_were_cut_are_continued_one_by_one() -> None:
         ({"tools": [{"type": "apply_patch"}]}, "tools.0 is"),
         ({"tools": [RESPONSES_TOOL, {"type": "namespace", "name": "a", "tools": [RESPONSES_TOOL]}]}, "'python'"),
         ({"tools": [{"type": "function", "name": "a", "parameters": {"x": float("nan")}}]}, "not finite"),
-        ({"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]}, "did not write it"),
+        ({"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]}, "did not write"),
     ],
 )
 def test_responses_of_wrong_types_are_refused(change: dict[str, Any], says: str) -> None:
@@ -452,7 +452,7 @@ def test_responses_of_wrong_types_are_refused(change: dict[str, Any], says: str)
     [
         ({"tools": [{"type": "memory_20250818", "name": "memory"}]}, "'memory_20250818', which is not supported"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]}, "did not write it"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]}, "did not write"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is None"),
         (
             {

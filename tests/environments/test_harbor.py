@@ -374,7 +374,7 @@ def test_resources_of_a_command_are_limited(tmp_path: Path, command: str, expect
     [
         ("head -c 40M /dev/zero > a; head -c 40M /dev/zero > b", "take more than environment.storage_mb = 64"),
         ("mkdir many; cd many; seq 300 | xargs touch", "more than 200 files"),
-        ("for i in $(seq 2000); do mkdir d && cd d || exit; done", "more than 64 levels"),
+        ("for i in $(seq 2000); do mkdir d && cd d || exit; done", "more than 64 nested"),
         ("head -c 40M /dev/zero > a; head -c 40M /dev/zero > b; sleep 1000", "take more than environment.storage_mb"),
     ],
     ids=["bytes", "files", "depth", "while it runs"],

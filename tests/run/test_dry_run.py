@@ -108,7 +108,7 @@ def test_servers_that_release_their_memory_need_it_only_while_they_sample(
     assert {(use["phase"], use["needed_bytes"]) for use in plan["devices"]} == {("sampling", needed["sampling"])}
     status, _, said = dry_run("gpus-turns", "--devices", "8x80GiB", "--servers.release_memory", "false")
     assert status == 1
-    assert "GPU 0 needs" in said
+    assert "GPU 0 is estimated to need" in said
     status, _, said = dry_run("gpus-turns", "--devices", "8x48GiB")
     assert status == 1
     assert "while sampling but has 48.0 GiB" in said
@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused_with_how_much_is_missing_and_what_to_chang
     status, _, said = dry_run("gpus-split", "--devices", "8x80GiB", *more, model="Llama-70B")
     assert status == 1
     # Parameters, gradients and two moments in float32 take 16 bytes each, of a quarter of the 70.6 B parameters.
-    assert "GPU 0 needs" in said
+    assert "GPU 0 is estimated to need" in said
     assert "optimizer states 131.4 GiB" in said
     assert "raise train.num_ranks" in said
 

@@ -186,7 +186,7 @@ def test_what_the_hosts_of_a_launcher_cannot_do_is_refused(
 
 def test_memory_is_checked_on_every_gpu_whether_or_not_it_is_shared(file: Path) -> None:
     small = described_devices("2x1GiB")
-    with pytest.raises(ConfigError, match="GPU 0 needs"):
+    with pytest.raises(ConfigError, match="GPU 0 is estimated to need"):
         preflight(of(file), Machine(HERE, devices=lambda: small))
     prepared = preflight(of(file), Machine(HERE, devices=lambda: described_devices("2x80GiB")))
     assert [use.processes for use in prepared.uses] == [("trainer-0",), ("server-0",)]

@@ -92,7 +92,7 @@ def test_an_empty_span_is_refused(start: int, end: int) -> None:
 
 
 def test_a_completion_whose_parts_differ_in_length_is_refused() -> None:
-    with pytest.raises(ValidationError, match="3 tokens but 2 logprobs"):
+    with pytest.raises(ValidationError, match="2 logprobs were given for 3 tokens"):
         completion(logprobs=(-1.0, -2.0))
     with pytest.raises(ValidationError, match="do not cover 3 tokens"):
         completion(version_spans=spans((0, 0, 2)))
