@@ -77,7 +77,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other shape": (
         lambda path: rewritten(path, lambda t: t.update({NORM: torch.zeros(31)})),
-        rf"{NORM} in model\.safetensors has shape \(31,\), not \(32,\)",
+        rf"{NORM} in model\.safetensors has shape \(31,\), expected \(32,\)",
     ),
     "other dtype": (
         lambda path: rewritten(path, lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int8)})),
@@ -130,7 +130,7 @@ def test_no_weights_are_read(tmp_path: Path) -> None:
 
 def test_gpt2_is_told_what_it_lacks_and_which_models_do_not(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=258)).save_pretrained(tmp_path / "gpt2")
-    says = r"holds a GPT2LMHeadModel, .* its attention ignores where sequences end.*Qwen3ForCausalLM"
+    says = r"contains a GPT2LMHeadModel, .* its attention ignores where sequences end.*Qwen3ForCausalLM"
     with pytest.raises(UnsupportedError, match=says):
         check_weights(tmp_path / "gpt2")
 

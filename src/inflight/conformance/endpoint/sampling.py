@@ -23,6 +23,8 @@ LEVEL = "tokens"
 DRAW_TEMPERATURE = 0.7
 _NUM_DRAWS = 1024
 _DRAWS_PER_REQUEST = 64
+_VARIED = 4.0
+"""A temperature at which a model that was trained to be sure of its answers does not repeat 16 tokens by chance."""
 _LARGE_VOCABULARY = 10_000
 """Vocabulary in which the intervals of a draw are so narrow that rounding in 16 bits moves most draws elsewhere."""
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
@@ -142,7 +144,8 @@ async def several_completions(subject: EndpointSubject) -> None:
     """A request for n completions gets n draws, and with a seed, completion i depends only on the seed and i."""
 
     async def drawn(n: int, seed: int | None) -> tuple[Completion, ...]:
-        completions = (await subject.endpoint.generate(subject.request(n=n, seed=seed, max_tokens=16))).completions
+        request = subject.request(n=n, seed=seed, max_tokens=16, temperature=_VARIED)
+        completions = (await subject.endpoint.generate(request)).completions
         require(len(completions) == n, f"n={n} returned {len(completions)} completions")
         num_different = len({completion.token_ids for completion in completions})
         require(num_different == n, f"of {n} completions with seed {seed}, {num_different} are different")
@@ -159,8 +162,9 @@ async def several_completions(subject: EndpointSubject) -> None:
 @check("E-28", look_at="a default seed, or a cache of answers")
 async def no_seed(subject: EndpointSubject) -> None:
     """Without a seed, two equal requests get different answers."""
-    answers = [await subject.generate(seed=None, max_tokens=16) for _ in range(2)]
-    answers += await asyncio.gather(*(subject.generate(seed=None, max_tokens=16) for _ in range(2)))
+    sampling: dict[str, Any] = {"seed": None, "max_tokens": 16, "temperature": _VARIED}
+    answers = [await subject.generate(**sampling) for _ in range(2)]
+    answers += await asyncio.gather(*(subject.generate(**sampling) for _ in range(2)))
     num_different = len({completion.token_ids for completion in answers})
     subject.note(requests=len(answers), different=num_different)
     require(num_different == len(answers), f"{len(answers)} unseeded requests have {num_different} different answers")
