@@ -11,7 +11,7 @@ from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
 from inflight.conformance.reference import ReferenceWeights
 from inflight.errors import PoisonedError
-from inflight.wire import Completion, EndpointState, GenerateResponse, WeightVersion
+from inflight.wire import Completion, EndpointState, GenerateRequest, GenerateResponse, WeightVersion
 
 
 async def until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
@@ -57,6 +57,16 @@ async def wait_until_settled(subject: EndpointSubject, when: str, seconds: float
         if time.monotonic() > deadline:
             fail(f"{when}, the endpoint is still {version.state} {seconds:g} s later")
         await asyncio.sleep(0.02)
+
+
+def require_right_logprobs(
+    subject: EndpointSubject, request: GenerateRequest, completion: Completion, what: str
+) -> None:
+    """Require that every token has the logprob that the checkpoint gives it, if the checkpoint is known."""
+    if subject.known_reference is not None and completion.token_ids:
+        num_tokens, num_logprobs = len(completion.token_ids), len(completion.logprobs)
+        require(num_tokens == num_logprobs, f"{num_tokens} tokens of {what} came with {num_logprobs} logprobs")
+        subject.require_sampled_from(subject.reference.weights, request, completion, what)
 
 
 async def require_old_weights(

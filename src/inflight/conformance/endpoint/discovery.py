@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from inflight.conformance.checks import check, fail, look_at, require
-from inflight.conformance.endpoint.aftermath import until_running
+from inflight.conformance.endpoint.aftermath import require_right_logprobs, until_running
 from inflight.conformance.endpoint.subject import ENCODINGS, STORES, EndpointSubject
 from inflight.conformance.reference import ReferenceWeights
 from inflight.contracts import StreamingEndpoint
@@ -90,7 +90,7 @@ async def context_length(subject: EndpointSubject) -> None:
     words = f"after a prompt of {len(served)} tokens, {num_sampled} of {num_tokens} tokens were sampled"
     require(num_sampled == num_tokens, words)
     if not subject.is_coarse:  # where half of so few tokens may round too much to be compared
-        subject.require_right_logprobs(request, completion, f"the last {num_tokens} tokens of the context")
+        require_right_logprobs(subject, request, completion, f"the last {num_tokens} tokens of the context")
     call = subject.generate(prompt, max_tokens=num_tokens + 1)
     what = f"a prompt of {len(prompt)} and max_tokens={num_tokens + 1} in a context of {longest}"
     await subject.require_raises(call, InvalidRequestError, what)
@@ -250,7 +250,7 @@ async def more_than_fit(subject: EndpointSubject) -> None:
         )
         if request in (requests[0], requests[-1]):
             for completion in response.completions[-2:]:
-                subject.require_right_logprobs(request, completion, "a request beyond those that fit")
+                require_right_logprobs(subject, request, completion, "a request beyond those that fit")
 
 
 async def _largest_num_running(subject: EndpointSubject, answers: asyncio.Future[list[GenerateResponse]]) -> int:

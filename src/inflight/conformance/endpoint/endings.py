@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from inflight.conformance.checks import check, look_at, require, skip
+from inflight.conformance.endpoint.aftermath import require_right_logprobs
 from inflight.conformance.endpoint.repeats import least_common
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import distribution
@@ -38,7 +39,7 @@ async def stop_token_ids(subject: EndpointSubject) -> None:
         request, found = await subject.ask(prompt, max_tokens=24, stop_token_ids=stop, **same)
         ends = [i for i, token in enumerate(found.token_ids) if token in stop]
         num_stopped += _require_ended(found, ends, 24, f"stop tokens {list(stop)}")
-        subject.require_right_logprobs(request, found, "a completion with stop tokens")
+        require_right_logprobs(subject, request, found, "a completion with stop tokens")
     _require_most_stopped(subject, num_stopped, _NUM_CASES)
 
 
@@ -65,7 +66,7 @@ async def stop_strings(subject: EndpointSubject) -> None:
                 skip(str(error))
             raise
         num_stopped += _require_ended(found, _completing(tokenizer, stop, found), 48, f"stop string {stop!r}")
-        subject.require_right_logprobs(request, found, "a completion with a stop string")
+        require_right_logprobs(subject, request, found, "a completion with a stop string")
         if num_cases == _NUM_CASES:
             break
     if not num_cases:
@@ -119,7 +120,7 @@ async def finish_reasons(subject: EndpointSubject) -> None:
             is_met = _require_ended(completion, ends, num_tokens, f"ignore_eos={str(ignore_eos).lower()}")
             num_met += is_met
             if is_met and num_met <= _NUM_COMPARED:
-                subject.require_right_logprobs(request, completion, "a completion that ended its sequence")
+                require_right_logprobs(subject, request, completion, "a completion that ended its sequence")
     drawn = {"temperature": temperature, "seed": 1, "stop_token_ids": tuple(sorted(ends_of))}
     request = subject.request(prompt, n=4, max_tokens=num_tokens, **drawn)
     for completion in (await subject.endpoint.generate(request)).completions:

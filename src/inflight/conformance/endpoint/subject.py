@@ -415,13 +415,6 @@ class EndpointSubject:
         words = f"the logprobs of {what} differ by up to {gap:.3g} from those of weights {weights.label}"
         require(gap <= self.tolerance, words)
 
-    def require_right_logprobs(self, request: GenerateRequest, completion: Completion, what: str) -> None:
-        """Require that every token has the logprob that the checkpoint gives it, if the checkpoint is known."""
-        if self.known_reference is not None and completion.token_ids:
-            num_tokens, num_logprobs = len(completion.token_ids), len(completion.logprobs)
-            require(num_tokens == num_logprobs, f"{num_tokens} tokens of {what} came with {num_logprobs} logprobs")
-            self.require_sampled_from(self.reference.weights, request, completion, what)
-
     async def require_state(self, state: EndpointState, when: str) -> None:
         """Require that the endpoint reports ``state``."""
         found = (await self.endpoint.weight_version()).state
