@@ -391,7 +391,7 @@ def test_an_episode_whose_files_exceed_a_limit_fails_and_its_files_are_removed(
 @bubblewrap
 def test_the_model_reads_what_is_wrong_with_a_command(tmp_path: Path) -> None:
     played = work(write_task(tmp_path), 5, "a\0b")
-    assert results(played) == ["{'error': 'the command must be a text without NUL of at most 100000 bytes'}"] * 2
+    assert results(played) == ["{'error': 'the command must be a string without NUL of at most 100000 bytes'}"] * 2
     with pytest.raises(ValueError, match="at most 100000 bytes"):
         harbor_sandboxes._check_command("x" * 100_001)
 
@@ -417,7 +417,10 @@ def test_the_reward_is_what_the_verifier_wrote(tmp_path: Path, test: str, reward
 @pytest.mark.parametrize(
     ("test", "words"),
     [
-        ("echo no; exit 1", "wrote neither reward.json nor reward.txt to /logs/verifier; the tests ended with: no"),
+        (
+            "echo no; exit 1",
+            "wrote neither reward.json nor reward.txt to /logs/verifier; the output of the tests ended with: no",
+        ),
         ("echo nan > /logs/verifier/reward.txt", "is 'nan\\n', which is not a finite number"),
         ("echo much > /logs/verifier/reward.txt", "is not a finite number"),
         ("echo '{\"reward\": true}' > /logs/verifier/reward.json", "is not an object of finite numbers"),

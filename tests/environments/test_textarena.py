@@ -188,7 +188,7 @@ def test_a_game_of_three_gives_each_player_its_reward() -> None:
     [
         ({"game": "Wordle-v0"}, "downloads word lists"),
         ({"game": "Debate-v0"}, "calls a paid service"),
-        ({"game": "TicTacTo-v0"}, "near: TicTacToe-v0"),
+        ({"game": "TicTacTo-v0"}, "similar names: TicTacToe-v0"),
         ({"game": "ConnectFour-v0", "opponent": "random"}, "does not list its moves"),
         ({"game": "TicTacToe-v0", "players": 3}, "does not start with .* 3 players"),
         ({"game": "TicTacToe-v0", "options": {"size": 4}}, "does not start with options"),
