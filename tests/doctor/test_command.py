@@ -107,8 +107,8 @@ def test_a_server_of_another_checkpoint_is_refused_and_keeps_its_weights(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{run}", "--model", "x", "--worker", "fsdp"], "leave out --model, --worker"),
-        (["{run}", "--prompts", "3"], "leave out --prompts"),
+        (["{run}", "--model", "x", "--worker", "fsdp"], "omit --model, --worker"),
+        (["{run}", "--prompts", "3"], "omit --prompts"),
         ([], "specify what to examine: the directory of a run"),
         (["http://127.0.0.1:9", "--model", "{model}"], "check that the server is running"),
     ],
