@@ -39,8 +39,7 @@ from inflight.dialects.tinker.samplers import NotFoundError, SamplingSessions, c
 from inflight.errors import InvalidRequestError, UnsupportedError, WorkerDiedError
 
 IDLE_S = 1800.0
-"""Seconds without a heartbeat after which a session has ended. Clients send one every 10 s, unless they are
-suspended."""
+"""Seconds without a heartbeat after which a session has ended. Clients send one every 10 s, unless suspended."""
 _NUM_FINISHED = 1000
 """Number of finished sessions that can still be described on request."""
 SILENT_S = 60.0
