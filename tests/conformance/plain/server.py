@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 from safetensors.torch import load
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, StoppingCriteriaList
 
 torch.set_num_threads(1)
 MODEL = AutoModelForCausalLM.from_pretrained(sys.argv[1])
@@ -37,7 +37,6 @@ def generate(body: bytes) -> dict:
         max_new_tokens=ask["max_tokens"],
         do_sample=bool(filters),
         eos_token_id=stop or None,
-        stop_strings=ask["stop"] or None,
         pad_token_id=MODEL.config.pad_token_id,
         return_dict_in_generate=True,
         output_scores=True,
@@ -45,7 +44,17 @@ def generate(body: bytes) -> dict:
     )
     ids = torch.tensor([ask["ids"]])
     torch.manual_seed(ask["seed"])
-    output = MODEL.generate(ids, generation_config=config, attention_mask=torch.ones_like(ids), tokenizer=TOKENIZER)
+
+    def contains_stop(token_ids: torch.Tensor, _: object) -> torch.Tensor:
+        text = TOKENIZER.decode(token_ids[0, ids.shape[1] :])  # transformers' own stop_strings look at the prompt too
+        return torch.tensor([any(word in text for word in ask["stop"])])
+
+    output = MODEL.generate(
+        ids,
+        generation_config=config,
+        attention_mask=torch.ones_like(ids),
+        stopping_criteria=StoppingCriteriaList([contains_stop] if ask["stop"] else []),
+    )
     tokens = output.sequences[0, ids.shape[1] :].tolist()
     logprobs = [scores.log_softmax(-1)[0, token].item() for scores, token in zip(output.scores, tokens, strict=True)]
     text = TOKENIZER.decode(tokens)
