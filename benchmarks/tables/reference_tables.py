@@ -62,7 +62,9 @@ def _described(parser: argparse.ArgumentParser) -> Iterator[str]:
             flags = ", ".join(action.option_strings)
             text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
             rows.append((f"`{f'{flags} {value}'.strip() if action.nargs != 0 else flags}`", _cell(text)))
-    yield _table(("argument", "meaning"), rows)
+    yield _table(("argument", "meaning"), [(flags.replace("|", "\\|"), meaning) for flags, meaning in rows])
+    if rest := _cell((parser.epilog or "").partition("Example:")[0]):
+        yield rest
     for name, subparser in inner:
         yield f"#### {parser.prog} {name}"
         yield from _described(subparser)

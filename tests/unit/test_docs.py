@@ -98,6 +98,16 @@ def test_the_schema_of_events_in_docs_is_that_of_the_models() -> None:
     assert checked_in == json.loads(json.dumps(json_schema())), "run: make docs"
 
 
+@pytest.mark.parametrize("page", ["configuration", "cli", "errors", "http", "metrics", "loss-presets", "events"])
+def test_every_entry_of_the_reference_has_a_meaning(page: str) -> None:
+    rows = re.findall(r"^\| `.*\|$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    column = 1 if page == "http" else 3 if page == "loss-presets" else -1
+    for row in rows:
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        assert cells[column], row
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_configurations_of_the_migration_page_are_valid(tmp_path: Path, number: int) -> None:
     file = tmp_path / "run.toml"

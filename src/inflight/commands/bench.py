@@ -36,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights.add_argument(
         "--changed", type=float, default=0.02, help="share of elements that change between publishes (default: 0.02)"
     )
-    weights.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    weights.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of the weights (default: %(default)s)",
+    )
     weights.add_argument("--threads", type=int, default=1, help="CPU threads of the server (default: %(default)s)")
     weights.add_argument(
         "--directory", type=Path, help="directory for the model and the files (default: the temporary directory)"

@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN.toml",
         help="run configuration, at a path that is valid for all processes of the job",
     )
-    parser.add_argument("--emit", choices=("sbatch", "jobset"), required=True)
+    parser.add_argument(
+        "--emit", choices=("sbatch", "jobset"), required=True, help="print a Slurm script or a Kubernetes JobSet"
+    )
     parser.add_argument(
         "--option",
         action="append",

@@ -30,10 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--images, in all of it (default: 1, which teaches only the form of the answers)",
     )
     parser.add_argument("--style", choices=("answer", "grown"), default="grown", help="form of the demonstrations")
-    parser.add_argument("--family", choices=("llama", "qwen2", "qwen3", "qwen3_moe"), default="llama")
-    parser.add_argument("--hidden-size", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument(
+        "--family",
+        choices=("llama", "qwen2", "qwen3", "qwen3_moe"),
+        default="llama",
+        help="model type (default: %(default)s)",
+    )
+    parser.add_argument("--hidden-size", type=int, default=96, help="width of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=3, help="number of attention heads (default: %(default)s)")
     parser.add_argument(
         "--max-model-len",
         type=int,
@@ -44,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make a LLaVA model, which accepts images, and warm-start it on the images of a task or environment",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
