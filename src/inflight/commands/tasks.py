@@ -27,41 +27,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="TASK", help="tasks to sample (default: all of reasoning-gym)")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model directory to sample from")
     parser.add_argument("--params", default="{}", metavar="JSON", help="parameters of the tasks, as a JSON object")
-<<<<<<< HEAD
     parser.add_argument("--system-prompt", metavar="TEXT", help="system prompt, as task.system_prompt of a run")
     parser.add_argument("--prompt-template", metavar="TEXT", help="prompt template, as task.prompt_template of a run")
     parser.add_argument("--answer-pattern", metavar="REGEX", help="answer pattern, as task.answer_pattern of a run")
     parser.add_argument("--items", type=int, default=8, help="number of problems per task (default: %(default)s)")
+    parser.add_argument("--group-size", type=int, default=8, help="completions per problem (default: %(default)s)")
     parser.add_argument(
-        "--group-size", type=int, default=8, help=("number of completions per problem (default: %(default)s)")
+        "--max-tokens", type=int, default=64, help="largest number of tokens per completion (default: %(default)s)"
     )
-    parser.add_argument(
-        "--max-tokens", type=int, default=64, help=("largest number of tokens per completion (default: %(default)s)")
-    )
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--groups-per-step", type=int, default=8, help=("number of groups per step (default: %(default)s)")
-    )
-    parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), help=("number of CPU threads (default: all processors)")
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-=======
-    parser.add_argument("--system-prompt", metavar="TEXT", help="as task.system_prompt of a run")
-    parser.add_argument("--prompt-template", metavar="TEXT", help="as task.prompt_template of a run")
-    parser.add_argument("--answer-pattern", metavar="REGEX", help="as task.answer_pattern of a run")
-    parser.add_argument("--items", type=int, default=8, help="problems of each task (default: %(default)s)")
-    parser.add_argument("--group-size", type=int, default=8, help="completions of a problem (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="length of a completion (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)g)")
     parser.add_argument("--seed", type=int, default=0, help="seed of items and sampling (default: %(default)s)")
-    parser.add_argument("--groups-per-step", type=int, default=8, help="groups of a step (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all processors)")
+    parser.add_argument(
+        "--groups-per-step", type=int, default=8, help="number of groups per step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="number of CPU threads (default: all processors)"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the model (default: %(default)s)"
     )
->>>>>>> c9d448c0 (Every option, setting, event and metric of the reference has a meaning, and a test fails for one that has none)
     parser.add_argument("--examples", action="store_true", help="also print a problem and the best answer of each task")
     add_json_argument(parser)
 

@@ -192,11 +192,7 @@ class CheckpointSaved(Event):
 
     kind: Literal["checkpoint_saved"] = "checkpoint_saved"
     version: int
-<<<<<<< HEAD
-    """The saved version."""
-=======
     """The version in the checkpoint."""
->>>>>>> c9d448c0 (Every option, setting, event and metric of the reference has a meaning, and a test fails for one that has none)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -232,11 +228,7 @@ class ServedVersions(Event):
     trainer: int
     """Number of trained versions so far."""
     servers: dict[str, int | None]
-<<<<<<< HEAD
-    """Version by server."""
-=======
     """Served version of each server, by name."""
->>>>>>> c9d448c0 (Every option, setting, event and metric of the reference has a meaning, and a test fails for one that has none)
 
 
 class FleetScaled(Event):
@@ -254,11 +246,7 @@ class MemoryMoved(Event):
 
     kind: Literal["memory_released", "memory_restored"]
     servers: tuple[str, ...]
-<<<<<<< HEAD
-    """Servers that have released or restored their memory."""
-=======
     """Names of the servers."""
->>>>>>> c9d448c0 (Every option, setting, event and metric of the reference has a meaning, and a test fails for one that has none)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -270,11 +258,7 @@ class Failure(Event):
 
     kind: Literal["failure"] = "failure"
     what: str
-<<<<<<< HEAD
-    """What happened."""
-=======
     """The message of the failure."""
->>>>>>> c9d448c0 (Every option, setting, event and metric of the reference has a meaning, and a test fails for one that has none)
 
 
 class RunEnded(Event):
@@ -284,11 +268,7 @@ class RunEnded(Event):
     version: int
     """Number of trained versions."""
     is_interrupted: bool
-<<<<<<< HEAD
-    """Whether the run was interrupted, for example by Ctrl-C."""
-=======
     """Whether a signal ended the run."""
->>>>>>> c9d448c0 (Every option, setting, event and metric of the reference has a meaning, and a test fails for one that has none)
     ledger: dict[str, Any] = {}
     """Final counts of the ledger: ``trained``, ``dropped`` by reason, ``requeued``, and ``outstanding``, which will not
     be trained on unless the run is resumed."""
