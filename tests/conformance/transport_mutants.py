@@ -599,11 +599,11 @@ MUTANTS = {
     "wrong error of a join": Mutant(
         "T-18",
         "TimeoutError propagates",
-        receiver=answered("join", "timeout", raising(TimeoutError("wait timeout"))),
+        receiver=answered("join", "not set after", raising(TimeoutError("wait timeout"))),
     ),
     "abandons at once": Mutant("T-18", "a receiver does not wait for its sender", receiver=gives_up_at_once),
     "joins without ranks": Mutant(
-        "T-19", "the sender takes a timeout for success", answered("join", "timeout", lambda: None)
+        "T-19", "the sender takes a timeout for success", answered("join", "not set after", lambda: None)
     ),
     "join timeout for each rank": Mutant(
         "T-37", "the timeout of a join starts again with every rank", joins_with_a_timeout_for_each_rank

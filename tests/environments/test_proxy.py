@@ -470,8 +470,8 @@ def test_fields_that_change_no_answer_are_accepted_and_the_settings_of_the_run_h
             max_completion_tokens=5,
         )
         assert response.headers["x-inflight-overridden"].split(", ") == [
-            "temperature=0.2 (the run has 1)",
-            "seed=7 (the run has its own)",
+            "temperature=0.2 (the run uses 1)",
+            "seed=7 (the run uses its own value)",
             "tool_choice=required (calls are never forced)",
         ]
         answer = response.parse()

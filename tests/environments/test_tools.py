@@ -129,8 +129,8 @@ def test_rows_come_from_a_file_too_and_begin_anew_after_the_last(tmp_path: Any) 
         ({"factory": f"{HERE}:NoReward"}, "no method get_reward, and task.params has no reward_funcs"),
         ({"factory": f"{HERE}:Nobody"}, "cannot be imported"),
         ({"prompts": "no-such-file.jsonl"}, r"no-such-file.jsonl cannot be read"),
-        ({"prompts": []}, "at least one"),
-        ({"prompts": f"{HERE}:WRONG_ROWS"}, "it has 3"),
+        ({"prompts": []}, "it is empty"),
+        ({"prompts": f"{HERE}:WRONG_ROWS"}, "it contains 3"),
     ],
 )
 def test_what_is_no_environment_is_refused_before_the_run(params: dict[str, Any], words: str) -> None:

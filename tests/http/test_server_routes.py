@@ -164,7 +164,7 @@ def test_a_body_that_cannot_be_used_is_refused_by_key_and_value(
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null", b'"text"', b"\xff\xfe", b'{"request_id": "\\ud800"}'])
 def test_a_body_that_is_no_json_object_is_refused(client: httpx.Client, content: bytes) -> None:
     error = error_of(client.post("/v1/generate", content=content), 400)
-    assert error.message.startswith("/v1/generate cannot use this body: ")
+    assert error.message.startswith("/v1/generate cannot accept this body: ")
 
 
 def test_a_long_wrong_value_is_quoted_in_part(client: httpx.Client) -> None:

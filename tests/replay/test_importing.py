@@ -141,7 +141,7 @@ def test_samples_of_slimes_newer_releases_are_read(tmp_path: Path, capsys: pytes
     file = slime_dump(tmp_path / "0.pt", 0, *samples)
     assert main(["import", "slime", file, "--to", str(tmp_path / "record")]) == 0
     told = capsys.readouterr().out
-    assert "the experts that computed its tokens (rollout_routed_experts) are left out (4 samples)" in told
+    assert "the experts that computed its tokens (rollout_routed_experts) are omitted (4 samples)" in told
     assert "the response is empty, so the sample is omitted (1 samples)" in told
     step = read_step(tmp_path / "record", 1)
     rollouts = step.groups[0].rollouts

@@ -6,12 +6,10 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.gates import BrakedServer, wait_until
 from tests.models import make_model
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import weight_version
@@ -52,28 +50,6 @@ def test_plain_grpo_is_short_and_publishes_every_step_while_completions_run(
     assert [version for version, _ in found] == STEPS, printed
     assert sum(int(num_mixed) for _, num_mixed in found) > 0, "no completion saw its weights change"
     assert weight_version(server).version == 5
-
-
-def test_the_ten_lines_of_the_readme_print_a_completion_of_several_versions(tied_model: Path, tmp_path: Path) -> None:
-    server = BrakedServer(tied_model, tmp_path / "server")
-    server.wait_until_ready()
-    program = (ROOT / "examples" / "hello.py").read_text()
-    for written, here in (("models/tiny", str(tied_model)), ("http://127.0.0.1:8000", server.url), ("secret", TOKEN)):
-        program = program.replace(f'"{written}"', f"{here!r}")
-    (script := tmp_path / "hello.py").write_text(program)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            server.brake.put_on()  # however fast the server is, the completion is running when the updates come
-            printed = pool.submit(output_of, script)
-            try:
-                wait_until(lambda: printed.done() or weight_version(server).version >= 2, "nothing is published")
-            finally:
-                server.brake.release()
-            spans = [[int(n) for n in re.findall(r"\d+", line)] for line in printed.result().splitlines()]
-    finally:
-        server.end()
-    assert [version for version, _, _ in spans][-1] >= 2, spans
-    assert len(spans) >= 2 and spans[0][1] == 0 and spans[-1][2] == 400
 
 
 def test_trl_trainer_samples_from_the_server_and_publishes_every_step(

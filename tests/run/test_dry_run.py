@@ -86,7 +86,7 @@ def test_a_colocated_layout_that_needs_the_engine_to_give_up_its_memory_is_refus
     arguments = '["--gpu-memory-utilization", "0.9"]'
     status, printed, said = dry_run("gpus-colocated", "--devices", "8x80GiB", "--servers.engine_arguments", arguments)
     assert (status, printed) == (1, "")
-    assert re.search(r"GPU 0 needs \d+\.\d GiB but has 80\.0 GiB, \d+\.\d GiB too little", said)
+    assert re.search(r"GPU 0 is estimated to need \d+\.\d GiB but has 80\.0 GiB, \d+\.\d GiB too little", said)
     assert "set run.mode = 'conventional' and servers.release_memory = true, so that they take turns" in said
 
 
