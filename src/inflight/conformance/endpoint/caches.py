@@ -241,7 +241,7 @@ async def _publish_while_sampling(
     answers: list[SentAnswer] = []
     num_answers, over = 0, asyncio.Event()
     prefix = subject.prompt(min(_SHARED_LENGTH, subject.context_len // 2), seed=7)
-    clients = (sampler, *([sampler, subject.endpoint] * _NUM_RUNNING))
+    clients = (sampler, subject.endpoint) * _NUM_RUNNING
     num_running = min(_NUM_RUNNING, subject.capabilities.max_concurrent_sequences - 1)
     await sampler.generate(subject.request((*prefix, 0), max_tokens=1))
 
@@ -256,7 +256,7 @@ async def _publish_while_sampling(
     running = [subject.begin(sample_on(i)) for i in range(num_running)]
     kinds = supported_kinds(subject)
     for i, kind in enumerate(kinds if policy is InFlightPolicy.RECOMPUTE else kinds[::2]):
-        await within(_ENDS_S, _until_sampling(subject, running), "a request to be decoded")
+        await within(_ENDS_S, _until_sampling(clients[:2], running), "a request to be decoded")
         before = chain.served
         after = await chain.publish(kind, policy)
         named = {"another client": sampler, "the publisher's own client": subject.endpoint}
@@ -278,9 +278,9 @@ async def _publish_while_sampling(
         _require_as_the_policy_says(subject, chain.published, answers, policy)
 
 
-async def _until_sampling(subject: EndpointSubject, running: Sequence[asyncio.Task[None]]) -> None:
-    """Return once requests are being decoded."""
-    while running and (await subject.endpoint.weight_version()).num_running == 0:
+async def _until_sampling(clients: Sequence[InferenceEndpoint], running: Sequence[asyncio.Task[None]]) -> None:
+    """Return once requests are being decoded. An adapter may count only those of its own client."""
+    while running and not any([(await client.weight_version()).num_running for client in clients]):
         for task in running:
             if task.done():
                 task.result()
