@@ -57,8 +57,6 @@ class Progress:
         self._live: Live | None = None
         self._first: Mapping[str, Any] | None = None
         """The first row since this process started, from which the remaining time is estimated."""
-        self._reward: float | None = None
-        """The mean reward of the last step during which groups finished."""
         self._last_line = 0.0
         self._last_word = self._last_event = time.monotonic()
 
@@ -79,8 +77,6 @@ class Progress:
 
     def step(self, row: Mapping[str, Any]) -> None:
         self._first = self._first or row
-        if row["reward"] is not None:
-            self._reward = row["reward"]
         self._last_word = self._last_event = time.monotonic()
         if self._console.is_terminal:
             if self._live is None:
@@ -131,7 +127,7 @@ class Progress:
         accepted = row["accepted_per_verification"]
         return [
             ("step", f"{row['version']}/{self._num_steps}"),
-            ("reward", _number(self._reward, ".3f")),
+            ("reward", _number(row["reward"], ".3f")),
             ("lag", f"{row['lag_mean']:.1f} (max {row['lag_max']})"),
             ("ESS", _number(row.get("effective_sample_size"), ".3f")),
             ("tokens/s", f"{row['completion_tokens_per_s']:.0f} sampled, {row['trained_tokens_per_s']:.0f} trained"),
