@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.publishing import SteppedPublisher
@@ -58,11 +59,18 @@ class _Seeing:
         return self.subject.difference(completion.logprobs[: len(tokens)], expected)
 
 
+_NONE: dict[Path, str] = {}
+"""Why there is no endpoint with images, by the directory of a run of the kit."""
+
+
 async def _open_seeing(subject: EndpointSubject) -> _Seeing:
     """Return an endpoint of the same kind that serves the kit's model with images; skip the check if there is none.
 
-    Unless the endpoint under check supports images, whatever goes wrong here shows only that there is none.
+    Unless the endpoint under check supports images, whatever goes wrong here shows only that there is none, and it is
+    not tried again: a server may take a minute to fail.
     """
+    if reason := _NONE.get(subject.directory):
+        skip(reason)
     try:
         reference = ReferenceCheckpoint(make_seeing_model(subject.directory / "seeing"))
         endpoint = (await subject.fresh(reference.path)).endpoint
@@ -70,7 +78,10 @@ async def _open_seeing(subject: EndpointSubject) -> _Seeing:
     except Exception as error:  # packages may be missing, and a factory may raise anything for this model
         if subject.capabilities.images and not isinstance(error, ConfigError | UnsupportedError):
             raise
-        skip(f"no endpoint with a model that accepts images: {type(error).__name__}: {error}")
+        reason = f"no endpoint with a model that accepts images: {type(error).__name__}: {error}"
+        if not subject.capabilities.images:
+            _NONE[subject.directory] = reason
+        skip(reason)
     if not can.images:
         skip("images are not supported, even for a model that accepts them")
     assert reference.images is not None
