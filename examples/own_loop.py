@@ -52,6 +52,7 @@ def main(model: str, url: str, num_steps: int = 5) -> None:
     loss = preset("pipelinerl_paper").loss
     worker = create_worker({"model_path": model, "learning_rate": 1e-3})
     with WeightPublisher.connect([url], run_id="own-loop", token=os.environ["INFLIGHT_TOKEN"]) as publisher:
+        publish_weights(worker, publisher)  # the server may still serve the weights of an earlier run
         for step in range(num_steps):
             samples = []
             for group in asyncio.run(sample_groups(url, step)):

@@ -20,7 +20,7 @@ from inflight import InferenceEndpoint, ModuleWeights, WeightPublisher, connect_
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, SamplingParams
 
 PROMPTS = ["first", "second", "third", "fourth"]
-SAMPLING = SamplingParams(n=8, max_tokens=64, temperature=1.0)
+SAMPLING = SamplingParams(n=8, max_tokens=128, temperature=1.0)
 
 
 def reward(text: str) -> float:
@@ -67,6 +67,7 @@ def main(path: str, url: str, num_steps: int = 5) -> None:
     ):
         endpoint = connect_endpoint(url, token=token)
         weights = ModuleWeights(model, wire_dtype=portal.call(endpoint.capabilities).dtype)
+        publish_weights(weights, publisher)  # the server may still serve the weights of an earlier run
         running = submit(portal, endpoint, 0)
         for step in range(num_steps):
             responses = [future.result() for future in running]
