@@ -1,4 +1,4 @@
-"""Arguments that several kinds of checks share: which endpoint, and which worker."""
+"""Arguments that several kinds of checks share: those that name the endpoint, and those that name the worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 def add_endpoint_arguments(
     endpoint: argparse.ArgumentParser, target: str = "URL of a server, or module:function"
 ) -> None:
-    """Add the arguments that `endpoint_of` reads, except ``--option``. ``target`` is the help of the target."""
+    """Add the arguments that `endpoint_of` reads, except ``--option``. ``target`` is the help text of the target."""
     endpoint.add_argument("target", nargs="?", metavar="TARGET", help=target)
     endpoint.add_argument(
         "--serve",
@@ -78,7 +78,7 @@ def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Endpo
 
 
 def worker_factory(text: str) -> str:
-    """Return the ``module:attribute`` of a worker kind; a name without a colon is that of an installed kind."""
+    """Return the ``module:attribute`` of a worker kind; a name without a colon is the name of an installed kind."""
     if ":" in text:
         check_reference(text)
         return text

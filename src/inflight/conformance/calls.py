@@ -34,7 +34,7 @@ class Ending(Generic[T]):
 
 
 class PendingCall(Generic[T]):
-    """A call that was started. ``what`` names it, as in "the sender's join"."""
+    """A call that was started. ``what`` describes the call, as in "the sender's join"."""
 
     def __init__(self, call: Callable[[], T], what: str) -> None:
         self.what = what
@@ -54,7 +54,7 @@ class PendingCall(Generic[T]):
 
     @property
     def seconds(self) -> float:
-        """How long ago it was started."""
+        """How long ago the call was started."""
         return time.monotonic() - self._started
 
     def has_ended(self, within_s: float = 0.0) -> bool:
@@ -69,7 +69,7 @@ class PendingCall(Generic[T]):
         return self._ending
 
     def result(self, within_s: float) -> T:
-        """Return what the call returned or raise what it raised. Raises `Hung`."""
+        """Return what the call returned, or raise what it raised. Also raises `Hung`."""
         ending = self.ending(within_s)
         if ending.error is not None:
             raise ending.error

@@ -9,8 +9,8 @@ Modules write checks with the decorator `check`::
     async def nothing_sampled(subject: EndpointSubject, policy: InFlightPolicy) -> None:
         "Under {policy}, no token is sampled from the moment request_weight_update returns until the pause ends."
 
-The function records its measurements on the subject and returns. It calls `require` or `fail` if the requirement does
-not hold, and `skip` if the requirement does not apply to the subject.
+The function records its measurements on the subject and returns. To fail, it calls `require` or `fail`; if the
+requirement does not apply to the subject, it calls `skip`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Check:
     look_at: str
     """Where an implementer should look first if the requirement does not hold."""
     function: Callable[[Any], Any]
-    """Takes the subject; a coroutine function for endpoints, a plain one elsewhere."""
+    """Takes the subject. A coroutine function for endpoints, a plain function elsewhere."""
     deadline_s: float = 20.0
     """A check that takes longer counts as hung."""
     needs: tuple[str, ...] = ()
@@ -72,11 +72,11 @@ def check(
 ) -> Callable[[Function], Function]:
     """Return a decorator that registers the function as a check.
 
-    Several of them on one function register several checks.
+    Several decorators on one function register several checks.
 
-    ``needs`` are words separated by spaces. The check calls the function with the subject and ``parameters``. The
-    first paragraph of the docstring is the requirement, in which ``{name}`` stands for a parameter. ``LEVEL`` of the
-    function's module is the level.
+    ``needs`` is a list of words separated by spaces. The check calls the function with the subject and ``parameters``.
+    The first paragraph of the docstring is the requirement, in which ``{name}`` stands for a parameter. The level is
+    ``LEVEL`` of the function's module.
     """
 
     def added(function: Function) -> Function:
@@ -99,7 +99,7 @@ def check(
 
 
 def look_at(hint: str) -> Callable[[Function], Function]:
-    """Return a decorator that sets ``look_at`` of the function's checks, if a line of `check` would be too long."""
+    """Return a decorator that sets ``look_at`` of the function's checks, for texts too long for a line with `check`."""
 
     def added(function: Function) -> Function:
         vars(function)["look_at"] = hint
@@ -109,7 +109,7 @@ def look_at(hint: str) -> Callable[[Function], Function]:
 
 
 def checks_in(*modules: ModuleType) -> tuple[Check, ...]:
-    """Return the checks that modules define, in the order of the source."""
+    """Return the checks that these modules define, in source order."""
     functions = [value for module in modules for value in vars(module).values() if isinstance(value, FunctionType)]
     return tuple(check for function in functions for check in vars(function).get("checks", ()))
 

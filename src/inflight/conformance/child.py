@@ -1,4 +1,4 @@
-"""The process that runs checks and can be killed if one never returns: ``python -m`` with a socket's file number.
+"""A process that runs checks and can be killed if a check never returns: ``python -m`` with a socket's file descriptor.
 
 Lines of JSON in: first a `ChildSetup`, then one `Command` per check. Lines of JSON out: first `ChildReady`, then one
 `Judgement` per command. The process ends with its parent.
@@ -34,21 +34,21 @@ class ChildSetup(WireModel):
     rank: int = 0
     num_ranks: int = 1
     session: int = 0
-    """Number of the group of processes; each group has its own store."""
+    """The number of the process group; each group has its own store."""
     directory: Path
     start_deadline_s: float
     deadline_scale: float = 1.0
 
 
 class ChildReady(WireModel):
-    """The subject was created, with these facts for the certificate, or ``problem`` states why it was not."""
+    """Reports that the subject was created, with facts for the certificate, or in ``problem`` why it was not."""
 
     facts: dict[str, object] = Field(default_factory=dict)
     problem: str = ""
 
 
 class Command(WireModel):
-    """Run one check, or its stage ``before`` or ``after``."""
+    """A request to run one check, or its stage ``before`` or ``after``."""
 
     check: str
     stage: str = "function"
@@ -109,7 +109,7 @@ def _noted_threads() -> list[str]:
 
 
 def open_subject(setup: ChildSetup) -> Subject:
-    """Return the subject of a setup, made in this process."""
+    """Return the subject of a setup, created in this process."""
     if isinstance(setup.target, EndpointTarget):
         from inflight.conformance.endpoint.judged import JudgedEndpoint
 

@@ -1,4 +1,4 @@
-"""The changes between two certificates of one implementation: checks and circumstances."""
+"""The changes between two certificates of one implementation, in checks and in circumstances."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ChangeKind(StrEnum):
     """How one check changed; the value is the heading under which it is shown."""
 
     REGRESSION = "regressions"
-    """It passed, or its failure was expected; now it fails or hangs."""
+    """The check passed, or its failure was expected; now it fails or hangs."""
     STILL_BAD = "still failing"
     EXCUSED = "now an expected failure"
     SKIP_CHANGED = "skipped before or now"
@@ -29,15 +29,15 @@ class ChangeKind(StrEnum):
 
 
 class Change(WireModel):
-    """One check whose outcome differs, or that fails in both."""
+    """One check whose outcome differs, or that fails in both certificates."""
 
     kind: ChangeKind
     id: str
     requirement: str
     before: CheckOutcome | None
-    """None: not among the old verdicts."""
+    """None if the check is not among the old verdicts."""
     after: CheckOutcome | None
-    """None: not among the new verdicts."""
+    """None if the check is not among the new verdicts."""
     message: str = ""
     """The message of the newer verdict."""
 
@@ -123,7 +123,7 @@ def _change(before: Verdict | None, after: Verdict | None) -> Change | None:
 
 
 def _kind(before: CheckOutcome | None, after: CheckOutcome | None) -> ChangeKind | None:
-    """Return how a check changed; None if it did not."""
+    """Return how a check changed, or None if it did not."""
     if before is None:
         return ChangeKind.NEW
     if after is None:
@@ -142,7 +142,7 @@ def _title(certificate: Certificate) -> str:
 
 
 def _facts(certificate: Certificate) -> Iterator[tuple[str, str]]:
-    """Yield the circumstances of a run as names with dots and texts."""
+    """Yield the circumstances of a run as pairs of a dotted name and a text."""
     for name in ("protocol_version", "kit_version", "target", "implementation", "implementation_version"):
         yield name, str(getattr(certificate, name))
     for name in ("flags", "capabilities", "environment"):

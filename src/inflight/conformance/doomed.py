@@ -1,7 +1,7 @@
-"""A sender in its own process, which checks stop or kill: ``python -m`` with lines of JSON as input and output.
+"""A sender in its own process that checks can stop or kill: ``python -m`` with lines of JSON as input and output.
 
-It hosts the store of the weight group, joins as rank 0 and sends; the check makes the control calls. In: one
-`SendCommand` per group. Out: the `ProcessGroupSpec` with which the endpoint joins that group.
+The process hosts the store of the weight group, joins as rank 0 and sends; the check makes the control calls. The input
+is one `SendCommand` per group. The output is the `ProcessGroupSpec` with which the endpoint joins that group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _START_S = 30.0
 
 
 class SendCommand(WireModel):
-    """Form a group, send the first ``num_buckets`` buckets of an update, and then do nothing more."""
+    """A request to form a group, send the first ``num_buckets`` buckets of an update, and then do nothing more."""
 
     transport: Literal["gloo", "nccl"]
     num_ranks: int
@@ -37,7 +37,7 @@ class SendCommand(WireModel):
 
 
 class DoomedSender:
-    """The check's side of such a process."""
+    """The check's side of a process that sends."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -75,7 +75,7 @@ async def start_doomed_sender() -> AsyncIterator[DoomedSender]:
 
 
 def main() -> None:
-    """Run each command that arrives."""
+    """Execute each command that arrives."""
     for line in sys.stdin:
         command = SendCommand.model_validate_json(line)
         sender = ProcessGroupSender(command.transport)

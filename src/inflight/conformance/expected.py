@@ -22,9 +22,9 @@ _FORM = 'write one line per check, as in E-12 = "why it does not hold yet"'
 
 
 def load_expected(path: Path, checks: Iterable[Check]) -> Mapping[str, str]:
-    """Return the reasons in a file of expected failures, by check id.
+    """Return the reasons that a file of expected failures gives, by check id.
 
-    ``checks`` are all checks of the kind. Raises `ConfigError` that names the file and the key.
+    ``checks`` are all checks of the kind. Raises a `ConfigError` that names the file and the key.
     """
     known = [check.id for check in checks]
     entries = read_toml(path, "file of expected failures")

@@ -1,4 +1,4 @@
-"""Finds the line of an implementation that raised an error, as opposed to a line of a library or of the kit."""
+"""Finds the line of the implementation that raised an error, rather than a line of a library or of the kit."""
 
 from __future__ import annotations
 

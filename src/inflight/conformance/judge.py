@@ -18,7 +18,7 @@ from inflight.wire import WireModel
 
 
 class Hung(Exception):  # noqa: N818 - an outcome, not an error
-    """A call did not end before its deadline; the second argument shows where it was waiting."""
+    """A call did not end before its deadline. The second argument shows where the call was waiting."""
 
 
 class Subject(Protocol):
@@ -36,7 +36,7 @@ class Subject(Protocol):
 
     @abstractmethod
     def missing(self, needs: tuple[str, ...]) -> str | None:
-        """Return why a check with these needs cannot be run; None if it can."""
+        """Return why a check with these needs cannot be run, or None if it can."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -44,7 +44,7 @@ class Subject(Protocol):
 
     @abstractmethod
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
-        """Call a check's function. Its errors propagate; also raises `Hung`."""
+        """Call a check's function. The function's errors propagate; also raises `Hung`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Subject(Protocol):
 
 
 class Judgement(WireModel):
-    """One check's verdict on this rank, and how restoring the subject went."""
+    """One check's verdict on this rank, and whether the subject could be restored."""
 
     verdict: Verdict
     prepare_seconds: float = 0.0
@@ -83,7 +83,7 @@ def judge(subject: Subject, check: Check, stage: Callable[[Any], Any] | None = N
 
 
 def _outcome_of(call: Callable[[], object]) -> tuple[CheckOutcome, str, str]:
-    """Return the outcome of a call, a message, and where it hung."""
+    """Return the outcome of a call, a message, and where the call hung."""
     try:
         call()
     except CheckSkipped as reason_to_skip:

@@ -1,7 +1,7 @@
-"""The kit: runs checks on a target in processes that it can kill, and returns their verdicts.
+"""The kit runs checks on a target in processes that it can kill, and returns their verdicts.
 
-A check that blocks or kills its process affects only that process: the kit records its stacks, kills it with everything
-that it started, and runs the next check in a new one.
+A check that blocks or kills its process affects only that process: the kit records the process's stacks, kills it with
+everything that it started, and runs the next check in a new process.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Gone(NamedTuple):
     """A subject that could not be restored."""
 
     since: str
-    """Id of the last check that ran if it failed, otherwise of the first check that could not run."""
+    """The id of the last check that ran if it failed, otherwise the id of the first check that could not run."""
     why: str
 
 
 class Kit:
-    """Checks one target. Use it as a context manager; checks may run in any order and several times.
+    """Runs checks on one target. Use it as a context manager; checks may run in any order and more than once.
 
-    ``start_deadline_s`` bounds making the subject: importing its factory, loading its model, joining its ranks.
-    ``deadline_scale`` multiplies the deadline of every check, for slow machines.
+    ``start_deadline_s`` limits how long creating the subject may take: importing its factory, loading its model, and
+    joining its ranks. ``deadline_scale`` multiplies the deadline of every check, for slow machines.
     """
 
     is_over = False
@@ -63,7 +63,7 @@ class Kit:
         self._num_sessions = 0
         self._facts: Mapping[str, Any] = {}
         self._last: Verdict | None = None
-        """Verdicts of the checks that ran."""
+        """The verdicts of the checks that have run."""
         self._unmakable: ConfigError | None = None
         self.gone: Gone | None = None
         """The check since which the subject could not be restored; None while it is available."""
@@ -85,7 +85,7 @@ class Kit:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The facts that the subject reports about itself. Raises `ConfigError` if it cannot be made."""
+        """The facts that the subject reports about itself. Raises `ConfigError` if the subject cannot be created."""
         if not self._facts:
             self._session(self._num_ranks)
         return self._facts
@@ -95,9 +95,9 @@ class Kit:
         return self._target.num_ranks if isinstance(self._target, WorkerTarget) else 1
 
     def run(self, check: Check) -> Verdict:
-        """Return the verdict of one check. Raises `ConfigError` if the subject cannot be made.
+        """Return the verdict of one check. Raises `ConfigError` if the subject cannot be created.
 
-        If an endpoint cannot be restored, further checks are skipped until it can; `gone` specifies since when.
+        If an endpoint cannot be restored, further checks are skipped until it can be; `gone` reports since which check.
         """
         try:
             verdict, is_gone = self._judged(check)
@@ -239,7 +239,10 @@ class _Session:
         self.kill()
 
     def kill(self) -> None:
-        """Kill every rank and what it started; servers have their own process groups, noted in files."""
+        """Kill every rank and the processes that it started.
+
+        Servers have their own process groups, which files record.
+        """
         for process in self._ranks:
             process.kill()
         for noted in self._directory.glob(f"{SERVER_GROUP}*"):
@@ -303,7 +306,7 @@ class _Rank:
             self._socket.sendall(message.model_dump_json().encode() + b"\n")
 
     def receive(self, deadline: float) -> bytes | None:
-        """Return the next line; None if the process has ended. Raises ``TimeoutError``."""
+        """Return the next line, or None if the process has ended. Raises ``TimeoutError``."""
         while b"\n" not in self._buffer:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:
@@ -338,7 +341,7 @@ class _Rank:
             self._process.wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
-        """Kill the process and everything that it started, which is in its process group. Idempotent."""
+        """Kill the process and its whole process group. Idempotent."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

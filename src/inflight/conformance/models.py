@@ -1,4 +1,4 @@
-"""Checkpoints that the kit creates: tiny, random, and with distributions far from uniform."""
+"""Creates the kit's checkpoints, which are tiny and random and whose distributions are far from uniform."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from inflight.engines.embedded.tiny_images import TinyImageShape, create_tiny_im
 
 
 def make_seeing_model(path: Path, *, seed: int = 0) -> Path:
-    """Write a random float32 checkpoint of a model that accepts images, equally far from uniform; return ``path``."""
+    """Write a random float32 checkpoint of a model that accepts images, and return ``path``.
+
+    Its distributions are equally far from uniform.
+    """
     shape = TinyImageShape(hidden_size=64, num_heads=2, max_model_len=1024)
     model = create_tiny_image_model(shape, seed)
     with torch.no_grad():
@@ -40,7 +43,7 @@ def make_tiny_model(
 ) -> Path:
     """Write a random float32 checkpoint, and a tokenizer whose ids are bytes, to ``path``; return ``path``.
 
-    Its logits spread over several units, so that a wrong weight, position or temperature shows.
+    Its logits spread over several units, so that a wrong weight, position or temperature is noticeable.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 

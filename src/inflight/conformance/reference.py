@@ -1,4 +1,4 @@
-"""Reference logprobs: transformers' forward in float32, under any weights that the kit chooses.
+"""Reference logprobs: the forward pass of transformers in float32, under any weights that the kit chooses.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -23,7 +23,7 @@ from inflight.wire import ImageUrl, SamplingParams, VersionSpan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceWeights:
-    """Tensors by checkpoint name, in the order in which they travel; evidence names them by ``label``."""
+    """Tensors by checkpoint name, in the order in which they are sent. Evidence refers to them by ``label``."""
 
     label: str
     tensors: Mapping[str, torch.Tensor]
@@ -55,7 +55,7 @@ class ReferenceCheckpoint:
         self.weights = ReferenceWeights("A", self._stored())
 
     def cast(self, dtype: str) -> None:
-        """Convert the weights to another dtype, as an engine that computes in it does."""
+        """Convert the weights to another dtype, as an engine that computes in that dtype does."""
         wanted: torch.dtype = getattr(torch, dtype)
         self.weights = ReferenceWeights("A", {name: tensor.to(wanted) for name, tensor in self.weights.tensors.items()})
 
@@ -68,7 +68,7 @@ class ReferenceCheckpoint:
         return frozenset()
 
     def _stored(self) -> dict[str, torch.Tensor]:
-        """The trained tensors in the model's order; tied ones under the first name that the model uses."""
+        """The trained tensors in the model's order; tied tensors have the first name that the model uses."""
         stored: dict[str, torch.Tensor] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             stored.update(load_file(file))
@@ -89,9 +89,9 @@ class ReferenceCheckpoint:
         return names[0]
 
     def with_final_norm(self, factor: float, label: str) -> ReferenceWeights:
-        """Return weights whose logits are ``factor`` times as large; exact if it is plus or minus a power of two.
+        """Return weights whose logits are ``factor`` times as large, exactly so if it is plus or minus a power of two.
 
-        Keys and values are the same: the norm comes after every layer.
+        Keys and values are unchanged, because the scaled norm comes after every layer.
         """
         offset = 1.0 if self.config.get_text_config().model_type.startswith("gemma") else 0.0
         tensors = dict(self.weights.tensors)
@@ -102,7 +102,8 @@ class ReferenceCheckpoint:
     def perturbed(self, label: str, seed: int = 1) -> ReferenceWeights:
         """Return weights in which every tensor differs, so that logits, keys and values differ too.
 
-        Changes of many layers add up. In a deep model each is smaller, or the model would amplify every rounding.
+        The changes of many layers add up. In a deep model, each change is smaller; otherwise the model would amplify
+        every rounding error.
         """
         if self._perturbed is None or self._perturbed[0] != (label, seed):
             strength = 0.25 * min(1.0, 2 / self.config.get_text_config().num_hidden_layers) ** 0.5
@@ -135,8 +136,8 @@ class ReferenceCheckpoint:
     ) -> torch.Tensor:
         """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn, computed in ``dtype``.
 
-        With ``images``, all placeholders must be theirs. With a ``window``, a token sees that many tokens only, the
-        last of them itself.
+        With ``images``, all placeholders must belong to these images. With a ``window``, a token attends to that many
+        tokens only, including itself.
         """
         model = self._model_of(weights, dtype)
         ids = torch.tensor([[*prompt, *completion]])
@@ -154,10 +155,12 @@ class ReferenceCheckpoint:
     def mixed_logits(
         self, parts: Sequence[tuple[ReferenceWeights, int]], ids: Sequence[int], first: int, dtype: str = "float32"
     ) -> torch.Tensor:
-        """Return float32 [T, V]: the logits at positions ``first`` to the last but one, with keys and values of several
-        weights, computed in ``dtype``.
+        """Return float32 [T, V]: the logits at positions ``first`` to the last but one, computed in ``dtype``.
 
-        ``parts`` lists in order which weights computed the keys and values of the positions below each bound.
+        The keys and values come from several sets of weights.
+
+        ``parts`` lists, in order, bounds and the weights that computed the keys and values of the positions below each
+        bound.
         """
         cache, logits, done = None, [], 0
         for weights, stop in parts:
@@ -196,9 +199,10 @@ class ReferenceCheckpoint:
         return chosen(distribution(self.logits(weights, prompt, completion, images), sampling), completion)
 
     def rounding(self, dtype: str, ids: Sequence[int]) -> float:
-        """Return the largest difference that computing in ``dtype`` makes to the logprobs of these tokens.
+        """Return the largest change in the logprobs of these tokens that computing in ``dtype`` causes.
 
-        It is the larger one of the checkpoint's weights and of perturbed ones, which checks use too.
+        It is the larger of the changes under the checkpoint's weights and under perturbed weights, which checks also
+        use.
         """
         largest = 0.0
         for weights in (self.perturbed("B"), self.weights):
@@ -235,7 +239,8 @@ def _vocab_size(model: Any) -> int:
 def distribution(logits_TV: torch.Tensor, sampling: SamplingParams | None = None) -> torch.Tensor:
     """Return float64 [T, V]: log-probabilities after temperature, top-k, top-p and min-p, -inf where filtered out.
 
-    Without parameters, or at temperature 0, they are the log-softmax of the unscaled logits. Deliberately simple code.
+    Without parameters, or at temperature 0, they are the log-softmax of the unscaled logits. The code is deliberately
+    simple.
     """
     logits_TV = logits_TV.double()
     if sampling is None or sampling.temperature == 0:

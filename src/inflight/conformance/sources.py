@@ -1,4 +1,4 @@
-"""The digest of the sources that a certificate depends on: an unchanged adapter does not need a new certificate.
+"""The digest of the sources that a certificate depends on, so that an unchanged adapter needs no new certificate.
 
     python -m inflight.conformance.sources CERTIFICATE.json
 
@@ -29,16 +29,16 @@ from inflight.wire import PROTOCOL_VERSION
 _INFLIGHT = Path(__file__).parents[1]
 _KINDS = {"endpoint", "transport", "worker"}
 _OF_ALL = ("inflight.conformance.suite", "inflight.weights.transports.installed")
-"""The module where checks begin, and one that is found by entry points."""
+"""The module where checks begin, and a module that is found by its entry point."""
 _OF_ENDPOINTS = ("inflight.engines.serving",)
 """The module that ``inflight serve --engine`` runs."""
 _NOT_FOLLOWED = ("inflight", "inflight.conformance.sources")
-"""Modules that are not followed: others use only the version of the first, and the second does not affect verdicts."""
+"""Modules whose imports are not followed: only the first one's version is used, and the second affects no verdict."""
 
 
 class _Module(NamedTuple):
     digest: str
-    """SHA-256 of its syntax tree without docstrings."""
+    """SHA-256 of the module's syntax tree without docstrings."""
     imports: tuple[tuple[str, str], ...]
     """Module and name; the name is empty if the module itself is imported. Imports for type checkers are left out."""
 
@@ -97,7 +97,7 @@ def _beginning(kind: str) -> list[Path]:
 def _follow_imports(begin: set[Path], others: set[Path]) -> set[Path]:
     """Return these files and those of inflight that they import, directly or indirectly.
 
-    ``others`` are the directories of other kinds' checks, which the modules that all kinds share also import.
+    ``others`` are the directories with the checks of other kinds, which the modules that all kinds share also import.
     """
     found, left = set(begin), list(begin)
     while left:
@@ -112,7 +112,10 @@ def _follow_imports(begin: set[Path], others: set[Path]) -> set[Path]:
 
 
 def _resolve_import(module: str, name: str) -> Path | None:
-    """Return the file that this import refers to; if a package re-exports a name, that of the defining module."""
+    """Return the file that this import refers to.
+
+    If a package re-exports the name, it is the file of the defining module.
+    """
     path = _file(f"{module}.{name}") if name else None
     if path is not None or (path := _file(module)) is None or path.name != "__init__.py":
         return path
@@ -147,7 +150,7 @@ def _module(source: bytes) -> _Module:
 
 
 def _runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of a syntax tree except those that only type checkers see."""
+    """Yield the nodes of a syntax tree except those that only type checkers see."""
     for part in ast.iter_child_nodes(node):
         if not (isinstance(part, ast.If) and isinstance(part.test, ast.Name) and part.test.id == "TYPE_CHECKING"):
             yield part

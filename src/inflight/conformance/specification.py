@@ -1,6 +1,6 @@
 """The numbered requirements of docs/contract.md as tables, between ``<!-- checks: LEVEL -->`` and ``<!-- end -->``.
 
-There is a table for every level of endpoints, and one each for workers and transports.
+There is one table for every level of endpoints, one for workers, and one for transports.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ def fill_tables(page: str) -> str:
 
 
 def table(checks: Iterable[Check]) -> str:
-    """Return the requirements of some checks as a Markdown table."""
+    """Return the requirements of these checks as a Markdown table."""
     rows = [f"| {check.id} | {check.requirement} |\n" for check in checks]
     return "| id | what must be true |\n|---|---|\n" + "".join(rows)

@@ -35,10 +35,10 @@ def run_suite(
 ) -> Certificate:
     """Return the certificate of these checks, run in order; ``on_verdict`` receives each verdict as it arrives.
 
-    Raises `ConfigError` if the subject cannot be made. If an endpoint becomes unavailable, the verdict on the check
-    that caused it reports that, and the other checks are skipped. If a worker or a transport cannot be made again after
-    some checks, or a check hangs under torchrun, the certificate contains the verdicts so far and states the reason in
-    ``problem``.
+    Raises `ConfigError` if the subject cannot be created. If an endpoint becomes unavailable, the verdict on the check
+    that caused this reports it, and the other checks are skipped. If a worker or a transport cannot be created again
+    after some checks, or if a check hangs under torchrun, the certificate contains the verdicts so far and states the
+    reason in ``problem``.
     """
     started_at, started = datetime.now(UTC), time.monotonic()
     target, facts = kit.target, kit.facts
@@ -95,7 +95,7 @@ def _settled(verdict: Verdict, target: Target, expected: Mapping[str, str]) -> V
 
 
 def _label(target: Target) -> str:
-    """Return the certificate's name of the target: a URL without user and password."""
+    """Return the target's name for the certificate; a URL loses its user and password."""
     if not isinstance(target, EndpointTarget) or target.url is None:
         return target.label
     parts = urlsplit(target.url)
@@ -103,7 +103,7 @@ def _label(target: Target) -> str:
 
 
 def _secrets(target: Target) -> tuple[str, ...]:
-    """Return the token, the URL's password, and the options whose names suggest a secret, the longest first."""
+    """Return the token, the URL's password, and the options whose names suggest a secret, longest first."""
     found = {text for name, text in target.options.items() if _SECRET_OPTION.fullmatch(name) and isinstance(text, str)}
     if isinstance(target, EndpointTarget):
         found |= {target.token or "", urlsplit(target.url or "").password or ""}

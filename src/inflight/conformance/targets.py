@@ -13,7 +13,7 @@ from inflight.errors import ConfigError
 from inflight.wire import WireModel
 
 SERVER_GROUP = "server-group-"
-"""Prefix of a file whose name ends with the process group of a server that was started for a check."""
+"""Prefix of a file name that ends with the process group of a server that was started for a check."""
 
 
 class _Target(WireModel):
@@ -40,13 +40,16 @@ class EndpointTarget(_Target):
     url: str | None = None
     command: str | None = None
     model: Path | None = None
-    """The served checkpoint. If None, the kit makes one; for a URL, it is unknown."""
+    """The served checkpoint.
+
+    If None, the kit creates one, unless the target is a URL: the checkpoint is then unknown.
+    """
     token: str | None = None
-    """Token for the control routes of a URL."""
+    """The token for the control routes of a URL."""
     worker: str | None = None
-    """Worker to compare logprobs with, as ``module:attribute``; None: transformers' forward."""
+    """The worker to compare logprobs with, as ``module:attribute``. None means the forward pass of transformers."""
     tolerance: float | None = None
-    """Largest difference between equal logprobs; None: by the dtype that the endpoint reports."""
+    """Maximum difference between equal logprobs. None means that the dtype that the endpoint reports determines it."""
 
     @property
     def label(self) -> str:
@@ -57,14 +60,16 @@ class WorkerTarget(_Target):
     """A trainer worker to check on ``num_ranks`` ranks.
 
     ``factory`` is ``module:attribute``: an `inflight.contracts.WorkerKind`, like the entry points of the group
-    ``inflight.workers``. It makes each rank from ``model_path`` and the options.
+    ``inflight.workers``. The kind creates each rank from ``model_path`` and the options.
     """
 
     kind: Literal["worker"] = "worker"
     factory: str
     num_ranks: int = 1
     options_of_ranks: dict[str, Any] = Field(default_factory=dict)
-    """Further options of workers on several ranks; a single rank that they are compared with does not have them."""
+    """Further options of workers on several ranks. A single rank that they are compared with does not receive these
+    options.
+    """
     experts: bool = False
     """Whether the kit's checkpoints are mixtures of experts."""
 
@@ -78,7 +83,7 @@ class WorkerTarget(_Target):
 class TransportTarget(_Target):
     """A transport to check: the name of an installed one, or ``module:attribute`` of an `inflight.contracts.Transport`.
 
-    With options, ``module:attribute`` is a function that makes one from them.
+    With options, ``module:attribute`` is a function that creates a transport from them.
     """
 
     kind: Literal["transport"] = "transport"

@@ -20,17 +20,17 @@ class CheckOutcome(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     HUNG = "hung"
-    """It did not end before its deadline; the verdict carries the stacks."""
+    """The check did not end before its deadline; the verdict carries the stacks."""
     SKIPPED = "skipped"
     """The subject does not support a feature that the check needs, or the user did not provide it."""
     EXPECTED_FAILURE = "expected failure"
-    """It failed or hung, and a file of expected failures states why."""
+    """The check failed or hung, and a file of expected failures states why."""
     UNEXPECTED_PASS = "unexpected pass"
-    """It passed although a file of expected failures lists it."""
+    """The check passed although a file of expected failures lists it."""
 
 
 BAD_OUTCOMES = frozenset({CheckOutcome.FAILED, CheckOutcome.HUNG, CheckOutcome.UNEXPECTED_PASS})
-"""A run with any of these ends with status 1."""
+"""A run with any of these outcomes ends with status 1."""
 
 
 class Verdict(WireModel):
@@ -71,17 +71,17 @@ class Certificate(WireModel):
     """The name that the engine, trainer or transport reports."""
     implementation_version: str = ""
     flags: dict[str, str] = Field(default_factory=dict)
-    """The given options, including the model and the number of ranks."""
+    """The options of the run, including the model and the number of ranks."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions and machine, see `environment`."""
     sources: str = ""
-    """Digest of the checked sources, see `inflight.conformance.sources`; empty if they are unknown."""
+    """Digest of the checked sources (see `inflight.conformance.sources`); empty if they are unknown."""
     capabilities: dict[str, Any] = Field(default_factory=dict)
-    """What an endpoint reported; empty for others."""
+    """What an endpoint reported; empty for other kinds."""
     tolerance: float | None = None
-    """Largest difference between logprobs of an endpoint that counted as equal."""
+    """Maximum difference between logprobs of an endpoint that counted as equal."""
     slowness: float = Field(default=1.0, ge=1)
-    """Factor by which the limits of checks were extended, from the measured pace of an endpoint."""
+    """Factor by which the limits of checks were extended, according to the measured pace of an endpoint."""
     started_at: str
     """ISO 8601, UTC."""
     seconds: float = Field(ge=0)
@@ -109,7 +109,7 @@ class Certificate(WireModel):
 def merged(verdicts: Sequence[Verdict]) -> Verdict:
     """Return the verdict of all ranks: the worst of them, which names its rank.
 
-    Ranks that hang because another one raised an error are not to blame: the message begins with that error.
+    If some ranks hang because another rank raised an error, the message begins with that error.
     """
     order = (CheckOutcome.HUNG, CheckOutcome.FAILED, CheckOutcome.SKIPPED, CheckOutcome.PASSED)
     worst = min(range(len(verdicts)), key=lambda rank: order.index(verdicts[rank].outcome))
@@ -144,7 +144,7 @@ def environment() -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """Return evidence as JSON-compatible values: non-finite numbers become words, and long texts are cut."""
+    """Return evidence as JSON-compatible values: non-finite numbers become words, and long texts are truncated."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if isinstance(value, StrEnum):

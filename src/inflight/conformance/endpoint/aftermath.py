@@ -15,7 +15,7 @@ from inflight.wire import Completion, EndpointState, GenerateRequest, GenerateRe
 
 
 async def until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
-    """Return once this many sequences run. Fail the check if that takes longer."""
+    """Return once this many sequences are running. Fail the check if that takes too long."""
     deadline = time.monotonic() + seconds
     while (found := (await subject.endpoint.weight_version()).num_running) != num:
         require(time.monotonic() < deadline, f"{what} after {seconds:.2g} s (num_running is {found})")
@@ -25,11 +25,10 @@ async def until_running(subject: EndpointSubject, num: int, seconds: float, what
 async def require_ended_early(
     subject: EndpointSubject, others: Sequence[asyncio.Task[GenerateResponse]], alone_s: float, what: str
 ) -> None:
-    """Require that soon only ``others`` are running: one request that fills the context, or none.
+    """Require that soon only ``others`` are still running: one request that fills the context, or none.
 
-    Next to another request, how long the rest would have run is not estimated: the time until they have ended must be
-    less than half of the time that the other one runs, and at most `SERVED_S`. Whatever slows the server down slows
-    both. Without one, the time must be less than ``alone_s``.
+    If another request runs, the time until the rest have ended must be less than half of the time that it runs, and at
+    most `SERVED_S`; whatever slows the server down slows both. If none runs, the time must be less than ``alone_s``.
     """
     limit_s = SERVED_S if others else alone_s
     started = time.monotonic()
@@ -48,7 +47,7 @@ async def require_ended_early(
 
 
 async def wait_until_settled(subject: EndpointSubject, when: str, seconds: float = SLACK_S) -> WeightVersion:
-    """Return the version once no update is open. Fail the check if that takes longer."""
+    """Return the version once no update is open. Fail the check if that takes too long."""
     deadline = time.monotonic() + seconds
     while True:
         version = await within(SLACK_S, subject.endpoint.weight_version(), f"{when}, weight_version")
@@ -74,7 +73,7 @@ async def require_old_weights(
 ) -> None:
     """Require that the update leaves no trace: READY, with the checkpoint's weights under the previous version.
 
-    If bytes of it had arrived (``may_be_torn``), POISONED is also allowed, provided that nothing is generated.
+    If bytes of the update had arrived (``may_be_torn``), POISONED is also allowed, provided that nothing is generated.
     """
     started = time.monotonic()
     version = await wait_until_settled(subject, when, seconds)
@@ -106,7 +105,7 @@ async def require_recovers(subject: EndpointSubject, when: str) -> None:
 async def require_all_sampled_from(
     subject: EndpointSubject, weights: ReferenceWeights, running: Running, what: str
 ) -> None:
-    """Require of each request what `require_all_whole` does, and that all its tokens were sampled from ``weights``."""
+    """Require what `require_all_whole` requires, and that all tokens of each request were sampled from ``weights``."""
     for (request, _), completion in zip(running, await require_all_whole(running, what), strict=True):
         subject.require_sampled_from(weights, request, completion, what)
 

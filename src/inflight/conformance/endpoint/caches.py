@@ -40,7 +40,7 @@ Answers = list[tuple[GenerateRequest, Completion]]
 
 
 class SentAnswer(NamedTuple):
-    """A request and its completion, and the version that was published last when it was sent."""
+    """A request, its completion, and the last version that had been published when the request was sent."""
 
     version: int
     request: GenerateRequest
@@ -86,7 +86,10 @@ async def _require_nothing_stale(
     completion: Completion,
     what: str,
 ) -> None:
-    """Require that a prompt whose tokens except the last were seen before uses nothing of the previous weights."""
+    """Require that a prompt uses nothing from the previous weights.
+
+    All its tokens but the last were seen before.
+    """
     gap = subject.gap(after, request, completion)
     subject.note(**{f"difference from a fresh start, {what}": gap})
     if gap <= subject.tolerance:
@@ -146,7 +149,7 @@ async def held_prefix(subject: EndpointSubject) -> None:
 async def _require_fresh(
     subject: EndpointSubject, prompt: Sequence[int], weights: ReferenceWeights, what: str, *, n: int = 1
 ) -> None:
-    """Require that the logprobs of a prompt's completion are those of a fresh start under these weights."""
+    """Require that the logprobs of a prompt's completion match those of a fresh start under these weights."""
     request = subject.request(prompt, n=n, max_tokens=4)
     completions = (await subject.endpoint.generate(request)).completions
     gap = max(subject.gap(weights, request, completion) for completion in completions)
@@ -310,8 +313,8 @@ def _require_as_the_policy_says(
 ) -> None:
     """Require that the keys and values that each token attends to are those that the policy prescribes.
 
-    Under keep, a request whose first token names a later version than the one it was sent under is left out: its
-    prompt may have been computed in parts, the first of them by the older weights.
+    Under keep, a request is left out if its first token names a later version than the one under which it was sent: the
+    first part of its prompt may have been computed with the older weights.
     """
     reference, largest, num_updated = subject.reference, 0.0, 0
     for version, request, completion in answers:

@@ -1,4 +1,7 @@
-"""Connections to a server that can send arbitrary bytes and be cut. They speak as much HTTP/1.1 as checks need."""
+"""Connections to a server that can send arbitrary bytes and can be cut.
+
+They implement as much HTTP/1.1 as checks need.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 LEVEL = "control"
 _LEASE_S = 1.2
 _PAUSE_S = 0.7
-"""Pause between two messages: shorter than the lease, while two of them are longer."""
+"""Pause between two messages. One pause is shorter than the lease, and two pauses are longer."""
 _STATES = (
     "the transitions of docs/contract.md: which call is allowed in which state, and that a refused one changes none"
 )
@@ -167,7 +167,7 @@ async def answers_name_what_is_served(subject: EndpointSubject) -> None:
 
 
 async def require_open(subject: EndpointSubject, update: WeightUpdate, when: str) -> WeightVersion:
-    """Require that this update is the open one; return the version."""
+    """Require that this update is the open one; return its version."""
     version = await subject.endpoint.weight_version()
     require(
         version.state in (EndpointState.PAUSED, EndpointState.UPDATING) and version.updating_to == update.version,

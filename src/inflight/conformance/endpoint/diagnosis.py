@@ -1,7 +1,8 @@
-"""Small experiments after a check of logprobs has failed: is it the model's computation, or what happens to requests?
+"""Small experiments that run after a check of logprobs has failed, to separate the model's computation from the rest.
 
-A window, an edge of a chunk, a position or a rounding makes checks fail that are about caches, pages, labels or ids.
-Prompts that were never sent before, under the weights of the checkpoint, show such a fault without any of those.
+A fault in an attention window, at the edge of a chunk, in a position or in rounding makes checks of caches, pages,
+labels or ids fail. Prompts that were never sent before, under the checkpoint's weights, show such a fault without
+involving any of those.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LENGTHS = (2, 5, 16, 17, 33, 65, 129, 257, 520, 1030, 2050, 4100, 3, 4, 8, 9, 2
 _NUM_DECODED = 48
 _LIMIT_S = 10.0
 _ROUNDED = 3.0
-"""Differences of at most this many times the rounding of a dtype are explained by it."""
+"""Differences of at most this many times a dtype's rounding error are attributed to that dtype."""
 _RIGHT = (
     "prompts of {} to {} tokens that were never sent before have right logprobs under the weights of the checkpoint: "
     "the model itself is computed right, and the fault lies in what was kept, labelled or loaded"
@@ -33,9 +34,9 @@ _EDGE = "an edge of chunks or of a kernel's blocks, not a page, cache, label or 
 
 
 async def diagnose(subject: EndpointSubject) -> str:
-    """Return what experiments say about the endpoint, which must serve the checkpoint's weights.
+    """Return what the experiments show about the endpoint, which must serve the checkpoint's weights.
 
-    No experiment begins later than `_LIMIT_S`, or longer on a slow endpoint.
+    No experiment begins after `_LIMIT_S` seconds; a slow endpoint has more time.
     """
     longest, ends = subject.context_len - 1, time.monotonic() + _LIMIT_S * SLOWNESS.get()
     asked: dict[int, Asked] = {}
@@ -90,7 +91,7 @@ async def _ask_unseen(subject: EndpointSubject, length: int, num_tokens: int = 1
 
 
 async def _last_right(subject: EndpointSubject, right: int, wrong: int) -> int:
-    """Return the length, between these two, of the longest prompts after which a token is right."""
+    """Return the length, between these two, of the longest prompts after which a token is still right."""
     while wrong - right > 1:
         middle = (right + wrong) // 2
         is_right = subject.gap(subject.reference.weights, *await _ask_unseen(subject, middle)) <= subject.tolerance

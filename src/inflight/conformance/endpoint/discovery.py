@@ -26,9 +26,9 @@ from inflight.wire import (
 LEVEL = "discovery"
 _GROUPS = ("gloo", "nccl")
 _NUM_REQUESTS = 40
-"""Requests sent at once to fill an endpoint, with several completions each."""
+"""Number of requests sent at once to fill an endpoint, with several completions each."""
 _MOST_COMPLETIONS = 16
-"""Completions of each of them. An endpoint that can run more sequences than both allow is not filled."""
+"""Number of completions of each request. An endpoint that can run more sequences in total than this is not filled."""
 _SOON_S = 5.0
 
 
@@ -254,7 +254,7 @@ async def more_than_fit(subject: EndpointSubject) -> None:
 
 
 async def _largest_num_running(subject: EndpointSubject, answers: asyncio.Future[list[GenerateResponse]]) -> int:
-    """Return the largest number of running sequences that the endpoint reported until all answers had arrived."""
+    """Return the maximum number of running sequences that the endpoint reported before all answers had arrived."""
     largest = 0
     while not answers.done():
         largest = max(largest, (await subject.endpoint.weight_version()).num_running)

@@ -21,7 +21,7 @@ from inflight.wire import Completion, DraftHistory, GenerateRequest, PromptHisto
 
 LEVEL = "tokens"
 _DRAFTED = 32
-"""The likeliest first tokens, for each of which the history states how the completion continues."""
+"""Number of likeliest first tokens. For each of them, the history contains a continuation of the completion."""
 _COPIES = 8
 """Copies of each recorded completion, so that they outnumber the few that run alongside a request."""
 _NUM_DRAWS, _DRAWS_PER_REQUEST = 1024, 64
@@ -116,7 +116,7 @@ async def _drawn(subject: EndpointSubject, prompt: Sequence[int]) -> list[tuple[
 
 
 def _history(subject: EndpointSubject, prompt: Sequence[int], is_likeliest: bool) -> DraftHistory:
-    """Return completions that begin with the likeliest tokens and continue with the likeliest, or the least likely."""
+    """Return completions that begin with the likeliest tokens and continue with the likeliest or least likely ones."""
     params = SamplingParams(temperature=DRAW_TEMPERATURE)
 
     def logprobs(*behind: int) -> torch.Tensor:

@@ -65,7 +65,7 @@ async def _publish_rounded(
 
 
 def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what an endpoint loads for a tensor that travels as ``float8``: one scale per 128 elements of a row.
+    """Return what an endpoint loads for a tensor that is sent as ``float8``, with one scale per 128 elements of a row.
 
     The scale is the smallest power of two that reduces the block's largest magnitude to at most 448.
     """

@@ -1,4 +1,4 @@
-"""Level tokens: how completions end, at a stop token, a stop string, the end of the sequence, or their length."""
+"""Level tokens: how completions end: at a stop token, a stop string, the end of the sequence, or their length limit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NUM_CASES = 4
 _ENDS_S = 15.0
 """After this many seconds, one completion that ended is enough."""
 _DEFAULT_TOKENS = 40
-"""More than the defaults of max_tokens that engines have; OpenAI's is 16."""
+"""More tokens than the default of max_tokens in any engine; OpenAI's default is 16."""
 _NUM_COMPARED = 6
 """Completions with an end of sequence whose logprobs are compared."""
 _MOST_SEEDS = 40
-"""Completions that are searched for a place to stop at."""
+"""Number of completions that are searched for a place to stop at."""
 
 
 @check("E-19", deadline_s=60, look_at="whether the engine drops the stop token from its output")
@@ -151,7 +151,7 @@ async def no_max_tokens(subject: EndpointSubject) -> None:
 
 
 async def _require_no_default(subject: EndpointSubject) -> None:
-    """Require that a completion without max_tokens is still being decoded after more tokens than usual defaults."""
+    """Require that a completion without max_tokens is still being decoded after more tokens than any usual default."""
     subject.note(part_of_context=f"{_DEFAULT_TOKENS} tokens, because filling the context would take minutes")
     if subject.capabilities.max_concurrent_sequences < 2:
         skip("one sequence runs at a time, and filling the context would take minutes")
@@ -162,7 +162,7 @@ async def _require_no_default(subject: EndpointSubject) -> None:
 
 
 def _require_ended(completion: Completion, ends: Sequence[int], num_tokens: int, what: str) -> bool:
-    """Require that a completion ended at the first of ``ends``, or at its length; return whether it has ``ends``.
+    """Require that a completion ended at the first of ``ends``, or at its length limit; return whether it has ``ends``.
 
     If both happen at the same token, the contract does not specify which of them is the reason.
     """

@@ -1,4 +1,4 @@
-"""An engine whose `apply` can be made to fail, between an endpoint's `UpdateReceiver` and its own engine.
+"""An engine whose `apply` can be made to fail, inserted between an endpoint's `UpdateReceiver` and its own engine.
 
 It cannot reach endpoints in other processes, or endpoints that receive weights without an `UpdateReceiver`.
 """
@@ -21,7 +21,10 @@ class FailingEngine(PausableEngine):
     def __init__(self, engine: PausableEngine) -> None:
         self._engine = engine
         self.fails: Failure | None = None
-        """When to fail: ``instead`` of applying anything, or ``afterwards``, as if the engine's answer were lost."""
+        """When to fail:
+
+        ``instead`` of applying anything, or ``afterwards``, as if the engine's answer had been lost.
+        """
 
     async def pause(self, update: WeightUpdate) -> None:
         await self._engine.pause(update)

@@ -26,7 +26,7 @@ from inflight.wire import EndpointState, InFlightPolicy
 
 LEVEL = "faults"
 _SHORT_S = 0.7
-"""Timeout of calls that fail, and lease of a pause whose publisher stops sending messages."""
+"""Timeout for calls that fail, and the lease of a pause whose publisher stops sending messages."""
 _FAILURES: tuple[Failure, ...] = ("instead", "afterwards")
 _LATE_S = 1.2
 """Delay of a slow sender, well within the timeout."""
@@ -107,7 +107,7 @@ async def torn_update(subject: EndpointSubject) -> None:
 
 
 async def _abort_each_kind(subject: EndpointSubject) -> None:
-    """Abort updates of each kind of which everything arrived; require that later ones bring nothing of them."""
+    """Abort fully received updates of each kind; require that later updates apply nothing from them."""
     reference, publisher, chain = subject.reference, subject.publisher, UpdateChain(subject)
     served, norm, can = reference.weights, reference.final_norm, subject.capabilities
     frozen = tuple(name for name in served.tensors if name != norm)
@@ -200,7 +200,7 @@ async def _poison(
 
 
 async def _require_ended(running: Running, what: str) -> None:
-    """Require that requests end at once, with the tokens they have or with an error of the endpoint."""
+    """Require that requests end at once, with the tokens sampled so far or with an error of the endpoint."""
     answers = await within(SLACK_S, asyncio.gather(*(task for _, task in running), return_exceptions=True), what)
     for answer in answers:
         if isinstance(answer, BaseException):

@@ -1,7 +1,7 @@
-"""What temperature, top-k, top-p and min-p leave of a distribution whose logits are known only up to a tolerance.
+"""Applies temperature, top-k, top-p and min-p to a distribution whose logits are known only up to a tolerance.
 
 An engine in low precision may keep a token at the edge of a filter that the reference drops, which changes the
-normalisation of all kept tokens. So a logprob has bounds, not a value.
+normalisation of all kept tokens. A logprob therefore has bounds rather than a value.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -16,7 +16,7 @@ from inflight.wire import SamplingParams
 def logprob_bounds(
     logits_TV: torch.Tensor, sampling: SamplingParams, tolerance: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two float64 [T, V]: the smallest and the largest logprob of each token; -inf where it is dropped.
+    """Return two float64 [T, V]: the smallest and the largest logprob of each token, -inf where the token is dropped.
 
     ``tolerance`` is the largest error of a logit before it is divided by the temperature.
     """

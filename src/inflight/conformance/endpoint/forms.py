@@ -102,7 +102,7 @@ async def chat_stream_is_chat(subject: EndpointSubject) -> None:
 
 
 async def _require_chat_streamed(subject: EndpointSubject, sampling: dict[str, Any]) -> ChatCompletion:
-    """Require that a chat is the same whole and streamed; return the whole one."""
+    """Require that a chat completion is the same whether streamed or not; return the one that was not streamed."""
     whole = await subject.endpoint.chat_completion(subject.chat_request(**sampling))
     stream = subject.streaming.chat_completion_stream(subject.chat_request(**sampling, stream=True))
     events = [event async for event in stream]

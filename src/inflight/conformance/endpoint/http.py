@@ -32,7 +32,7 @@ _PARSING = "whether bodies are validated as in docs/openapi.json before anything
 
 
 def require_error_body(answer: HttpAnswer, statuses: tuple[int, ...], what: str, code: str | None = None) -> None:
-    """Require one of these statuses, and an `ErrorBody` with this code."""
+    """Require that the answer has one of these statuses, and an `ErrorBody` with this code."""
     require(answer.status in statuses, f"{what} was answered with status {answer.status}: {answer.body[:200]!r}")
     try:
         found = ErrorBody.model_validate_json(answer.body).error.code
@@ -105,7 +105,7 @@ def _is_offered(subject: EndpointSubject, route: Route[Any]) -> bool:
 
 
 def _malformed(good: dict[str, Any], key: str) -> dict[str, bytes]:
-    """Return bodies that a route must refuse, made from one that it accepts."""
+    """Return bodies that a route must refuse, derived from one that it accepts."""
     return {
         "no body": b"",
         "half of a body": json.dumps(good).encode()[:-3],
@@ -176,7 +176,8 @@ async def long_body(subject: EndpointSubject) -> None:
 async def cut_connections(subject: EndpointSubject) -> None:
     """A request, plain or streamed, ends when its connection is cut.
 
-    An equally long request, which is not cut, runs next to it; before it, if only one sequence is decoded at a time.
+    An equally long request that is not cut runs at the same time, or before it if only one sequence is decoded at a
+    time.
     """
     is_alone = subject.capabilities.max_concurrent_sequences < 2
     usual_s = await subject.seconds_to_fill_the_context() if is_alone else 0.0

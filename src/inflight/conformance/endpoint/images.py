@@ -22,7 +22,7 @@ _COLOURS = ((220, 30, 30), (30, 40, 220), (20, 200, 60))
 _DOT = "data:image/png;base64," + (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-"""A picture of one pixel, for which no package is needed."""
+"""A picture of one pixel, written without any package."""
 _NUM_TOKENS = 12
 _TOWER = ("vision_tower.", "multi_modal_projector.")
 
@@ -49,7 +49,10 @@ class _Seeing:
         return [response.completions[0] for response in responses]
 
     def gap(self, weights: ReferenceWeights, request: GenerateRequest, completion: Completion) -> float:
-        """Return how much logprobs differ, up to a sampled placeholder, which transformers would treat as an image."""
+        """Return how much logprobs differ before any sampled placeholder.
+
+        Transformers would treat the placeholder as an image.
+        """
         ids, placeholder = completion.token_ids, self.images.placeholder_id
         tokens = ids[: ids.index(placeholder)] if placeholder in ids else ids
         if not tokens:

@@ -1,4 +1,4 @@
-"""The endpoint under check, from the judge's side: opened, restored before each check, closed."""
+"""The endpoint under check as the judge handles it: opened, restored before each check, and closed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class JudgedEndpoint(Subject):
         """Whether the previous check failed, so that the endpoint may be unable to generate."""
         self._diagnosis: str | None = None
         self._gone: Exception | None = None
-        """Why the endpoint was not restored the last time."""
+        """Why the last attempt to restore the endpoint failed."""
         try:
             self._runner.run(self._open())
         except BaseException:
@@ -113,7 +113,7 @@ class JudgedEndpoint(Subject):
             raise
 
     def _diagnosed(self) -> str:
-        """Return what experiments say about failures of logprobs, as the end of a message; they run once."""
+        """Return what experiments show about wrong logprobs, as the end of a message. The experiments run once."""
         if self._diagnosis is None:
             self._diagnosis = ""
             with contextlib.suppress(Exception):  # the endpoint is faulty
@@ -193,7 +193,7 @@ class JudgedEndpoint(Subject):
             await asyncio.sleep(0.01)
 
     async def _require_generates(self) -> None:
-        """Require that a suspect samples a token: the engine of an endpoint that reports READY may be dead."""
+        """Require that a suspect endpoint samples a token, because its engine may be dead even if it reports READY."""
         if not self._is_suspect:
             return
         try:

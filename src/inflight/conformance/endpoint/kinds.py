@@ -1,8 +1,8 @@
-"""Every kind of update that an endpoint supports: a requirement that holds after an update holds after each of them.
+"""Every kind of update that an endpoint supports: what must hold after an update must hold after each kind.
 
-Updates other than LoRAs change tensors of layers except those of queries, which stay as in the checkpoint, so an update
-in part may freeze them at any time. LoRAs do change queries: an update in part must remove that. Keys and values change
-with every kind.
+Updates other than LoRAs change the tensors of layers except those of queries, which keep the checkpoint's values, so a
+partial update may freeze them at any time. LoRAs do change queries, and a partial update must remove that change. Every
+kind changes keys and values.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from inflight.wire import Encoding, InFlightPolicy, LoraSpec, UpdateRef, WeightU
 
 @dataclass(frozen=True, slots=True)
 class UpdateKind:
-    """How an update travels, and which part of the weights it sends."""
+    """How an update is sent, and which part of the weights it contains."""
 
     name: str
-    """With its article, as messages write it."""
+    """The name with its article, for messages."""
     staged: bool = False
     is_partial: bool = False
     encoding: Encoding | None = None
@@ -39,7 +39,7 @@ _DECODED: dict[Encoding, Callable[[torch.Tensor], torch.Tensor]] = {
     "bfloat16": lambda tensor: tensor.bfloat16().to(tensor.dtype),
     "float8": rounded_to_float8,
 }
-"""What an endpoint loads for a tensor that is rounded on its way."""
+"""What an endpoint loads for a tensor that is rounded in transit."""
 _KINDS = (
     UpdateKind("an update of all weights"),
     UpdateKind("a delta", encoding="delta"),
@@ -55,7 +55,7 @@ _KINDS = (
     UpdateKind("a staged update in float8", staged=True, encoding="float8"),
     UpdateKind("an update of two senders", num_senders=2),
 )
-"""In an order in which updates in part, of all weights, staged and not, follow LoRAs, which they must remove."""
+"""Ordered so that LoRAs are followed by partial and full updates, staged and unstaged, which must remove them."""
 
 
 def supported_kinds(subject: EndpointSubject) -> list[UpdateKind]:
@@ -85,7 +85,10 @@ class OpenUpdate:
 
 
 class UpdateChain:
-    """Updates of one run, each of any kind, and what the endpoint serves after them. It begins with the checkpoint."""
+    """Updates of one run, each of any kind, and the weights that the endpoint serves after them.
+
+    The first weights are the checkpoint's.
+    """
 
     def __init__(self, subject: EndpointSubject) -> None:
         self._subject = subject
@@ -148,7 +151,10 @@ class UpdateChain:
         return self._kept is not None and self._kept[0] == kept
 
     def _publisher(self, num_senders: int) -> SteppedPublisher:
-        """Return the trainer side with this many senders; it forms its group again if the other one was used last."""
+        """Return the trainer side with this many senders.
+
+        It forms a new group if the other trainer side was used last.
+        """
         if num_senders not in self._senders:
             run_id = self._subject.publisher.run_id
             self._senders[num_senders] = self._subject.another_publisher(run_id=run_id, num_senders=num_senders)
@@ -158,7 +164,7 @@ class UpdateChain:
         return self._senders[num_senders]
 
     def _weights(self, label: str) -> ReferenceWeights:
-        """Return weights that no update of this chain has had, with other keys and values than any of them."""
+        """Return weights that no update of this chain has used, with keys and values that differ from all of theirs."""
         self._num_sent += 1
         reference = self._subject.reference
         changed = reference.perturbed(label, seed=100 + self._num_sent).tensors

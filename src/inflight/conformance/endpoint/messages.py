@@ -23,9 +23,9 @@ from inflight.wire import EndpointState, InFlightPolicy
 
 LEVEL = "faults"
 _SEEN_LENGTH = 64
-"""Length of a prompt that is sent again: engines cache whole pages, of 16 tokens or more."""
+"""Length of a prompt that is sent again. Engines cache whole pages of 16 tokens or more."""
 _SHORT_S = 0.7
-"""Timeout of calls that fail, and lease of a pause whose publisher stops sending messages."""
+"""Timeout for calls that fail, and the lease of a pause whose publisher stops sending messages."""
 _SESSION = "the state machine of an update: which message it expects next, and whether it checks run, version and index"
 
 
@@ -99,7 +99,7 @@ async def messages_out_of_order(subject: EndpointSubject) -> None:
 
 
 async def _commit_before_the_pause(subject: EndpointSubject, weights: ReferenceWeights) -> None:
-    """Send every bucket while the endpoint drains, and require that a commit is refused until the pause holds."""
+    """Send every bucket while the endpoint drains; require that a commit is refused until the pause is in effect."""
     running = await subject.start_running(2, max_tokens=min(200, subject.context_len // 2))
     update = subject.publisher.announcement(weights, in_flight=InFlightPolicy.DRAIN)
     pausing = subject.begin(subject.endpoint.request_weight_update(update))

@@ -30,7 +30,7 @@ _TIMEOUTS = {"control_timeout_s": 10.0, "generate_timeout_s": 60.0}
 class OpenedEndpoint:
     """An endpoint that answers: with ``url`` and ``token`` if it speaks HTTP, with ``process`` if the kit started it.
 
-    ``connect`` makes another client of the same server, which shares no state with ``endpoint``; None if it cannot.
+    ``connect`` creates another client of the same server, which shares no state with ``endpoint``; None if impossible.
     """
 
     endpoint: InferenceEndpoint
@@ -38,7 +38,7 @@ class OpenedEndpoint:
     token: str | None = None
     process: subprocess.Popen[bytes] | None = None
     is_ours: bool = True
-    """Whether the kit made the endpoint and can make another one."""
+    """Whether the kit created the endpoint and can create another one."""
     connect: Callable[[], InferenceEndpoint] | None = None
 
 
@@ -46,7 +46,7 @@ class OpenedEndpoint:
 async def open_target(
     target: EndpointTarget, model: Path | None, directory: Path, deadline_s: float
 ) -> AsyncIterator[OpenedEndpoint]:
-    """Yield the target's endpoint, which serves ``model``. On exit, close it and stop what was started.
+    """Yield the target's endpoint, which serves ``model``. On exit, close it and stop the server if one was started.
 
     Raises `ConfigError`, or the `EndpointError` of a server that does not answer according to the contract.
     """

@@ -1,4 +1,4 @@
-"""How fast an endpoint is, and what follows from that for checks: their limits, and the lengths that they ask for."""
+"""How fast an endpoint is, and the time limits and lengths of checks that follow from its speed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NUM_TOKENS, _NUM_PROMPT_TOKENS = 16, 256
 _MEASURE_S = 15.0
 """Time limit for measuring: an endpoint that hangs must not delay the verdicts on it."""
 _USUAL_TOKEN_S, _USUAL_PROMPT_TOKEN_S = 0.02, 0.004
-"""Seconds per sampled token and per prompt token of the slowest endpoints that the limits in checks are written for."""
+"""Seconds per sampled token and per prompt token of the slowest endpoints for which the limits in checks suffice."""
 _USUAL_UPDATE_BYTES = 64 << 20
-"""Size of the largest updates that these limits are written for."""
+"""Size of the largest updates for which these limits suffice."""
 _LONG_S, _PROMPT_S = 12.0, 5.0
-"""How long a check may sample for one request, and how long one prompt may take, attention apart."""
+"""How long a check may sample for one request, and how long one prompt may take, not counting attention."""
 _SHORTEST = 256
 
 
@@ -37,7 +37,7 @@ class Pace:
         return max(1.0, of_tokens, self.update_bytes / _USUAL_UPDATE_BYTES)
 
     def context_len(self, max_model_len: int) -> int:
-        """Return how many tokens of the context a check uses that samples up to its end."""
+        """Return how many tokens of the context are used by a check that samples to the end of the context."""
         if not self.token_s:
             return max_model_len
         return min(max_model_len, max(_SHORTEST, int(_LONG_S / self.token_s)))
@@ -47,7 +47,7 @@ class Pace:
         return max(_SHORTEST, int(seconds / self.prompt_token_s)) if self.prompt_token_s else sys.maxsize
 
     def allows_prompt(self, num_tokens: int) -> bool:
-        """Return whether a prompt of this length is computed soon enough. Attention makes long ones slower still."""
+        """Return whether a prompt of this length is computed soon enough. Attention makes long prompts even slower."""
         return num_tokens * self.prompt_token_s <= _PROMPT_S
 
 
@@ -59,7 +59,7 @@ async def measure_pace(
     """Return the pace of an endpoint.
 
     ``generate`` takes a prompt and a number of tokens; ``prompt`` takes a length and a seed. If the endpoint fails or
-    takes too long, the checks will show why: the pace is then unknown.
+    takes too long, the pace is unknown; the checks will show why.
     """
 
     async def seconds(length: int, seed: int, num_tokens: int) -> float:

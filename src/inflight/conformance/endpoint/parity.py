@@ -1,7 +1,7 @@
 """Level parity: how much engine and trainer differ with the same weights, and whether updates increase it.
 
-This is mismatch: it exists at lag 0, and importance ratios should not have to correct it. The trainer is the given
-worker, or transformers' forward. ``inflight check parity`` looks for the cause.
+This difference is called mismatch: it exists at lag 0, and importance ratios should not have to correct it. The
+reference is the given worker, or else the forward pass of transformers. ``inflight check parity`` looks for the cause.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Level partials: requests that are aborted and then continued where they ended.
 
-A second request, which began after it and has been answered, shows how far an aborted request must have got.
+A second request that began later and has been answered shows how far the aborted request must have progressed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from inflight.wire import check_spans as spans_cover
 
 LEVEL = "partials"
 _NUM_TOKENS = 600
-"""Tokens asked of a request that is aborted: more than it has by then."""
+"""Number of tokens requested of a request that is aborted: more than it has sampled by then."""
 _SEED = 67
-"""Seed of that request alone: an engine that drafts could otherwise repeat an earlier request in a few steps."""
+"""Seed that only this request uses: an engine with drafts could otherwise repeat an earlier request in a few steps."""
 _SAMPLED = 64
-"""Tokens that it must have when it is aborted."""
+"""Number of tokens that the request must have when it is aborted."""
 _NUM_LATE = 8
-"""How many of them may be missing: an engine drops the outcome of the steps that are in flight at the abort."""
+"""How many of these may be missing: an engine drops the outcome of the steps that are in flight at the abort."""
 _NUM_TRIES = 4
 _MEANWHILE = 12
-"""Tokens that are sampled in the meantime where an update has to happen between tokens."""
+"""Number of tokens sampled in the meantime where an update has to happen between tokens."""
 _REPORTED_S = 1.0
-"""Time for num_running to change, which an engine may count only now and then."""
+"""Time for num_running to change, which an engine may update only occasionally."""
 _MAX_SLOTS = 256
 _LIMIT_S = 20.0
 _WHOLE_S = 60.0
@@ -78,7 +78,7 @@ async def continues_under_new_weights(subject: EndpointSubject) -> None:
 
 
 async def _abort_a_stream(subject: EndpointSubject) -> None:
-    """Require that a stream that is aborted ends at once, with the tokens that it has."""
+    """Require that an aborted stream ends at once, with the tokens that it has so far."""
     request = subject.request(max_tokens=_length(subject), seed=_SEED, stream=True)
     chunks: list[CompletionChunk] = []
 
@@ -200,7 +200,7 @@ async def _end(
 async def _aborted(
     subject: EndpointSubject, request: GenerateRequest, answer: asyncio.Task[GenerateResponse]
 ) -> Completion:
-    """Return what a running request had sampled when it was aborted."""
+    """Return what a running request had sampled by the time it was aborted."""
     (completion,) = (await _end(subject, request, answer)).completions
     num, most = len(completion.token_ids), request.sampling.max_tokens
     words = (

@@ -1,4 +1,4 @@
-"""Level control: how a pause treats running requests and those that arrive during it, and drains that time out."""
+"""Level control: how a pause treats running requests and requests that arrive during it, and drains that time out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUM_TOKENS = 150
 """Tokens of each running request: enough for it to be still running when a pause follows at once."""
 _SHORT_DRAIN_S = 0.03
 _MOST_SLOTS = 64
-"""Slots that a check fills so that further requests wait."""
+"""Number of slots that a check fills so that further requests wait."""
 _ADMITTED_S = 0.1
 """Time for sent requests to be queued."""
 _PAUSE = "whether the pause is acknowledged only after the engine has finished the step in flight and stopped"
@@ -111,7 +111,7 @@ async def paused_requests_finish(subject: EndpointSubject) -> None:
 
 
 async def _pause_and_end(subject: EndpointSubject, policy: InFlightPolicy, ending: str, num_tokens: int) -> int:
-    """Pause running requests and require that they finish whole; return how many were running under the pause."""
+    """Pause running requests and require that they finish completely; return how many were running under the pause."""
     running = await subject.start_running(4, max_tokens=num_tokens)
     update = await subject.publisher.request(subject.reference.weights, in_flight=policy)
     num_paused = sum(not task.done() for _, task in running)

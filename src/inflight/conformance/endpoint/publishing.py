@@ -1,6 +1,6 @@
-"""A publisher that takes one step at a time, so that checks can omit, repeat or reorder its messages.
+"""A publisher that performs one step at a time, so that checks can omit, repeat or reorder its messages.
 
-Trainers use `inflight.weights.send.publisher`; this one does as little as the contract allows.
+Trainers use `inflight.weights.send.publisher`; this publisher does as little as the contract allows.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ GROUP_TIMEOUT_S = 8.0
 TRANSFER_TIMEOUT_S = 8.0
 DEFAULT_BUCKET_BYTES = 64_000_000
 _DEADLINE_S, _LEASE_S = 10.0, 20.0
-"""Of an update, where a check does not need others."""
+"""Buckets of an update, where a check does not need a different number."""
 
 
 class SteppedPublisher:
     """The trainer side of one run: forms groups, announces, sends, commits and aborts.
 
-    ``version`` is the last one committed. It starts at the served version, so that no two runs of a check publish the
-    same version: spans name versions, not runs. ``transport`` is how weights travel, by default the process group that
-    the endpoint supports; ``directory`` is where ``file`` stores them. Of several senders, each sends a part of every
-    bucket.
+    ``version`` is the last committed version. It starts at the served version, so that no two runs of a check publish
+    the same version, because spans name versions but not runs. ``transport`` defaults to the process group that the
+    endpoint supports; ``directory`` is where the transport ``file`` stores weights. If there are several senders, each
+    sends a part of every bucket.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class SteppedPublisher:
         sender: int,
         base: ReferenceWeights | None = None,
     ) -> WeightBucket:
-        """Return what one of several senders sends of a bucket; a delta is relative to ``base``."""
+        """Return the part of a bucket that one of several senders sends; a delta is relative to ``base``."""
         announced = update.buckets[index]
         specs = part_specs(update.manifest, announced, sender)
 
@@ -255,7 +255,7 @@ class SteppedPublisher:
             await self.send(update, weights, index, base=base)
 
     async def send_bucket(self, update: WeightUpdate, bucket: WeightBucket, *, delay_s: float = 0.0) -> None:
-        """Send a bucket that the endpoint receives at the same time, or once it is stored."""
+        """Send a bucket that the endpoint receives at the same time, or receives once it is stored."""
         transfer = self.transfer(update, bucket.index)
         if bucket.checksum is not None:
             transfer = bucket_transfer(bucket, update.ref, TRANSFER_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Level caches: whether recompute reaches every running request, and whether random numbers continue."""
+"""Level caches: whether recompute reaches every running request, and whether the random number sequence continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 LEVEL = "caches"
 _MANY = 32
 _NUM_TOKENS = 160
-"""Tokens of each of many running requests: enough for it to be still running when the update arrives."""
+"""Tokens of each of many running requests, enough for each to be still running when the update arrives."""
 _PREFILLED, _PREFILLED_LENGTH, _TOKENS_BEHIND = 8, 1500, 6
 """Number of requests whose prompts take an engine many steps, length of those prompts, and tokens asked for."""
 _PREFILLED_S = 4.0
@@ -97,7 +97,7 @@ def _long_requests(subject: EndpointSubject, turn: int) -> list[GenerateRequest]
 def _after_the_update(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, version: int, weights: ReferenceWeights
 ) -> tuple[int, float]:
-    """Return the number of tokens of ``version``, and how much they differ from a fresh start with the same ids."""
+    """Return the number of tokens of ``version``, and how much their logprobs differ from a fresh start."""
     start = next((span.start for span in completion.version_spans if span.version == version), None)
     if start is None:
         return 0, 0.0
@@ -120,7 +120,7 @@ async def random_numbers_continue(subject: EndpointSubject) -> None:
 async def _drawn_across_an_update(
     subject: EndpointSubject, policy: InFlightPolicy, weights: ReferenceWeights
 ) -> list[Completion]:
-    """Return completions with enough tokens before and after an update, which is moved if there are too few."""
+    """Return completions with enough tokens before and after an update. The update is moved if there are too few."""
     few = 2 * _run_length(subject)
     delay_s, num_tokens = 0.05, min(_NUM_DRAWS, 16 * few)
     for _ in range(_TRIES):
@@ -145,7 +145,7 @@ async def _drawn_across_an_update(
 
 
 def _run_length(subject: EndpointSubject) -> int:
-    """Return how long a run of tokens must be to occur twice by chance in only one of a million checks."""
+    """Return the length of a run of tokens that occurs twice by chance in only one of a million checks."""
     num_pairs = (_NUMBERS * subject.capabilities.max_model_len) ** 2 / 2
     return math.ceil(math.log(num_pairs / _FALSE_ALARM) / math.log(subject.capabilities.vocab_size))
 

@@ -1,4 +1,4 @@
-"""Level memory: releasing the memory of weights, keys and values, and restoring it."""
+"""Level memory: releasing and restoring the memory of weights, keys and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inflight.wire import EndpointState
 
 LEVEL = "memory"
 _SEEN_LENGTH = 64
-"""Length of a prompt that is sent again: engines cache whole pages, of 16 tokens or more."""
+"""Length of a prompt that is sent again. Engines cache whole pages of 16 tokens or more."""
 _MOVE_S = 60.0
 """Time to move weights to the host, or back."""
 
@@ -98,7 +98,7 @@ async def same_after_restore(subject: EndpointSubject) -> None:
 
 
 async def _release_with_a_lora(subject: EndpointSubject, base: ReferenceWeights) -> None:
-    """Release and restore the memory while a LoRA is served; require that it and its base are as before."""
+    """Release and restore the memory while a LoRA is served; require that the LoRA and its base are unchanged."""
     publisher = subject.publisher
     first, second = make_lora(base, 1), make_lora(base, 2, (".o_proj",))
     await publisher.publish(first, lora=LORA)

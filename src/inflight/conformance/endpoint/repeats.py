@@ -1,7 +1,7 @@
-"""What two answers to the same request must have in common, given that floating point rounds.
+"""What two answers to the same request must have in common in spite of rounding.
 
 Engines in low precision may round differently from one batch to the next, and a draw at the edge between two tokens
-then selects the other one. That happens now and then in bfloat16; in float32, not within a run of this kit.
+then selects the other token. This happens occasionally in bfloat16, but not in float32 within a run of this kit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def least_common(subject: EndpointSubject) -> float:
 
 
 def require_repeated(subject: EndpointSubject, pairs: Iterable[tuple[Completion, Completion]], what: str) -> None:
-    """Require that both completions of each pair have the same tokens, with the same logprobs until these differ."""
+    """Require that both completions of each pair have the same tokens, and the same logprobs before any difference."""
     num_common = num_tokens = 0
     largest, example = 0.0, ""
     for first, second in pairs:
@@ -46,7 +46,7 @@ def require_repeated(subject: EndpointSubject, pairs: Iterable[tuple[Completion,
 
 
 def _num_common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Return the length of the common beginning."""
+    """Return the length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 

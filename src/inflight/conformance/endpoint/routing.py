@@ -1,4 +1,4 @@
-"""Level tokens: which experts computed the tokens, on an endpoint that serves a mixture of experts.
+"""Level tokens: the experts that computed the tokens, on an endpoint that serves a mixture of experts.
 
 Shape suffixes: T tokens, L layers, K experts of a token in a layer.
 """
@@ -26,7 +26,7 @@ _CHOSEN = 2
 _LENGTHS = ((3, 24), (17, 9), (40, 15))
 """Numbers of tokens of prompts and of their completions."""
 _WRONG = {"float32": 0.002, "float64": 0.002}
-"""Largest share of tokens, over all layers, whose experts may differ because sums are rounded in another order."""
+"""Maximum share of tokens, over all layers, whose experts may differ because sums are rounded in a different order."""
 
 
 @check("E-80", "fresh", deadline_s=180)

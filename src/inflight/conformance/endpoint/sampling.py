@@ -26,7 +26,7 @@ _DRAWS_PER_REQUEST = 64
 _VARIED = 2.0
 """A temperature that no engine refuses, at which a model that is sure of its answers hardly repeats 16 tokens."""
 _LARGE_VOCABULARY = 10_000
-"""Vocabulary in which the intervals of a draw are so narrow that rounding in 16 bits moves most draws elsewhere."""
+"""Vocabulary size from which a draw's intervals are so narrow that rounding in 16 bits changes most draws."""
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
 """A slow endpoint may stop at this many draws, after this long."""
 _LEAST_EXPECTED = 5.0
@@ -175,7 +175,7 @@ async def no_seed(subject: EndpointSubject) -> None:
 
 
 async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any], num_prompts: int = 4) -> None:
-    """Require for each of these settings that tokens and logprobs come from the distribution that they define."""
+    """Require that tokens and logprobs come from the distribution that each of these settings defines."""
     for sampling in settings:
         name = ", ".join(f"{key}={value:.3g}" for key, value in sampling.items())
         away = {"processed": 0.0, "raw": 0.0}
@@ -236,7 +236,7 @@ def require_pairs_drawn(
 
 
 def _require_drawn(subject: EndpointSubject, what: str, counts: Counter[Any], expected: Mapping[Any, float]) -> None:
-    """Require that the counts are those of draws from the expected distribution, by Pearson's chi-square test."""
+    """Require that the counts fit draws from the expected distribution, by Pearson's chi-square test."""
     num_draws = counts.total()
     bins = [(counts[key], mean) for key, mean in expected.items()]
     rest = num_draws - sum(count for count, _ in bins), num_draws - sum(mean for _, mean in bins)

@@ -22,7 +22,7 @@ from inflight.wire import EndpointState, ScoreRequest, ScoreResponse
 
 LEVEL = "tokens"
 _NUM_TOKENS, _SEEN = 24, 48
-"""Lengths of scored sequences; those that were seen before fill pages of 16 tokens."""
+"""Lengths of scored sequences. The sequences that were seen before fill pages of 16 tokens."""
 _TOP_K, _NUM_CANDIDATES = 5, 3
 _NUM_UPDATES, _NUM_SCORERS = 4, 3
 
@@ -207,7 +207,7 @@ def _require_spans(
 def _require_scores(
     subject: EndpointSubject, weights: ReferenceWeights, request: ScoreRequest, response: ScoreResponse, what: str
 ) -> None:
-    """Require that everything in a response is what ``weights`` give."""
+    """Require that every value in a response matches what ``weights`` give."""
     logprobs_NV = _logprobs(subject, weights, request)
     gap = _gap(subject, logprobs_NV, request, response)
     subject.note(**{f"largest logprob difference, {what}": gap})
@@ -227,7 +227,7 @@ def _require_scores(
 
 
 def _logprobs(subject: EndpointSubject, weights: ReferenceWeights, request: ScoreRequest) -> torch.Tensor:
-    """Return the reference's logprobs in the place of each scored token, float64 [N, V]."""
+    """Return the reference's logprobs at the position of each scored token, float64 [N, V]."""
     ids, start = request.token_ids, request.start
     return distribution(subject.reference.logits(weights, ids[:start], ids[start:]))
 
@@ -242,7 +242,7 @@ def _gap(
 ) -> float:
     """Return the largest difference of scored tokens, likeliest tokens and candidates from the reference.
 
-    In 16 bits, alternatives are left out, and tokens that are unlikely, whose logprobs rounding alone moves.
+    In 16 bits, this leaves out alternatives, and unlikely tokens whose logprobs rounding alone changes too much.
     """
     part = slice(start, end)
     scored_N = chosen(logprobs_NV, request.token_ids[request.start :])[part]

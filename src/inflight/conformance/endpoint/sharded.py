@@ -1,4 +1,4 @@
-"""Level sharded: updates of which several senders send a part of every bucket."""
+"""Level sharded: updates in which each of several senders sends a part of every bucket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from inflight.wire import EndpointState, TransportName, WeightUpdate
 LEVEL = "sharded"
 _NUM_TOKENS = 200
 _LATE_S = 0.3
-"""How long a part that never comes is awaited."""
+"""How long to wait for a part that never arrives."""
 _ARRIVAL = (
     "whether the endpoint waits for the part of each sender, and compares all parts before a bucket counts as received"
 )

@@ -11,9 +11,9 @@ from inflight.conformance.endpoint.subject import EndpointSubject
 
 LEVEL = "caches"
 _BLOCK = 64
-"""Length of the blocks that prompts share: a multiple of the pages that engines share, but for very large ones."""
+"""Length of the blocks that prompts share: a multiple of the page size of engines, unless pages are very large."""
 _EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65)
-"""Lengths of prefixes that are sent after the whole: pages end at or next to them."""
+"""Lengths of prefixes that are sent after the whole prompt. Pages end at or next to these lengths."""
 _NUM_TOKENS = 4
 
 

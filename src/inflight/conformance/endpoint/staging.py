@@ -12,7 +12,7 @@ from inflight.wire import Completion, EndpointState, GenerateRequest, InFlightPo
 
 LEVEL = "control"
 _NUM_TOKENS = 300
-"""Initial number of tokens of each running request: it must be still running when the commit arrives."""
+"""Initial number of tokens of each running request, which must still be running when the commit arrives."""
 _NUM_TOKENS_UNDISTURBED = 100
 _LEASE_S = 1.2
 _UNIFORM_TOLERANCE = 1e-3
@@ -73,7 +73,7 @@ async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, nu
 def _require_two_weights(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, factors: dict[int, float], what: str
 ) -> None:
-    """Require that spans name only these versions, and that tokens have their logprobs: the old weights' or -ln V."""
+    """Require that spans name only these versions, and that logprobs match: those of the old weights, or -ln V."""
     versions = [span.version for span in completion.version_spans for _ in range(span.start, span.end)]
     require(set(versions) <= set(factors), f"spans of {what} name versions {sorted(set(versions))}")
     old, prompt = subject.reference.weights, request.prompt_token_ids

@@ -1,4 +1,4 @@
-"""The endpoint under check, with helpers for checks: requests, publishes, expectations."""
+"""The endpoint under check, with helpers for requests, publishes and expectations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from inflight.wire import (
 
 T = TypeVar("T")
 Running = list[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]]
-"""Requests that were sent, each with the task that waits for its answer."""
+"""Sent requests, each with the task that waits for its answer."""
 
 ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 STORES: tuple[TransportName, ...] = ("shm", "file", "http", "ipc")
@@ -134,21 +134,21 @@ class EndpointSubject:
 
     @property
     def streaming(self) -> StreamingEndpoint:
-        """The endpoint, if it supports streaming; fails the check if its streaming methods are missing."""
+        """The endpoint, if it supports streaming. Fails the check if the streaming methods are missing."""
         if not isinstance(self.endpoint, StreamingEndpoint):
             fail(f"streaming is reported as supported, but {type(self.endpoint).__name__} has no generate_stream")
         return self.endpoint
 
     @property
     def aborting(self) -> AbortingEndpoint:
-        """The endpoint, if it supports partial rollouts; fails the check if its method is missing."""
+        """The endpoint, if it supports partial rollouts. Fails the check if the method is missing."""
         if not isinstance(self.endpoint, AbortingEndpoint):
             fail(f"partial_rollouts is reported as supported, but {type(self.endpoint).__name__} has no abort_requests")
         return self.endpoint
 
     @property
     def releasing(self) -> ReleasingEndpoint:
-        """The endpoint, if it supports releasing memory; fails the check if the methods are missing."""
+        """The endpoint, if it supports releasing memory. Fails the check if the methods are missing."""
         if not isinstance(self.endpoint, ReleasingEndpoint):
             fail(f"releases_memory is reported as supported, but {type(self.endpoint).__name__} has no release_memory")
         return self.endpoint
@@ -200,10 +200,7 @@ class EndpointSubject:
         transport: TransportName | None = None,
         num_senders: int = 1,
     ) -> SteppedPublisher:
-        """Return another trainer side, until the current check ends: of another run unless ``run_id`` names one.
-
-        Its versions continue this run's.
-        """
+        """Return another trainer side for this check, of a new run or of ``run_id``. Versions continue this run's."""
         directory = self.directory / "updates" if transport == "file" else None
         other = SteppedPublisher(
             *(self.endpoint, self.capabilities, self.publisher.version),
@@ -236,7 +233,7 @@ class EndpointSubject:
         return self.pace.context_len(self.capabilities.max_model_len)
 
     def remaining_tokens(self, prompt: Sequence[int] | None = None) -> int:
-        """Return how many tokens fit in `context_len` after a prompt, by default the usual one."""
+        """Return how many tokens fit in `context_len` after ``prompt``, which defaults to the first of `prompt`."""
         return self.context_len - len(self.prompt() if prompt is None else prompt)
 
     def lengths(self, num_tokens: int) -> list[int]:
@@ -271,7 +268,7 @@ class EndpointSubject:
         return {"seed": seed} if self.capabilities.seeds else {"temperature": 0.0}
 
     def pausing_policies(self) -> list[InFlightPolicy]:
-        """Return the supported policies under which requests continue after an update; skip the check without any."""
+        """Return the supported policies under which requests survive an update; skip the check if there are none."""
         policies = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
         if supported := [policy for policy in policies if policy in self.capabilities.in_flight_policies]:
             return supported
@@ -310,9 +307,8 @@ class EndpointSubject:
     ) -> Running:
         """Start long requests and return them once all are being decoded.
 
-        They are no more than the endpoint decodes at a time. By default they run to the end of the context, so that
-        they outlast a few updates. Requests of ``max_tokens`` that ended before the endpoint could be asked what it
-        runs are started again, four times as long: the returned requests show how long they are.
+        There are at most as many as the endpoint decodes at a time. By default, they fill the context and so outlast a
+        few updates. Requests of ``max_tokens`` that end too early are started again, four times as long.
         """
         num = min(num, self.capabilities.max_concurrent_sequences)
         deadline = time.monotonic() + 8.0 * SLOWNESS.get()
@@ -332,7 +328,7 @@ class EndpointSubject:
             await asyncio.gather(*tasks)
 
     async def _are_running(self, tasks: Sequence[asyncio.Task[GenerateResponse]], deadline: float) -> bool:
-        """Return True once all are being decoded, False if one had ended before."""
+        """Return True once all are being decoded, or False if one had already ended."""
         num = len(tasks)
         while (await self.endpoint.weight_version()).num_running < num:
             if ended := [task for task in tasks if task.done()]:
@@ -367,7 +363,7 @@ class EndpointSubject:
         """Return the largest difference between the logprobs of a completion, from ``start`` on, and the reference's.
 
         ``logits_TV`` computes the reference's logits of all tokens in the ``dtype`` that it receives. If an endpoint
-        that computes in 16 bits exceeds the tolerance, tokens whose logprobs rounding alone moves are left out.
+        that computes in 16 bits exceeds the tolerance, tokens whose logprobs are moved by rounding alone are left out.
         """
         exact_T = chosen(distribution(logits_TV(dtype="float32"), request.sampling), completion.token_ids)
         gap = self.difference(completion.logprobs[start:], exact_T[start:])
@@ -381,7 +377,7 @@ class EndpointSubject:
         return self.difference(found_T[kept_T].tolist(), exact_T[start:][kept_T])
 
     def moved_by_rounding(self, errors_T: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Return bool [T]: whether rounding alone moves the logprob of each token too far for it to prove anything.
+        """Return bool [T]: whether rounding alone changes the logprob of each token so much that it proves nothing.
 
         ``errors_T`` are the errors of the reference's own logprobs in 16 bits; ``scale`` multiplies the tolerance. Deep
         models amplify rounding after tokens that they consider unlikely: logprobs of SmolLM2 in bfloat16 differed by 18

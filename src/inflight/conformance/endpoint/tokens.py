@@ -19,11 +19,11 @@ from inflight.wire import EndpointState, GenerateRequest, GenerateResponse, chec
 
 LEVEL = "tokens"
 _GONE_S = 5.0
-"""Seconds from the moment a caller disconnects until nothing of its request may run."""
+"""Maximum time from a caller's disconnection until no part of its request is running, in seconds."""
 _MOST_COMPLETIONS = 1024
 _MAX_SLOTS = 256
 _LONG, _SHORT = 512, 4
-"""Tokens of the requests that fill the endpoint, and of the additional one."""
+"""Tokens of the requests that fill the endpoint, and of the additional request."""
 _ADMITTED_S = 0.2
 """Time for sent requests to be admitted."""
 _TIMES_SLOWER = 5.0
@@ -182,7 +182,7 @@ async def slots_are_released(subject: EndpointSubject) -> None:
 async def fill_slots(subject: EndpointSubject, when: str, limit_s: float) -> float:
     """Fill all slots but one, and require that one more request is answered while all the others run.
 
-    Return how long that took.
+    Return how long the additional request took.
     """
     num_others = subject.capabilities.max_concurrent_sequences - 1
     for num_tokens in subject.lengths(_LONG):

@@ -1,7 +1,7 @@
 """Level versions: whether each token's reported version is that of the weights it was sampled from.
 
 The two colours: weights A and B differ only in the sign of the final norm, so a token that is likely under one is
-unlikely under the other and shows its weights. Keys and values do not depend on that norm, so one forward of the
+unlikely under the other and shows its weights. Keys and values do not depend on that norm, so one forward pass of the
 reference gives every token's logprob under any in-flight policy.
 """
 
@@ -26,10 +26,11 @@ _NUM_UPDATES, _NUM_TRIES = 4, 3
 _NUM_TOKENS = 600
 """Tokens of each running request: enough for a few updates."""
 _DECISIVE = 5.0
-"""From this difference of a token's logprobs under A and B, in nats, its colour is certain."""
+"""A token's colour is certain if its logprobs under A and B differ by at least this many nats."""
 _IMPOSSIBLE = 1e-9
 """Total probability below which no token is sampled by chance: a check samples some ten thousand tokens. Where logits
-are small, tokens of the other colour are sampled now and then."""
+are small, tokens of the other colour are occasionally sampled.
+"""
 _LOOK_AT = "when the version of a token is recorded: in the step that sampled it with the weights, not at admission"
 
 
@@ -48,7 +49,7 @@ def check_spans(
 ) -> tuple[int, int]:
     """Require that every token was sampled from the version that its span names.
 
-    Return the number of tokens, and of those that show their colour.
+    Return the number of tokens, and the number of tokens that show their colour.
     """
     if not completion.token_ids:
         return 0, 0

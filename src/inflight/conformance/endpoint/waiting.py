@@ -15,9 +15,11 @@ from inflight.conformance.checks import require
 T = TypeVar("T")
 
 SLOWNESS: ContextVar[float] = ContextVar("SLOWNESS", default=1.0)
-"""Multiplies every limit in this module: see `inflight.conformance.endpoint.pace`."""
+"""Factor for every limit in this module (see `inflight.conformance.endpoint.pace`)."""
 SLACK_S = 4.0
-"""How much later than its own deadline a call or a lease may end: slow machines, and time for the reason to arrive."""
+"""How much later than its own deadline a call or a lease may end, to allow for slow machines and for the reason to
+arrive.
+"""
 GRACE_S = 0.3
 """Time for answers that left the endpoint before a call returned and are still in transit."""
 SERVED_S = 15.0
@@ -25,7 +27,7 @@ SERVED_S = 15.0
 
 
 async def within(seconds: float, call: Awaitable[T], what: str) -> T:
-    """Return what ``call`` returns, or raise what it raises. Fail the check if it takes longer."""
+    """Return what ``call`` returns, or raise what it raises. Fail the check if the call takes too long."""
     seconds *= SLOWNESS.get()
     task = start(call)
     try:
@@ -40,7 +42,7 @@ async def within(seconds: float, call: Awaitable[T], what: str) -> T:
 async def until(
     holds: Callable[[], object], seconds: float, what: str, tasks: Iterable[asyncio.Future[Any]] = ()
 ) -> None:
-    """Return once ``holds()`` is true. Fail the check if that takes longer; raise what a task raises meanwhile."""
+    """Return once ``holds()`` is true. Fail the check if that takes too long; raise what a task raises meanwhile."""
     seconds *= SLOWNESS.get()
     deadline, watched = time.monotonic() + seconds, list(tasks)
     while not holds():

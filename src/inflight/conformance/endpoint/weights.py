@@ -22,7 +22,7 @@ _SOAK_UPDATES = 200
 _FEWEST_SOAK_UPDATES, _SOAK_S = 20, 30.0
 """A slow endpoint may stop at this many updates, after this long."""
 _LARGE = 250.0
-"""Logits that the largest checkpoints have, and float32 cannot exponentiate."""
+"""Logits that the largest checkpoints reach and that float32 cannot exponentiate."""
 _LOAD = "how received tensors are loaded: transposed, cast on the way, fused in another order, or left out"
 _REFUSE = "whether request_weight_update compares names, shapes and dtypes with the model before anything is paused"
 
@@ -93,7 +93,7 @@ async def wrong_dtype(subject: EndpointSubject) -> None:
 async def _require_refused(
     subject: EndpointSubject, what: str, change: Callable[[TensorSpec], TensorSpec | None], *more: TensorSpec
 ) -> None:
-    """Require that an update is refused that announces the final norm after ``change``, and also ``more``."""
+    """Require that an update is refused if it announces the final norm after ``change``, and also ``more``."""
     changed = [
         change(spec) if spec.name == subject.reference.final_norm else spec
         for spec in specs_of(subject.reference.weights)
@@ -148,7 +148,7 @@ async def large_logits(subject: EndpointSubject) -> None:
 
 
 def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:
-    """Return weights with larger scores of attention: larger queries, after their norm if they have one."""
+    """Return weights with larger attention scores: larger queries, scaled after their norm if they have one."""
     tensors = reference.weights.tensors
     ends = (".q_norm.weight",) if any(".q_norm." in name for name in tensors) else (".q_proj.weight", ".q_proj.bias")
     larger = {name: tensor * 16 if name.endswith(ends) else tensor for name, tensor in tensors.items()}

@@ -1,9 +1,10 @@
-"""Level tokens: no filter, penalty or temperature applies except those of the request.
+"""Level tokens: no filter, penalty or temperature applies unless the request specifies it.
 
-A likelihood ratio shows a sampler with its own default: for each of some defaults, how much likelier the sampled tokens
-are under it than under the requested distribution. Under the requested distribution each ratio has mean 1, whatever was
-drawn before, so one of K ratios exceeds K / `_FALSE_ALARM` with probability `_FALSE_ALARM` at most (Markov). The only
-approximation is the reference's rounding, for which the limit allows.
+A likelihood ratio reveals a sampler that applies its own default. For each of several defaults, the ratio states how
+much likelier the sampled tokens are under the default than under the requested distribution. Under the requested
+distribution, each ratio has mean 1, whatever was drawn before, so one of K ratios exceeds K / `_FALSE_ALARM` with
+probability `_FALSE_ALARM` at most (Markov). The only approximation is the reference's rounding, for which the limit
+allows.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -30,7 +31,7 @@ _PROMPT_LENGTH = 128
 _DRAW_S = 15.0
 """A slow endpoint may stop at fewer tokens after this long."""
 _DOUBT = 0.05
-"""Share of the requested distribution mixed into each default's, so that no single token rules out a default."""
+"""Share of the requested distribution mixed into that of each default, so that no single token rules out a default."""
 
 _TOP_K = (10, 20, 30, 40, 50, 64, 100, 128, 200, 256, 500, 1000)
 _TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)

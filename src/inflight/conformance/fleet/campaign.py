@@ -23,9 +23,9 @@ class ScheduleResult:
     settings: str = ""
     problems: tuple[str, ...] = ()
     injected: tuple[tuple[str, str], ...] = ()
-    """Pairs of a step and the kind of fault that was injected there."""
+    """Pairs of a step and a kind of fault that was injected at that step."""
     outcomes: tuple[str, ...] = ()
-    """For each publish, ``returned`` or the name of its exception, followed by the outcome of each endpoint."""
+    """For each publish, ``returned`` or the name of the exception, followed by the outcome of each endpoint."""
     slowest_publish_s: float = 0.0
     wall_s: float = 0.0
     num_tokens: int = 0
@@ -34,7 +34,10 @@ class ScheduleResult:
 def summary(
     results: Sequence[ScheduleResult], kinds: Collection[Kind], wall_s: float, num_senders: int = 1
 ) -> dict[str, Any]:
-    """Return the statistics of a campaign as JSON-compatible values. ``kinds`` and ``num_senders`` as in `sites`."""
+    """Return the statistics of a campaign as JSON-compatible values.
+
+    ``kinds`` and ``num_senders`` have the same meaning as for `sites`.
+    """
     injected = Counter((one.transport, *where) for one in results for where in one.injected)
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     for one in results:
@@ -65,7 +68,7 @@ def summary(
 def text_of(figures: dict[str, Any], again: str) -> str:
     """Return a readable summary: the failed schedules, and the counts.
 
-    ``again`` is the command that runs one of them again when a seed is appended.
+    ``again`` is a command that runs one schedule again when its seed is appended.
     """
     lines = []
     for row in figures["failed"]:

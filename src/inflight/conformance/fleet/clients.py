@@ -1,6 +1,6 @@
 """Clients that keep a server busy while its weights change, and the requirements on every answer.
 
-No answer may be lost: a request ends with all of its tokens, or the schedule explains why not.
+No answer may be lost: a request ends with all of its tokens unless the schedule explains why it does not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def converse(
     conversations: list[Exchange],
     pause_s: float,
 ) -> None:
-    """Send one request after another until ``is_over`` is set, and append each that has ended to ``conversations``.
+    """Send one request after another until ``is_over`` is set, and append each finished request to ``conversations``.
 
     ``pause_s`` is the time between them.
     """
@@ -61,7 +61,7 @@ async def converse(
 
 
 def problems_of(conversation: Exchange, palette: Palette, capabilities: Capabilities, *, may_abort: bool) -> list[str]:
-    """Return the problems with the end of a request. ``may_abort``: an update used the policy ``abort``."""
+    """Return the problems with how a request ended. ``may_abort`` means that an update used the policy ``abort``."""
     name, response, server = conversation.request.request_id, conversation.response, conversation.server
     if response is None:
         error = conversation.error

@@ -1,6 +1,6 @@
-"""Fault injection into calls: an endpoint behind a network that loses, repeats and reorders them.
+"""Injects faults into calls: an endpoint behind a network that loses, repeats and reorders calls.
 
-It implements the contract's Protocol, so the library cannot distinguish it from a real endpoint.
+The endpoint implements the contract's Protocol, so the library cannot distinguish it from a real endpoint.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _LATE_S = 6.0
 
 
 class Faults:
-    """The state of a running plan: pending faults, injected faults, and late calls. Used by several threads.
+    """The state of a running plan: pending faults, injected faults, and late calls. Several threads use it.
 
-    While faults are injected, leases are at most ``lease_s``, so that no schedule waits for the library's own.
+    While faults are injected, leases are at most ``lease_s``, so that no schedule waits for the library's own leases.
     """
 
     def __init__(self, plan: FaultPlan, testbed: Testbed, lease_s: float, *, cancel_arrives: bool) -> None:
@@ -55,10 +55,10 @@ class Faults:
         self.cancel_arrives = cancel_arrives
         self.injected: list[Fault] = []
         self.problems: list[str] = []
-        """Calls that servers accepted although they must refuse them."""
+        """Calls that servers accepted although they had to refuse them."""
         self.take_over = threading.Event()
         self.replaced = threading.Event()
-        """Set once a trainer that died has a successor; ranks that wait for it then come back."""
+        """Set once a trainer that died has a successor; ranks that wait for the successor then resume."""
         self.proxied = {f.endpoint for f in plan.faults if f.kind in (Kind.CUT, Kind.CORRUPT)}
         self.proxies: dict[tuple[int, int], TcpProxy] = {}
         self.aborted: set[TestedServer] = set()
@@ -73,7 +73,7 @@ class Faults:
         self._counts: Counter[tuple[int, UpdateStep, int]] = Counter()
         self._num_calls: Counter[TestedServer] = Counter()
         self._late: list[tuple[TestedServer, Call[Any], int]] = []
-        """Calls that arrive once their server has received the given number of calls."""
+        """Late calls, each of which arrives once its server has received a given number of calls."""
         self.arriving: list[Future[Any]] = []
         """Calls that `flush` waits for."""
 
@@ -132,7 +132,10 @@ async def _ignore_errors(call: Awaitable[Any]) -> None:
 
 
 class FaultyEndpoint(InferenceEndpoint):
-    """Server number ``index``, for one trainer or client. Once ``is_dead`` is set, that caller makes no more calls."""
+    """Server number ``index``, as one trainer or client sees it.
+
+    Once ``is_dead`` is set, that caller makes no more calls.
+    """
 
     def __init__(self, server: TestedServer, index: int, faults: Faults, is_dead: threading.Event) -> None:
         self.server = server
@@ -203,7 +206,7 @@ class FaultyEndpoint(InferenceEndpoint):
         self._faults.problems.append(f"{self.name}: {problem}")
 
     def _recording_end(self, ref: UpdateRef, call: Call[T]) -> Call[T]:
-        """Return a call that then records the end of the session."""
+        """Wrap a call so that it records the end of the session when it succeeds."""
 
         async def ending(endpoint: InferenceEndpoint) -> T:
             process = self._process
@@ -280,7 +283,7 @@ class FaultyEndpoint(InferenceEndpoint):
         return await self._run_in_loop(self.server.deliver(call))
 
     async def _run_in_loop(self, call: Coroutine[Any, Any, T]) -> T:
-        """Make a call in the servers' loop; ``cancel_arrives`` indicates whether it is cancelled with its caller."""
+        """Make a call in the servers' loop. ``cancel_arrives`` specifies whether it is cancelled with its caller."""
         future = asyncio.wrap_future(self._faults.loop.start(call))
         if self._faults.cancel_arrives:
             return await future

@@ -25,7 +25,10 @@ _WATCH_S = 0.03
 
 
 class ServerObservation(NamedTuple):
-    """A server's report and the weights that it samples from. ``is_steady``: the report did not change meanwhile."""
+    """A server's report and the weights that it samples from.
+
+    ``is_steady`` means that the report did not change meanwhile.
+    """
 
     said: WeightVersion
     shade: Shade | None
@@ -40,7 +43,7 @@ def outcome(published: PublishRecord) -> str:
 
 
 def publishes(trainers: Sequence[FleetTrainer], servers: Sequence[TestedServer], scale: float) -> list[str]:
-    """Return the problems of the reports and durations of publishes."""
+    """Return the problems with the reports and durations of publishes."""
     problems = []
     all_lived = all(server.num_starts == 1 for server in servers)  # a restarted server has forgotten incarnations
     for trainer in trainers:
@@ -71,7 +74,7 @@ def _is_everywhere(published: PublishRecord, before: float) -> bool:
 
 
 async def _seen(server: TestedServer) -> ServerObservation | None:
-    """Return a server's report and the weights that it samples from; None if it is down."""
+    """Return a server's report and the weights that it samples from, or None if the server is down."""
     try:
         said = await version_of(server)
         if said.state is not EndpointState.READY:
@@ -85,7 +88,10 @@ async def _seen(server: TestedServer) -> ServerObservation | None:
 
 
 async def served(servers: Sequence[TestedServer], published: PublishRecord, *, is_alone: bool) -> list[str]:
-    """Return the differences between a report and the served weights. ``is_alone``: no other trainer is publishing."""
+    """Return the differences between a report and the served weights.
+
+    ``is_alone`` means that no other trainer is publishing.
+    """
     problems = []
     reports = {} if published.report is None else {e.endpoint: e for e in published.report.endpoints}
     for server in servers:
@@ -124,7 +130,7 @@ async def _poisoned(server: TestedServer) -> list[str]:
 
 
 async def together(servers: Sequence[TestedServer], shade: Shade) -> list[str]:
-    """Return the servers that the last publish did not reach; no faults were injected into it."""
+    """Return the servers that the last publish, into which no faults were injected, did not reach."""
     problems = []
     for server in servers:
         if server.is_gone:

@@ -1,9 +1,11 @@
-"""Weights with a known effect: each version has its own distribution, independent of what was sampled before.
+"""Weights with a known effect: each version has its own distribution, independent of earlier tokens.
+
+Each such set of weights is called a shade, and the shades of one model form a palette.
 
 All rows of the embedding are equal and the layers add almost nothing, so the final norm receives the same vector at
-every position. It keeps only the first element, and the logits are exactly the first column of the head. Every tensor
-differs between any two shades, so a mix of two is neither of them. All values are exact in bfloat16, and in float8 with
-a power of two as scale, so no encoding or dtype changes them.
+every position. The norm keeps only the first element, so the logits are exactly the first column of the head. Every
+tensor differs between any two shades, so a mix of two shades matches neither. All values are exact in bfloat16, and in
+float8 with a power of two as scale, so no encoding or dtype changes them.
 
 Shape suffixes: V vocabulary.
 """
@@ -28,7 +30,7 @@ _NUM_MARKS = 64
 
 
 class Shade(NamedTuple):
-    """The name of weights: version ``version`` of the trainer ``incarnation``. (0, 0) is the checkpoint."""
+    """The name of a set of weights: version ``version`` of the trainer ``incarnation``. (0, 0) is the checkpoint."""
 
     version: int
     incarnation: int
@@ -65,11 +67,11 @@ class Palette:
 
     @property
     def shades(self) -> Sequence[Shade]:
-        """Every known shade, in the order of `add`."""
+        """Every known shade, in the order in which `add` received them."""
         return list(self._marks)
 
     def add(self, shade: Shade) -> None:
-        """Add a shade to the known ones. Tokens that no known shade explains come from torn weights."""
+        """Add a shade to the known ones. Tokens that no known shade explains must come from torn weights."""
         if shade not in self._marks:
             number = len(self._marks) % _NUM_MARKS
             self._marks[shade] = (8 + number % 8) / 8 * 2.0 ** (number // 8 - 3)
@@ -80,7 +82,7 @@ class Palette:
         return {name: self._drawn(name, shade) for name in self._like}
 
     def is_sampled_from(self, version: int | None, token: int, logprob: float) -> bool:
-        """Return whether a token's logprob is that of a shade of ``version`` (None: of any shade)."""
+        """Return whether a token's logprob matches a shade of ``version``, or any shade if that is None."""
         known = [shade for shade in self.shades if version is None or shade.version == version]
         return any(self._agrees(shade, token, logprob) for shade in known)
 
@@ -115,7 +117,7 @@ class Palette:
 
 
 def _hash_of(text: str) -> int:
-    """Return a number that is the same for the same text in every process."""
+    """Return a number that depends only on the text and is the same in every process."""
     return random.Random(text).getrandbits(62)
 
 

@@ -1,4 +1,4 @@
-"""Fault plans: which faults are injected where. A plan is a pure function of its seed and can be printed.
+"""Fault plans: which faults are injected, and where. A plan is a pure function of its seed and can be printed.
 
 A site is a step of an update combined with a kind of fault that can happen there. Among four consecutive seeds per
 site, every site is the first fault of a plan.
@@ -19,15 +19,16 @@ SENDER = -1
 RANK = -2
 """Stands for the trainer's rank 1, if each of two ranks sends what it holds."""
 RANK_LOST_S = 3.0
-"""How much longer than a deadline some stops of rank 1 last, after which rank 0 has given it up."""
+"""How much longer than a deadline some stops of rank 1 last. By then, rank 0 has abandoned it."""
 NUM_BUCKETS = 3
-"""Faults are injected into one of this many first buckets, which every update has."""
+"""Faults are injected into one of the first buckets, of which every update has at least this many."""
 
 
 class UpdateStep(StrEnum):
     """Where a fault is injected: a call of the contract, or the trainer's sending or storing of one bucket.
 
-    Those of rank 1 come before what they name, and ``RANK_ANSWER`` between the sending of a part and its answer.
+    Faults of rank 1 are injected before the step that is named, and those of ``RANK_ANSWER`` between sending a part and
+    receiving its answer.
     """
 
     CONNECT = "connect"
@@ -46,7 +47,7 @@ class UpdateStep(StrEnum):
     RANK_SEND = "rank_send"
     RANK_ANSWER = "rank_answer"
     RANK_LAST = "rank_last"
-    """The message with which it waits for the order to end."""
+    """The message with which rank 1 waits for the order to end."""
     RANK_END = "rank_end"
 
 
@@ -67,7 +68,7 @@ class Kind(StrEnum):
     REORDER = "reorder"
     """The caller gets `UnreachableError`; the call arrives after later ones, perhaps in the next session."""
     CUT = "cut"
-    """The data connection is cut, or a stored bucket is truncated or removed."""
+    """The data connection is cut, or a stored bucket is truncated or deleted."""
     CORRUPT = "corrupt"
     """Bytes change in transit or in storage."""
     KILL = "kill"
@@ -87,13 +88,13 @@ class Kind(StrEnum):
     UNLINK = "unlink"
     """The connection between the trainer's ranks is cut."""
     COME_BACK = "come_back"
-    """Rank 1 is stopped, and resumes after its trainer has died and another one has taken over."""
+    """Rank 1 is stopped, and resumes after its trainer has died and another trainer has taken over."""
 
 
 INSIDE = frozenset({Kind.TEAR})
-"""Kinds that reach into the engine."""
+"""Kinds of faults that reach into the engine."""
 OUTSIDE = frozenset({Kind.STOP, Kind.DISCONNECT})
-"""Kinds that need a process and connections."""
+"""Kinds of faults that need a process and connections."""
 
 _LOST = (Kind.DELAY, Kind.LOSE_REQUEST, Kind.SILENCE, Kind.LOSE_ANSWER)
 _CONTROL = (*_LOST, Kind.REPEAT, Kind.REPEAT_LATE, Kind.REORDER, Kind.KILL, Kind.RESTART, *sorted(OUTSIDE))
@@ -134,10 +135,10 @@ _OVER_TCP: dict[Transport, dict[UpdateStep, tuple[Kind, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. It is injected when ``step`` of the endpoint is called for the ``occurrence``-th time, counted from 0.
+    """One fault, injected when ``step`` of the endpoint is called for the ``occurrence``-th time, counted from 0.
 
-    ``bucket`` selects a bucket for the steps `OF_BUCKETS`. ``seconds`` is a duration, and ``num_calls`` is the number
-    of later calls of the endpoint that arrive first, for the kinds that need them.
+    ``bucket`` selects a bucket for the steps in `OF_BUCKETS`. Some kinds need ``seconds``, a duration, or
+    ``num_calls``, the number of later calls to the endpoint that arrive first.
     """
 
     endpoint: int

@@ -9,11 +9,14 @@ from inflight.base.tasks import TaskOwner, any_of
 
 _PIECE_BYTES = 1 << 16
 _LONG_ENOUGH_BYTES = 512
-"""Longer pieces carry more than the header of an answer; shorter pieces are not changed."""
+"""Longer pieces carry more than the header of an answer; shorter pieces are left unchanged."""
 
 
 class TcpProxy:
-    """Forwards connections from `port` of 127.0.0.1 to ``target``. It belongs to the event loop that starts it."""
+    """Forwards connections from `port` of 127.0.0.1 to ``target``.
+
+    The proxy belongs to the event loop that starts it.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self.target = (host, port)
@@ -21,9 +24,9 @@ class TcpProxy:
         self._tasks = TaskOwner()
         self.port = 0
         self.cut_after_bytes: int | None = None
-        """A connection is cut once all connections together have carried this much more, in either direction."""
+        """A connection is cut once all connections together have carried this many more bytes, in either direction."""
         self.num_cuts = 0
-        """Number of connections to cut that way."""
+        """The number of connections to cut in that way."""
         self.num_corrupted = 0
         """Number of pieces of answers whose last byte is changed."""
 

@@ -1,7 +1,7 @@
 """The process of a trainer's rank 1, which sends its parts of the weights until the campaign ends it.
 
-It asks the campaign at every step whether a fault is due there, and waits for the answer, so that the campaign can
-kill or stop it at that very point.
+At every step, rank 1 asks the campaign whether a fault is due, and waits for the answer, so that the campaign can kill
+or stop it at exactly that point.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from inflight.weights.transports import make_sender
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What rank 1 has to know from the start. ``directory`` is where it stores parts."""
+    """The information that rank 1 needs from the start. It stores parts in ``directory``."""
 
     transport: Transport
     frozen: tuple[str, ...]
@@ -37,7 +37,7 @@ class RankSettings:
 
 
 def run_rank(connection: Connection, control: Connection, settings: RankSettings) -> None:
-    """Be rank 1: take part in a publish for each message of ``control``, until it is closed or rank 0 is lost."""
+    """Act as rank 1: take part in a publish for each message from ``control``, until it is closed or rank 0 is lost."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     campaign = _Campaign(control)
@@ -73,7 +73,7 @@ def run_rank(connection: Connection, control: Connection, settings: RankSettings
 
 
 class _Campaign:
-    """The campaign, as rank 1 sees it. Any thread may ask."""
+    """The campaign as rank 1 sees it. Any thread may query it."""
 
     def __init__(self, control: Connection) -> None:
         self._control = control
@@ -84,7 +84,7 @@ class _Campaign:
             self._control.send_bytes(json.dumps(message).encode())
 
     def due(self, link: RankLink, step: str, bucket: int) -> Fault | None:
-        """Return the fault to inject here, if any; cut the link if that is it."""
+        """Return the fault to inject here, if any; if the fault is to cut the link, cut it."""
         with self._lock:
             self._control.send_bytes(json.dumps({"step": step, "bucket": bucket}).encode())
             said = json.loads(self._control.recv_bytes())

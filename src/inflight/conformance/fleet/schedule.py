@@ -1,4 +1,7 @@
-"""One schedule: busy servers, one or two trainers that publish, and faults; then `inflight.conformance.fleet.judge`."""
+"""One schedule: busy servers, one or two trainers that publish, and faults.
+
+`inflight.conformance.fleet.judge` judges the result.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ from inflight.conformance.fleet.trainer import FleetTrainer, TrainerSettings
 from inflight.errors import ConfigError
 
 _END_S = 15.0
-"""Time limit for clients to end their last request, in seconds."""
+"""Time limit in seconds for clients to end their last request."""
 _FINAL_DEADLINE_S = 10.0
 _PAUSES_S = (0.1, 1.0)
-"""Time between the requests of a client, by the number of the trainers' ranks, which need the cores as well."""
+"""Time between the requests of a client, by the number of a trainer's ranks, which also need the cores."""
 _RANKS_SCALE = 3.0
-"""Factor on the deadlines of trainers with two ranks, which exchange messages for each bucket."""
+"""Factor for the deadlines of trainers with two ranks, which exchange messages for each bucket."""
 _PAUSE_SLACK_S = 3.0  # the machine may be busy with other schedules
 _JUDGE_S = 60.0
 
@@ -99,7 +102,7 @@ class _Schedule:
         self._servers: Sequence[TestedServer] = ()
         self._trainers: list[FleetTrainer] = []
         self._conversations: list[list[Exchange]] = []
-        """Requests of each client."""
+        """The requests of each client."""
         self._is_over = threading.Event()
         """Signals the clients to end."""
         self._tasks: list[Future[None]] = []
@@ -208,7 +211,7 @@ class _Schedule:
         return version
 
     def _challenge(self, first: FleetTrainer) -> None:
-        """Take over from the first trainer without its knowledge."""
+        """Take over from the first trainer without notifying it."""
         self._faults.take_over.wait()
         incarnation = None if first.publisher is not None else 2
         self._train(self._trainer(incarnation), 2, random.Random(self._plan.seed), self._first_version)

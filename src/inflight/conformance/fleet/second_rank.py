@@ -1,4 +1,4 @@
-"""The campaign's view of a trainer's rank 1: it starts, kills, stops and ends the process, and observes its end."""
+"""The campaign's control of a trainer's rank 1: starts, kills, stops and ends the process, and observes its end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from inflight.conformance.fleet.sources import RankLink, ShardedShadeSource
 from inflight.errors import ConfigError
 
 _END_S = 10.0
-"""Seconds for rank 1 to end a publish after rank 0, and to end itself."""
+"""How many seconds rank 1 may take to end a publish after rank 0 has, and to exit."""
 _START_S = 60.0
 _COME_BACK_S = 12.0
-"""Longest time for which a rank waits for the successor of its trainer before it comes back."""
+"""Maximum time for which a rank waits for its trainer's successor before it resumes."""
 
 
 class SecondRank:
-    """Rank 1 of a trainer, and ``source``, what rank 0 holds. Setting ``trainer_is_dead`` ends rank 0."""
+    """Rank 1 of a trainer, and ``source``, the weights that rank 0 holds. Setting ``trainer_is_dead`` ends rank 0."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class SecondRank:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the ranks have lost each other, so that the trainer has to restart as a whole."""
+        """Whether the ranks have lost their connection to each other, so that the whole trainer has to restart."""
         return self.source.link.lost is not None or self._is_gone.is_set()
 
     def begin_publish(
         self, version: int, tensors: Mapping[str, torch.Tensor], deadline_s: float, *, is_sharded: bool
     ) -> None:
-        """Let both ranks hold the tensors of a version, and rank 1 take part in its publish."""
+        """Give both ranks the tensors of a version, and let rank 1 take part in publishing it."""
         self.source.hold(version, tensors)
         self.source.is_sharded = is_sharded
         self._has_ended.clear()
@@ -91,12 +91,12 @@ class SecondRank:
             self._control.send_bytes(json.dumps(order).encode())
 
     def end_publish(self) -> None:
-        """Return once rank 1 has ended the publish that rank 0 has ended, or is gone."""
+        """Return once rank 1 has ended the publish that rank 0 has ended, or has exited."""
         if not self._trainer_is_dead.is_set() and not self._has_ended.wait(self._end_s):
             self.problems.append(f"rank 1 did not end a publish within {self._end_s:g} s of rank 0")
 
     def close(self) -> None:
-        """Let rank 1 end, and note what it leaves behind. Idempotent."""
+        """Let rank 1 end, and record what it leaves behind. Idempotent."""
         self._faults.replaced.set()
         self.source.link.lose("the trainer has ended")
         self._signal(signal.SIGCONT)
@@ -115,7 +115,7 @@ class SecondRank:
             self.problems.append(f"rank 1 left {left[:3]} behind")
 
     def _attend(self) -> None:
-        """Answer rank 1's questions, until it is gone."""
+        """Answer rank 1's queries until it has exited."""
         try:
             while True:
                 said = json.loads(self._control.recv_bytes())
@@ -130,7 +130,7 @@ class SecondRank:
             self._has_ended.set()
 
     def _inject(self, fault: Fault | None) -> None:
-        """Answer which fault is due; kill or stop the process before the answer, or a moment after it."""
+        """Answer which fault is due. Kill or stop the process before the answer, or shortly after it."""
         is_signal = fault is not None and fault.kind in (Kind.KILL, Kind.STOP, Kind.COME_BACK)
         if fault is None or not is_signal:
             if is_trainer := fault is not None and fault.kind is Kind.KILL_TRAINER:

@@ -18,11 +18,11 @@ from inflight.types import WeightBucket
 from inflight.wire import TransportSpec, WeightUpdate
 
 Due = Callable[[str, int], Fault | None]
-"""Returns the fault to inject into a step (``open``, ``join``, ``begin``, ``send``, ``end``) of a bucket, if any."""
+"""Returns the fault, if any, to inject into a step (``open``, ``join``, ``begin``, ``send``, ``end``) of a bucket."""
 
 
 class FaultySender(WeightSender):
-    """A sender that injects the faults that are ``due``. ``directory`` is where it stores buckets."""
+    """A sender that injects the faults that are ``due``. It stores buckets in ``directory``."""
 
     def __init__(self, inner: WeightSender, directory: Path, due: Due, is_dead: threading.Event) -> None:
         self._inner = inner

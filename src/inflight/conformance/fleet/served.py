@@ -1,7 +1,7 @@
-"""Servers that a command starts: real processes over HTTP, killed, stopped and disconnected, judged only by the
-contract.
+"""Servers that a command starts: real processes over HTTP that are killed, stopped and disconnected.
 
-They keep running from one schedule to the next; only those that a fault killed are restarted.
+They are judged only by the contract. They keep running from one schedule to the next; only servers that a fault killed
+are restarted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _START_S = 300.0
 _CONTROL_S = 10.0
 _GENERATE_S = 60.0
 _BASE_SCALE = 2.0
-"""Factor on deadlines that were chosen for servers in one process, because several processes share the cores."""
+"""Factor for deadlines that were chosen for servers in one process, because several processes share the cores."""
 _NUM_PROBED = 8
 
 
@@ -64,11 +64,11 @@ class ServedServer(TestedServer):
 
     @property
     def _status(self) -> int | None:
-        """Exit status of the server's process; None if it runs, or was killed by a fault."""
+        """Exit status of the server's process; None if it is running or was killed by a fault."""
         return None if self._process is None else self._process[1].poll()
 
     async def start(self) -> None:
-        """Start a process unless one is alive. Raises `ConfigError` if the command starts no server."""
+        """Start a process unless one is alive. Raises `ConfigError` if the command does not start a server."""
         if self._status is not None:
             await self.kill(None)
         if self._process is not None:
@@ -204,7 +204,10 @@ class ServedTestbed(Testbed):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def palette(self, seed: int, frozen: tuple[str, ...]) -> Palette:
-        """Return the palette shared by all schedules: servers begin a schedule with the weights of the previous one."""
+        """Return the palette that all schedules share.
+
+        Servers begin a schedule with the weights of the previous one.
+        """
         return self.shades
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""The interface of the servers of a schedule to faults and the judge, wherever the servers run.
+"""The interface through which faults and the judge access a schedule's servers, wherever the servers run.
 
-All servers of a process are called in one event loop, which has its own thread. Callers are in other loops, as across
-a network: a call may outlive its caller.
+All servers of a process are called in one event loop, which has its own thread. Callers run in other loops. As across a
+network, a call may outlive its caller.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Call = Callable[[InferenceEndpoint], Awaitable[T]]
 
 _CLOSE_S = 15.0
-"""Time for servers that are being started to end."""
+"""Time limit for servers that are being started to end."""
 
 
 class Loop:
@@ -57,19 +57,22 @@ class TestedServer(Protocol):
 
     name: str
     num_starts: int
-    """Process incarnations in this schedule, including the current one."""
+    """The number of process incarnations in this schedule, including the current one."""
     num_breaks: int
-    """Number of times that pending calls failed because it died, restarted, or lost its connections."""
+    """How many times pending calls failed because the server died, restarted, or lost its connections."""
 
     is_up: bool
     is_gone: bool
-    """Whether it is dead and will not restart in this schedule."""
+    """Whether the server is dead and will not restart in this schedule."""
     was_torn: bool
-    """Whether its weights may have been torn in this schedule, so that requests end with `PoisonedError`."""
+    """Whether the server's weights may have been torn in this schedule, so that requests end with `PoisonedError`."""
 
     @abstractmethod
     async def deliver(self, call: Call[T]) -> T:
-        """Return the result of a call that arrives now. Raises `UnreachableError` if the server is or goes down."""
+        """Return the result of a call that arrives now.
+
+        Raises `UnreachableError` if the server is down or goes down.
+        """
 
     @abstractmethod
     async def inject(self, kind: Kind, seconds: float) -> None:
@@ -85,11 +88,14 @@ class TestedServer(Protocol):
 
     @abstractmethod
     async def shade(self) -> Shade | None:
-        """Return the shade that it samples from; None for torn weights. Raises `UnreachableError` if it is down."""
+        """Return the shade that the server samples from; None for torn weights.
+
+        Raises `UnreachableError` if it is down.
+        """
 
     @abstractmethod
     def may_have_held(self, shade: Shade) -> bool:
-        """Return False only if it certainly never served these weights in this schedule."""
+        """Return False only if the server certainly never served these weights in this schedule."""
 
     @abstractmethod
     def problems(self) -> Sequence[str]:
@@ -97,7 +103,7 @@ class TestedServer(Protocol):
 
 
 class Testbed(Protocol):
-    """The environment of schedules: the servers, and what all of them support."""
+    """The environment of schedules: the servers, and the features that all of them support."""
 
     loop: Loop
     directory: Path
@@ -105,12 +111,12 @@ class Testbed(Protocol):
     capabilities: Capabilities
     """Capabilities that all servers share."""
     kinds: Collection[Kind]
-    """Kinds of faults that can be injected into its servers, in addition to those of calls and bytes."""
+    """Kinds of faults that can be injected into the servers, in addition to faults of calls and bytes."""
     num_servers: int
     scale: float
-    """Factor on every deadline."""
+    """Factor for every deadline."""
     start_s: float
-    """Longest time that a server takes to restart."""
+    """Maximum time that a server takes to restart."""
 
     @abstractmethod
     def palette(self, seed: int, frozen: tuple[str, ...]) -> Palette:

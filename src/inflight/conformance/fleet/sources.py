@@ -1,4 +1,4 @@
-"""The weights of a campaign's trainer as sources of publishes: gathered ones, and those of two ranks that both send."""
+"""Sources of the weights that a campaign's trainer publishes: gathered on one rank, or sent by two ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ShadeSource(PartialWeightSource):
         self._specs: list[TensorSpec] = []
 
     def hold(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the tensors of a shade, as an optimizer step would."""
+        """Replace the held tensors by those of one shade, as an optimizer step would."""
         named = {name: tensor for name, tensor in tensors.items() if name not in self._frozen}
         self.version = version
         self._tensors = list(named.values())
@@ -49,8 +49,8 @@ class ShadeSource(PartialWeightSource):
 class ShardedShadeSource(ShadeSource, ShardedWeightSource):
     """One of two ranks, each of which sends some rows of most tensors, and all of the others.
 
-    ``reach`` is called before each part and each message with what it is and the bucket's index. `is_sharded` False
-    makes the next publishes gather on rank 0, which has whole tensors too.
+    ``reach`` is called before each part and each message, with its kind and the bucket's index. If `is_sharded` is
+    False, the next publishes gather on rank 0, which also has the whole tensors.
     """
 
     world_size = 2
@@ -90,7 +90,7 @@ class ShardedShadeSource(ShadeSource, ShardedWeightSource):
 
 
 def sharding(index: int, shape: tuple[int, ...]) -> Sharding:
-    """Return what each of two ranks sends of tensor number ``index``: even and uneven rows, or all of it."""
+    """Return which boxes of tensor number ``index`` each of two ranks sends."""
     whole: Box = tuple((0, size) for size in shape)
     num_rows = shape[0] if shape else 1
     kind = index % 5 if num_rows > 2 else index % 2 + 3
@@ -111,7 +111,7 @@ class RankLink:
         """Why the ranks have lost each other, if they have."""
 
     def exchange(self, rank: int, message: bytes, timeout_s: float) -> Sequence[bytes]:
-        """Do what `ShardedWeightSource.exchange` states."""
+        """Exchange messages as `ShardedWeightSource.exchange` requires."""
         if self.lost is not None:
             raise TransferError(f"the ranks of the trainer have lost each other: {self.lost}")
         deadline = time.monotonic() + timeout_s

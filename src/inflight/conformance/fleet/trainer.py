@@ -1,4 +1,7 @@
-"""A trainer whose weights are shades of a palette. It reacts to a failed publish as a real trainer does."""
+"""A simulated trainer: each version of its weights is one shade of a `Palette`.
+
+It reacts to a failed publish as a real trainer does.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,9 @@ class TrainerSettings:
     quorum: int | None
     deadline_s: float
     scale: float
-    """Factor on every other deadline."""
+    """Factor for every other deadline."""
     num_senders: int = 1
-    """2: a second rank, in its own process, sends a part of the weights."""
+    """If 2, a second rank in its own process sends a part of the weights."""
 
     @staticmethod
     def drawn(
@@ -93,7 +96,7 @@ class PublishRecord:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it returned, which means that its quorum serves the new version."""
+        """Whether the call returned, which means that its quorum serves the new version."""
         return self.error is None
 
 
@@ -110,7 +113,7 @@ class FleetTrainer:
     random_: random.Random
     given_incarnation: int | None
     is_dead: threading.Event = field(default_factory=threading.Event)
-    """Set once it makes no more calls."""
+    """Set once this trainer makes no more calls."""
     is_fenced: bool = False
     publisher: WeightPublisher | None = None
     published: list[PublishRecord] = field(default_factory=list)
@@ -133,11 +136,11 @@ class FleetTrainer:
 
     @property
     def incarnation(self) -> int:
-        """Its incarnation; 0 before it is connected."""
+        """The trainer's incarnation; 0 before it is connected."""
         return 0 if self.publisher is None else self.publisher.incarnation
 
     def connect(self, num_tries: int = 3) -> bool:
-        """Connect to every server that has not ended; return whether this succeeded."""
+        """Connect to every server that has not ended; return whether all connections succeeded."""
         settings = self.settings
         timeout_s = _CONNECT_S * settings.scale
         for _ in range(num_tries):
@@ -214,7 +217,7 @@ class FleetTrainer:
         return error is None
 
     def _end_second_rank(self, second_rank: SecondRank) -> None:
-        """Wait for rank 1; if the ranks have lost each other, this trainer ends, in order or not."""
+        """Wait for rank 1; if the ranks have lost their connection to each other, end this trainer, cleanly or not."""
         second_rank.end_publish()
         if second_rank.is_lost:
             if self.random_.random() < 0.5:

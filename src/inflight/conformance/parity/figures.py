@@ -1,4 +1,4 @@
-"""Statistics of the difference between two sides' logprobs of the same tokens.
+"""Statistics of the differences between two sides' logprobs of the same tokens.
 
 Shape suffixes: N targets.
 """
@@ -18,27 +18,27 @@ class Figures:
 
     num_tokens: int
     k1: float
-    """Estimate of KL(behaviour || trainer) per token, see `inflight.losses.metrics.ratio_metrics`."""
+    """Estimate of KL(behaviour || trainer) per token (see `inflight.losses.metrics.ratio_metrics`)."""
     k3: float
     """Another estimate of the same KL, which is never negative."""
     ess: float
     """Effective sample size of the importance ratios, as a share between 0 and 1."""
     largest: float
-    """Largest absolute difference."""
+    """Maximum absolute difference."""
     mean: float
     """Mean absolute difference."""
 
     def agree(self, tolerance: float) -> bool:
-        """Return whether the two sides count as equal, where one logprob may differ by ``tolerance``."""
+        """Return whether the two sides count as equal, given that one logprob may differ by ``tolerance``."""
         return self.largest <= tolerance and self.k3 <= tolerance**2 and self.ess >= 1 - tolerance
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """From which figures on a pair differs, for the dtype that the endpoint computes in.
+    """The figures from which on a pair counts as different, for the dtype that the endpoint computes in.
 
-    Float32 differs by 1e-6 (the same kernels) to 1e-4 nats on average. In 16 bits single tokens differ by up to 0.7
-    nats on healthy pairs, so only the mean and k3 are judged. A fault exceeds a healthy baseline tenfold.
+    In float32, logprobs differ by 1e-6 (the same kernels) to 1e-4 nats on average. In 16 bits, single tokens of healthy
+    pairs differ by up to 0.7 nats, so only the mean and k3 are judged. A fault exceeds a healthy baseline tenfold.
     """
 
     mean: float
@@ -46,7 +46,7 @@ class Limits:
 
     @classmethod
     def of(cls, dtype: str, *baselines: Figures) -> Limits:
-        """Return the limits of a dtype, which the smallest of some baselines may raise if it is below them."""
+        """Return the limits of a dtype, raised if even the smallest of the given baselines requires it."""
         limits = cls(0.02, 1e-3) if dtype in ("bfloat16", "float16") else cls(2e-4, 1e-6)
         if not baselines or limits.exceeded_by(least := min(baselines, key=lambda it: it.mean)):
             return limits

@@ -23,7 +23,7 @@ _ATTENTION, _MLP = "o_proj.weight", "down_proj.weight"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How much one side differs from transformers' forward in float32, as mean absolute differences in nats."""
+    """How much one side differs from transformers in float32, as mean absolute differences in nats."""
 
     from_reference: float
     from_rounded: Mapping[str, float]
@@ -35,7 +35,7 @@ class Bisection:
     """Figures with parts of the model switched off."""
 
     layers_off: Figures
-    """Figures with every layer switched off: only embedding, final norm and head remain."""
+    """Figures with every layer switched off, so that only the embedding, the final norm and the head remain."""
     attention_off: Figures
     mlp_off: Figures
     depths: Mapping[int, Figures]
@@ -58,21 +58,21 @@ class PairMeasurements:
     unscaled: Figures
     """Figures of the endpoint's logprobs at `OTHER_TEMPERATURE` and the trainer's at temperature 1."""
     together: Figures
-    """Figures of prompts that were requested concurrently; the others were requested one after another."""
+    """Figures of prompts that were requested concurrently; all other prompts were requested one after another."""
     num_updates: int
     after_updates: Figures
     """Figures after that many updates with the same weights."""
     engine: Side
     trainer: Side
     quarters: Sequence[float]
-    """Mean differences of the quarters of the completions, from first to last."""
+    """The mean difference over each quarter of the completions, from first to last."""
     bisection: Bisection | None = None
     not_bisected: str = "it was not requested"
     """The reason why there is no bisection."""
 
     @property
     def grown(self) -> float:
-        """How much the mean difference grew over the updates, in nats."""
+        """The increase of the mean difference over the updates, in nats."""
         return self.after_updates.mean - self.same_weights.mean
 
     @property
@@ -176,7 +176,7 @@ def _is_in(layers: Set[int | None], name: str) -> bool:
 
 
 def _quarters(sampled: Sampled) -> list[float]:
-    """Return the mean differences of the quarters of the completions."""
+    """Return the mean difference over each quarter of the completions."""
     sums, counts = [0.0] * 4, [0] * 4
     gaps = (sampled.trainer_N - sampled.behaviour_N).abs().tolist()
     start = 0

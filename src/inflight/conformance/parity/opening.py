@@ -1,4 +1,4 @@
-"""Opens an endpoint and the trainer that it is compared with, and leaves the endpoint as it was."""
+"""Opens an endpoint and the trainer that it is compared with, and restores the endpoint afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def open_pair(
 ) -> AsyncIterator[Pair]:
     """Yield the pair of a target and its worker; afterwards, a server at a URL serves its checkpoint's weights again.
 
-    ``prompts`` and ``tokens`` are those of `Pair`. Raises what opening the endpoint raises.
+    ``prompts`` and ``tokens`` are passed to `Pair`. Errors of opening the endpoint propagate.
     """
     with tempfile.TemporaryDirectory(prefix="inflight-pair-") as directory:
         subject = EndpointSubject(target, Path(directory), start_s)

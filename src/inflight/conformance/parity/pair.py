@@ -40,14 +40,15 @@ class Sampled:
 
 
 class Pair:
-    """An endpoint, and the trainer that it is compared with: a worker, or transformers' forward in float32."""
+    """An endpoint and the trainer that it is compared with: a worker, or transformers in float32."""
 
     def __init__(
         self, subject: EndpointSubject, worker: str | None, options: Mapping[str, Any], prompts: int, tokens: int
     ) -> None:
-        """``worker`` names a worker kind, which makes a worker with ``model_path`` and the options for each weights.
+        """Each set of weights has a new worker of the kind ``worker``, made with ``model_path`` and the options.
 
-        ``prompts`` completions are requested at a time, of ``tokens`` tokens each, or of half the context if shorter.
+        ``prompts`` completions are requested at a time, of ``tokens`` tokens each, or of half the context if that is
+        shorter.
         """
         self.subject = subject
         self._kind = worker
@@ -94,7 +95,7 @@ class Pair:
             return self._worker.forward(sampled)[sampled.loss_mask_T].double()
 
     def reference_logprobs(self, sampled: MicroBatch, rounded_to: torch.dtype | None = None) -> torch.Tensor:
-        """Return transformers' logprobs [N] in float32, of logits rounded to ``rounded_to`` if it is given."""
+        """Return transformers' logprobs [N] in float32, from logits rounded to ``rounded_to`` if that is given."""
         logits_NV = self._reference_logits(sampled)
         return _logprobs(logits_NV if rounded_to is None else logits_NV.to(rounded_to).float(), sampled)
 

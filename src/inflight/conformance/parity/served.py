@@ -9,10 +9,10 @@ from inflight.errors import ConfigError
 
 
 async def check_served(pair: Pair) -> Figures:
-    """Return the figures of the endpoint's own weights, against transformers with the checkpoint's.
+    """Return the figures of the endpoint's own weights, compared with transformers under the checkpoint's weights.
 
-    Raises `ConfigError` for a server at a URL that serves a run, or whose logprobs are not the checkpoint's: its own
-    weights could not be restored. Logprobs that differ only because logits are rounded are accepted.
+    Raises `ConfigError` for a server at a URL that serves a run or whose logprobs are not the checkpoint's, because its
+    own weights could not be restored afterwards. Logprobs that differ only because logits are rounded are accepted.
     """
     subject = pair.subject
     can, reference, label = subject.capabilities, subject.reference, subject.target.label

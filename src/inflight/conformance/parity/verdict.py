@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from inflight.conformance.parity.measuring import PairMeasurements, Side
 
 _CLEARLY = 4.0
-"""Factor by which one difference must exceed the other for the other to count as absent."""
+"""Factor by which one difference must exceed another for the smaller one to count as absent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Renderings of a certificate: in a terminal, as a JSON, JUnit XML or HTML file, and as a badge."""
+"""Renderings of a certificate: on a terminal, as a JSON, JUnit XML or HTML file, and as a badge."""

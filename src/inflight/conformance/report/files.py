@@ -1,4 +1,4 @@
-"""Certificates and reports in files, written completely or not at all, and read back."""
+"""Writes certificates and reports to files atomically, and reads certificates back."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ REPORTS = (
 
 
 def write_reports(certificate: Certificate, files: Mapping[str, Path]) -> None:
-    """Write these reports, each completely or not at all. Paths in the working directory are written relative to it.
+    """Write these reports, each atomically. Paths in the working directory are written relative to it.
 
     Raises `ConfigError`.
     """
@@ -89,7 +89,7 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def read_certificate(file: Path) -> Certificate:
-    """Return the certificate in a file. Raises `ConfigError` that names the file and the problem."""
+    """Return the certificate in a file. Raises a `ConfigError` that names the file and the problem."""
     try:
         return Certificate.model_validate_json(file.read_bytes())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The certificate as one HTML page without other files, scripts or network access. All content is escaped."""
+"""The certificate as one HTML page that needs no other files, scripts or network access. All content is escaped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inflight.conformance.verdicts import BAD_OUTCOMES, Certificate, CheckOutcom
 
 
 def html_page(certificate: Certificate) -> str:
-    """Return the certificate as a page on which the checks that prevent conformance are unfolded."""
+    """Return the certificate as a page in which the checks that prevent conformance are expanded."""
     style = resources.files("inflight.conformance.report").joinpath("page.css").read_text(encoding="utf-8")
     sections = [_level(level, verdicts) for level, verdicts in by_level(certificate).items()]
     body = "\n".join([_header(certificate), *sections, _time(certificate), _circumstances(certificate)])
@@ -87,7 +87,7 @@ def _check(verdict: Verdict) -> str:
 
 
 def _details(verdict: Verdict) -> str:
-    """Return the details that unfold under a check; empty if there are none."""
+    """Return the collapsible details of a check; empty if there are none."""
     terms = []
     if verdict.expected and verdict.message:
         terms.append(("seen", _escaped(verdict.message)))

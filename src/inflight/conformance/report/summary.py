@@ -1,4 +1,4 @@
-"""The texts that all reports share: the headline, the counts, where the time went."""
+"""The texts that all reports share: the headline, the counts, and where the time went."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def title(certificate: Certificate) -> str:
 
 
 def headline(certificate: Certificate) -> str:
-    """Return in one sentence whether it conforms, and to which protocol version."""
+    """Return in one sentence whether the implementation conforms, and to which protocol version."""
     verb = "conforms" if certificate.conforms else "does not conform"
     if certificate.conforms and certificate.left_out:
         verb = "conforms, as far as it was checked,"
@@ -22,7 +22,7 @@ def headline(certificate: Certificate) -> str:
 
 
 def score(certificate: Certificate) -> str:
-    """Return how many checks hold, of those that apply to this implementation: ``62 of 64``."""
+    """Return how many of the checks that apply to this implementation hold, such as ``62 of 64``."""
     counts = certificate.counts
     num_holding = counts.get(CheckOutcome.PASSED, 0) + counts.get(CheckOutcome.UNEXPECTED_PASS, 0)
     return f"{num_holding} of {len(certificate.verdicts) - counts.get(CheckOutcome.SKIPPED, 0)}"
@@ -48,7 +48,10 @@ def by_level(certificate: Certificate) -> dict[str, list[Verdict]]:
 
 
 def time_spent(certificate: Certificate) -> list[tuple[str, float]]:
-    """Return the seconds of each level, of starting and restoring, and of everything else. They add up to the total."""
+    """Return the seconds spent on each level, on starting and restoring, and on everything else.
+
+    They add up to the total.
+    """
     spent = [(level, total_seconds(verdicts)) for level, verdicts in by_level(certificate).items()]
     spent.append(("starting and restoring", certificate.start_seconds))
     rest = certificate.seconds - sum(seconds for _, seconds in spent)
@@ -61,11 +64,11 @@ def total_seconds(verdicts: Sequence[Verdict]) -> float:
 
 
 def slowest(certificate: Certificate, num_checks: int = 5) -> list[Verdict]:
-    """Return the checks that took longest, the longest first, excluding those that took no time."""
+    """Return the checks that took longest, longest first, excluding those that took no time."""
     timed = [verdict for verdict in certificate.verdicts if verdict.seconds > 0]
     return sorted(timed, key=lambda verdict: verdict.seconds, reverse=True)[:num_checks]
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in a form for people."""
+    """Return a human-readable duration."""
     return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""Terminal output: a line per check as it ends, then where to look, the counts and the time."""
+"""Terminal output: one line per check as it ends, then where to look, the counts and the time."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _STYLES = {
 }
 _OUTCOME_WIDTH = max(len(outcome) for outcome in CheckOutcome)
 _LONGEST_FACT = 300
-"""Characters of one line of evidence; other reports show all of them."""
+"""Maximum number of characters in a line of evidence; other reports show all of them."""
 _LINE_EVERY_S = 8.0
-"""Without a terminal, a line reports the running check after this many seconds without a verdict."""
+"""If the output is not a terminal, a line reports the running check after this many seconds without a verdict."""
 
 
 def open_console() -> Console:
@@ -85,7 +85,7 @@ def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Ve
 
 
 def print_list(console: Console, checks: Sequence[Check]) -> None:
-    """Print ids and requirements, by level."""
+    """Print the ids and requirements of checks, by level."""
     last_level = ""
     for check in checks:
         if check.level != last_level:
@@ -113,7 +113,7 @@ def print_certificate(console: Console, certificate: Certificate) -> None:
 
 
 def _line(verdict: Verdict, width: int | None) -> Text:
-    """Return id, outcome, seconds, requirement, and the message; cut to the width."""
+    """Return the id, outcome, seconds, requirement and message, truncated to the width."""
     line = Text(f"  {printable(verdict.id)}  ")
     line.append(verdict.outcome.ljust(_OUTCOME_WIDTH), style=_STYLES[verdict.outcome])
     line.append(f" {duration(verdict.seconds):>8}  ", style="dim")

@@ -1,4 +1,4 @@
-"""Facts of a certificate as text that is safe to display."""
+"""Converts facts of a certificate to text that is safe to display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of abort: from another thread, at any time, and of the resources that remain afterwards."""
+"""Checks of abort from another thread at any time, and of the resources that remain afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.contracts import WeightReceiver, WeightSender
 
 LEVEL = "abort"
 _BIG = 1 << 22
-"""Elements of float32 that no buffer of a socket takes."""
+"""Number of float32 elements that exceed any socket buffer."""
 _NUM_GROUPS = 6
 _LONG_S = 8.0
 """Timeout of calls that abort ends; much longer than abort may take."""
@@ -132,7 +132,7 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
 
 
 def _use_groups(t: TransportSubject, num_groups: int) -> None:
-    """Form groups, and end every other one by opening the next one instead of by `abort` of the sender."""
+    """Form groups, and end every other group by opening the next one rather than by calling `abort` on the sender."""
     for number in range(num_groups):
         (receiver,) = t.form()
         t.transfer([receiver], bucket_of(torch.zeros(10)))

@@ -15,7 +15,10 @@ from inflight.types import WeightBucket
 
 LEVEL = "bytes"
 _SIZES = (1, 2, 6, 254, 4097, 65_538, (1 << 20) + 1, (1 << 20) + 2, (1 << 22) + 6, (1 << 24) - 2, (1 << 26) + 14)
-"""Of buckets in bytes: next to multiples of the sizes of words, pages, and chunks. Odd ones are of encoded bytes."""
+"""Sizes of buckets in bytes, close to multiples of word, page and chunk sizes.
+
+Buckets of odd sizes hold encoded bytes.
+"""
 _PATTERNS = {
     torch.float64: (
         torch.int64,

@@ -19,10 +19,10 @@ LEVEL = "failures"
 _TIMEOUT_S = 0.8
 _SEND_S = 1.3
 _PAUSE_S, _PULSE_S = 0.3, 0.001
-"""How long a sender is stopped, again and again, and how long it sends in between."""
+"""How long a sender is stopped each time, and how long it sends in between."""
 _BIG = 1 << 23  # elements of float64: no socket buffer takes 64 MB
 _WORDS = {"join": ("join", "form", "reach", "connect", "rendezvous"), "receive": ("receiv",), "send": ("send", "sent")}
-"""The message of a failed call contains one of its words."""
+"""The message of a failed call contains one of these words."""
 
 
 @check("T-18", look_at="join of the receiver: the timeout_s of its spec, in every step of it")
@@ -261,7 +261,7 @@ def _require_whole(arrived: torch.Tensor, bucket: WeightBucket) -> None:
 
 
 def _note_legal_ending(t: TransportSubject, ending: Ending[None]) -> None:
-    """Note how a send ended. It may return, which means only that the bytes left, or raise `TransferError`."""
+    """Record how a send ended. It may return, which means only that the bytes were sent, or raise `TransferError`."""
     t.note(ending=ending.words, seconds=ending.seconds)
     legal = ending.error is None or isinstance(ending.error, TransferError)
     require(legal, f"a failed send must raise TransferError, but: {ending.words}")

@@ -25,7 +25,7 @@ from inflight.wire import ProcessGroupSpec
 
 LEVEL = "group"
 _LATE_S = 1.5
-"""Timeout of a join of a group that is over."""
+"""Timeout for joining a group that has ended."""
 
 
 @check(

@@ -34,7 +34,10 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class TransportPair:
-    """A new sender, and a factory for its receivers. ``max_receivers`` is the largest number in one group here."""
+    """A new sender, and a factory for its receivers.
+
+    ``max_receivers`` is the maximum number in one group on this machine.
+    """
 
     transport: Transport
     sender: WeightSender
@@ -42,7 +45,7 @@ class TransportPair:
 
     @property
     def version(self) -> str:
-        """The version of the package that installs it; empty if it is not installed."""
+        """The version of the package that installs the transport; empty if it is not installed."""
         entry = find_entry_points(GROUP).get(self.transport.name)
         return entry.dist.version if entry is not None and entry.dist is not None else ""
 

@@ -1,8 +1,8 @@
-"""One end of a transport in its own process, which checks kill or stop: ``python -m`` with a `PeerSetup` on stdin.
+"""One end of a transport in its own process that checks can kill or stop: ``python -m`` with a `PeerSetup` on stdin.
 
-It writes the line ``ready`` once it has imported what it needs, reads its setup, joins, writes the line ``joined``,
-sends a bucket if its setup has one, and waits. A sender first writes the spec for its receiver. The process ends with
-its parent.
+The process writes the line ``ready`` once it has imported what it needs, reads its setup, joins, writes the line
+``joined``, sends a bucket if its setup has one, and waits. A sender first writes the spec for its receiver. The process
+ends with its parent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inflight.types import WeightBucket
 from inflight.wire import TensorSpec, TransportBody, TransportSpec, WireModel
 
 READY_S = 60.0
-"""Time to start Python and import torch: that of the kit, not of the transport."""
+"""Time to start Python and import torch, which does not count as the transport's time."""
 START_S = 15.0
 
 
@@ -40,7 +40,7 @@ class PeerSetup(WireModel):
 
 
 class Peer:
-    """The parent's side of such a process."""
+    """The parent's side of the process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -51,13 +51,13 @@ class Peer:
         )
 
     def is_ready(self) -> bool:
-        """Return whether the process starts within `READY_S`. Waits for it."""
+        """Wait until the process has started; return whether it did so within `READY_S`."""
         assert self._process.stdout is not None
         reading = PendingCall(self._process.stdout.readline, "the other process")
         return reading.has_ended(READY_S) and bool(reading.result(0.0))
 
     def set_up(self, setup: PeerSetup) -> None:
-        """Give the process its role. It must be ready."""
+        """Send the process its role. The process must be ready."""
         assert self._process.stdin is not None
         self._process.stdin.write(setup.model_dump_json().encode() + b"\n")
         self._process.stdin.flush()
@@ -84,7 +84,7 @@ class Peer:
         self._process.send_signal(signal.SIGCONT)
 
     def _line(self, what: str) -> bytes:
-        """Return the next line, which the process writes after it has done ``what``."""
+        """Return the next line, which the process writes once it has done ``what``."""
         assert self._process.stdout is not None
         reading = PendingCall(self._process.stdout.readline, "the other process")
         line = reading.result(0.0) if (has_ended := reading.has_ended(START_S)) else b""

@@ -12,12 +12,12 @@ _LISTEN = "0A"
 
 
 def can_list_sockets() -> bool:
-    """Return whether this system has such a /proc."""
+    """Return whether this system has Linux's /proc."""
     return Path("/proc/net/tcp").exists()
 
 
 def listening() -> set[tuple[str, int]]:
-    """Return address and port of every TCP socket that this process listens on."""
+    """Return the address and port of every TCP socket that this process listens on."""
     inodes = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile

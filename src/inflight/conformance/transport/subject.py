@@ -1,4 +1,4 @@
-"""The transport under check: a new pair for each check, concurrent calls, processes to kill."""
+"""The transport under check: a new pair for each check, concurrent calls, and processes to kill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inflight.wire import ProcessGroupSpec, TensorSpec, TransportBody
 T = TypeVar("T")
 
 FORM_S = 8.0
-"""Timeout of groups that should form, and of buckets that should arrive."""
+"""Timeout for groups that should form, and for buckets that should arrive."""
 
 
 class TransportSubject:
@@ -32,14 +32,14 @@ class TransportSubject:
     def __init__(self, target: TransportTarget, directory: Path) -> None:
         self._target = target
         self.directory = directory
-        """Where this process has its temporary files, and the transport all of its own."""
+        """The directory for this process's temporary files and for all files of the transport."""
         tempfile.tempdir = str(self.directory)
         self._pair = open_pair(target, self.directory)
         self._receivers: list[WeightReceiver] = []
         self._peers: list[Peer] = []
         self._needs_peer = False
         self._spare: Peer | None = None
-        """The process of the next peer, which has started."""
+        """The process of the next peer, already started."""
         self._version = 0
         self.evidence: dict[str, Any] = {}
 
@@ -112,7 +112,7 @@ class TransportSubject:
         return receiver
 
     def members(self, num_ranks: Sequence[int], timeout_s: float = FORM_S) -> list[GroupMember]:
-        """Open a group in which endpoint i takes ``num_ranks[i]`` ranks; return the member of each rank."""
+        """Open a group in which endpoint i has ``num_ranks[i]`` ranks; return the member of each rank."""
         opened = self.sender.specs(RUN_ID, num_ranks, timeout_s)
         ranks = [(spec, rank) for spec, count in zip(opened, num_ranks, strict=True) for rank in range(count)]
         return [GroupMember(spec, rank, group_rank) for group_rank, (spec, rank) in enumerate(ranks, 1)]
@@ -135,7 +135,7 @@ class TransportSubject:
         return receivers
 
     def form_with_peer(self, others: int = 0) -> tuple[Peer, list[WeightReceiver]]:
-        """Form a group of a receiver in another process and ``others`` in this one; return all of them."""
+        """Form a group of a receiver in another process and ``others`` in this one; return all receivers."""
         first, *rest = self.members([1] * (1 + others), 2 * FORM_S)
         peer = self._peer(spec=TransportBody.model_validate(first.spec.model_dump()))
         receivers = [self.receiver(member) for member in rest]
@@ -182,7 +182,7 @@ class TransportSubject:
         return self.start(lambda: self.sender.send(bucket, timeout_s), f"the send of bucket {bucket.index}")
 
     def transfer(self, receivers: Sequence[WeightReceiver], bucket: WeightBucket) -> list[list[torch.Tensor]]:
-        """Send one bucket, as an update of its own, and return the tensors that each receiver received."""
+        """Send one bucket as its own update, and return the tensors that each receiver received."""
         self.begin(receivers, bucket)
         receives = self.start_receives(receivers, bucket)
         sending = self.start_send(bucket)

@@ -26,15 +26,17 @@ _RATE, _DECAY, _MAX_NORM, _WARMUP, _TOTAL = 1e-2, 0.1, 1.0, 2, 9
 _OPTIMIZER = {"learning_rate": _RATE, "weight_decay": _DECAY, "max_gradient_norm": _MAX_NORM}
 _SCHEDULE = {"warmup_steps": _WARMUP, "schedule": "linear", "total_steps": _TOTAL}
 _SCALES = (8.0, 2.0**-9, 0.0, 1.0, 2.0**-13, 2.0**-8)
-"""Of the loss at each step: gradient norms of about 1,000, 0.3, 0, 100, 0.02 and 0.6, of which 1,000 and 100 are
-clipped to 1."""
+"""Factors of the loss at each step. They give gradient norms of about 1,000, 0.3, 0, 100, 0.02 and 0.6, of which 1,000
+and 100 are clipped to 1.
+"""
 _TRUSTED = 20.0
-"""Elements count whose gradient is larger than the root mean square of its tensor, times this, times the tolerance of
-gradients (1 at most): AdamW divides by small gradients, and so magnifies their rounding."""
+"""An element counts if its gradient is larger than the root mean square of its tensor, times this, times the tolerance
+of gradients (at most 1). AdamW divides by small gradients, which magnifies their rounding errors.
+"""
 _BETAS = tuple(itertools.product((0.9, 0.95), (0.999, 0.95, 0.99, 0.98)))
-"""A worker may have its own; those that are usual."""
+"""The usual values; a worker may have its own."""
 _EPSILON = 1e-8
-"""Too small to matter for the elements that count."""
+"""Too small to affect the elements that count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,14 @@ class _Taken:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """One way to take a step: the right one, or one that is wrong in one respect, which ``fault`` names."""
+    """One way to take a step: the right one, or one with a single fault, which ``fault`` names."""
 
     fault: str = ""
     betas: tuple[float, float] = _BETAS[0]
     decayed_dims: int = 0
     """Tensors with fewer dimensions do not decay."""
     weight_decay: float | None = None
-    """None: as configured."""
+    """None means as configured."""
     clipping: str = "all"
     moment_dtype: torch.dtype = torch.float64
     weight_dtype: torch.dtype | None = None
@@ -125,7 +127,7 @@ def _are_equal(rates: Sequence[float], wanted: Sequence[float]) -> bool:
 
 
 def create_scheduled(subject: WorkerSubject, *, tied: bool = False) -> TrainerWorker:
-    """Return a worker with the kit's optimizer and, unless it refuses that, its schedule."""
+    """Return a worker with the kit's optimizer settings and, unless it refuses the kit's schedule, with that too."""
     own: dict[str, Any] = {
         name: it for name, it in {**_OPTIMIZER, **_SCHEDULE}.items() if name not in subject.target.options
     }
@@ -136,7 +138,7 @@ def create_scheduled(subject: WorkerSubject, *, tied: bool = False) -> TrainerWo
 
 
 def _take(subject: WorkerSubject, scales: Sequence[float], *, tied: bool) -> tuple[list[_Taken], str]:
-    """Take a step for each scale of the loss; return them on rank 0, and what is wrong with a reported norm.
+    """Take a step for each scale of the loss; return the steps on rank 0, and what is wrong with a reported norm.
 
     All ranks call this.
     """
@@ -160,7 +162,7 @@ def _take(subject: WorkerSubject, scales: Sequence[float], *, tied: bool) -> tup
 
 
 def _problem(subject: WorkerSubject, taken: Sequence[_Taken], what: str) -> str:
-    """Return an empty text if one choice of betas explains every change, and otherwise the likeliest fault."""
+    """Return an empty text if one choice of betas explains every change, or the likeliest fault otherwise."""
     best, apart, largest = _Variant(), {"": math.inf}, math.inf
     for betas, (decay, dims) in itertools.product(_BETAS, ((None, 0), (None, 2), (0.0, 0))):
         variant = _Variant(betas=betas, weight_decay=decay, decayed_dims=dims)
@@ -185,7 +187,7 @@ def _problem(subject: WorkerSubject, taken: Sequence[_Taken], what: str) -> str:
 
 
 def _apart(subject: WorkerSubject, taken: Sequence[_Taken], variant: _Variant) -> dict[str, float]:
-    """Return, for each tensor, by how much its changes differ from those of a variant, in units of what is allowed."""
+    """Return, for each tensor, how much its changes differ from those of a variant, relative to the tolerance."""
     tolerance, (beta1, beta2) = subject.tolerance, variant.betas
     decay = subject.target.options.get("weight_decay", _DECAY) if variant.weight_decay is None else variant.weight_decay
     max_norm: Any = subject.target.options.get("max_gradient_norm", _MAX_NORM)

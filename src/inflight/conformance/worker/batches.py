@@ -1,4 +1,4 @@
-"""Micro-batches and losses for checks; seeded, so that every rank makes the same ones.
+"""Seeded micro-batches and losses for checks: every rank creates the same ones.
 
 Shape suffixes: T packed tokens.
 """
@@ -68,7 +68,10 @@ def segment_rows(lengths: Sequence[int]) -> list[slice]:
 
 
 def loss_of(logprobs_T: torch.Tensor, batch: MicroBatch, scale: float = 1.0) -> torch.Tensor:
-    """Return the sum over the targets, each with its own weight; logprobs [T, K] count 1, 2, ... times as much."""
+    """Return the sum over the targets, each with its own weight.
+
+    With logprobs [T, K], the columns count 1, 2, ... times as much.
+    """
     advantages_T = batch.advantages_T.to(logprobs_T.device)
     if logprobs_T.dim() == 2:
         logprobs_T = logprobs_T @ torch.arange(1, logprobs_T.shape[1] + 1, device=logprobs_T.device).to(

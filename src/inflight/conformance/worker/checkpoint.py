@@ -201,7 +201,7 @@ def _train(worker: TrainerWorker, subject: WorkerSubject, *seeds: int) -> StepRe
 
 
 def _save_with_weights(subject: WorkerSubject, name: str) -> None:
-    """Store a checkpoint after two steps, its weights, and the weights of two steps later."""
+    """Store a checkpoint after two steps, its weights, and the weights after two more steps."""
     worker, path = subject.create(), subject.fresh_path(name)
     facts = subject.fresh_path(f"{name}-facts")
     _train(worker, subject, 0, 1)
@@ -238,5 +238,5 @@ def _large_files(directory: Path) -> list[Path]:
 
 
 def _stored(directory: Path) -> dict[str, object]:
-    """Return the tensors of the safetensors files next to config.json, which is where servers look."""
+    """Return the tensors in the safetensors files next to config.json, where servers look for them."""
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}

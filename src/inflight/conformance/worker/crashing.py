@@ -1,7 +1,7 @@
-"""The check of a save that ends in the middle: what is on disk at each instant must be a checkpoint.
+"""The check of a save that is interrupted: at every instant, the files on disk must be a checkpoint.
 
-Nothing is killed: just before a file is created, renamed or removed, the directory is copied as a crash at that instant
-would leave it.
+Nothing is killed. Instead, just before a file is created, renamed or removed, the directory is copied in the state in
+which a crash at that instant would leave it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 
 
 class _State(NamedTuple):
-    """Weights of a version, and after one more step from it; empty on ranks other than 0."""
+    """The weights of a version, and those after one more step; empty on ranks other than 0."""
 
     now: Mapping[str, torch.Tensor]
     next: Mapping[str, torch.Tensor]
@@ -48,7 +48,7 @@ class _Instants:
         self.found: list[Path] = []
 
     def note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Copy the directory if this audit event announces a change of a file, and the last copy has another state."""
+        """Copy the directory if this audit event announces a change to a file and the last copy differs."""
         is_change = event.startswith(_CHANGES) or (event == "open" and bool(arguments[2] & _WRITES))
         if not is_change or self._is_copying:
             return
@@ -72,7 +72,7 @@ class _Instants:
 
 
 _watched: list[_Instants] = []
-"""Those that are noted at present. An audit hook stays for as long as its process."""
+"""The objects that currently receive events. An audit hook cannot be removed from a process."""
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def a_save_that_ends_in_the_middle(subject: WorkerSubject) -> None:
 
 
 def _problem_at(subject: WorkerSubject, worker: TrainerWorker, copy: Path, states: Mapping[int, _State]) -> str:
-    """Return what is wrong with a copy; empty if it is right. All ranks call this."""
+    """Return what is wrong with a copy; empty if nothing is. All ranks call this."""
     path = copy / _NAME
     problem = _problem_of(subject, worker, path, states)
     if not problem or (len(states) == 1 and not path.exists()):
@@ -148,7 +148,7 @@ def _problem_at(subject: WorkerSubject, worker: TrainerWorker, copy: Path, state
 
 
 def _problem_of(subject: WorkerSubject, worker: TrainerWorker, path: Path, states: Mapping[int, _State]) -> str:
-    """Return why ``path`` does not hold one of these states whole; empty if it does. All ranks call this."""
+    """Return why ``path`` does not hold one of these states completely; empty if it does. All ranks call this."""
     error = error_of(partial(worker.load, path))
     errors = subject.ranks.exchange(words_of(error))
     if isinstance(error, CheckpointError) and len(states) == 1:

@@ -21,7 +21,7 @@ from inflight.types import MicroBatch
 
 LEVEL = "forward"
 STEEPNESS = 16.0
-"""Factor of the logits of one checkpoint, which lie between -150 and 150 then: a bound of 50 or 100 shows."""
+"""Factor for the logits of one checkpoint. They then lie between -150 and 150, which reveals a bound of 50 or 100."""
 _COLDEST = 0.05
 
 
@@ -155,7 +155,7 @@ def unsupported_targets_are_refused(subject: WorkerSubject) -> None:
 
 
 def _with_targets(batch: MicroBatch) -> MicroBatch:
-    """Return a batch with random tokens to score in every place, of which the last two are equal."""
+    """Return a batch with random tokens to score at every position; the last two of each position are equal."""
     random = torch.Generator().manual_seed(batch.num_tokens)
     ids_TK = torch.randint(VOCAB_SIZE, (batch.num_tokens, 4), generator=random)
     ids_TK[:, 3] = ids_TK[:, 2]
@@ -170,9 +170,9 @@ def _compare(
     found: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Fail unless the targets' logprobs are those of transformers; note what they resemble instead.
+    """Fail unless the targets' logprobs match those of transformers; record what they resemble instead.
 
-    ``factor`` is that by which logits over temperature, and with them their rounding, exceed the usual ones.
+    ``factor`` is how much larger than usual the temperature-scaled logits, and therefore their rounding errors, are.
     """
     expected = ReferenceModel(model).logprobs(every_target(batch)).detach()
     if found is None:

@@ -124,7 +124,7 @@ def shared_batches_count_once(subject: WorkerSubject) -> None:
 
 
 def train_on_one_rank(subject: WorkerSubject) -> None:
-    """Store one rank's weights before and after two steps."""
+    """Store the weights of one rank before and after two steps."""
     worker = subject.create()
     start = gathered(worker)
     _two_steps(worker, subject)

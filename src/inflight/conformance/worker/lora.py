@@ -21,7 +21,7 @@ from inflight.wire import LoraSpec
 
 LEVEL = "lora"
 SETTINGS = LoraSettings(rank=3, alpha=12.0, targets=("q_proj", "v_proj", "o_proj"))
-"""LoRA settings with a rank that does not divide evenly; every kind of model of the kit has these layers."""
+"""LoRA settings with a rank that does not divide evenly. Every kind of model in the kit has these layers."""
 ADAPTER = Path("adapter") / "adapter_model.safetensors"
 _LENGTHS = (9, 14, 5)
 
@@ -135,7 +135,7 @@ def a_lora_resumes(subject: WorkerSubject) -> None:
 
 
 def _lora_worker(subject: WorkerSubject) -> TrainerWorker:
-    """Return a new worker with the option ``lora``; skip the check if it cannot be made."""
+    """Return a new worker with the option ``lora``; skip the check if the worker cannot be created."""
     try:
         worker = subject.create(lora=SETTINGS.model_dump())
     except (ConfigError, UnsupportedError) as error:

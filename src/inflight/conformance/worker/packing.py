@@ -99,8 +99,11 @@ def shared_prefixes(subject: WorkerSubject) -> None:
 
 
 def _tree() -> MicroBatch:
-    """Return a group with a prompt, a branch of one of its segments, one of them again and with another token in the
-    middle, and a segment apart."""
+    """Return a group that shares a prompt, plus an unrelated segment.
+
+    The group includes a branch from one of its segments, a repeated segment, and a copy of it with a different token in
+    the middle.
+    """
     ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(62)).tolist()
     prompt = ids[:9]
     first = [*prompt, *ids[9:15]]
@@ -179,7 +182,7 @@ def segments_with_images(subject: WorkerSubject) -> None:
 
 
 def _batch_with_images(model: Path) -> MicroBatch:
-    """Return segments with no image, one image, two images, and the tokens of the second but another image."""
+    """Return segments with no image, one, two, and the tokens of the second segment with a different image."""
     from PIL import Image  # needed for this check only
 
     images = load_image_processor(model)

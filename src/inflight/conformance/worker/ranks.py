@@ -1,6 +1,6 @@
 """Exchange of small values between the ranks of a check, independent of the worker's own communication.
 
-A rank that fails reports it, and the others stop waiting for it.
+A rank that fails reports its failure, and the others stop waiting for it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Ranks:
         self.post("end", reason)
 
     def abandoned_by_other(self) -> str | None:
-        """Return which other rank has abandoned the check, and why; None if none has."""
+        """Return which other rank has abandoned the check, and why, or None if none has."""
         for rank in self._all:
             if rank != self.rank and self._has_posted("end", rank):
                 return f"rank {rank}: {self._read('end', rank)}"

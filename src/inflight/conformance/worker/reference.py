@@ -1,4 +1,4 @@
-"""Reference numbers for a worker: transformers' forward, one segment at a time, and autograd, in float64.
+"""Reference numbers for a worker: transformers and autograd in float64, one segment at a time.
 
 Shape suffixes: T packed tokens, V vocabulary, K tokens scored in the place of a token.
 """
@@ -46,7 +46,7 @@ class ReferenceModel:
                 weight.copy_(base + spec.scale * (b @ a))
 
     def lora_gradient_norm(self, batches: Sequence[MicroBatch]) -> float:
-        """Return the 2-norm of the gradient of A and B, by the chain rule from that of the merged weights."""
+        """Return the 2-norm of the gradient of A and B, by the chain rule from the gradient of the merged weights."""
         self._gradients(batches, 1.0)
         _, scale = self._lora
         total = 0.0
@@ -64,7 +64,7 @@ class ReferenceModel:
                 yield name, lora[a], lora[b]
 
     def put(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace every weight. Fails the check unless names and shapes are exactly those of the checkpoint."""
+        """Replace every weight. Fail the check unless names and shapes are exactly those of the checkpoint."""
         with safe_open(self._path / "model.safetensors", framework="pt") as stored:
             shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
         lost, more = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
@@ -143,7 +143,7 @@ class ReferenceModel:
                     p.sub_(it.learning_rate * mean / (deviation + it.eps))
 
     def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the weights with these checkpoint names, as transformers stores them: it merges experts in memory."""
+        """Return the weights with these checkpoint names in transformers' format, which merges experts in memory."""
         own, names = dict(self._model.named_parameters()), list(names)
         if own.keys() >= set(names):
             return {name: own[name].detach().clone() for name in names}

@@ -1,4 +1,4 @@
-"""Checks of replayed experts, on a mixture of experts, whichever model the kit was started with.
+"""Checks of replayed experts, on a mixture of experts regardless of the model that the kit was started with.
 
 Shape suffixes: T packed tokens, L layers, K experts of a token in a layer.
 """

@@ -23,7 +23,7 @@ _SETTINGS = (
     AdamSettings(learning_rate=5e-2, betas=(0.8, 0.999), eps=3e-2, max_gradient_norm=1e6),
     AdamSettings(learning_rate=2e-2, betas=(0.9, 0.9), eps=1e-2, weight_decay=0.1),
 )
-"""Every setting changes; epsilons are large, because Adam divides by them where gradients are small."""
+"""Every setting changes. The epsilons are large, because Adam divides by them where gradients are small."""
 
 
 @check("W-63", deadline_s=40)

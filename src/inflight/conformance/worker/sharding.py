@@ -1,4 +1,4 @@
-"""Checks of workers whose ranks each send the boxes of tensors that they hold."""
+"""Checks of workers in which each rank sends the boxes of tensors that it holds."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from inflight.wire import DTYPE_SIZES, Box, Sharding, box_size
 
 LEVEL = "sharded"
 _SILENT_S, _SLACK_S = 0.3, 3.0
-"""How long a rank waits for one that is silent, and how much later it may raise."""
+"""How long a rank waits for a silent rank, and how much later it may raise."""
 _FORMING = timedelta(seconds=5)
 _LARGEST_SHARE = 2.0
 _STEP_S = 0.3
-"""Longer than a step of the kit's model takes if it does not wait."""
+"""Longer than a step of the kit's model takes if the step does not have to wait."""
 
 
 @runtime_checkable
@@ -150,7 +150,7 @@ def a_silent_rank_is_named(subject: WorkerSubject) -> None:
 
 
 def _problem_of_silence(worker: ShardedWeightSource, silent: int, when: str) -> str:
-    """Return what is wrong with the errors of two exchanges in which a rank is silent; empty if nothing is."""
+    """Return what is wrong with the errors of two exchanges in which a rank is silent, or an empty text."""
     for call in ("the call", "the next call"):
         started = time.monotonic()
         error = error_of(lambda: worker.exchange(b"anybody there?", _SILENT_S))
@@ -195,7 +195,7 @@ def _require_equal(
     *,
     is_stepping: bool = False,
 ) -> None:
-    """Require that the boxes of all ranks are those of the gathered weights. All ranks call this.
+    """Require that the boxes of all ranks match the gathered weights. All ranks call this.
 
     If ``is_stepping``, all but the first bucket are read while this thread takes a step.
     """
@@ -232,7 +232,7 @@ def _read(local: Iterable[WeightBucket]) -> tuple[list[int], list[list[str]]]:
 def _read_during_a_step(
     subject: WorkerSubject, worker: ShardedWorker, local: Generator[WeightBucket, None, None]
 ) -> tuple[list[int], list[list[str]]]:
-    """Return what `_read` does, and take a step meanwhile. All ranks call this."""
+    """Return what `_read` returns, and take a step meanwhile. All ranks call this."""
     accumulate(worker, [make_batch((14, 8), seed=740 + subject.data_rank)])
     first = next(local)
 

@@ -1,6 +1,6 @@
 """One rank of a worker under check: makes workers, lets ranks exchange values, and keeps measurements.
 
-The target's kind makes every worker from ``model_path`` and the options of the command line.
+The target's kind creates every worker from ``model_path`` and the options on the command line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from inflight.contracts.trainer import DataRanks, data_ranks_of
 VOCAB_SIZE = 259
 """Odd, so that ranks cannot have equal numbers of rows."""
 _GROUP_TIMEOUT = timedelta(seconds=300)
-"""Longer than any check may take: the deadlines of checks show which rank hangs."""
+"""Longer than any check may take, because the deadlines of checks show which rank hangs."""
 _MODEL_TIMEOUT_S = 60.0
 _ONE_RANK = "it needs several ranks, and there is only one"
 
@@ -51,13 +51,13 @@ class WorkerSubject:
         """If several ranks note the same name, the lowest rank's value is kept."""
         self.facts: Mapping[str, Any] = {}
         self.reports_images = False
-        """Whether the worker is an `ImageWorker`, whichever its model."""
+        """Whether the worker is an `ImageWorker`, regardless of its model."""
         self._share = DataRanks(0, 1)
         self._thread = CheckThread()
 
     @classmethod
     def open(cls, target: WorkerTarget, directory: Path, *, rank: int, num_ranks: int, session: int) -> WorkerSubject:
-        """Join the ranks of a session through files in ``directory``. Raises what making a worker raises."""
+        """Join the ranks of a session through files in ``directory``. Errors of creating a worker propagate."""
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         store = dist.FileStore(str(directory / f"store-{session}"), num_ranks)  # type: ignore[attr-defined]
         exchange_store = dist.FileStore(str(directory / f"exchange-{session}"), num_ranks)  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ class WorkerSubject:
     ) -> WorkerSubject:
         """Form torch's default group over ``store``; values are exchanged over ``exchange_store``.
 
-        Raises what making a worker raises.
+        Errors of creating a worker propagate.
         """
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_GROUP_TIMEOUT)
@@ -161,7 +161,7 @@ class WorkerSubject:
         )
 
     def steep_model(self, steepness: float) -> Path:
-        """Return the kit's untied checkpoint with logits that are larger by this factor, which rank 0 makes once."""
+        """Return the kit's untied checkpoint with logits multiplied by this factor, which rank 0 creates once."""
         source = self.model()
 
         def make(path: Path) -> None:
@@ -225,7 +225,7 @@ class WorkerSubject:
 
 
 def _version_of(kind: type) -> str:
-    """Return the version of the package that defines a class, as the package reports it or as it was installed."""
+    """Return the version of the package that defines a class, as the package or its metadata reports it."""
     package = kind.__module__.partition(".")[0]
     if said := getattr(sys.modules[package], "__version__", None):
         return str(said)

@@ -1,4 +1,4 @@
-"""A thread that runs checks, so that the process can report where a check waits if it does not return."""
+"""A thread that runs checks, so that the process can report where a check waits if the check does not return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GRACE_S = 5.0
 
 
 class CheckThread:
-    """Calls functions one after another in the same thread: each thread has its own device and thread count."""
+    """Calls functions one after another in the same thread, because each thread has its own device and thread count."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()

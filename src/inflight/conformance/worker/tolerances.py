@@ -12,11 +12,11 @@ class Tolerance:
 
     dtype: str
     logprob: float
-    """Largest difference of one logprob, in nats."""
+    """Maximum difference of one logprob, in nats."""
     gradient: float
     """Relative difference of a gradient norm."""
     change: float
-    """Difference in the change of weights over steps, relative to its 2-norm: Adam divides by small numbers."""
+    """Difference in the change of weights over steps, relative to its 2-norm. Adam divides by small numbers."""
     update: float
     """Relative difference of the change of one tensor over single steps, in elements whose gradients are not small."""
     rounding: float
@@ -35,6 +35,6 @@ _TOLERANCES = (
 
 
 def tolerance_of(options: Mapping[str, object]) -> Tolerance:
-    """Return the tolerance for a worker's option ``dtype``, by default float32."""
+    """Return the tolerance for a worker's option ``dtype``, which defaults to float32."""
     known = {tolerance.dtype: tolerance for tolerance in _TOLERANCES}
     return known.get(str(options.get("dtype", "float32")), known["bfloat16"])

@@ -29,15 +29,15 @@ from inflight.errors import ConfigError
 
 _JOIN_TIMEOUT = timedelta(seconds=60)
 _COLLECT_S = 10.0
-"""Time for a verdict to arrive after the deadline of its check."""
+"""How long a verdict may take to arrive after the deadline of its check."""
 _END_S = 10.0
-"""Time for rank 0 to report its results after a check that hung."""
+"""How long rank 0 may take to report its results after a check has hung."""
 
 
 class TorchrunKit:
     """Checks a worker as `inflight.conformance.kit.Kit` does. Every rank makes one and makes the same calls.
 
-    Raises `ConfigError` if the ranks or their workers cannot be made.
+    Raises `ConfigError` if the ranks or their workers cannot be created.
     """
 
     gone = None
@@ -112,7 +112,7 @@ def _verdict_of_all(subject: WorkerSubject, check: Check) -> Verdict:
 
 
 def _end_soon(subject: WorkerSubject) -> None:
-    """Return on rank 0, which ends within ten seconds; end the other ranks then."""
+    """Return on rank 0, which ends within ten seconds, and then end the other ranks."""
     if subject.rank == 0:
         shutil.rmtree(subject.directory, ignore_errors=True)
         # A hung call may block the interpreter's shutdown; this does not depend on it.
