@@ -227,7 +227,7 @@ def _unreadable_error(flat: torch.Tensor) -> TransferError:
 def checksum_as(announced: str, flat: torch.Tensor, places: bytes = b"") -> str:
     """Return the checksum of ``places`` and the bytes, uint8 [size], of the announced kind.
 
-    Raises as `sums64` does.
+    Raises the same errors as `sums64`.
     """
     return sums64(flat, places) if announced.startswith(_PREFIX) else checksum(flat, places)
 

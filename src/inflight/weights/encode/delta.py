@@ -178,8 +178,8 @@ def encode_delta(patch: Patch) -> torch.Tensor:
 def decode_delta(payload: torch.Tensor, runs: Sequence[ElementRun]) -> Patch:
     """Return the patch in the payload, fully validated: writing it to a bucket of these runs cannot fail.
 
-    Raises `TransferError` for a payload that is damaged or truncated, has another edition, or is for another layout.
-    Whatever the payload claims, the runs bound what is allocated: 64 bytes per element.
+    Raises `TransferError` for a payload that is damaged or truncated, has a different format version, or is for a
+    different layout. Whatever the payload claims, the runs bound what is allocated: 64 bytes per element.
     """
     data: Bytes = payload.numpy()
     head_bytes = _HEADER.size + sum(_RUN.size + _SIZE.size * (_GAP_BYTES + run.itemsize) for run in runs)

@@ -44,7 +44,10 @@ class MemoryRelease:
         self._calls = TaskOwner()
 
     async def release(self) -> None:
-        """Refuse requests and updates as soon as this is called. Raises as `ReleasingEndpoint` specifies."""
+        """Refuse requests and updates as soon as this is called.
+
+        Raises the errors that `ReleasingEndpoint` specifies.
+        """
         await asyncio.shield(self._calls.start(self._release()))
 
     async def restore(self) -> None:

@@ -102,7 +102,7 @@ class _Member:
 
 
 class _Verdict(IntEnum):
-    """How one attempt to publish ended, as all ranks agree; the highest of any rank counts."""
+    """How one attempt to publish ended. All ranks agree on the highest value that any rank reports."""
 
     DONE = 0
     AGAIN = 1

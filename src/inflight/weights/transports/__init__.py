@@ -31,14 +31,17 @@ def make_sender(transport: TransportName, *, address: str = "127.0.0.1", directo
     """Return the trainer's end of a transport, by its name or ``module:attribute``.
 
     ``address`` is this machine's address as the endpoints see it (gloo, nccl, http). ``directory`` is where buckets are
-    stored: file needs a directory that the endpoints see; http, shm and ipc make their own by default. Raises
+    stored: file needs a directory that the endpoints can read; http, shm and ipc create their own by default. Raises
     `ConfigError`.
     """
     return named_transport(transport).sender(address=address, directory=directory)
 
 
 def make_receiver(spec: TransportSpec, device: torch.device | None = None, rank: int = 0) -> WeightReceiver:
-    """Return one endpoint rank's end. ``rank`` and ``device`` as in `Transport.receiver`."""
+    """Return one endpoint rank's end of a transport.
+
+    ``rank`` and ``device`` have the meaning that `Transport.receiver` gives them.
+    """
     transport = find_transport(spec.transport)
     own = transport.receiver(spec, rank=rank, device=device)
     if not spec.others:

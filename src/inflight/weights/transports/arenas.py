@@ -1,4 +1,4 @@
-"""Memory of one host that a trainer and its endpoints share: arenas, and locks that show whether they are in use.
+"""Memory that a trainer and its endpoints share on one host: arenas, and locks that show whether they are in use.
 
 The sender writes the buckets of an update into one arena. Each arena has a file, in a directory that only this user can
 enter. Next to it is a small record for each bucket of the update: its position in the arena, and the update to which
@@ -50,7 +50,7 @@ class SenderMemory(Protocol):
     @property
     @abstractmethod
     def held_bytes(self) -> int:
-        """Return how much memory it uses."""
+        """Return the size of the arena's memory in bytes."""
 
     @abstractmethod
     def view(self, start: int, end: int) -> torch.Tensor | None:
@@ -58,13 +58,13 @@ class SenderMemory(Protocol):
 
     @abstractmethod
     def write(self, start: int, bucket: WeightBucket, attempt: Attempt) -> None:
-        """Write the bytes of a bucket from ``start`` on, unless they are there already.
+        """Write the bytes of a bucket at ``start``, unless they are already there.
 
-        On return they can be mapped. Also raises `TransferError`.
+        On return, receivers can map them. Also raises `TransferError`.
         """
 
     def prepare(self) -> None:
-        """Prepare what is written for being written again, so that the next update need not wait for it."""
+        """Prepare the written memory to be overwritten, so that the next update need not wait for this."""
         return
 
     @abstractmethod
@@ -92,7 +92,7 @@ class ArenaMemory(Protocol):
 
     @abstractmethod
     def spec(self, run_id: str, directory: Path, timeout_s: float) -> ArenaSpec:
-        """Return where an endpoint finds the arenas."""
+        """Return the spec with which an endpoint finds the arenas."""
 
     @abstractmethod
     def allocate(self, fd: int, path: Path, size_bytes: int) -> SenderMemory:
@@ -248,7 +248,7 @@ class ArenaSender(WeightSender, SendsFromDevice, ReservesMemory):
 
 
 class _Arena:
-    """A file to lock, and the memory that it describes."""
+    """A file that receivers lock, and the memory that the file describes."""
 
     def __init__(self, path: Path, memory: ArenaMemory, size_bytes: int) -> None:
         self.path = path
@@ -338,7 +338,7 @@ class ArenaReceiver(StoredReceiver):
         return flat[record.offset : record.offset + size_bytes]
 
     def _arena(self, name: str) -> torch.Tensor:
-        """Return an arena. It is mapped and locked until the last tensor in it is freed."""
+        """Return an arena, which stays mapped and locked until the last tensor in it is freed."""
         if self._mapped is not None and self._mapped[0] == name and (storage := self._mapped[1]()) is not None:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
             return whole.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -353,7 +353,7 @@ class ArenaReceiver(StoredReceiver):
 
 
 def keep_open(flat: torch.Tensor, fd: int) -> None:
-    """Keep the file of a descriptor open, and so its lock held, until the memory of a tensor is unreferenced."""
+    """Keep a file descriptor open, and with it the file's lock, until a tensor's memory is unreferenced."""
     last = weakref.finalize(flat.untyped_storage(), _unlock, os.dup(fd), flat.device)
     last.atexit = False  # the system closes it
 

@@ -6,7 +6,7 @@
     DIRECTORY/RUN/VERSION-SESSION/lease-NAME       a reader's lease: keeps the update while younger than `LEASE_S`
 
 A ``raw`` bucket holds the tensors of the manifest under their names; an encoded bucket holds its bytes as one tensor,
-``payload``. Every file appears whole or not at all.
+``payload``. Every file is written atomically.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _identity(ref: UpdateRef, index: int) -> dict[str, str]:
 
 
 def take_lease(directory: Path, run: str, update: str, name: str) -> None:
-    """Keep a complete update for `LEASE_S` more seconds, ending any lease of that name on another update.
+    """Keep a complete update for `LEASE_S` more seconds, ending any lease of the same name on a different update.
 
     Raises ``FileNotFoundError`` if the update was removed. Readers without write permission silently get no lease, but
     still notice when the update is removed.
@@ -195,10 +195,10 @@ def _lease_time(path: Path) -> float:
 
 
 class BucketStore:
-    """The writing side of a directory of updates. ``is_durable`` indicates whether files survive a loss of power.
+    """The writing side of a directory of updates. ``is_durable`` specifies whether files must survive a power loss.
 
-    If they need not, later updates overwrite the files of removed ones, which saves allocating memory. A reader of such
-    an update then finds bytes that do not match its checksums.
+    If they need not, later updates overwrite the files of removed updates, which avoids allocating memory. A reader of
+    such an update then finds bytes that do not match its checksums.
 
     An update is complete, and `LATEST` names it, as soon as its last bucket is stored. Followers of the directory do
     not depend on whether endpoints applied it. The newest complete update stays, two of them if files are durable, and
@@ -214,7 +214,10 @@ class BucketStore:
         self._spare: list[Path] = []
 
     def begin(self, update: WeightUpdate) -> None:
-        """Prepare for an update, removing what an earlier attempt of the same name left. Raises `TransferError`."""
+        """Prepare for an update, removing the files that an earlier attempt of the same name left.
+
+        Raises `TransferError`.
+        """
         run = self.directory / run_name(update.run_id)
         path = run / session_name(update.ref)
         try:
@@ -262,7 +265,10 @@ class BucketStore:
             self._write(opened.path.parent / LATEST, [_json(ref)], attempt)
 
     def end(self, *, is_done: bool) -> None:
-        """Note that the open update is over. If an endpoint may still read it, it stays until the next one begins."""
+        """Mark the open update as ended.
+
+        If an endpoint may still read it, its files stay until the next update begins.
+        """
         with self._lock:
             opened, self._open = self._open, None
         if opened is not None and is_done:
@@ -279,7 +285,7 @@ class BucketStore:
             _remove(opened.path)
 
     def _write(self, path: Path, parts: Sequence[memoryview], attempt: Attempt) -> None:
-        """Make a file appear at ``path``, whole, replacing any earlier one."""
+        """Write a file at ``path`` atomically, replacing any earlier one."""
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         is_new = not (path.suffix == _SUFFIX and self._spare)
         if not is_new:
@@ -306,7 +312,7 @@ class BucketStore:
         self._settle(path.parent)
 
     def _settle(self, directory: Path) -> None:
-        """Make the names in a directory survive a loss of power."""
+        """Make the entries of a directory survive a power loss."""
         if not self._is_durable:
             return
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -350,7 +356,7 @@ class BucketStore:
 
 @dataclass(slots=True)
 class _OpenUpdate:
-    """The update that is being written to ``path``, and its buckets that are stored."""
+    """The update that is being written to ``path``, and the buckets stored so far."""
 
     update: WeightUpdate
     path: Path

@@ -11,12 +11,12 @@ from inflight.weights.transports.store import Attempt, parse_message, read_text,
 from inflight.wire import UpdateRef, WireModel
 
 PAGE = mmap.ALLOCATIONGRANULARITY
-"""Buckets begin at multiples of it."""
+"""Buckets begin at multiples of this many bytes."""
 _MAX_RECORD_BYTES = 1 << 16
 
 
 class BucketRecord(WireModel):
-    """Where one bucket lies, and the update to which it belongs."""
+    """The position of one bucket, and the update to which it belongs."""
 
     ref: UpdateRef
     index: int = Field(ge=0)
@@ -26,7 +26,7 @@ class BucketRecord(WireModel):
 
 
 def write_record(directory: Path, record: BucketRecord) -> Path:
-    """Write a record, whole or not at all; return its path. Raises `OSError`."""
+    """Write a record atomically and return its path. Raises `OSError`."""
     path = directory / _record_name(record.ref, record.index)
     partial = path.with_suffix(".part")
     partial.write_text(record.model_dump_json())
@@ -35,7 +35,10 @@ def write_record(directory: Path, record: BucketRecord) -> Path:
 
 
 def await_record(directory: Path, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> BucketRecord:
-    """Return the record of a bucket once it exists. Raises `TransferError` in time, or for another bucket's record."""
+    """Return the record of a bucket once it exists.
+
+    Raises `TransferError` at the deadline, or for another bucket's record.
+    """
     name = _record_name(ref, index)
     path = directory / name
     attempt.reason = f"{path} does not exist"

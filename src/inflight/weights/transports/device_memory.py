@@ -1,4 +1,4 @@
-"""Memory that processes of one host share: a GPU's by CUDA's handles, or the host's. Nothing is pickled.
+"""Memory that processes share on one host: a GPU's, by CUDA handles, or the host's own. Nothing is pickled.
 
 A handle is a small message. CUDA's holds what torch itself passes between processes
 (`torch.multiprocessing.reductions`), with bytes as base64.
@@ -26,7 +26,10 @@ _Storage: Any = torch.UntypedStorage  # its stubs leave out the sharing of CUDA 
 
 
 class MemoryHandle(WireModel):
-    """How another process maps ``size_bytes`` of memory. ``memory`` names it, the rest is CUDA's and torch's own."""
+    """How another process maps ``size_bytes`` of memory.
+
+    ``memory`` names it; the other fields are internal to CUDA and torch.
+    """
 
     size_bytes: Natural
     memory: _Base64
@@ -52,14 +55,14 @@ class DeviceMemory(Protocol):
 
     @abstractmethod
     def allocate(self, size_bytes: int, path: Path) -> tuple[torch.Tensor, MemoryHandle]:
-        """Return new memory, uint8 [size_bytes], and its handle. ``path`` is free for a file of it.
+        """Return new memory, uint8 [size_bytes], and its handle.
 
-        Raises `OSError`, `RuntimeError`.
+        The memory may be a file at ``path``, which does not exist yet. Raises `OSError`, `RuntimeError`.
         """
 
     @abstractmethod
     def release(self, handle: MemoryHandle) -> None:
-        """Note that no process maps the memory any more, and that the tensor is about to be freed."""
+        """Record that no process maps the memory any more, and that the tensor is about to be freed."""
 
     @abstractmethod
     def mapping_problem(self, place: str) -> str | None:
@@ -74,7 +77,7 @@ class DeviceMemory(Protocol):
 
 
 _of_this_process: weakref.WeakValueDictionary[tuple[str, int], torch.Tensor] = weakref.WeakValueDictionary()
-"""CUDA does not let a process map its own memory, and an embedded engine may run in the trainer's."""
+"""CUDA does not let a process map its own memory, and an embedded engine may run in the trainer's process."""
 
 
 class CudaMemory(DeviceMemory):

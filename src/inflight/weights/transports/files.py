@@ -43,7 +43,10 @@ from inflight.wire import DirectorySpec, PullSpec, UpdateRef, WeightUpdate
 
 
 class FileSender(WeightSender):
-    """Trainer rank 0's end. The endpoints see the file system of ``directory``. ``is_durable`` as in `BucketStore`."""
+    """Trainer rank 0's end.
+
+    The endpoints can read ``directory``. ``is_durable`` has the same meaning as for `BucketStore`.
+    """
 
     def __init__(self, directory: Path | None, *, is_durable: bool = True) -> None:
         if directory is None:
@@ -78,7 +81,7 @@ class FileSender(WeightSender):
         self._store.begin(update)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """On return the bucket's file is there, and survives a loss of power."""
+        """On return, the bucket's file is written, and survives a power loss."""
         what = f"storing bucket {bucket.index} in {self.directory}"
         attempt = Attempt(what, timeout_s, self._abandoned)
         attempt.run(lambda: self._store.write(bucket, attempt))
@@ -115,7 +118,7 @@ class FilesReceiver(StoredReceiver):
         return flat
 
     def latest(self, timeout_s: float, what: str = "asking for the latest version") -> UpdateRef | None:
-        """Return the run's newest completely stored update, None if there is none. Raises `TransferError`."""
+        """Return the run's newest completely stored update, or None if there is none. Raises `TransferError`."""
         names = (run_name(self._run_id), LATEST)
         attempt = Attempt(what, timeout_s, self._abandoned)
         text = attempt.run(lambda: self._read(names, MAX_LATEST_BYTES, attempt))
@@ -143,7 +146,7 @@ class FilesReceiver(StoredReceiver):
         return stored
 
     def lease(self, ref: UpdateRef, name: str, timeout_s: float) -> None:
-        """Keep a stored update a little longer, see `take_lease`. Raises `TransferError` if it was removed."""
+        """Keep a stored update a little longer (see `take_lease`). Raises `TransferError` if it was removed."""
         place = _place(ref)
         attempt = Attempt(f"taking a lease on version {ref.version}", timeout_s, self._abandoned)
         if not attempt.run(lambda: self._renew_lease(place, name, attempt)):
@@ -155,15 +158,18 @@ class FilesReceiver(StoredReceiver):
 
     @abstractmethod
     def _read(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> bytes | None:
-        """Return a whole file, None if there is none. Raises `TransferError` if it is longer than allowed."""
+        """Return the contents of a file, or None if it does not exist.
+
+        Raises `TransferError` if it is longer than allowed.
+        """
 
     @abstractmethod
     def _renew_lease(self, place: tuple[str, str], name: str, attempt: Attempt) -> bool:
-        """Take a lease on the update in ``place``, its run and session; return whether the update is there."""
+        """Take a lease on the update that ``place`` (run and session) names; return whether the update exists."""
 
     @abstractmethod
     def _fill(self, names: Sequence[str], ref: UpdateRef, index: int, flat: torch.Tensor, attempt: Attempt) -> None:
-        """Fill ``flat`` with the bytes of a bucket, once its file is there."""
+        """Fill ``flat`` with the bytes of a bucket, once its file exists."""
 
 
 class FileReceiver(FilesReceiver):

@@ -1,4 +1,4 @@
-"""Groups of torch in which buckets are broadcast: how they are created, awaited and abandoned.
+"""torch process groups in which buckets are broadcast: how they are created, awaited and abandoned.
 
 Gloo cannot interrupt a pending operation: callers that drop a group abandon the operation (see
 `inflight.base.threads`), and it ends by its own timeout. `inflight.weights.transports.nccl_group` states how NCCL
@@ -41,15 +41,15 @@ class CollectiveGroup(Protocol):
 
     @abstractmethod
     def make_broadcast(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        """Return a call that broadcasts ``flat`` from rank 0, and returns when that is done on this rank.
+        """Return a call that broadcasts ``flat`` from rank 0, and returns when the broadcast is done on this rank.
 
-        It blocks and may have to be abandoned, so it must run in a thread of its own. It raises `RuntimeError`. It
-        holds the group: dropping a group would wait for the operation.
+        The call blocks and may have to be abandoned, so it must run in its own thread. It raises `RuntimeError`. It
+        keeps a reference to the group, because freeing a group would wait for the operation.
         """
 
     @abstractmethod
     def gather(self, flat: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
-        """Return what every rank passes, on rank 0, and nothing on the others. Blocks; raises `RuntimeError`."""
+        """Return on rank 0 what every rank passes, and nothing on the other ranks. Blocks; raises `RuntimeError`."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -57,7 +57,7 @@ class CollectiveGroup(Protocol):
 
 
 class GlooGroup(CollectiveGroup):
-    """A group of gloo."""
+    """A gloo group."""
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
@@ -66,7 +66,7 @@ class GlooGroup(CollectiveGroup):
         return lambda: self.raw.broadcast(flat, 0, timeout_of(timeout_s)).wait()
 
     def gather(self, flat: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
-        """Ranks are received from one by one, so that an error names the rank."""
+        """Data is received from one rank at a time, so that an error names the rank."""
         if self.raw.rank():
             self.raw.send([flat], 0, 0).wait(timeout_of(timeout_s))
             return []
@@ -86,7 +86,8 @@ class GlooGroup(CollectiveGroup):
 class PolledGroup(CollectiveGroup):
     """A group, such as NCCL's, whose operations have no deadline of their own and whose abort may block for seconds.
 
-    Memory of an operation that has not ended is held until the group is aborted: the device may still write to it.
+    The memory of an operation that has not ended is kept until the group is aborted, because the device may still write
+    to it.
     """
 
     def __init__(self, raw: Any) -> None:
@@ -137,7 +138,7 @@ class PolledGroup(CollectiveGroup):
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """How the groups of one backend are made. ``device_type`` is where its buckets lie.
+    """How the groups of one backend are created. ``device_type`` is the type of device that holds its buckets.
 
     ``make`` takes a store of keys, the rank, the number of ranks, the local address and the timeout in seconds.
     """
@@ -148,7 +149,7 @@ class GroupKind:
 
 
 def new_gloo_group(keys: Any, rank: int, world_size: int, address: str, timeout_s: float) -> Any:
-    """Return torch's group of gloo, which binds to ``address``. Raises `RuntimeError`."""
+    """Return torch's gloo group, which binds to ``address``. Raises `RuntimeError`."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout_of(timeout_s)
@@ -167,7 +168,7 @@ def timeout_of(timeout_s: float) -> timedelta:
 
 
 def local_address_for(address: str, port: int) -> str:
-    """Return the local address from which packets to ``address`` leave, so that nothing wider is bound."""
+    """Return the local address from which packets to ``address`` are sent, so that no wider address is bound."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)

@@ -64,7 +64,7 @@ class SharedMemoryTransport(Transport):
 
 
 class IpcTransport(Transport):
-    """Buckets in memory of the trainer's GPU, which engines on that GPU map."""
+    """Buckets in the memory of the trainer's GPU, mapped by engines on the same GPU."""
 
     name = "ipc"
     spec_type = IpcSpec
@@ -87,7 +87,7 @@ class IpcTransport(Transport):
 
 
 class FileTransport(Transport):
-    """Buckets as files of a directory that every endpoint sees."""
+    """Buckets as files in a directory that every endpoint sees."""
 
     name = "file"
     spec_type = DirectorySpec
@@ -106,7 +106,7 @@ class FileTransport(Transport):
 
 
 class HttpTransport(Transport):
-    """The files of `FileTransport`, over HTTP."""
+    """The files of `FileTransport`, served over HTTP."""
 
     name = "http"
     spec_type = PullSpec

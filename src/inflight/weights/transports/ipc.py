@@ -1,4 +1,4 @@
-"""Weights through a GPU's memory: rank 0 writes buckets into memory of its GPU, and endpoints on that GPU map it.
+"""Weights through GPU memory: rank 0 writes buckets to the memory of its GPU, and endpoints on the same GPU map it.
 
 An arena's file holds the handle of its memory. CUDA may not free memory that another process maps, so an arena outlives
 its sender until its last lock is released.
@@ -24,7 +24,7 @@ _MAX_HANDLE_BYTES = 1 << 16
 
 
 class IpcMemory(ArenaMemory):
-    """Memory of a device, by handles."""
+    """The memory of a device, which handles share."""
 
     sends_from_device = True
     outlives_sender = False

@@ -1,7 +1,7 @@
-"""The store of keys in which the ranks of a weight group meet: served by the sender to those that know its secret.
+"""The key-value store in which the ranks of a weight group meet. The sender serves it to ranks that know its secret.
 
-A client can set keys, and wait for keys and read one. It cannot list or delete them. Numbers and sizes are bounded, so
-that no client fills the sender's memory.
+A client can set keys, wait for keys, and read a key. It cannot list or delete them. The number and size of entries are
+bounded, so that no client can fill the sender's memory.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from inflight.wire.fields import Items
 
 _MAX_FRAME_BYTES = 1 << 20
 _LIMITS_PER_RANK = (2, 16, 64 << 10)
-"""Largest numbers of clients, keys and bytes of values, for each rank of the group."""
+"""Maximum numbers of clients, keys and bytes of values, for each rank of the group."""
 _MIN_RANKS = 64
-"""The least number of ranks that the limits are for."""
+"""The limits allow for at least this many ranks."""
 _MAX_NAMED = 5
-"""How many missing keys an answer names."""
+"""Maximum number of missing keys that an answer names."""
 _ANSWER_S = 0.2
 """How much longer than its timeout a call waits for the answer, which names the keys that are missing."""
 _STOP_S = 5.0
@@ -47,18 +47,18 @@ class _Request(WireModel):
 
     keys: Items[Annotated[str, Field(max_length=1024)]] = Field(min_length=1)
     timeout_s: float | None = Field(default=None, ge=0)
-    """How long to wait for the keys; None: set one."""
+    """How long to wait for the keys. None means that the request sets a key."""
 
 
 class _Answer(WireModel):
-    """The outcome of a request. If all keys are set, the value of the first follows."""
+    """The outcome of a request. If all keys are set, the value of the first key follows."""
 
     missing: tuple[str, ...] = ()
     refusal: str = ""
 
 
 class HostedKeys:
-    """A store that listens on ``address``, at ``port``, until it is closed. It runs in a thread of its own.
+    """A store that listens on ``address`` and ``port`` until it is closed. It runs in its own thread.
 
     Raises `TransferError` if the address cannot be bound.
     """
@@ -154,7 +154,8 @@ class _Waiter:
 class KeyStore(dist.Store):  # type: ignore[misc]
     """A client's view of `HostedKeys`, in which torch's groups can be formed. torch calls it from its own threads.
 
-    Its calls raise `TransferError`. A group needs the store until it is formed, and Python's object must live as long.
+    Its calls raise `TransferError`. A group needs the store until it is formed, so the Python object must live at least
+    that long.
     """
 
     def __init__(self, address: str, port: int, secret: bytes, rank: int, timeout_s: float) -> None:

@@ -1,11 +1,11 @@
 """How the ranks of a weight group meet, and prove on the formed group that they belong to it.
 
-Ranks meet in the store that the sender hosts, by the keys in it, and form the group there. Closing the store ends every
-pending join, on either side. Before anything is sent, each rank proves on the group itself that it knows the group's
-secret: gloo takes whoever connects to a rank's port for another rank.
+Ranks meet by setting keys in the store that the sender hosts, and form the group through it. Closing the store ends
+every pending join, on either side. Before anything is sent, each rank proves on the group itself that it knows the
+group's secret, because gloo accepts any connection to a rank's port as another rank.
 
-An engine that torch itself joins can do neither. If any of the ranks is such an engine's, the group is formed through
-torch's TCPStore, which everybody on the network may use, and nothing is proved.
+An engine that joins with torch itself can do neither. If any rank belongs to such an engine, the group is formed
+through torch's TCPStore, which anyone on the network may use, and nothing is proved.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Meeting:
 def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind = GLOO) -> CollectiveGroup:
     """Return the group that ``spec`` describes, joined as ``rank`` from ``address`` once all ranks have arrived.
 
-    Raises `TransferError`, which names a rank that does not prove that it belongs to the group.
+    Raises `TransferError`, which names any rank that does not prove that it belongs to the group.
     """
     deadline = time.monotonic() + spec.timeout_s
     meeting = meet(spec, [rank])
@@ -82,7 +82,7 @@ def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind 
 def meet(spec: ProcessGroupSpec, ranks: Sequence[int], *, by_torch: bool = False) -> Meeting:
     """Announce ``ranks`` in the group's store, and return once all ranks are announced.
 
-    ``by_torch`` states that torch itself joins them. Raises `TransferError`.
+    ``by_torch`` means that the ranks join with torch itself. Raises `TransferError`.
     """
     deadline = time.monotonic() + spec.timeout_s
     keys = KeyStore(spec.master_address, spec.master_port, spec.secret.encode(), ranks[0], deadline - time.monotonic())
@@ -134,7 +134,7 @@ def host_store(address: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def announce_send(group: CollectiveGroup, index: int) -> None:
-    """Notify the engines that torch joined that bucket ``index`` of the group is being sent. Raises `RuntimeError`."""
+    """Notify the engines that joined with torch itself that bucket ``index`` is being sent. Raises `RuntimeError`."""
     if group.meeting is not None and group.meeting.torch_store is not None:
         group.meeting.torch_store.set(_send_key(index), "")
 
@@ -181,11 +181,13 @@ def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
 
 
 class AnnouncedRanks:
-    """Ranks of an engine that itself joins and receives, whose waits have no deadline and cannot be interrupted.
+    """The ranks of an engine that joins and receives with torch itself.
 
-    Announces ``spec.rank`` and the ranks after it on the engine's behalf. Once `meet` returns, every other rank is
-    there and joining; once `await_send` returns, the sender is sending. Calling `abandon` from another thread ends both
-    early, with `TransferError`.
+    The engine's waits have no deadline and cannot be interrupted.
+
+    Announces ``spec.rank`` and the ranks after it on the engine's behalf. Once `meet` returns, every other rank has
+    arrived and is joining; once `await_send` returns, the sender is sending. Calling `abandon` from another thread ends
+    both early, with `TransferError`.
     """
 
     def __init__(self, spec: ProcessGroupSpec, num_ranks: int) -> None:
@@ -195,7 +197,7 @@ class AnnouncedRanks:
         self._store: Any = None
 
     def meet(self) -> int:
-        """Block until all ranks have arrived; return the port of torch's store, in which the engine joins.
+        """Block until all ranks have arrived; return the port of torch's store, through which the engine joins.
 
         Raises `TransferError` after ``spec.timeout_s`` seconds.
         """

@@ -1,10 +1,11 @@
 """Creates an NCCL group whose failures never end the process.
 
-torch's ProcessGroupNCCL starts two threads of its own. Its watchdog ends the process when an operation fails or takes
-longer than the group's timeout, unless it is configured to clean up only; even then it asks every monitor of the
-process to dump and exit. Its monitor ends the process when the watchdog hangs, as it may while it aborts a
-communicator. Here the caller of an operation watches it (`inflight.weights.transports.groups.PolledGroup`), and no such
-thread is needed. All of this is set by environment variables only, which the group reads while it is constructed.
+torch's ProcessGroupNCCL starts two threads of its own. The watchdog ends the process when an operation fails or takes
+longer than the group's timeout, unless it is configured only to clean up; even then it asks every monitor of the
+process to dump and exit. The monitor ends the process when the watchdog hangs, which can happen while the watchdog
+aborts a communicator. Here the caller of an operation watches the operation
+(`inflight.weights.transports.groups.PolledGroup`), and no such thread is needed. All of this is set by environment
+variables only, which the group reads while it is constructed.
 
 The source of these facts: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
 """
@@ -30,15 +31,16 @@ QUIET: Mapping[str, str] = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # a monitor that is started anyway ends nothing
 }
 _OPERATION_TIMEOUT = timedelta(days=14)
-"""Longer than any deadline or lease that the protocol allows: our own deadlines always expire first."""
+"""Longer than any deadline or lease that the protocol allows, so that our own deadlines always expire first."""
 
 _constructing = threading.Lock()
 
 
 def new_nccl_group(keys: Any, rank: int, world_size: int) -> Any:
-    """Return torch's group of NCCL. Raises `RuntimeError`, and `TransferError` if torch was built without NCCL.
+    """Return torch's NCCL group. Raises `RuntimeError`, or `TransferError` if torch was built without NCCL.
 
-    No communicator exists before the first operation: ranks that torch itself joined (SGLang's) make theirs then.
+    No communicator exists before the first operation, because ranks that joined with torch itself (SGLang's) create
+    theirs then.
     """
     if not dist.is_nccl_available():
         raise TransferError("this build of torch has no NCCL; use the gloo transport")

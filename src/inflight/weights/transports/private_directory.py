@@ -1,8 +1,8 @@
-"""Directories of one process, readable by its user only.
+"""Directories that belong to one process and that only its user can read.
 
-Those of a dead process are removed when the next one is created.
+The directories of a dead process are removed when the next directory is created.
 
-The process holds a lock on a file in its directory; the system releases the lock however the process ends.
+The process holds a lock on a file in its directory; the operating system releases the lock however the process ends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PrivateDirectory:
 
 
 def remove_left_behind(parent: Path) -> None:
-    """Remove what dead processes of this user left below ``parent``. Raises `OSError`."""
+    """Remove the directories that dead processes of this user left below ``parent``. Raises `OSError`."""
     with os.scandir(parent) as entries:
         names = [entry.name for entry in entries if _NAME.fullmatch(entry.name)]
     for path in (parent / name for name in names):

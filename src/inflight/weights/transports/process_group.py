@@ -114,7 +114,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
         raise TransferError(ABANDONED)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """On return the bytes have left; only the receiver knows that they arrived."""
+        """On return, the bytes have been sent; only the receiver knows whether they arrived."""
         with self._lock:
             refuse_stray(bucket, self._ref)
             group, abandoned = self._group, self._abandoned
@@ -142,7 +142,10 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
 
 
 class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
-    """One endpoint rank's end. Tensors arrive on the CPU (gloo) or on ``device`` (NCCL); ``kind`` as for the sender."""
+    """One endpoint rank's end.
+
+    Tensors arrive on the CPU (gloo) or on ``device`` (NCCL). ``kind`` has the same meaning as for the sender.
+    """
 
     def __init__(
         self, spec: ProcessGroupSpec, device: torch.device | None = None, kind: GroupKind | None = None

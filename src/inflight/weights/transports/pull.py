@@ -28,7 +28,8 @@ _OPENING_BYTES = 1 << 16
 class PullSender(WeightSender):
     """Trainer rank 0's end. Endpoints connect to ``address``.
 
-    Files lie in ``directory`` and stay there, or in a directory of this process, which is removed with it.
+    Files are written to ``directory`` and stay there; without it, they are in a temporary directory that is removed
+    when the process ends.
     """
 
     def __init__(self, directory: Path | None, address: str = "127.0.0.1") -> None:
@@ -72,7 +73,7 @@ class PullSender(WeightSender):
         self._opened().begin(update)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """On return the bucket can be fetched."""
+        """On return, the bucket can be fetched."""
         self._opened().send(bucket, timeout_s)
 
     def end(self, *, is_done: bool) -> None:

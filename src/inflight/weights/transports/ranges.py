@@ -1,7 +1,7 @@
 """Reads files of an HTTP server in ranges, over a few connections at once, into existing memory.
 
-If a connection is cut, the range is requested again from the byte reached. Built on http.client because it reads from
-the socket straight into the buffer, in a third of the time of a client that returns chunks.
+If a connection is cut, the range is requested again from the byte reached. This module uses http.client because it
+reads from the socket straight into the buffer, which takes a third of the time of a client that returns chunks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Opening:
 
 @dataclass(slots=True)
 class _Part:
-    """The part of ``data`` that comes from byte ``start`` of a file; ``done`` bytes of it have arrived."""
+    """The part of ``data`` that holds a file from byte ``start`` on; ``done`` bytes of it have arrived."""
 
     start: int
     data: memoryview
@@ -160,7 +160,7 @@ class RangeClient:
     def _request_range(
         self, names: Sequence[str], start: int, stop: int, attempt: Attempt, tag: str | None = None
     ) -> Iterator[tuple[http.client.HTTPResponse, Opening]]:
-        """Request a range; yield the unread answer and its facts. A fully read connection is reused.
+        """Request a range; yield the unread answer and the opening of the file. A fully read connection is reused.
 
         Raises `NotThereError`, `TransferError` if a retry would not help, and the error of a cut connection.
         """
@@ -209,7 +209,7 @@ class RangeClient:
         return Opening(b"", file_bytes, answer.headers.get("ETag", ""))
 
     def _take_connection(self, attempt: Attempt) -> http.client.HTTPConnection:
-        """Return an unused connection, which may not be connected yet."""
+        """Return an idle connection, which may not be open yet."""
         attempt.remaining_s()
         with self._lock:
             if self._is_closed:

@@ -1,4 +1,4 @@
-"""Receiving from several senders at once: one receiver for each of them."""
+"""Receives from several senders at once, with one receiver for each sender."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from inflight.wire import TensorSpec, UpdateRef
 class SeveralReceivers(WeightReceiver):
     """The receivers of one endpoint rank, by sender.
 
-    Buckets that are not divided among senders come from the first. ``device`` is where the rank has its weights;
-    buckets are assembled there if they arrive ``on_device``, otherwise in host memory.
+    Buckets that are not divided among senders come from the first sender. ``device`` holds the rank's weights; buckets
+    are assembled there if they arrive ``on_device``, otherwise in host memory.
     """
 
     def __init__(self, receivers: Sequence[WeightReceiver], device: torch.device | None, *, on_device: bool) -> None:
@@ -46,7 +46,7 @@ class SeveralReceivers(WeightReceiver):
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def of_each(self, call: Callable[[int, WeightReceiver], None]) -> None:
-        """Call with the number of each sender and its receiver, at the same time; return when all have returned.
+        """Call concurrently with the number of each sender and its receiver; return when all calls have returned.
 
         Raises the first error at once. The other calls end when the group is left.
         """

@@ -1,7 +1,7 @@
-"""Weights through memory of this host: an arena is a file in memory, which every endpoint maps.
+"""Weights through host memory: an arena is a file in memory, which every endpoint maps.
 
-All endpoints of the host share one set of pages. A file never shrinks, so no mapping loses its pages, and one that was
-unlinked stays whole where it is mapped.
+All endpoints of the host share one set of pages. A file never shrinks, so no mapping loses its pages, and an unlinked
+file stays complete for the processes that map it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _POPULATE_WRITE = 23
 class FileMemory(ArenaMemory):
     """Memory of this host, in files.
 
-    A receiver keeps its mappings of the last two arenas, because it takes as long to map an arena again as to read it.
+    A receiver keeps its mappings of the last two arenas, because mapping an arena again takes as long as reading it.
     """
 
     device = torch.device("cpu")
@@ -35,7 +35,7 @@ class FileMemory(ArenaMemory):
 
     def __init__(self) -> None:
         self._mappings: dict[int, mmap.mmap] = {}
-        """By inode, which no other file has as long as the mapping exists; the one that was used last is at the end."""
+        """Keyed by inode, which no other file can have while the mapping exists; the most recently used one is last."""
 
     def spec(self, run_id: str, directory: Path, timeout_s: float) -> ArenaSpec:
         return DirectorySpec(run_id=run_id, transport="shm", directory=str(directory), timeout_s=timeout_s)
@@ -48,7 +48,7 @@ class FileMemory(ArenaMemory):
         return None
 
     def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
-        """Writes that a receiver makes by mistake stay private to it, and change the checksum of later updates."""
+        """A receiver's accidental writes stay private to it, and change the checksums of later updates."""
         inode = os.fstat(fd).st_ino
         mapping = self._mappings.pop(inode, None)
         if mapping is None:

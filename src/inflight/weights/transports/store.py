@@ -1,4 +1,4 @@
-"""Code shared by the transports that store buckets: file names, careful opening, and deadlines."""
+"""Code shared by the transports that store buckets: file names, safe opening of files, and deadlines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRACE_S = 0.5
 a timeout."""
 
 PIECE_BYTES = 16 << 20
-"""Bytes moved between two checks of the deadline."""
+"""Number of bytes moved between two checks of the deadline."""
 
 _NOT_DONE = "not done"
 _POLL_S = 0.003
@@ -41,7 +41,7 @@ M = TypeVar("M", bound=WireModel)
 
 
 def run_name(run_id: str) -> str:
-    """Return the directory name of a run: its quoted id, with a digest in place of what would be too long."""
+    """Return the directory name of a run: its quoted id, with a digest in place of the part that exceeds the limit."""
     name = quote(run_id, safe="")
     name = f"%2E{name[1:]}" if name.startswith(".") else name
     if len(name) <= _LONGEST_NAME:
@@ -50,7 +50,7 @@ def run_name(run_id: str) -> str:
 
 
 def session_name(ref: UpdateRef) -> str:
-    """Return the name of an update within its run: ``VERSION-SESSION``, ``VERSION`` without a session's name."""
+    """Return the name of an update within its run: ``VERSION-SESSION``, or ``VERSION`` if the session has no name."""
     return f"{ref.version}-{ref.session_id}" if ref.session_id else f"{ref.version}"
 
 
@@ -68,7 +68,7 @@ class Attempt:
         self._deadline = time.monotonic() + timeout_s
 
     def remaining_s(self) -> float:
-        """Return the seconds left. Raises `TransferError` if there are none, or the group was abandoned."""
+        """Return the seconds left. Raises `TransferError` if none are left or if the group was abandoned."""
         if self._abandoned.done():
             raise TransferError(self._abandoned.result())
         remaining_s = self._deadline - time.monotonic()
@@ -77,15 +77,16 @@ class Attempt:
         return remaining_s
 
     def note(self, error: Exception, reason: str) -> None:
-        """Use ``reason`` as the error's text, unless this call's own deadline interrupted an attempt with a better
-        one.
-        """
+        """Use ``reason`` as the error's text, unless this call's deadline interrupted an attempt with a better one."""
         is_cut_short = isinstance(error, TimeoutError) and time.monotonic() >= self._deadline
         if self.reason == _NOT_DONE or not is_cut_short:
             self.reason = reason
 
     def pause(self, pause_s: float = _POLL_S) -> None:
-        """Wait that long, or for the remaining time. Raises as `remaining_s` does."""
+        """Wait for ``pause_s`` seconds, but no longer than the remaining time.
+
+        Raises the same errors as `remaining_s`.
+        """
         with contextlib.suppress(TimeoutError):
             self._abandoned.result(min(pause_s, self.remaining_s()))
         self.remaining_s()
@@ -94,7 +95,7 @@ class Attempt:
         return TransferError(f"{self.what} failed: {reason}")
 
     def run(self, call: Callable[[], T]) -> T:
-        """Return what ``call`` returns. Abandons the call if a file system or a server blocks it for too long."""
+        """Return what ``call`` returns. Abandon the call if a file system or a server blocks it for too long."""
 
         def translated() -> T:
             try:
@@ -115,8 +116,8 @@ def abandon(abandoned: Future[str]) -> None:
 def regular_file(directory: Path, *parts: str, is_private: bool = False) -> Iterator[tuple[int, int]]:
     """Open a file below ``directory`` for reading; yield its descriptor and its size in bytes.
 
-    Does not follow symbolic links below ``directory``, and accepts only a regular file. If the file is private, only
-    this user (or root) may own it and be able to reach it. Raises `FileNotFoundError`, `TransferError`.
+    Does not follow symbolic links below ``directory``, and accepts only regular files. A private file must be owned by
+    this user (or root) and must not be accessible to others. Raises `FileNotFoundError`, `TransferError`.
     """
     path = directory.joinpath(*parts)
     with contextlib.ExitStack() as stack:
@@ -167,7 +168,7 @@ def parse_message(model: type[M], text: bytes, where: object) -> M:
 
 
 def write_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> None:
-    """Write ``data`` from ``offset`` on, checking the deadline now and then."""
+    """Write ``data`` from ``offset`` on, checking the deadline periodically."""
     written = 0
     while written < len(data):
         attempt.remaining_s()
@@ -191,7 +192,7 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 class StoredReceiver(WeightReceiver):
-    """The common part of the receivers of stored buckets: the next bucket, its deadline, and abandoning."""
+    """The common base of the receivers of stored buckets: it tracks the next bucket, its deadline, and abandonment."""
 
     def __init__(self) -> None:
         self._abandoned: Future[str] = Future()
@@ -214,4 +215,4 @@ class StoredReceiver(WeightReceiver):
 
     @abstractmethod
     def _receive_bytes(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
-        """Return the bytes of a bucket, uint8 [size_bytes], once it is there. Raises `TransferError`."""
+        """Return the bytes of a bucket, uint8 [size_bytes], once it is stored. Raises `TransferError`."""
