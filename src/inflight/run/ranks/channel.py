@@ -43,7 +43,7 @@ class WorkerChannel:
     def requests(self) -> Iterator[tuple[Request, dict[str, torch.Tensor]]]:
         """Yield the run's requests until the run ends.
 
-        Raises `TrainerError` for a message that is not a request, or that did not come from the run.
+        Raises `TrainerError` for a message that is not a request or that did not come from the run.
         """
         with contextlib.suppress(EOFError):
             while True:
@@ -58,7 +58,10 @@ class WorkerChannel:
 
 
 class RunChannel:
-    """The run's end of the channel to one rank; async. `send` and `receive` raise `WorkerDiedError` if it is lost."""
+    """The run's end of the channel to one rank; async.
+
+    `send` and `receive` raise `WorkerDiedError` if the connection is lost.
+    """
 
     def __init__(self, stream: SealedStream) -> None:
         self._rank = stream.number
@@ -88,7 +91,7 @@ class RunChannel:
 
 
 def _split(body: bytes) -> tuple[bytes, bytes]:
-    """Return message and tensors."""
+    """Return the message and its tensors."""
     (size,) = _LENGTH.unpack_from(body)
     end = _LENGTH.size + size
     return body[_LENGTH.size : end], body[end:]

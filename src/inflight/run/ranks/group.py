@@ -47,13 +47,13 @@ A = TypeVar("A", bound=RankAnswer)
 T = TypeVar("T")
 
 _ANSWER_S = 10.0
-"""How long a rank may take to report that its own wait timed out."""
+"""How long a rank may take to report that its own wait has timed out."""
 _STOP_AFTER_FAILURE_S = 2.0
-"""How long ranks may take to end once one has failed: others may be waiting for it in a collective."""
+"""How long ranks may take to end once a rank has failed: the others may be waiting for it in a collective."""
 _GRACE_S = 2.0
 """How long to wait for the cause after a rank reports that it lost another one."""
 _TOGETHER_S = 0.2
-"""How long to wait for other ranks that fail at the same time."""
+"""How long to wait for errors of other ranks that fail at the same time."""
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class TrainerGroup:
     lock: int | None = None
     """Inherited by the ranks' processes."""
     places: Sequence[GpuPlacement] = ()
-    """The name and GPUs of each rank; if empty, `place` names them as on a machine without GPUs."""
+    """The name and GPUs of each rank. If empty, `place` names ranks as on a machine without GPUs."""
     launcher: Launcher = field(default_factory=LocalLauncher)
     ranks: Sequence[Rank] = ()
     data_ranks: Sequence[int] = ()
@@ -88,13 +88,13 @@ class TrainerGroup:
         return time_limits(self.config)
 
     async def spawn(self) -> None:
-        """Start the processes; they do not load the model yet."""
+        """Start the processes, which do not load the model yet."""
         places = self.places or place(self.config, ()).trainers
         self.ranks = await start_ranks(self.config, self.logs, self.token, self.lock, places, self.launcher)
 
     @property
     def num_shares(self) -> int:
-        """The number of shares of the data, each of which one or several ranks compute."""
+        """The number of shares of the data. One or several ranks compute each share."""
         return max(self.data_ranks) + 1
 
     @property
@@ -164,13 +164,16 @@ class TrainerGroup:
         return await self._ask_alike(FinishSave(), self.limits.save_s + _ANSWER_S)
 
     async def watch(self) -> None:
-        """Wait for a rank to end, and for a request in progress. Raises `WorkerDiedError` with the end of its log."""
+        """Wait for a rank to end, and for a request in progress.
+
+        Raises `WorkerDiedError` with the end of the rank's log.
+        """
         number, _ = await any_of(*(rank.process.wait() for rank in self.ranks))
         async with self._asking:
             raise WorkerDiedError(self.ranks[number].how_it_ended())
 
     async def stop(self) -> None:
-        """Close the ranks' input, wait for them to end, and remove weights that a killed rank has left."""
+        """Close the ranks' input, wait for them to end, and remove the stored weights that a killed rank has left."""
         for rank in self.ranks:
             rank.meeting.close()
         await finish_all(*(rank.stop() for rank in self.ranks))
@@ -220,7 +223,7 @@ class TrainerGroup:
         return (await self._ask([frame] * len(self.ranks), Stepped, self.limits.step_s))[0]
 
     async def load(self, path: Path, *, optimizer: bool) -> None:
-        """Load a checkpoint. Raises `CheckpointError`, with nothing loaded."""
+        """Load a checkpoint. If this raises `CheckpointError`, nothing was loaded."""
         await self._ask_alike(Load(path=path, optimizer=optimizer), self.limits.save_s)
 
     async def publish_as(self, urls: Sequence[str], version: int, *, regroup: bool) -> None:
@@ -243,7 +246,7 @@ class _RankError(Exception):
 
 
 async def _all_of(ranks: Sequence[Rank], calls: Iterable[Coroutine[Any, Any, T]], timeout_s: float) -> list[T]:
-    """Return the answer of every rank to its call.
+    """Return every rank's answer to its call.
 
     The first rank that dies or answers with an error ends the wait for all. Raises `WorkerDiedError` with the end of a
     dead rank's log, or a rank's error, with the rank's name unless all ranks report the same error. A rank that only
@@ -300,7 +303,7 @@ async def _rendezvous_of(rank: Rank) -> str:
 async def _cancel_if_lost(rank: Rank, call: Coroutine[Any, Any, T]) -> T:
     """Await a call to a rank, and cancel it soon after the process of the rank has ended. Raises `_RankError`.
 
-    A host that is lost does not close its connections.
+    Cancelling is necessary because a lost host does not close its connections.
     """
     lost = WorkerDiedError(f"{rank.name} has ended or is unreachable")
     try:
@@ -322,7 +325,7 @@ async def _how_it_ended(rank: Rank) -> str:
 
 
 async def _failures(asking: Sequence[asyncio.Future[T]]) -> list[_RankError]:
-    """Return the failures of the ranks, waiting a short while for the cause to be among them."""
+    """Return the failures of the ranks, after waiting a short while for the cause to be among them."""
     started = time.monotonic()
     while True:
         failures, waiting = [], [task for task in asking if not task.done()]
@@ -339,7 +342,7 @@ async def _failures(asking: Sequence[asyncio.Future[T]]) -> list[_RankError]:
 
 
 def _with_rank_name(cause: _RankError, failures: Sequence[_RankError], num_ranks: int) -> InflightError:
-    """Return the error of a rank with its name added, unless all ranks report the same or it already names one."""
+    """Return a rank's error with the rank's name added, unless all ranks report the same error or it names a rank."""
     text, name = str(cause.error), cause.rank.name
     all_say_so = len(failures) == num_ranks and len({str(failure.error) for failure in failures}) == 1
     if all_say_so or name in text or text.startswith("rank "):

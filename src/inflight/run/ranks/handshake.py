@@ -1,4 +1,4 @@
-"""How trainer ranks meet their run: over channels that are sealed with the run's token.
+"""How trainer ranks connect to their run: over channels that are sealed with the run's token.
 
 The token itself is not sent. Nothing is encrypted, so the hosts of a run must share a private network.
 """
@@ -41,7 +41,7 @@ class Meeting:
 
     @classmethod
     async def open(cls, address: str, token: str, num_ranks: int, port: int = 0) -> Meeting:
-        """Listen on a port of ``address``, 0 for a free one."""
+        """Listen on a port of ``address``; 0 means any free port."""
         loop = asyncio.get_running_loop()
         ranks: list[asyncio.Future[RunChannel]] = [loop.create_future() for _ in range(num_ranks)]
 
@@ -74,7 +74,7 @@ class Meeting:
 def meet_run(where: str, token: str, rank: int) -> SealedConnection:
     """Connect to the run, exchange proofs of the token, and return the connection. Blocks.
 
-    Raises `TrainerError` if nothing answers in time, or if the other side does not know the token.
+    Raises `TrainerError` if nothing answers in time or if the other side does not know the token.
     """
     host, _, port = where.rpartition(":")
     try:
@@ -92,7 +92,7 @@ def meet_run(where: str, token: str, rank: int) -> SealedConnection:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; None for loopback, or if no interface has it.
+    """Return the network interface that has this IPv4 address; None for a loopback address, or if no interface has it.
 
     Without an explicit interface, Gloo and NCCL choose one by the name of the host.
     """

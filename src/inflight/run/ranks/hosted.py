@@ -1,4 +1,4 @@
-"""The part of a trainer rank that other programs control: gradients, steps, loads and publishes."""
+"""A trainer rank that another program controls: gradients, steps, loads and publishes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _INPUTS = "inputs."
 _HARMLESS = (CheckpointError, NonFiniteError, PublishError, TrainerError)
-"""Errors of a worker that all ranks raise and that leave training as it was."""
+"""Worker errors that all ranks raise and that leave training unchanged."""
 
 
 class HostedRank:
@@ -54,7 +54,7 @@ class HostedRank:
     def answer(
         self, request: Accumulate | OptimizerStep | Load | PublishAs, tensors: Mapping[str, torch.Tensor]
     ) -> RankAnswer:
-        """Fulfil a request; an error that changed nothing is answered as a refusal."""
+        """Execute a request; an error that changed nothing is answered as a refusal."""
         version = self._worker.version
         match request:
             case Accumulate():

@@ -1,7 +1,7 @@
 """The messages between the run and its trainer ranks.
 
 The run sends a request to every rank. A rank sends any number of status messages, and then its answer. The tensors of
-micro-batches are sent along with the message, by name.
+micro-batches are sent with the message, by name.
 """
 
 from __future__ import annotations
@@ -57,34 +57,34 @@ class Start(Message):
     config: RunConfig
     run_id: str
     members: Members | None
-    """None: the run never publishes."""
+    """None if the run never publishes."""
     checkpoint: Path | None
     rendezvous: str
     """``HOST:PORT`` of rank 0's store, through which the ranks connect; empty for a single rank."""
 
     @field_serializer("config")
     def _as_written(self, config: RunConfig) -> dict[str, Any]:
-        """Leave out unset fields, because a section may reject two fields together even at their defaults."""
+        """Omit unset fields, because a section may reject two fields together even if both have their defaults."""
         return config.model_dump(mode="json", exclude_unset=True)
 
 
 class Train(Message):
-    """Take one optimizer step on the micro-batches sent along. Answered by `Trained`."""
+    """Take one optimizer step on the micro-batches sent with this message. Answered by `Trained`."""
 
     type: Literal["train"] = "train"
     segment_lengths: tuple[tuple[int, ...], ...]
     """Segment lengths of each micro-batch."""
     num_groups: int
-    """Number in the whole step; ``num_sequences`` likewise."""
+    """Number in the whole step, like ``num_sequences``."""
     num_sequences: int
     publish: Members | None
-    """None: the new version is not published."""
+    """None if the new version is not published."""
     returns_logprobs: bool = False
     """Whether the answer includes the trainer logprobs."""
 
 
 class Accumulate(Message):
-    """Compute a loss of Tinker's API on the micro-batches sent along, and accumulate its gradient.
+    """Compute a loss of Tinker's API on the micro-batches sent with this message, and accumulate its gradient.
 
     Answered by `Accumulated`. Tensors named ``inputs.I.NAME`` are the loss inputs of micro-batch I.
     """
@@ -153,7 +153,7 @@ Request = Annotated[
 
 
 class PublishResult(Message):
-    """The duration of a publish and the servers that it reached; no server is named when servers pull."""
+    """The duration of a publish and the servers that it reached. No server is named when servers pull."""
 
     span: tuple[float, float]
     """Start and end, in wall-clock seconds."""
@@ -174,7 +174,7 @@ class PublishResult(Message):
     notes: tuple[str, ...] = ()
     """Messages for the user about servers that were left out."""
     states: dict[str, MemberState] = {}
-    """State of every member, by endpoint name."""
+    """The state of every member, by endpoint name."""
     changes: tuple[StateChange, ...] = ()
 
     @property
@@ -188,11 +188,11 @@ class PublishResult(Message):
         return tuple(name for name in self.states if name not in self.endpoints)
 
     def event_fields(self) -> dict[str, Any]:
-        """Return the fields of its `events.WeightsPublished`."""
+        """Return the fields of this publish's `events.WeightsPublished`."""
         return self.model_dump(include=set(events.WeightsPublished.model_fields))
 
     def metrics(self) -> dict[str, Any]:
-        """Return its fields in a row of metrics."""
+        """Return this publish's fields in a row of metrics."""
         gb_per_s = self.sent_bytes / 1e9 / self.wire_s if self.wire_s > 0 else None
         return {**self.event_fields(), "gb_per_s": gb_per_s}
 
@@ -206,7 +206,7 @@ class Here(Message):
 
 
 class StatusMessage(Message):
-    """The activity that the rank begins. Its answer follows later."""
+    """The rank begins an activity. Its answer follows later."""
 
     type: Literal["doing"] = "doing"
     what: str
@@ -251,7 +251,9 @@ class RankAnswer(Message):
     notes: tuple[str, ...] = ()
     """Messages for the user since the last answer: warnings of lost precision, and log messages of the worker."""
     refusal: tuple[str, str] | None = None
-    """Code and message of an error that every rank raised and that changed nothing: the ranks may be asked again."""
+    """The code and message of an error that every rank raised and that changed nothing, so the ranks may be asked
+    again.
+    """
 
 
 class Done(RankAnswer):
@@ -267,21 +269,21 @@ class Ready(RankAnswer):
     data_rank: int
     """The share of each step's data that the rank computes; several ranks may compute one together."""
     shares_prefixes: bool
-    """Whether the worker is a `PrefixSharingWorker` that does."""
+    """Whether the worker is a `PrefixSharingWorker` that shares prefixes."""
     takes_step_settings: bool = False
-    """Whether the worker is an `AdjustableWorker` that does."""
+    """Whether the worker is an `AdjustableWorker` that takes step settings."""
     scores_target_ids: bool = False
-    """Whether the worker is a `TargetScoringWorker` that does."""
+    """Whether the worker is a `TargetScoringWorker` that scores targets."""
 
 
 class Accumulated(RankAnswer):
-    """A loss was computed on all micro-batches, and its gradient accumulated if that was asked."""
+    """A loss was computed on all micro-batches, and its gradient was accumulated if requested."""
 
     type: Literal["accumulated"] = "accumulated"
     loss: float
     """Sum over the rank's micro-batches."""
     logprobs: tuple[Floats, ...]
-    """Of each micro-batch [T * K], 0.0 where there is no target."""
+    """Values [T * K] for each micro-batch, 0.0 where there is no target."""
 
 
 class Stepped(RankAnswer):
@@ -301,7 +303,7 @@ class Trained(RankAnswer):
     metrics: dict[str, list[float]]
     """Metrics in the form that `encode_metrics` returns."""
     span: tuple[float, float]
-    """Start and end of the training, without the publish."""
+    """Start and end of training, excluding the publish."""
     logprobs: tuple[Floats, ...] = ()
     """Trainer logprobs [T] of each micro-batch before the step, 0.0 where there is no target; empty if not
     requested."""
@@ -328,7 +330,7 @@ def tensors_of(batches: Iterable[MicroBatch]) -> dict[str, torch.Tensor]:
 
 
 def micro_batches_of(segment_lengths: Sequence[Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
-    """Return the micro-batches from which `tensors_of` returned tensors. Raises `TrainerError` if they do not fit."""
+    """Return the micro-batches whose tensors `tensors_of` returned. Raises `TrainerError` if the tensors do not fit."""
     parts: list[dict[str, Any]] = [{"segment_lengths": tuple(lengths)} for lengths in segment_lengths]
     try:
         for key, tensor in tensors.items():

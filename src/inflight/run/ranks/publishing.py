@@ -1,6 +1,6 @@
-"""How trainer ranks publish versions: rank 0 pushes them to a fleet, or stores them for servers that pull.
+"""How trainer ranks publish versions: rank 0 pushes them to a fleet, or stores them for servers that pull them.
 
-The other ranks take part in gathering, or send the weights that they hold.
+The other ranks participate in gathering, or send the weights that they hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from inflight.weights.transports.files import FileSender
 
 
 class Publishing(Protocol):
-    """The part of one rank in publishing. All ranks publish together."""
+    """One rank's role in publishing. All ranks publish together."""
 
     @abstractmethod
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult | None:
@@ -87,7 +87,7 @@ class PushPublishing(Publishing):
 
 
 class PushParticipation(Publishing):
-    """Another rank's part in `PushPublishing`."""
+    """The role of every other rank in `PushPublishing`."""
 
     def __init__(self, updates: UpdatesSection, worker: TrainerWorker, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -106,7 +106,7 @@ class PushParticipation(Publishing):
 
 
 class PullParticipation(Publishing):
-    """Another rank's part in `PullPublishing`."""
+    """The role of every other rank in `PullPublishing`."""
 
     def publish(self, worker: TrainerWorker, members: Members) -> None:
         gather_only(worker)
@@ -154,7 +154,10 @@ class PullPublishing(Publishing):
 
 
 def _shards_of(updates: UpdatesSection, worker: TrainerWorker) -> ShardedWeightSource | None:
-    """Return the worker if its ranks are to send what they hold. Raises `ConfigError` if it cannot."""
+    """Return the worker if every rank is to send the weights that it holds.
+
+    Raises `ConfigError` if the worker cannot.
+    """
     if not updates.sharded or worker.world_size == 1:
         return None
     if not isinstance(worker, ShardedWeightSource):
@@ -166,7 +169,7 @@ def _shards_of(updates: UpdatesSection, worker: TrainerWorker) -> ShardedWeightS
 
 
 def _directory_of(updates: UpdatesSection, worker: TrainerWorker) -> Path | None:
-    """Return where a rank stores weights: each rank that sends has a directory of its own."""
+    """Return the directory where a rank stores weights: each rank that sends has its own."""
     if updates.directory is None:
         return None
     whole = updates.directory.absolute()

@@ -1,8 +1,8 @@
 """One trainer rank in its own process: ``python -m inflight.run.ranks.rank``, configured by environment variables.
 
-It connects to the run, executes its requests on a `TrainerWorker`, and answers them. Every rank receives the same
-requests and makes the same calls. It reports each activity when it begins, so that the run knows what a rank was doing
-when it died. It ends when the run ends.
+A rank connects to the run, executes its requests on a `TrainerWorker`, and answers them. Every rank receives the same
+requests and makes the same calls. A rank reports each activity at its start, so that the run knows what the rank was
+doing if it dies. It ends when the run ends.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _SAID_OF_OTHERS = ("gloo/transport", "NCCL")
 
 
 def collectives_backend(device: str) -> str:
-    """Return torch's backend for the collectives of ranks on ``cpu`` or ``cuda``.
+    """Return the torch backend for collectives of ranks on ``cpu`` or ``cuda``.
 
     It does not depend on the transport of weights. Ranks exchange counts in host memory even when they compute on GPUs.
     """
@@ -86,7 +86,7 @@ def collectives_backend(device: str) -> str:
 
 
 def blames_another_rank(error: Exception) -> bool:
-    """Return whether an error only reports that another rank has failed."""
+    """Return whether an error merely reports that another rank has failed."""
     return isinstance(error, dist.DistError) or any(words in str(error) for words in _SAID_OF_OTHERS)
 
 
@@ -163,7 +163,7 @@ class TrainerRank:
             self._publishing.close()
 
     def answer(self, request: Request, tensors: Mapping[str, torch.Tensor]) -> RankAnswer:
-        """Fulfil a request of the run. After an error the rank must not be asked again."""
+        """Execute a request of the run. After an error, the rank must not be asked again."""
         answer = self._answer(request, tensors)
         if self._shares_memory:
             torch.cuda.empty_cache()  # otherwise torch keeps freed memory that the servers now need
@@ -288,7 +288,7 @@ class TrainerRank:
         return ended
 
     def _finish_save(self, timeout_s: float) -> int | None:
-        """Wait until the pending save is complete; return its version, None if no save is pending."""
+        """Wait until the pending save is complete; return its version, or None if no save is pending."""
         if self._saver is None or self._saving is None:
             return None
         self._begin(f"saving version {self._saving}")

@@ -1,4 +1,4 @@
-"""The settings of the workers of a run, and the checks that they support its configuration."""
+"""The settings of a run's workers, and checks that the workers support its configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.weights.encode.lora_tensors import lora_shapes
 
 
 def worker_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of every worker of a run."""
+    """Return the settings that every worker of a run receives."""
     train = config.train
     return {
         "model_path": str(config.model.path),

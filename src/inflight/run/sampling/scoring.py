@@ -76,7 +76,7 @@ class ScoringPool:
             pass
 
     async def item(self, index: int, level: int, timeout_s: float, what: str) -> TaskItem:
-        """Return an item, with the metadata that JSON can represent. Raises as `rewards` does."""
+        """Return an item, with the metadata that JSON can represent. Raises the same errors as `rewards`."""
         answer = await self._ask(_HEAD.pack(0, index, level, _ITEM), timeout_s, what)
         return TaskItem(**answer["item"])
 
