@@ -29,7 +29,7 @@ _MAX_CHARACTERS = 1000
 
 
 class Command(NamedTuple):
-    """One command: its module in `inflight.commands`, its line in ``inflight --help``, and an example.
+    """One command: its module in `inflight.commands`, its summary in ``inflight --help``, and an example.
 
     The module has two functions: ``add_arguments(parser)``, and ``run(arguments)``, which returns the exit status.
     """
@@ -208,7 +208,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
 
 
 def _command_list() -> str:
-    """Return the commands in groups, each with a line and an example."""
+    """Return the commands in groups, each with its summary and an example."""
     lines = []
     for title, commands in GROUPS.items():
         lines.append(f"{title}:")
@@ -219,7 +219,7 @@ def _command_list() -> str:
 
 
 def _end_in_time(status: int) -> None:
-    """End the process even if threads that user code has left do not, some seconds after the main thread has ended."""
+    """End the process a few seconds after the main thread has ended, even if threads of user code are still running."""
     left = [it for it in threading.enumerate() if not it.daemon and it is not threading.main_thread()]
 
     def end() -> None:

@@ -1,4 +1,4 @@
-"""What addresses refer to."""
+"""Tests of what a host name or an address refers to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_address(host: str) -> bool:
-    """Return whether a host is an IP address and not a name."""
+    """Return whether a host is an IP address rather than a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -15,5 +15,5 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is localhost or an address of loopback."""
+    """Return whether a host is localhost or a loopback address."""
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)

@@ -1,4 +1,4 @@
-"""The time of day for events: as the wall clock was when the process began, and never stepped since."""
+"""The time of day for events: the wall clock's time when the process began, plus a monotonic clock's time since."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _BEGAN_S = time.time() - time.monotonic()
 
 
 def unix_time() -> float:
-    """Return Unix time in seconds. Differences are durations, even if somebody sets the machine's clock meanwhile."""
+    """Return the Unix time in seconds. Differences are durations, even if the machine's clock is set in between."""
     return _BEGAN_S + time.monotonic()

@@ -1,4 +1,4 @@
-"""What every field of settings means, for reference pages and for a file with all settings."""
+"""Descriptions of every field of settings, for reference pages and for a file with all settings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NAMES = {str: "string", Path: "path", bool: "boolean", int: "integer", float: "
 
 
 class DescribedField(NamedTuple):
-    """One field of settings, with texts for its type, its default and its bounds."""
+    """One field of settings, with text for its type, default and bounds."""
 
     name: str
     type: str
     default: str
-    """As TOML, `REQUIRED`, or `UNSET`."""
+    """The default as TOML, or `REQUIRED`, or `UNSET`."""
     bounds: str
     meaning: str
 
@@ -36,7 +36,7 @@ class DescribedField(NamedTuple):
 
     @property
     def accepted(self) -> str:
-        """The values that it accepts, and whether it has a default."""
+        """The values that the field accepts, and whether it has a default."""
         facts = (self.type, self.bounds, "" if self.toml_default else self.default)
         return "; ".join(fact for fact in facts if fact)
 
@@ -72,9 +72,9 @@ def describe_sections(settings: type[BaseModel], key: str = "") -> Iterator[Desc
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
-    """Return the settings that have a table of their own: those of a field that holds one kind of them.
+    """Return the settings that have their own table: those of a field that holds only one kind of settings.
 
-    Settings with alternatives, as the pieces of a loss, are described elsewhere.
+    Settings with alternatives, such as the pieces of a loss, are described elsewhere.
     """
     found = _sections_in(annotation)
     if len(found) == 1 and all(len(_sections_in(it.annotation)) < 2 for it in found[0].model_fields.values()):
@@ -94,7 +94,7 @@ def _describe(name: str, field: FieldInfo) -> DescribedField:
 
 
 def type_text(annotation: Any) -> str:
-    """Return what a field accepts, in the words of TOML; None, which TOML lacks, is left out."""
+    """Return what a field accepts, in TOML's terms; None is omitted because TOML lacks it."""
     origin, of = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_text(of[0])
@@ -115,7 +115,7 @@ def _bounds(field: FieldInfo) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """Return a value of settings as TOML, `UNSET` for None."""
+    """Return a value of settings as TOML, or `UNSET` for None."""
     if value is None:
         return UNSET
     if isinstance(value, enum.Enum):

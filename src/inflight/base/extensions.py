@@ -52,7 +52,7 @@ def _find_entry_points(group: str, _path: tuple[str, ...]) -> Mapping[str, Entry
 
 
 def load_installed(kind: str, group: str, name: str, also_known: tuple[str, ...] = ()) -> Any:
-    """Return the object that an entry point names. Raises `ConfigError`, which lists the known names of this kind."""
+    """Return the object that an entry point names. Raises `ConfigError` that lists the known names of this kind."""
     found = find_entry_points(group)
     if name not in found:
         raise ConfigError(f"unknown {kind} {name!r}; known: {', '.join([*also_known, *sorted(found)]) or 'none'}")
@@ -83,7 +83,7 @@ def make(
     """Return the object that the factory called ``name`` makes from our arguments and the user's parameters.
 
     The name is built in, installed, or ``module:attribute``. Raises `ConfigError` if there is no such factory, if it
-    refuses its arguments, or if the result implements none of the protocols, which are one or a tuple.
+    refuses its arguments, or if the result implements none of the protocols. The protocols may be one or a tuple.
     """
     factory = find_factory(kind, group, name, built_in)
     try:

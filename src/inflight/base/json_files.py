@@ -1,4 +1,4 @@
-"""Files that a user asks for: checked before the work, and written as JSON after it."""
+"""Output files that a user requests: checked before the work begins, and written as JSON after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inflight.errors import ConfigError
 
 
 def check_writable(files: Mapping[str, Path | None]) -> None:
-    """Raise `ConfigError` unless each of these files, by the name of its option, can be written."""
+    """Raise `ConfigError` unless each of these files can be written. The files are given by option name."""
     given = {name: file for name, file in files.items() if file is not None}
     for name, file in given.items():
         where = f"--{name} {str(file)!r} cannot be written"
@@ -27,7 +27,7 @@ def check_writable(files: Mapping[str, Path | None]) -> None:
 
 
 def write_json(file: Path | None, values: Any) -> None:
-    """Write JSON to a file, if one is named. Raises `ConfigError`."""
+    """Write JSON to a file, if one is given. Raises `ConfigError`."""
     if file is None:
         return
     try:

@@ -5,6 +5,6 @@ WAIT_ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 By default a waiting thread first keeps its core busy, even while another process occupies the core that the awaited
 thread needs: on two cores, next to a busy process, a step then takes longer with two threads than with one
-(`benchmarks/threads.py`). With ``PASSIVE`` it takes as long as with one thread, and 0.6 times as long when no other
-process is busy.
+(`benchmarks/threads.py`). With ``PASSIVE``, the step takes as long as with one thread, and 0.6 times as long when no
+other process is busy.
 """

@@ -1,4 +1,4 @@
-"""Lines for the user: the progress of long work, the estimated time left, and the library's log records."""
+"""Progress lines for the user: how far long work has come, the estimated time left, and the library's log records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ProgressLines:
         self._started = self._last_line = clock()
 
     def update(self, done: int, more: str = "") -> None:
-        """Report the progress ``done``, unless the last report is recent and work remains."""
+        """Report that ``done`` is complete, unless the last report is recent and work remains."""
         now = self._clock()
         if now - self._last_line < LINE_EVERY_S and done < self._total:
             return
@@ -35,7 +35,7 @@ class ProgressLines:
 
 
 def report_log_records(say: Callable[[str], None]) -> None:
-    """Pass the records of the loggers below ``inflight``, from level INFO up, to ``say`` until this process ends."""
+    """Pass the log records of loggers below ``inflight``, from level INFO up, to ``say`` until this process ends."""
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("inflight")

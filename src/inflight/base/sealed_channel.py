@@ -1,10 +1,10 @@
-"""A channel over TCP between two processes that share a secret: a handshake that proves it, then sealed frames.
+"""A TCP channel between two processes that share a secret: a handshake that proves it, then authenticated frames.
 
 The accepting end sends a nonce. The connecting end answers with a nonce of its own, a number such as its rank, and its
 proof; the accepting end then proves that it knows the secret too. A key for each direction is derived from the secret
 and both nonces (HKDF, RFC 5869). Every frame carries its position and is authenticated under the key of its direction:
-a relay that passes the handshake through cannot alter, drop, repeat or reorder frames unnoticed. It can only end the
-connection or stay silent, so callers need deadlines. Nothing is encrypted.
+a relay that passes the handshake through cannot alter, drop, repeat or reorder frames undetected. A relay can only end
+the connection or stay silent, so callers need deadlines. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _HEAD = struct.Struct("<QQ")  # the position of the frame in its direction, and 
 _TO_THREAD_BYTES = 1 << 20
 _STREAM_BYTES = 1 << 20
 _ROUNDS = 5
-"""How many rounds of the loop asyncio needs at most to call the handler of a connection that it has accepted."""
+"""Maximum number of event loop iterations that asyncio needs to call the handler of an accepted connection."""
 
 
 class ChannelError(ConnectionError):
-    """The other end does not know the secret, or what arrived is not the frame that it sent next."""
+    """The other end does not know the secret, or the data that arrived is not the next frame that it sent."""
 
 
 class _Direction:
@@ -43,13 +43,13 @@ class _Direction:
         self._head = b""
 
     def seal(self, body: bytes) -> tuple[bytes, bytes]:
-        """Return what precedes and what follows the body of the next frame."""
+        """Return the bytes that precede and the bytes that follow the body of the next frame."""
         head = _HEAD.pack(self._position, len(body))
         self._position += 1
         return head + self._code(b"head", head), self._code(b"body" + head, body)
 
     def size_of(self, data: bytes, max_bytes: int) -> int:
-        """Return the size of the body that follows what precedes it. Raises `ChannelError`."""
+        """Return the size of the body that follows this header. Raises `ChannelError`."""
         head, expected = data[: _HEAD.size], self._position
         position, size = _HEAD.unpack(head)
         if not hmac.compare_digest(data[_HEAD.size :], self._code(b"head", head)):
@@ -65,7 +65,7 @@ class _Direction:
         return int(size)
 
     def check(self, body: bytes, code: bytes) -> bytes:
-        """Return the body. Raises `ChannelError` if it is not the one that was sent."""
+        """Return the body. Raises `ChannelError` if it is not the body that was sent."""
         if not hmac.compare_digest(code, self._code(b"body" + self._head, body)):
             raise ChannelError(f"frame {self._position - 1} was altered on the way")
         return body
@@ -80,7 +80,7 @@ _HEAD_BYTES = _HEAD.size + _CODE_BYTES
 
 
 class SealedConnection:
-    """The connecting end; blocking. Use `prove` to make one. At most one thread may send, and one receive."""
+    """The connecting end; blocking. `prove` creates one. At most one thread may send, and at most one may receive."""
 
     def __init__(self, connection: socket.socket, secret: bytes, nonces: bytes) -> None:
         self._connection = connection
@@ -122,7 +122,7 @@ def prove(connection: socket.socket, secret: bytes, number: int) -> SealedConnec
 
 
 class SealedStream:
-    """The accepting end; async. ``number`` is the one that the connecting end named."""
+    """The accepting end; async. ``number`` is the number that the connecting end sent."""
 
     def __init__(
         self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, nonces: bytes
@@ -156,7 +156,7 @@ class SealedStream:
 class Acceptor:
     """Accepts connections at a listening socket, and calls ``on_proven`` with those that prove the secret.
 
-    A connection belongs to ``on_proven``, and is closed with the acceptor at the latest.
+    ``on_proven`` owns the connection, which is closed at the latest with the acceptor.
     """
 
     def __init__(self, secret: bytes, on_proven: Callable[[SealedStream], Awaitable[None]]) -> None:
@@ -176,9 +176,10 @@ class Acceptor:
             self._unproven.popitem()[0].transport.abort()
 
     async def aclose(self) -> None:
-        """Close it once asyncio has called the handler of every connection that it has accepted.
+        """Close the server once asyncio has called the handler of every accepted connection.
 
-        asyncio leaves a connection open for which it has not done so when its server is closed.
+        asyncio would otherwise leave an accepted connection open if its handler was not called before the server
+        closed.
         """
         if self._server is not None:
             for listener in self._server.sockets:
@@ -219,7 +220,7 @@ class Acceptor:
 
 
 def listen_on(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on this address only; port 0 is any free port. Raises `OSError`."""
+    """Return a socket that listens on this address only; port 0 means any free port. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     # asyncio disables Nagle on every connection if the protocol is named.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -237,7 +238,10 @@ def _proof(secret: bytes, role: bytes, challenge: bytes, answer: bytes, number: 
 
 
 def _direction(secret: bytes, nonces: bytes, label: bytes) -> _Direction:
-    """Return the frames of a direction: HKDF's extract with the nonces as salt, and one block of its expand."""
+    """Return the frames of a direction.
+
+    The key comes from HKDF: extract with the nonces as salt, then expand by one block.
+    """
     return _Direction(hmac.digest(hmac.digest(nonces, secret, "sha256"), b"inflight " + label + b"\x01", "sha256"))
 
 

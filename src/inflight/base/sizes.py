@@ -8,7 +8,10 @@ _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def parse_size_bytes(text: str) -> int:
-    """Return the bytes in a size such as 64MB, 1GB or 512B (powers of ten). Raises `ConfigError` for any other text."""
+    """Return the number of bytes in a size such as 64MB, 1GB or 512B (powers of ten).
+
+    Raises `ConfigError` for any other text.
+    """
     number, unit = text.strip()[:-2], text.strip()[-2:].lower()
     try:
         if unit in _UNITS:

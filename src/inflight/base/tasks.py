@@ -1,7 +1,7 @@
 """Tasks with owners: each has ended before its owner returns, and no failure is lost when several fail.
 
-If an earlier failure is raised instead of a later one, the later one becomes a note of it. The event loop reports the
-failure of a task that nobody awaits.
+If an earlier failure is raised instead of a later one, the later one becomes a note of the earlier one. The event loop
+reports the failure of a task that nobody awaits.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ async def finish_all(*calls: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def any_of(*calls: Awaitable[T]) -> tuple[int, T]:
-    """Return the index and the result of the first call to end, after cancelling the others and awaiting their end."""
+    """Return the index and the result of the first call that ends. The others have been cancelled and have ended."""
     tasks = [start(call) for call in calls]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -94,7 +94,8 @@ async def result_unless(
 ) -> T:
     """Return what ``call`` returns, or raise ``error()`` if it is not done ``grace_s`` seconds after ``end`` is.
 
-    Whichever is still running is cancelled, and has ended when this returns or raises. A failure of ``end`` is raised.
+    Whichever of the two is still running is cancelled, and has ended when this returns or raises. A failure of ``end``
+    is raised.
     """
     calling, ending = start(call), start(end)
     try:
@@ -155,7 +156,7 @@ class TaskOwner:
             task.cancel()
 
     async def aclose(self, wait_s: float | None = 0.0) -> None:
-        """Wait up to ``wait_s`` seconds for the tasks, or without limit, then cancel the rest and await their end.
+        """Wait for the tasks, at most ``wait_s`` seconds if given, then cancel the remaining ones and await their end.
 
         Tasks that do not end soon after they are cancelled are logged, and keep running.
         """
@@ -167,7 +168,7 @@ class TaskOwner:
 
 
 def start(call: Awaitable[T]) -> asyncio.Task[T]:
-    """Return a task that runs ``call``. The caller owns it: it keeps a reference, and awaits the task's end."""
+    """Return a task that runs ``call``. The caller owns the task: it must keep a reference and await the task's end."""
     return asyncio.create_task(_coroutine_of(call))
 
 
@@ -229,7 +230,7 @@ def _add_note(first: BaseException, other: Exception) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the message of an error and its notes, one on each line; very long ones are shortened."""
+    """Return an error's message and notes, one per line; very long ones are shortened."""
     return "\n".join(shortened(text, _MAX_MESSAGE) for text in (str(error), *getattr(error, "__notes__", ())))
 
 

@@ -1,4 +1,4 @@
-"""Tables as text."""
+"""Text tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Sequence
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of texts as lines with aligned columns."""
+    """Return rows of text as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

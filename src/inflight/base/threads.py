@@ -25,13 +25,13 @@ async def run_abandonable(call: Callable[[], T], name: str) -> T:
 def run_unless_abandoned(abandoned: Future[str], call: Callable[[], T], name: str, timeout_s: float | None = None) -> T:
     """Return what ``call`` returns or raise what it raises, unless ``abandoned`` is set or the timeout expires first.
 
-    In that case raises `TransferError`; the call keeps running on its own and its result is dropped.
+    In that case, raises `TransferError`; the call keeps running on its own and its result is dropped.
     """
     return result_unless_abandoned(abandoned, start_in_thread(call, name), name, timeout_s)
 
 
 def start_in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Start ``call`` in a thread of its own, and return its future."""
+    """Start ``call`` in its own thread, and return its future."""
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
     threading.Thread(target=_settle, args=(result, call), name=name, daemon=True).start()
@@ -39,7 +39,7 @@ def start_in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
 
 def result_unless_abandoned(abandoned: Future[str], result: Future[T], name: str, timeout_s: float | None = None) -> T:
-    """Return the result of a call that `start_in_thread` started, or raise as `run_unless_abandoned` does."""
+    """Return the result of a call that `start_in_thread` started. Raises the same errors as `run_unless_abandoned`."""
     waited_for: list[Future[Any]] = [result, abandoned]
     wait(waited_for, timeout_s, return_when=FIRST_COMPLETED)
     if not result.done():

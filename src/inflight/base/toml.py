@@ -14,15 +14,17 @@ from inflight.base.validation import describe_problems
 from inflight.errors import ConfigError
 
 MAX_NUMBER = 1e12
-"""Largest magnitude of a setting other than a seed: no count, size or rate needs more, and float64 counts so far."""
+"""Maximum magnitude of a setting other than a seed: no count, size or rate needs more, and float64 represents every
+integer up to it.
+"""
 _MAX_BYTES = 16 << 20
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 MAX_DURATION_S = 7 * 24 * 3600
-"""Longest duration of a setting: those of messages may not be longer, and system clocks can count it."""
+"""Maximum duration in a setting: messages allow no longer duration, and system clocks can represent it."""
 
 
 class Section(BaseModel):
-    """Base of all settings: immutable, refuses unknown keys, and numbers that are infinite or too large to be used."""
+    """Base of all settings: immutable; refuses unknown keys, and numbers that are infinite or too large to be used."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
@@ -47,14 +49,14 @@ S = TypeVar("S", bound=BaseModel)
 def load_settings(kind: type[S], path: Path, what: str, overrides: Sequence[str] = ()) -> S:
     """Return the settings in a TOML file, with overrides such as ``["--train.learning_rate", "1e-4"]``.
 
-    Raises `ConfigError`, which describes the file as ``what`` and names every invalid key and its value, and for an
-    unknown key the nearest known one. Relative paths start from the current directory.
+    Raises `ConfigError`, which describes the file as ``what`` names every invalid key and its value, and suggests the
+    nearest known key for an unknown one. Relative paths start from the current directory.
     """
     return check_settings(kind, with_overrides(read_toml(path, what), overrides), f"{what} {str(path)!r}")
 
 
 def with_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values with overrides as in `load_settings`. Raises `ConfigError` for one without a value."""
+    """Return the values with overrides as in `load_settings`. Raises `ConfigError` for an override without a value."""
     for key, value in _pairs(overrides):
         _set(values, key, value)
     return values

@@ -1,6 +1,7 @@
 """Lookup of installed transports by name.
 
-Every transport, ours included, is an entry point of the group ``inflight.transports``. This module names none of them.
+Every transport, including our own, is an entry point of the group ``inflight.transports``. This module names none of
+them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def refusal(capabilities: Capabilities, name: str) -> str | None:
 
 
 def find_transport(name: str) -> Transport:
-    """Return an installed transport. Raises `ConfigError` with the known names, or if it cannot be loaded."""
+    """Return an installed transport.
+
+    Raises `ConfigError` if the name is unknown, with the known names, or if the transport cannot be loaded.
+    """
     transport = load_installed("transport", GROUP, name)
     if not isinstance(transport, Transport) or transport.name != name:
         raise ConfigError(f"the entry point {name!r} of inflight.transports is not a Transport of that name")

@@ -1,4 +1,4 @@
-"""Validation errors of pydantic as a short text: where, why, and the offending value."""
+"""Describes pydantic's validation errors briefly: where, why, and the offending value."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _values.maxstring = _values.maxother = _values.maxlong = _MAX_VALUE
 
 
 def describe_problems(error: ValidationError, kind: type[BaseModel] | None = None) -> str:
-    """Return key, reason and value of the first few problems, in at most about 2,500 characters.
+    """Return the key, reason and value of the first few problems, in at most about 2,500 characters.
 
-    For an unknown key of a ``kind``, the text names the nearest known key, or all of them if none is near.
+    For an unknown key of a ``kind``, the text names the nearest known key, or all known keys if none is near.
     """
     if error.error_count() > _MAX_LISTED:
         return f"{error.error_count()} keys in it are unknown, missing or of the wrong type"
@@ -70,7 +70,7 @@ def _subject(problem: ErrorDetails, kind: type[BaseModel] | None) -> tuple[str, 
 
 
 def _reason(problem: ErrorDetails, *, is_first: bool) -> str:
-    """Return a problem's message without pydantic's own terms; for a further alternative, only the alternative."""
+    """Return a problem's message without pydantic's terms; for a further alternative, only the alternative."""
     if problem["type"] in ("extra_forbidden", "missing"):
         return ""
     message = problem["msg"].removeprefix("Value error, ")

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Mirror versions until a signal."""
+    """Mirror versions until a signal is received."""
     from inflight.weights.receive.following import relay, store_spec
     from inflight.weights.transports.file_server import FileServer
 

@@ -1,4 +1,4 @@
-"""Helpers shared by commands: output, checks of numbers, and signals that stop a server."""
+"""Helpers shared by commands: output, validation of numbers, and signals that stop a server."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
 
 
 def require_at_least(arguments: argparse.Namespace, **least: int) -> None:
-    """Raise `ConfigError` if one of these options is below its minimum; None is an option that was omitted."""
+    """Raise `ConfigError` if one of these options is below its minimum; None means that the option was omitted."""
     for name, minimum in least.items():
         value = getattr(arguments, name)
         if value is not None and value < minimum:
@@ -73,7 +73,7 @@ def require_at_least(arguments: argparse.Namespace, **least: int) -> None:
 
 
 def require_positive(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise `ConfigError` unless each of these options is a finite number above 0; None is one that was omitted."""
+    """Raise `ConfigError` unless each of these options is a finite number above 0; None means that it was omitted."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not (math.isfinite(value) and value > 0):
