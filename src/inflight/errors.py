@@ -168,7 +168,7 @@ class TrainerError(InflightError):
 
 
 class NonFiniteError(TrainerError):
-    """Loss, gradient, logprobs or weights are NaN or infinite; weights and optimizer are unchanged."""
+    """The loss, gradients, logprobs or weights are NaN or infinite; the weights and the optimizer are unchanged."""
 
     code = "non_finite"
 

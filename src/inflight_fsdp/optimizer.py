@@ -143,7 +143,7 @@ def make_adamw(parts: Mapping[str, ParameterPart], config: WorkerConfig) -> Shar
 def learning_rate_at(version: int, config: WorkerConfig) -> float:
     """Return the learning rate of the step that leads from ``version`` to the next.
 
-    Linear warm-up reaches the full rate with step ``warmup_steps``; the decay reaches zero at ``total_steps``.
+    Linear warm-up reaches the full rate at step ``warmup_steps``; the decay reaches zero at ``total_steps``.
     """
     if version < config.warmup_steps:
         return config.learning_rate * (version + 1) / config.warmup_steps

@@ -93,7 +93,7 @@ class NativeSink(BucketSink):
             self._stale.add(spec.group_name)
 
     def leave(self) -> None:
-        """Leave the group. The engine is notified in the background; a broadcast that it has entered continues."""
+        """Leave the group. The engine is notified in the background; a broadcast already in progress continues."""
         if self._ranks is not None:
             self._ranks.abandon()
             self._ranks = None

@@ -79,7 +79,7 @@ class GeneratingEndpoint(AttachedEndpoint):
     async def _wait_until_resumed(self, deadline: float) -> None:
         """Return once the server samples; requests that wait at the same time share the polling.
 
-        Raises as `_label` does if it will not resume, and `DeadlineError` at ``deadline``.
+        Raises the same errors as `_label` if the engine will not resume, and `DeadlineError` at ``deadline``.
         """
         await asyncio.sleep(_RESUMED_S)
         began = time.monotonic()

@@ -1,10 +1,11 @@
 """Loading tensors into a model that vLLM serves. Only vLLM loads this module.
 
-Layers whose load is known to be copies are prepared before sampling is paused; the others use vLLM's layerwise reload.
+Layers that are known to load by plain copies are prepared before sampling is paused; the others use vLLM's layerwise
+reload.
 
 This module works around four properties of vLLM 0.32. The rest of a partly loaded layer becomes whatever its memory
 held, so its other tensors must be loaded too. A failed reload leaves half-loaded layers, which would corrupt the next
-reload. On a CPU linear layers are packed, and a head tied to the embedding keeps its old packing until it is packed
+reload. On a CPU, linear layers are packed, and a head tied to the embedding keeps its old packing until it is packed
 again. Experts are packed on a CPU too, but only once.
 """
 

@@ -87,7 +87,7 @@ def _fill(parameter: torch.Tensor, places: Sequence[StridedRegion]) -> bool:
 
 
 def _box(place: StridedRegion, parameter: torch.Tensor) -> list[range] | None:
-    """Return a region's range of indices along each dimension longer than 1 of a contiguous tensor."""
+    """Return the index range that a region covers along each dimension longer than 1 of a contiguous tensor."""
     lengths = {stride: size for size, stride in zip(place.size, place.stride, strict=True) if size != 1}
     rest, box = place.offset, []
     for size, stride in zip(parameter.shape, parameter.stride(), strict=True):

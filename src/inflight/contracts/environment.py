@@ -43,7 +43,7 @@ class Conversation(Protocol):
 
     @abstractmethod
     async def observe(self, token_ids: Sequence[int]) -> Reply:
-        """Append token ids without changing them and return the model's answer. Raises as `say` does."""
+        """Append token ids without changing them and return the model's answer. Raises the same errors as `say`."""
 
     @abstractmethod
     def reward_turn(self, reward: float) -> None:

@@ -215,7 +215,7 @@ class PrefixSharingWorker(Protocol):
 
 @runtime_checkable
 class AdjustableWorker(Protocol):
-    """A `TrainerWorker` whose optimizer another program controls. A worker without this method has its own settings."""
+    """A `TrainerWorker` whose optimizer another program controls. A worker that is not one uses its own settings."""
 
     @property
     @abstractmethod

@@ -100,7 +100,7 @@ class DirectoryUpdates:
     def relabel(self, version: int, label: str) -> None:
         """Change the label of the version that is currently served.
 
-        While sampling is paused, the tokens that it has sampled keep their label.
+        While sampling is paused, the tokens that the version has already sampled keep their label.
         """
         self._relabelled = (version, label)
         if self.pause_policy is None:
@@ -150,9 +150,9 @@ class DirectoryUpdates:
         return await self._alone(lambda: self._load(directory, label, in_flight))
 
     async def load_adapter(self, path: str, *, label: str) -> int:
-        """Serve the LoRA of a directory instead of any earlier LoRA, and return its version. Raises as `load` does.
+        """Serve the LoRA of a directory instead of any earlier LoRA, and return its version.
 
-        A pause is ended for the update, and then begun again.
+        Raises the same errors as `load`. A pause is ended for the update, and then begun again.
         """
         directory = self._directory(path)
 
@@ -300,7 +300,7 @@ class DirectoryUpdates:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Convert the problem with a directory into an error of the request that names it."""
+    """Turn a problem with a directory into an error in the request that named the directory."""
     try:
         yield
     except ConfigError as error:

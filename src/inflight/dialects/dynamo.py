@@ -233,7 +233,7 @@ class DynamoEndpoint(OwnedEndpoint):
 
 
 class DynamoKind(EngineKind):
-    """Only attaches, because Dynamo's own tools start its deployments."""
+    """Only attaches to running deployments, because Dynamo's own tools start them."""
 
     name = "dynamo"
 

@@ -1,4 +1,4 @@
-"""Numbers in the additional arguments of an engine's command line, and whether its device is a GPU."""
+"""Reads numbers from an engine's additional arguments, and detects whether the engine uses a GPU."""
 
 from __future__ import annotations
 

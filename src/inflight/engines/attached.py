@@ -109,7 +109,10 @@ class AttachedEndpoint(ABC):
         return label
 
     async def _label(self, timeout_s: float | None = None) -> str:
-        """Return the server's label for its weights. Raises as `UpdateStateMachine.refuse_to_sample` does."""
+        """Return the server's label for its weights.
+
+        Raises the same errors as `UpdateStateMachine.refuse_to_sample`.
+        """
         label = await self._refresh_label(timeout_s)
         self._updates.session.refuse_to_sample()
         return label

@@ -67,7 +67,7 @@ class EngineRoutes:
         return self.answer_of(path, *await self.ask("POST", path, body, timeout_s))
 
     def answer_of(self, path: str, status: int, answer: Any) -> Any:
-        """Return the answer to a user's POST if it has status 200. Raises as `request` does."""
+        """Return the answer to a user's POST if it has status 200. Raises the same errors as `request`."""
         if status == 400:
             raise InvalidRequestError(f"the engine refused the request: {error_text_of(answer)}")
         if status != 200:

@@ -75,7 +75,7 @@ class MovingSampler:
         raise AssertionError
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """Yield the tokens of one completion. Raises as `generate`."""
+        """Yield the tokens of one completion. Raises the same errors as `generate`."""
         done: Completion | None = None
         for number in range(2**31):
             place = await self._here()

@@ -146,7 +146,8 @@ class PlayingEpisode(Episode):
         """Yield the chunks of one turn as they are sampled; at the end, record it and yield what `sample` returns.
 
         Call this in the event loop in which the episode was created. If the endpoint does not stream, there are no
-        chunks. Closing the iterator before the end ends the request, and nothing is recorded. Raises as `sample`.
+        chunks. Closing the iterator before the end ends the request, and nothing is recorded. Raises the same errors as
+        `sample`.
         """
         if self.stream is None:
             yield await self.sample(prompt_token_ids, role, sampling, images)

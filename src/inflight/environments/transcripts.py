@@ -90,7 +90,10 @@ class ChatTemplate:
         return Prompt(tuple(messages), tuple(tools), text, token_ids, images)
 
     def following(self, before: Transcript, messages: Sequence[Message], max_tokens: int | None = None) -> Prompt:
-        """Return the prompt that continues a conversation with further messages. Raises as `opening`."""
+        """Return the prompt that continues a conversation with further messages.
+
+        Raises the same errors as `opening`.
+        """
         everything = (*before.messages, *messages)
         text = self._render(everything, before.tools)
         if not text.startswith(before.text):
@@ -123,7 +126,10 @@ class ChatTemplate:
         return [self._decoded([token_id]) for token_id in token_ids]
 
     def encoded(self, text: str, max_tokens: int, *, is_start: bool) -> tuple[int, ...]:
-        """Return the tokens of plain text, at the start of a stream or following other tokens. Raises as `opening`."""
+        """Return the tokens of plain text, at the start of a stream or after other tokens.
+
+        Raises the same errors as `opening`.
+        """
         return self._encode(text, max_tokens, is_start=is_start)
 
     def check_known(self, token_ids: Sequence[int]) -> None:

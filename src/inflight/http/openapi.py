@@ -21,7 +21,7 @@ _REF = "#/components/schemas/{model}"
 
 @functools.cache
 def openapi_document() -> dict[str, Any]:
-    """Return the document as JSON-compatible values, which are made once."""
+    """Return the document as JSON-compatible values, computed once and cached."""
     models = {model for route in ROUTES for model in (*_requests(route), route.response) if model is not None}
     models.add(ErrorBody)
     ordered = sorted(models, key=lambda model: model.__name__)

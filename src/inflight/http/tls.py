@@ -1,4 +1,4 @@
-"""TLS: the files with which a server proves who it is, and those with which this process's clients check servers."""
+"""TLS: a server's certificate and key, and the CA certificates with which this process's clients verify servers."""
 
 from __future__ import annotations
 

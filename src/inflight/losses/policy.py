@@ -61,9 +61,9 @@ class LossPlan:
 
 
 class PolicyLoss(Piece):
-    """A policy loss as a value: frozen, hashable, comparable, and JSON by ``model_dump_json``.
+    """A policy loss as a value: frozen, hashable, comparable, and serializable to JSON with ``model_dump_json``.
 
-    ``loss(batch, trainer_logprobs_T, prepare(loss, [batch, ...]))`` returns the part of one micro-batch.
+    ``loss(batch, trainer_logprobs_T, prepare(loss, [batch, ...]))`` returns one micro-batch's contribution to the loss.
     """
 
     gate: Gate

@@ -136,9 +136,9 @@ class SegmentPlan:
         exchange: HeadExchange | None = None,
         shared: SharedTokens | None = None,
     ) -> SegmentPlan:
-        """Return the plan for segments of these lengths (each at least 1), its indices on ``device``.
+        """Return the plan for segments of these lengths (each at least 1), with its indices on ``device``.
 
-        ``shared`` specifies which of their tokens the row contains; None: all.
+        ``shared`` specifies which of the segments' tokens are in the row (default: all).
         """
         lengths = torch.tensor(segment_lengths, dtype=torch.int64)
         num_tokens, max_length = int(lengths.sum()), max(segment_lengths)
@@ -363,7 +363,7 @@ def _to_padded(x_TAD: torch.Tensor, plan: SegmentPlan) -> tuple[torch.Tensor, ..
 
 
 def _to_packed(classes_NALD: list[torch.Tensor], plan: SegmentPlan) -> torch.Tensor:
-    """Return [T, A, D] from [N, A, L, D] of each class."""
+    """Pack the padded [N, A, L, D] tensors of all length classes into one [T, A, D] tensor."""
     classes_NLAD = [x.transpose(1, 2) for x in classes_NALD]
     if plan.index is None:
         return classes_NLAD[0].reshape(plan.num_tokens, *classes_NLAD[0].shape[2:])

@@ -55,7 +55,10 @@ def batch_advantages(
 def group_advantages(
     rewards: Sequence[float], estimator: AdvantageEstimator, lengths: Sequence[int] | None = None
 ) -> list[float]:
-    """Return one advantage per completion of a single group. Raises as `batch_advantages`, also for ``batch_std``."""
+    """Return one advantage per completion of a single group.
+
+    Raises the same errors as `batch_advantages`, and refuses ``batch_std``.
+    """
     wrong = [i for i, reward in enumerate(rewards) if not abs(reward) <= MAX_REWARD]
     if wrong:
         raise TaskError(

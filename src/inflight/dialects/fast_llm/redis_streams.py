@@ -1,4 +1,4 @@
-"""Streams of a Redis server. Every call has a deadline, none is repeated, and no message contains the password."""
+"""Streams of a Redis server. Every call has a deadline, no call is retried, and no message contains the password."""
 
 from __future__ import annotations
 

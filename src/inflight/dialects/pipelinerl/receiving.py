@@ -84,10 +84,11 @@ class ArrivingUpdates:
         self._group.join()
 
     def receive(self, request: WeightUpdateRequest) -> PublishReport:
-        """Return once every endpoint serves the update. Blocks.
+        """Block until every endpoint serves the update.
 
-        Raises `PublishError` if one does not, and the errors of `publish_weights`. The broadcasts are received in any
-        case, so the group is ready for the next update unless `TransferError` states that it was abandoned.
+        Raises `PublishError` if an endpoint fails to, and the errors that `publish_weights` raises. The broadcasts are
+        received in any case, so the group is ready for the next update unless `TransferError` states that it was
+        abandoned.
         """
         with self._lock:
             try:

@@ -104,7 +104,7 @@ class Backend(Protocol):
     @property
     @abstractmethod
     def max_model_len(self) -> int:
-        """Return the context, in tokens, of the servers."""
+        """Return the servers' context length in tokens."""
 
     @property
     @abstractmethod

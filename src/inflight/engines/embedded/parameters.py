@@ -114,8 +114,10 @@ class ServedParameters:
         self._linears = None if keeps_addresses else PackedLinears(model, self.by_name)
 
     def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> PreparedParameters:
-        """Return the argument of `load`. Changes nothing, and may run in any thread. Raises as `prepare_tensors`
-        does."""
+        """Return the argument of `load`.
+
+        Changes nothing, and may run in any thread. Raises the same errors as `prepare_tensors` does.
+        """
         ready = prepare_tensors(self.by_name, tensors)
         return PreparedParameters(ready, {} if self._linears is None else self._linears.pack(ready))
 

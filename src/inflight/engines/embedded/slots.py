@@ -120,12 +120,12 @@ class Slot:
 
 
 def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in all layers."""
+    """Return the size in bytes of one token's keys and values in all layers."""
     return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
 
 def token_bytes_of(config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in a model of this configuration."""
+    """Return the size in bytes of one token's keys and values in a model of this configuration."""
     return token_bytes(config.num_hidden_layers, *heads_of(config)[1:], dtype)
 
 

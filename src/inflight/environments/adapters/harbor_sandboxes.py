@@ -108,7 +108,7 @@ class BubblewrapSandbox:
         return await self._run(["bash", "-c", command], {"home": "/root"}, {}, timeout_s)
 
     async def verify(self) -> tuple[Path, CommandResult]:
-        """Run the tests; return the directory that they wrote to. Raises as `run`."""
+        """Run the tests; return the directory that they wrote to. Raises the same errors as `run`."""
         await _run_in(self.thread, self._prepare)
         binds = {"verifier-home": "/root", "tests": "/tests", "logs": "/logs/verifier"}
         verifier = self.task.file.verifier
@@ -287,7 +287,10 @@ class ContainerSandbox:
         return result
 
     async def verify(self) -> tuple[Path, CommandResult]:
-        """End the agent's container and run the tests; return the directory that they wrote to. Raises as `run`."""
+        """End the agent's container and run the tests; return the directory that they wrote to.
+
+        Raises the same errors as `run`.
+        """
         logs, verifier = self.base / "logs", self.task.file.verifier
         await self._control("commit", self._name, self._name)
         await self._control("rm", "--force", self._name)

@@ -1,7 +1,7 @@
 """The tasks of a verifiers taskset, played by a harness that calls the recording proxy of its episode.
 
 Written for verifiers 0.4. Its rollout runs in this process: verifiers' own client relays the harness's requests, and
-the proxy records them. verifiers then scores its trace, whose reward is the episode's.
+the proxy records them. The verifiers library then scores the trace, and that score is the episode's reward.
 """
 
 from __future__ import annotations

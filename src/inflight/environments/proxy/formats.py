@@ -141,7 +141,7 @@ def _usage(answer: Answer) -> dict[str, int]:
 
 
 def error_json(error: InflightError, status: int | None = None) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status of an error, and the error in OpenAI's shape."""
+    """Return the HTTP status of an error, and the error in OpenAI's format."""
     code = error.code
     status = (
         status or {"context_full": 400, "episode_over": 409, "busy": 429}.get(code) or STATUS_OF_CODE.get(code, 500)

@@ -38,7 +38,8 @@ class ToolUse:
 async def use_tools(conversation: Conversation, *messages: Message | str, tools: Tools, max_turns: int) -> ToolUse:
     """Send messages and execute the model's calls, until it calls no tool or has had ``max_turns`` turns.
 
-    The calls of one reply are executed one after the other, in order. Raises as `Conversation.say` and `call_tool`.
+    The calls of one reply are executed one after the other, in order. Raises the same errors as `Conversation.say` and
+    `call_tool`.
     """
     said: list[Message] = []
     outcomes: list[str] = []

@@ -63,7 +63,10 @@ class Incarnations:
             yield self._incarnations[-1].began_at, event
 
     def steps(self) -> Iterator[tuple[float, Row]]:
-        """Yield every step likewise, once `events` is exhausted. Steps that a resumed run repeated are omitted."""
+        """Yield every step with the start of its process as Unix time, once `events` is exhausted.
+
+        Steps that a resumed run repeated are omitted.
+        """
         incarnations = iter(self._incarnations)
         present, following = next(incarnations, None), next(incarnations, None)
         for step in read_steps(self._directory):

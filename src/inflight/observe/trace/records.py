@@ -113,7 +113,7 @@ class RecordWriter:
 
 
 def remove_steps(directory: Path, version: int) -> None:
-    """Remove the steps of a record after ``version``, which a resumed process repeats.
+    """Remove the recorded steps after ``version``, because a resumed process repeats them.
 
     Raises `CheckpointError` if that fails.
     """

@@ -99,7 +99,7 @@ class Items:
         return item
 
     def forget_after(self, time_s: float, version: int) -> None:
-        """Drop items with events after ``time_s``, and those that versions after ``version`` trained on."""
+        """Drop items with events after ``time_s``, and items that were used to train versions after ``version``."""
         for number in [it.number for it in self if it.end_s > time_s or (it.version or 0) > version]:
             del self._items[number]
 
