@@ -2,15 +2,15 @@
 
 Packed tensors lie one after another, row-major, without gaps. An encoding turns these bytes into fewer bytes for the
 transfer, and back: ``bfloat16`` and ``float8`` round weights of wider dtypes. Shape and dtype alone decide which
-tensors are rounded: ``bfloat16`` rounds float32 and float64, ``float8`` all but vectors (norms, biases). The others are
-sent unchanged. The endpoint loads the rounded values in the manifest's dtype. ``delta`` needs a base, and is therefore
-in `inflight.weights.encode.delta`.
+tensors are rounded: ``bfloat16`` rounds float32 and float64, ``float8`` rounds all tensors but vectors (norms, biases).
+All other tensors are sent unchanged. The endpoint loads the rounded values in the manifest's dtype. ``delta`` needs a
+base, and is therefore in `inflight.weights.encode.delta`.
 
 The checksum of bytes on the host is XXH3-128. The checksum of bytes sent from GPU to GPU is computed on the device,
-with the same result on any device. The bytes, filled up with zeros, are little-endian 64-bit words w(0), w(1), ...
-Modulo 2^64, the device adds up each row of 4096 words, and for each residue modulo 4099 the words whose index has it.
-The checksum is the XXH3-128 of the number of bytes, the sums of the rows and those of the residues, which are few
-enough for the host.
+with the same result on any device. The bytes, padded with zeros, are little-endian 64-bit words w(0), w(1), ... Modulo
+2^64, the device adds up each row of 4096 words and, for each residue modulo 4099, all words whose index has that
+residue. The checksum is the XXH3-128 of the number of bytes and of the sums for rows and residues, which are few enough
+for the host.
 
 The sums always differ after
 - any change of words within 32 KiB, and so after any flipped bit: 4096 words in succession have different residues;
@@ -108,7 +108,7 @@ def _flats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _adjacent_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensors' bytes as one view, None if they are not adjacent in one storage."""
+    """Return the tensors' bytes as one view, or None if they are not adjacent in one storage."""
     if not tensors:
         return None
     if len(tensors) == 1:
@@ -154,7 +154,7 @@ def decode(encoding: Encoding, payload: torch.Tensor, specs: Sequence[TensorSpec
 
 
 def encoded_size(specs: Sequence[TensorSpec], encoding: Encoding) -> int:
-    """Return the encoded size of these tensors in bytes; the same on both sides."""
+    """Return the encoded size of these tensors in bytes, which is the same on both sides."""
     return sum(_encoded_size(spec, encoding) for spec in specs)
 
 
@@ -194,8 +194,8 @@ def _decode_tensor(payload: torch.Tensor, spec: TensorSpec, encoding: Encoding) 
 def checksum(flat: torch.Tensor, places: bytes = b"") -> str:
     """Return the XXH3-128 of ``places`` and the bytes as 32 hexadecimal digits; uint8 [size], contiguous, any device.
 
-    It detects corruption in transit; it does not authenticate the sender. Does not copy bytes that are on the host, and
-    lets other threads run meanwhile. Raises `TransferError` for a tensor without bytes.
+    The checksum detects corruption in transit; it does not authenticate the sender. Bytes on the host are not copied,
+    and other threads can run meanwhile. Raises `TransferError` for a tensor without bytes.
     """
     digest = xxhash.xxh3_128(places)
     digest.update(to_host(flat).numpy().data)
@@ -245,7 +245,7 @@ def sums64(flat: torch.Tensor, places: bytes = b"") -> str:
 
 
 def _sums(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sums of the rows, of which the last may be short, and those of the residues, int64."""
+    """Return the sums of the rows, the last of which may be short, and the sums of the residues, int64."""
     num_words, num_odd_bytes = divmod(flat.numel(), 8)
     last = torch.zeros(8, dtype=torch.uint8, device=flat.device)
     last[:num_odd_bytes] = flat[8 * num_words :]
@@ -298,7 +298,7 @@ def encode_bucket(
 
 
 def sent_bytes(bucket: WeightBucket) -> SentBytes:
-    """Return what is sent of an encoded bucket by this rank."""
+    """Return the part of an encoded bucket that this rank sends."""
     size_bytes = sum(spec.size_bytes for spec in bucket.specs)
     return SentBytes(encoding=bucket.encoding, size_bytes=size_bytes, checksum=bucket.checksum)
 

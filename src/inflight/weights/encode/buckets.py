@@ -27,7 +27,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET
 
 
 def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> str | None:
-    """Return why the expected tensors cannot be loaded from a manifest, None if they can.
+    """Return why the expected tensors cannot be loaded from a manifest, or None if they can.
 
     The order may differ; names, shapes and dtypes may not. Frozen tensors are not sent, but must also be expected. A
     LoRA must fit its modules. The text names up to five tensors of each kind.
@@ -55,7 +55,7 @@ def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> s
 def refuse_stray(bucket: WeightBucket, ref: UpdateRef | None) -> None:
     """Raise `TransferError` if a bucket does not belong to the update being sent.
 
-    An abandoned call of the previous update may arrive late, when another group is already in use.
+    An abandoned call of the previous update may arrive late, when a different group is already in use.
     """
     if bucket.ref is not None and bucket.ref != ref:
         raise TransferError(

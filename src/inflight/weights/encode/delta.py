@@ -33,7 +33,7 @@ from inflight.errors import TransferError
 from inflight.wire import DTYPE_SIZES, TensorSpec, UpdateRef, WeightUpdate
 
 DEFAULT_MAX_SHARE = 0.25
-"""Share of a bucket's bytes that may change before sending the whole bucket is better."""
+"""Maximum share of a bucket's bytes that may change; beyond it, sending the whole bucket is better."""
 
 _MAGIC = b"IFDL"
 _EDITION = 1
@@ -89,8 +89,8 @@ class Patch:
     def write(self, flat: torch.Tensor) -> None:
         """Overwrite the elements in place.
 
-        ``flat`` is uint8 [size of the bucket], contiguous, on the CPU. Another size raises `ValueError` and writes
-        nothing.
+        ``flat`` is uint8 [size of the bucket], contiguous, on the CPU. A different size raises `ValueError`, and
+        nothing is written.
         """
         if flat.numel() != self.size_bytes:
             raise ValueError(f"the patch is for a bucket of {self.size_bytes} bytes, but this one has {flat.numel()}")
@@ -118,7 +118,7 @@ def find_changes(
     runs: Sequence[ElementRun],
     max_share: float = DEFAULT_MAX_SHARE,
 ) -> Patch | None:
-    """Return the patch that makes ``base_flat`` equal to ``new_flat``, None if it is too large to be worth sending.
+    """Return the patch that makes ``base_flat`` equal to ``new_flat``, or None if it is too large to be worth sending.
 
     Too large is more than ``max_share`` of the bytes; the search stops as soon as this is certain. Both are uint8 [size
     of the runs], contiguous, on the CPU, and neither is written.
@@ -254,7 +254,8 @@ def _differing_indices(new: Elements, base: Elements, differs: NDArray[np.bool_]
 
     Overwrites ``differs``, whose length is a multiple of eight.
 
-    It finds groups of eight first, then the elements within them: NumPy finds dense ones faster than sparse ones.
+    It finds groups of eight elements first and then the elements within them, because NumPy finds dense elements faster
+    than sparse ones.
     """
     np.not_equal(new, base, out=differs[: new.size])
     num_groups = -(-new.size // 8)
@@ -320,7 +321,7 @@ def _compress(plane: Bytes) -> Bytes:
 
 
 def _decompress(stored: Bytes, raw_bytes: int) -> Bytes:
-    """Return the plane of ``raw_bytes`` bytes, having checked the frame's size before allocating anything."""
+    """Return the plane of ``raw_bytes`` bytes. The frame's size is checked before anything is allocated."""
     if stored.size == raw_bytes:
         return stored
     try:
@@ -355,7 +356,7 @@ class Snapshot:
 
     @property
     def ref(self) -> UpdateRef | None:
-        """The update whose weights it holds completely and that every endpoint applied; None if there is none."""
+        """The update that every endpoint applied and whose weights the snapshot holds completely; None without one."""
         return self._ref
 
     def is_cut_as(self, update: WeightUpdate) -> bool:

@@ -7,8 +7,9 @@ decodes to itself (with s = a / 448 it would not: neither that quotient nor its 
 
     |decoded - x| <= max(|x| / 16, s / 1024),    s < a / 224 unless s = 2**-124
 
-e4m3 has 3 bits after the leading one: from one power of two to the next, numbers lie 1/8 of the lower one apart, and
-rounding is off by at most half of that, 1/16. Below 2**-6 s they lie 2**-9 s apart, and half of that is s / 1024.
+e4m3 has 3 bits after the leading one: from one power of two to the next, numbers are spaced by 1/8 of the lower power,
+and rounding is off by at most half of that, 1/16. Below 2**-6 s, they are spaced by 2**-9 s, and half of that is s /
+1024.
 
 Payload: the values row-major, one byte each; zeros up to
 a multiple of four bytes; the scales, float32, row-major over rows and the blocks of a row.
@@ -69,7 +70,7 @@ def decode_float8(payload: torch.Tensor, shape: Sequence[int], dtype: torch.dtyp
     """Return the tensor of a payload in ``dtype``, float32, bfloat16 or float16, on the payload's device.
 
     float32 and bfloat16 hold the encoded values exactly; float16 rounds magnitudes below 2**-14. Values too large for
-    the dtype become its largest number. Raises `TransferError` for a payload of another size, for a scale that is not a
+    the dtype become its maximum. Raises `TransferError` for a payload of a different size, for a scale that is not a
     positive normal number, and for a NaN.
     """
     if payload.numel() != payload_size(shape):

@@ -16,7 +16,7 @@ from inflight.wire import Manifest, TensorSpec
 
 PREFIX = "base_model.model."
 PARTS = _A, _B = ".lora_A.weight", ".lora_B.weight"
-"""The suffixes of the names of A and B."""
+"""The suffixes of the names of the LoRA matrices A and B."""
 _MATRIX = re.compile(r"(?:^|\.)layers\.\d+\.(?!.*\.experts\.).*\.weight$")
 
 
@@ -44,7 +44,7 @@ def changed_names(manifest: Manifest) -> list[str]:
 
 
 def lora_difference(shapes: Mapping[str, Sequence[int]] | None, manifest: Manifest) -> str | None:
-    """Return why a LoRA cannot be merged into a model of these tensors, None if it can.
+    """Return why a LoRA cannot be merged into a model of these tensors, or None if it can.
 
     ``shapes`` is None if the model's tensors are not known. The text names up to five tensors of each kind.
     """

@@ -48,9 +48,9 @@ def part_of_update(update: WeightUpdate, sender: int) -> WeightUpdate:
 
 
 def places_of(manifest: Manifest, bucket: BucketSpec, sender: int) -> bytes:
-    """Return where the part of a sender belongs, as both sides understand it; the checksum of the part begins with it.
+    """Return where the part of a sender belongs, in a form that both sides compute; the part's checksum begins with it.
 
-    A part that one side assigns to other boxes than the other side therefore counts as damaged.
+    If the two sides assign a part to different boxes, it therefore counts as damaged.
     """
     return json.dumps([(spec.name, box) for spec, box in boxes_of(manifest, bucket, sender)]).encode()
 

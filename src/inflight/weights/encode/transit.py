@@ -1,6 +1,6 @@
 """The CUDA stream and the host memory for weights in transit, separate from those that an engine uses for sampling.
 
-There is one weight stream for each device of a process. Data that arrives on it is handed over by the host:
+There is one weight stream for each device of a process. The host hands over data that arrives on the weight stream:
 `finished_on_weight_stream` returns once the device has finished, and does not wait for other streams. On the CPU every
 operation is synchronous, and these functions do nothing.
 """
@@ -90,7 +90,7 @@ class ReusedMemory:
             return block.lend()
 
     def begin(self) -> None:
-        """Call before each update. Returns to the system the memory that the last two updates did not need.
+        """Return the memory that the last two updates did not need to the system. Call this before each update.
 
         An engine that serves from received tensors returns the memory of one update when it commits the next.
         """
@@ -120,7 +120,7 @@ class _Block:
         return torch.from_numpy(view)
 
     def is_needed(self) -> bool:
-        """Return whether the memory was taken since the last call, or is or was at the last call referred to."""
+        """Return whether the memory was taken since the last call, or is or was referenced at the last call."""
         before, self._was_needed = self._was_needed, self._was_taken or not self.is_free
         self._was_taken = False
         return before or self._was_needed

@@ -24,19 +24,19 @@ class PausableEngine(Protocol):
         then a failure of `apply`.
 
         If the update ends meanwhile, this call is cancelled and nothing else is called. Before ``CancelledError``
-        propagates, make sampling continue as if this had never been called. A pause sent to another thread or process
-        may still be in transit: send the resume after it, through the same queue. While the weights are torn, sampling
-        is paused already, and this returns at once.
+        propagates, make sampling continue as if this method had never been called. A pause sent to another thread or
+        process may still be in transit: send the resume after it, through the same queue. While the weights are torn,
+        sampling is already paused, and this method returns at once.
         """
 
     @abstractmethod
     async def apply(self, update: WeightUpdate) -> None:
         """Switch to the received weights, and resume sampling from ``update.version``.
 
-        They are the whole model except for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``. The
-        version that labels tokens changes with them and in the same thread: in the engine's thread if it has one,
+        The weights are the whole model except for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``.
+        The version that labels tokens changes with them and in the same thread: in the engine's thread if it has one,
         before it samples the first token. `UpdateReceiver.session` reports the new version only after this has
-        returned, which is too late for that label. If this raises any exception, the weights count as torn.
+        returned, which is too late for that label. If this method raises any exception, the weights count as torn.
         """
 
     @abstractmethod
@@ -49,7 +49,7 @@ class PausableEngine(Protocol):
 
         Either `apply` raised, or part of an update had arrived in the model, or an update that would have replaced torn
         weights has ended early. Sampling stays paused until the `apply` of a complete update, which the receiver
-        permits after a `pause`. Callers of the ended requests get `PoisonedError`, as new requests do from
+        permits after a `pause`. Callers of the ended requests receive `PoisonedError`, as new requests do from
         `UpdateStateMachine.refuse_to_sample`.
         """
 
@@ -69,7 +69,7 @@ class BucketSink(Protocol):
     @property
     @abstractmethod
     def kept(self) -> UpdateRef | None:
-        """Return the update whose weights were kept as the base of a delta, None if there is none."""
+        """Return the update whose weights were kept as the base of a delta, or None if there is none."""
 
     @abstractmethod
     async def join(self, spec: TransportSpec) -> None:

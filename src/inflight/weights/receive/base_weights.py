@@ -23,7 +23,7 @@ Named = list[tuple[str, torch.Tensor]]
 class BaseWeights:
     """The tensors that one engine has loaded since it started, by their checkpoint names.
 
-    Tensors that no update has sent are read from its checkpoint in ``directory``. Of the other tensors, only those that
+    Tensors that no update has sent are read from its checkpoint in ``directory``. Of all other tensors, only those that
     an update asked to keep are held here. ``dtype`` is the model's.
     """
 
@@ -60,7 +60,7 @@ class BaseWeights:
         return stored.to(self._dtype)
 
     def note_loaded(self, tensors: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> None:
-        """Record the tensors that an update sent. With ``keep`` they stay in memory."""
+        """Record the tensors that an update sent. With ``keep``, they stay in memory."""
         self._loaded |= {name: tensor if keep else None for name, tensor in tensors}
 
     def _stored_in(self) -> Mapping[str, Path]:

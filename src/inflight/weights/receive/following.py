@@ -1,8 +1,8 @@
 """Following a stored run: keeping an endpoint at the newest version, or relaying that version to another host.
 
 A follower makes the same contract calls as a publisher, so the endpoint sees no difference. It skips versions that were
-superseded while an update was under way. It leases the version that it reads, so that the trainer does not remove it
-in the meantime. Even a slow follower therefore makes progress. `inflight.weights.send.storing` is the other side.
+superseded while an update was under way. It leases the version that it reads, so that the trainer does not remove it in
+the meantime. Even a slow follower therefore makes progress. `inflight.weights.send.storing` is the writing side.
 
 With a relay, each version crosses the link to its source once, however many servers read it from the relay: those of
 the relay's host through memory, others over HTTP. Readers follow a relay as they would follow the trainer, and a relay
@@ -157,7 +157,7 @@ async def _update_to(
     in_flight: InFlightPolicy,
     deadline_s: float,
 ) -> None:
-    """Update an endpoint to a stored version. If a call raises, the update is aborted and the error raised here."""
+    """Update an endpoint to a stored version. If a call raises, the update is aborted and the error is raised here."""
     can = await endpoint.capabilities()
     update = stored.update.model_copy(
         update={
@@ -198,9 +198,9 @@ async def relay(
 ) -> NoReturn:
     """Keep a copy of the newest version stored at ``spec`` in ``directory``, until cancelled.
 
-    Every bucket is compared with its checksum before it is stored, and a version appears only when it is complete; the
-    previous version is then removed, unless a reader leases it. Each version has ``deadline_s`` seconds. A failure is
-    reported and retried, and the previous version stays.
+    Every bucket is compared with its checksum before it is stored, and a version becomes visible only when it is
+    complete; the previous version is then removed, unless a reader leases it. Each version has ``deadline_s`` seconds.
+    A failure is reported and retried, and the previous version stays.
     """
     sender = FileSender(directory, is_durable=False)
     sender.specs(spec.run_id, [1], deadline_s)

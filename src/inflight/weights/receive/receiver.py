@@ -64,8 +64,8 @@ class _UpdateInProgress:
 class UpdateReceiver:
     """All updates of one endpoint. `ReceivingEndpoint` offers its methods under the names of the contract.
 
-    ``expected`` has the tensors that the engine can load (None: not known here, so the engine itself must check).
-    ``capabilities`` are the endpoint's. An instance belongs to one event loop.
+    ``expected`` has the tensors that the engine can load; None means that they are not known here, so the engine itself
+    must check. ``capabilities`` are the endpoint's. An instance belongs to one event loop.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class UpdateReceiver:
         await self._calls.aclose(_CLOSE_S)
 
     def _refuse_unsupported(self, update: WeightUpdate) -> None:
-        """Raise if an update asks for something unsupported, for other senders, or for a base that was not kept."""
+        """Raise if an update asks for something unsupported, for different senders, or for a base that was not kept."""
         require(self._capabilities, Needs.of_update(update), "this endpoint")
         if update.manifest.shardings and self._joining is not None:  # without a group, the session refuses it
             num_senders, num_joined = update.manifest.num_senders, 1 + len(self._joining.others)

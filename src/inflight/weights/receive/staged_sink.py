@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class StagedSink(BucketSink):
-    """A sink in this process, over a transport's receiver. ``make_receiver`` makes a receiver for each group.
+    """A sink in this process that uses a transport's receiver. ``make_receiver`` creates a receiver for each group.
 
-    ``prepare`` is called with everything that arrived, in the thread that received the last bucket, so that its work
-    is done before sampling is paused. If it raises, `receive` raises the same error.
+    ``prepare`` is called with all received tensors, in the thread that received the last bucket, so that its work is
+    done before sampling is paused. If ``prepare`` raises, `receive` raises the same error.
     """
 
     def __init__(

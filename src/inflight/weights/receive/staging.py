@@ -171,7 +171,7 @@ class Staging:
             return self._flats[index]
 
     def keep(self) -> KeptWeights | None:
-        """Return the loaded weights as the base of a later delta, if the update requested that they be kept."""
+        """Return the loaded weights as the base of a later delta, if the update requested to keep them."""
         if not self.update.keep:
             return None
         return KeptWeights(

@@ -13,7 +13,7 @@ from inflight.wire import Encoding, UpdateRef, WeightUpdate
 
 
 class BucketEncoder:
-    """Encodes the buckets that ``rank`` sends with ``sender``. ``delta`` sends changes only, see `Snapshot`."""
+    """Encodes the buckets that ``rank`` sends with ``sender``. ``delta`` sends only changes (see `Snapshot`)."""
 
     def __init__(self, sender: WeightSender, *, encoding: Rounding, delta: bool, rank: int = 0) -> None:
         self.encoding: Rounding = encoding
@@ -24,11 +24,11 @@ class BucketEncoder:
 
     @property
     def encodings(self) -> tuple[Encoding, ...]:
-        """The encodings in which buckets may travel; every endpoint has to support them."""
+        """The encodings that buckets may have in transit; every endpoint has to support them."""
         return (self.encoding,) if self._snapshot is None else ("delta",)
 
     def base_of(self, update: WeightUpdate) -> UpdateRef | None:
-        """Return the update to which this one can be sent as a delta, None if there is none."""
+        """Return the update relative to which this one can be sent as a delta, or None if there is none."""
         if self._snapshot is None or not self._snapshot.is_cut_as(update):
             return None
         return self._snapshot.ref
@@ -71,7 +71,7 @@ class BucketEncoder:
         return encode_bucket(bucket, ref, encoding="delta", payload=delta, places=places)
 
     def _packed(self, bucket: WeightBucket) -> WeightBucket:
-        """Return a bucket with its tensors one after another, in memory of the sender if it has some for it."""
+        """Return a bucket with its tensors packed one after another, in the sender's memory if it provides some."""
         size_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
         if (
             isinstance(self._sender, ReservesMemory)

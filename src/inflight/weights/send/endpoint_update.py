@@ -28,7 +28,7 @@ _FIRST_TOKEN_POLL_S = 0.002
 
 
 async def wait_for_no_one() -> None:
-    """Return at once: an endpoint that is updated alone does not wait for others."""
+    """Return at once, because an endpoint that is updated alone does not wait for others."""
 
 
 def describe_cause(cause: InflightError | None) -> str:
@@ -49,8 +49,8 @@ async def update_endpoint(
 
     Awaits the barrier ``meet`` twice: after the endpoint has accepted, and after it has received every bucket.
     ``limit`` ends the attempt at a deadline, which its owner may bring forward. Calls ``on_failure`` as soon as the
-    endpoint has failed, with the cause (None: others ended the attempt); it returns the cause as text. A failed update
-    is aborted.
+    endpoint has failed, with the cause, or with None if others ended the attempt; ``on_failure`` returns the cause as
+    text. A failed update is aborted.
     """
     is_asked = is_committing = False
     cause: InflightError | None = None
@@ -126,7 +126,7 @@ async def _abort(endpoint: InferenceEndpoint, ref: UpdateRef) -> WeightVersion:
 
 
 async def wait_for_first_token(endpoint: InferenceEndpoint, ref: UpdateRef, report: EndpointReport) -> EndpointReport:
-    """Return the report of an applied update with the time of its first token, if that comes within milliseconds."""
+    """Return the report of an applied update, with the time of its first token if that follows within milliseconds."""
     with contextlib.suppress(TimeoutError, InflightError):
         async with asyncio.timeout(_FIRST_TOKEN_WAIT_S):
             while True:
@@ -141,7 +141,7 @@ async def wait_for_first_token(endpoint: InferenceEndpoint, ref: UpdateRef, repo
 
 
 def serves(answer: WeightVersion, ref: UpdateRef) -> bool:
-    """Return whether an endpoint serves this session's weights. Endpoints may omit the session's name."""
+    """Return whether an endpoint serves this session's weights. Endpoints may omit the session name."""
     if answer.state is not EndpointState.READY or answer.run_id is None:
         return False
     served = UpdateRef(run_id=answer.run_id, version=answer.version, session_id=answer.session_id)

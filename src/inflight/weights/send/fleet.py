@@ -48,13 +48,13 @@ class MemberState(StrEnum):
     """The state of one member of a fleet."""
 
     HEALTHY = "healthy"
-    """It applied the last publish."""
+    """The member applied the last publish."""
     SUSPECT = "suspect"
-    """It did not answer in time, and is queried once more before the next publish."""
+    """The member did not answer in time, and is queried once more before the next publish."""
     DEAD = "dead"
-    """It is unreachable; it is queried from time to time."""
+    """The member is unreachable, and is queried from time to time."""
     JOINING = "joining"
-    """It answers, or was never queried, and does not hold the last published version."""
+    """The member answers, or was never queried, and does not hold the last published version."""
 
 
 class StateChange(NamedTuple):
@@ -71,17 +71,17 @@ class _Member:
 
     endpoint: InferenceEndpoint
     url: str | None = None
-    """The URL that named it; None if it was passed as a connected endpoint."""
+    """The URL that named the member; None if it was passed as a connected endpoint."""
     capabilities: Capabilities | None = None
-    """The capabilities of its last answer; None before the first."""
+    """The capabilities in the member's last answer; None before the first answer."""
     state: MemberState = MemberState.JOINING
     backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S))
     has_held: bool = False
-    """Whether it has held a version of this run since it became a member."""
+    """Whether the member has held a version of this run since it joined."""
     is_taken_over: bool = False
-    """Whether another run has published to it since."""
+    """Whether another run has published to the member since then."""
     is_on_trial: bool = False
-    """Whether it joined for the current publish; it then leaves again if it makes the publish fail."""
+    """Whether the member joined for the current publish; if it makes the publish fail, it leaves again."""
     why: str = ""
 
     @property
@@ -111,11 +111,11 @@ class _Verdict(IntEnum):
 
 
 class Fleet:
-    """The servers that are published to, and which of them are healthy. Rank 0 has one; other ranks call `take_part`.
+    """The servers that receive publishes, and which of them are healthy.
 
-    It begins with the endpoints of ``publisher``, and owns ``publisher`` from now on. ``quorum`` is how many endpoints
-    have to hold each version; None means all that can be reached, and at least one. ``token`` is for endpoints named by
-    URL. Used from one thread at a time.
+    Rank 0 has a fleet; other ranks call `take_part`. The fleet begins with the endpoints of ``publisher``, and owns
+    ``publisher`` from then on. ``quorum`` is how many endpoints have to hold each version; None means all endpoints
+    that can be reached, and at least one. ``token`` is for endpoints named by URL. Used from one thread at a time.
     """
 
     def __init__(self, publisher: WeightPublisher, *, quorum: int | None = None, token: str | None = None) -> None:
@@ -131,12 +131,12 @@ class Fleet:
 
     @property
     def states(self) -> Mapping[str, MemberState]:
-        """State of every member, by endpoint name."""
+        """The state of every member, by endpoint name."""
         return {name: member.state for name, member in self._members.items()}
 
     @property
     def healthy(self) -> tuple[str, ...]:
-        """Names of the members that may receive work."""
+        """The names of the members that may receive work."""
         return tuple(name for name, member in self._members.items() if member.state is MemberState.HEALTHY)
 
     @property
@@ -199,7 +199,7 @@ class Fleet:
         members than the quorum can be reached, the report has not succeeded, no member is healthy, and the next
         publish queries them again.
 
-        Raises what `publish_weights` does, if publishing again would not help: `FencedError` means that this trainer
+        Raises the errors of `publish_weights` if publishing again would not help. `FencedError` means that this trainer
         was replaced.
         """
         report: PublishReport | None = None
@@ -343,7 +343,7 @@ class Fleet:
                 self._notes.append(member.why)
 
     def _taken_over(self, member: _Member, serves: WeightVersion) -> str | None:
-        """Return the problem if a member that has held a version of this run belongs to another run now."""
+        """Return the problem if a member that has held a version of this run now belongs to another run."""
         others = {serves.owner_run_id, serves.run_id} - {None, self._publisher.run_id}
         member.is_taken_over = member.has_held and bool(others)
         if not member.is_taken_over:

@@ -1,4 +1,4 @@
-"""Gathering: the message that announces a worker's weights, and the part of each rank in publishing or storing them."""
+"""Gathering: the message that announces a worker's weights, and each rank's role in publishing or storing them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weight_update_of(
 ) -> WeightUpdate:
     """Return the message that announces the worker's current weights as a new session.
 
-    ``version`` None is the worker's. ``sharded`` announces that every rank sends its own part of each bucket.
+    If ``version`` is None, it is the worker's. ``sharded`` announces that every rank sends its own part of each bucket.
     """
     specs = tuple(worker.parameter_specs())
     frozen = tuple(worker.frozen_names()) if isinstance(worker, PartialWeightSource) else ()

@@ -19,7 +19,7 @@ from inflight.wire import BucketSpec, TensorSpec
 
 
 class MergedLora(PartialWeightSource):
-    """The weights under a LoRA. Rank 0 makes it; the other ranks gather the LoRA itself with `gather_only`.
+    """The weights under a LoRA, merged on rank 0; the other ranks gather the LoRA itself with `gather_only`.
 
     ``base`` has the weights without the LoRA, ``names`` are all tensors of the model. ``bucket_bytes`` is the bucket
     size with which the other ranks gather.
@@ -86,7 +86,7 @@ class MergedLora(PartialWeightSource):
 
 
 def _pairs(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, TensorSpec]]:
-    """Return A and B of each weight, in the order in which the pairs were completed."""
+    """Yield A and B of each weight, in the order in which the pairs are completed."""
     halves: dict[str, dict[str, TensorSpec]] = {}
     pairs = {}
     for spec in specs:

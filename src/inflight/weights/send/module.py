@@ -86,13 +86,13 @@ class ModuleWeights(PartialWeightSource):
 
 
 def check_wire_dtype(wire_dtype: str | None) -> None:
-    """Raise `ConfigError` unless weights can travel in this dtype; None is each weight's own dtype."""
+    """Raise `ConfigError` unless weights can be sent in this dtype; None means each weight's own dtype."""
     if wire_dtype is not None and wire_dtype not in DTYPE_SIZES:
         raise ConfigError(f"wire_dtype must be one of {', '.join(DTYPE_SIZES)}, not {wire_dtype!r}")
 
 
 def tensor_spec(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> TensorSpec:
-    """Return how a tensor travels. Raises `UnsupportedError` for a sharded or quantised tensor."""
+    """Return how a tensor is sent. Raises `UnsupportedError` for a sharded or quantised tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if isinstance(tensor, DTensor):
         raise UnsupportedError(
@@ -161,8 +161,8 @@ class LoraWeights(LoraSource):
 
     ``module`` is a PEFT model, or any module whose adapted layers have ``lora_A`` [r, in] and ``lora_B`` [out, r]:
     parameters, linear layers without bias, or, as in PEFT, dicts of these by ``lora_name``. ``alpha`` and ``rslora``
-    determine the scale; None takes them from PEFT's config of the LoRA, where rslora defaults to False. The owner sets
-    ``version``, adding one after each optimizer step. ``wire_dtype`` is as in `ModuleWeights`.
+    determine the scale; None takes them from the LoRA's PEFT config, where rslora defaults to False. The owner sets
+    ``version``, adding one after each optimizer step. ``wire_dtype`` has the same meaning as for `ModuleWeights`.
 
     Endpoints add the LoRA to the weights of their last complete update, or of their checkpoint. Raises `ConfigError` if
     the module has no such layers or ``alpha`` is not known. Raises `UnsupportedError` for ranks or scales that differ
@@ -264,7 +264,7 @@ class LoraWeights(LoraSource):
 
 
 def _matrix(name: str, part: Any, lora_name: str) -> torch.Tensor | None:
-    """Return the matrix of one half of a LoRA, None if the layer has none under that name."""
+    """Return the matrix of one half of a LoRA, or None if the layer has none under that name."""
     if isinstance(part, torch.nn.ModuleDict | torch.nn.ParameterDict):
         if lora_name not in part:
             return None

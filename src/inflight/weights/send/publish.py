@@ -3,8 +3,8 @@
     request (refuse or accept) -> every bucket, compared on arrival -> commit (pause, apply, resume)
 
 The endpoints wait for each other twice: nothing is sent before all have accepted, and nothing is committed before all
-have received everything. As soon as too few endpoints remain, the publish ends for all of them, so that none waits
-for the remaining buckets.
+have received everything. As soon as too few endpoints remain, the publish ends for all of them, so that no endpoint
+waits for the remaining buckets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 class Publish:
     """One attempt to update some endpoints, of which ``num_needed`` have to apply the update.
 
-    The deadline starts when it is created. ``staged`` lets endpoints that support staging sample while weights arrive.
+    The deadline starts when the attempt is created. ``staged`` lets endpoints that support staging sample while weights
+    arrive.
     """
 
     def __init__(
@@ -69,19 +70,20 @@ class Publish:
         """The endpoints that still take part, by name."""
         self.buckets: MemoryObjectSendStream[WeightBucket | None]
         """The stream of buckets to send, with None after the last. Sending to it returns when the previous bucket has
-        left."""
+        been sent.
+        """
         self._to_send: MemoryObjectReceiveStream[WeightBucket | None]
         self._sending: asyncio.Timeout | None = None
         self._unfit: dict[str, InflightError] = {}
         """Why endpoints could not join the group."""
         self._problem = ""
-        """Why the publish has ended for all."""
+        """Why the publish has ended for all endpoints."""
         self._fenced: FencedError | None = None
         self._gate = _Gate()
         self._travelling = Stopwatch()
         self._num_sent_bytes = 0
         self._pause: tuple[float, float] | None = None
-        """When the first endpoint was asked to pause, and when the last one resumed."""
+        """The times when the first endpoint was asked to pause and when the last endpoint resumed."""
 
     def encode(self, bucket: WeightBucket) -> WeightBucket:
         """Return a gathered bucket ready to send. Called in the training thread."""
@@ -139,7 +141,7 @@ class Publish:
         return self._report(reports)
 
     async def wait_until_accepted(self) -> None:
-        """Return once every endpoint has accepted, those that are not staged being paused, or the publish has ended."""
+        """Return once every endpoint has accepted and is paused unless it is staged, or once the publish has ended."""
         await self._gate.accepted.wait()
 
     async def end(self, problem: str) -> None:
@@ -250,7 +252,7 @@ class Publish:
     # ---------------------------------------------------------------------------------------------------- the sender
 
     async def _send(self) -> None:
-        """Send each bucket once the previous one has left, and ask every endpoint to receive it."""
+        """Send each bucket once the previous one has been sent, and ask every endpoint to receive it."""
         what = "the first bucket"
         try:
             async with asyncio.timeout(self._remaining_s()) as self._sending:
@@ -330,7 +332,7 @@ class _Gate:
     """A barrier at which the endpoints of a publish wait for each other."""
 
     opened: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when those that wait now may continue."""
+    """Set when the endpoints that are waiting may continue."""
     accepted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at the first meeting, or once the publish has ended."""
     num_waiting: int = 0
@@ -338,7 +340,7 @@ class _Gate:
 
 
 class Stopwatch:
-    """Measures the total time during which it is entered at least once."""
+    """Measures the total time during which the context is entered at least once."""
 
     def __init__(self) -> None:
         self.total_s = 0.0

@@ -48,12 +48,12 @@ class WeightPublisher:
     """Trainer rank 0's connection to endpoints. Use it as a context manager, or call `close`.
 
     ``incarnation`` counts the times a run's trainer was started: endpoints refuse calls of a lower incarnation than the
-    highest they have seen. None: the next higher incarnation. ``encoding`` rounds weights for the transfer. ``delta``
-    sends only the changes since the last publish that every endpoint applied. It needs one more copy of the weights in
-    host memory on each side. ``staged`` lets sampling continue while weights arrive, on endpoints that support staging.
-    ``sharded`` is a source whose ranks all send the parts that they hold, if every endpoint supports that; each rank
-    other than 0 then calls `PartSender.send` for each publish instead of `gather_only`. ``connect_timeout_s`` is the
-    longest wait for the endpoints' answers, and for a weight group to form.
+    highest they have seen. None means the next higher incarnation. ``encoding`` rounds weights for the transfer.
+    ``delta`` sends only the changes since the last publish that every endpoint applied. It needs one more copy of the
+    weights in host memory on each side. ``staged`` lets sampling continue while weights arrive, on endpoints that
+    support staging. ``sharded`` is a source whose ranks all send the parts that they hold, if every endpoint supports
+    that; each rank other than 0 then calls `PartSender.send` for each publish instead of `gather_only`.
+    ``connect_timeout_s`` is the maximum wait for the endpoints' answers, and for a weight group to form.
 
     Entering asks each endpoint for its capabilities and forms the weight group. If that fails, it raises `ConfigError`,
     `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and leaves no group
@@ -126,9 +126,9 @@ class WeightPublisher:
     ) -> WeightPublisher:
         """Return a connected publisher for servers of the contract, or an engine's own servers by ``ENGINE+http://``.
 
-        ``token`` is the servers' control token, None if they need none. ``transport`` specifies how weights are sent;
-        see `make_sender`. ``address`` is this machine's address as the servers see it. ``directory`` is where ``file``
-        stores weights. The other arguments are those of the class.
+        ``token`` is the servers' control token, or None if they need none. ``transport`` specifies how weights are sent
+        (see `make_sender`). ``address`` is this machine's address as the servers see it. ``directory`` is where
+        ``file`` stores weights. The other arguments are those of the class.
         """
         return cls(
             [connect_endpoint(url, token=token) for url in urls],
@@ -403,7 +403,10 @@ def _sharing_ranks(
     bucket_bytes: int,
     deadline_s: float,
 ) -> RankSenders | None:
-    """Return the ranks if each is to send the parts that it holds, else None, after rank 0 notified the others."""
+    """Return the ranks if each is to send the parts that it holds, otherwise None.
+
+    Rank 0 has then notified the others.
+    """
     ranks = publisher.ranks
     if ranks is None or source.rank != 0:
         return None

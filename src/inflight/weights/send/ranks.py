@@ -1,8 +1,8 @@
 """Publishing by every rank of a trainer: rank 0 decides, and each rank sends the parts of weights that it holds.
 
 Rank 0 gives orders in `ShardedWeightSource.exchange`, and the others answer an order with the next exchange, so that
-they encode the next bucket while rank 0 announces the last one. A part that several servers read on their own is stored
-before it is answered; a part that all receive at once is sent afterwards.
+they encode the next bucket while rank 0 announces the current one. A part that several servers read on their own is
+stored before it is answered; a part that all receive at once is sent afterwards.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class JoinOrder(WireModel):
 class BeginOrder(UpdateMessage):
     """Begin an update of this rank's current weights.
 
-    ``manifest`` is the digest of rank 0's: a rank that divides tensors differently must not send anything.
+    ``manifest`` is the digest of rank 0's: a rank that divides tensors differently from rank 0 must not send anything.
     """
 
     do: Literal["begin"] = "begin"
@@ -243,7 +243,7 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
 
 
 class PartsInSending:
-    """One update that every rank sends a part of. Set ``is_applied`` if every endpoint has applied it."""
+    """One update of which every rank sends a part. Set ``is_applied`` if every endpoint has applied it."""
 
     def __init__(self, parts_of: Callable[[WeightUpdate], Generator[WeightBucket, None, None]]) -> None:
         self.is_applied = False
@@ -286,7 +286,7 @@ class PartSender:
     def send(self, deadline_s: float = 60.0) -> None:
         """Take part in one publish of rank 0, which has this deadline; return when it has ended.
 
-        Rank 0 reports a failure of sending; the group is then left, and the next publish forms another. Raises
+        Rank 0 reports a failure of sending; this rank then leaves the group, and the next publish forms another. Raises
         `TransferError` if rank 0 does not answer, and the errors of gathering.
         """
         answer = Answer()
@@ -383,7 +383,7 @@ class _Parts:
         return Answer(sent=sent_bytes(bucket))
 
     def _send_waiting(self) -> None:
-        """Start to send the part that rank 0 is announcing, once the previous one has been sent."""
+        """Start to send the part that rank 0 is announcing, once the previous part has been sent."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.result()

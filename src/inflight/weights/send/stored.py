@@ -34,7 +34,7 @@ class _StoredWeights(WeightSource):
         return self._specs
 
     def check_values(self) -> None:
-        """Read every tensor once. Raises `ConfigError` for one that cannot be read or is not finite."""
+        """Read every tensor once. Raises `ConfigError` for a tensor that cannot be read or is not finite."""
         for spec, tensor in zip(self._specs, self._tensors(self._specs), strict=True):
             if not bool(torch.isfinite(tensor).all()):
                 raise ConfigError(
@@ -64,7 +64,7 @@ class CheckpointWeights(_StoredWeights):
     """The tensors of a model directory, cast to ``dtype``; one bucket is in memory at a time.
 
     With ``model``, the checkpoint that endpoints were started with, the tensors and their order are the model's. Raises
-    `ConfigError` if the directory cannot be read or, with ``model``, holds other tensors or shapes.
+    `ConfigError` if the directory cannot be read or, with ``model``, holds different tensors or shapes.
     """
 
     def __init__(self, path: Path, dtype: str, model: Sequence[TensorSpec] | None = None) -> None:

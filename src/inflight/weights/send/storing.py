@@ -1,6 +1,6 @@
 """Storing: each version is gathered from the workers and stored, without waiting for servers, which fetch it later.
 
-`inflight.weights.receive.following` is the other side.
+`inflight.weights.receive.following` is the reading side.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ def store_weights(
     """Store the worker's current weights as the newest version of the run, and return a report.
 
     Rank 0 calls it, with a `FileSender` or `PullSender`, while every other rank calls `gather_only`. It does not wait
-    for servers: they load the newest version when they are ready, see
-    `inflight.weights.receive.following`. ``incarnation`` counts the times a run's trainer was started: one more than
-    `newest_incarnation`.
+    for servers: they load the newest version when they are ready (see `inflight.weights.receive.following`).
+    ``incarnation`` counts the times a run's trainer was started: one more than `newest_incarnation`.
 
     Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the previous version then
     remains the newest. Whatever is raised, the collective gather was completed on every rank.

@@ -46,7 +46,7 @@ class WeightGroup:
 
     @property
     def transport(self) -> TransportName | None:
-        """The transport of the last group that was formed, None before the first."""
+        """The transport of the last group that was formed; None before the first group."""
         return self._transport
 
     # ------------------------------------------------------------------------------------------------------ forming
@@ -161,7 +161,7 @@ class WeightGroup:
         return update
 
     async def _with_base(self, update: WeightUpdate) -> WeightUpdate:
-        """Return the update as a delta if every member has kept its base, else unchanged."""
+        """Return the update as a delta if every member has kept its base, otherwise unchanged."""
         base = self.encoder.base_of(update)
         if base is not None:
             calls = {e.name: partial(retry_unanswered, e.weight_version) for e in self._members}
@@ -174,11 +174,11 @@ class WeightGroup:
         return update
 
     async def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """Send one bucket; return when it has left. Raises `TransferError`."""
+        """Send one bucket; return when it has been sent. Raises `TransferError`."""
         await run_abandonable(partial(self.sender.send, bucket, timeout_s), "inflight-send")
 
     def end_update(self, update: WeightUpdate, *, is_applied_everywhere: bool) -> None:
-        """Let the sender clean up the update in a thread, for which the next update waits.
+        """Let the sender clean up the update in a thread; the next update waits for it.
 
         An endpoint that did not apply it may still read it.
         """

@@ -66,7 +66,7 @@ class DeviceMemory(Protocol):
 
     @abstractmethod
     def mapping_problem(self, place: str) -> str | None:
-        """Return why memory of that place cannot be mapped here, None if it can."""
+        """Return why memory of that place cannot be mapped here, or None if it can."""
 
     @abstractmethod
     def map_memory(self, handle: MemoryHandle, place: str) -> torch.Tensor:
