@@ -67,7 +67,7 @@ def restart_command(url: str, info: Mapping[str, Any], remedy: Sequence[str]) ->
 
 
 def missing_routes(paths: Mapping[str, Any]) -> Problem | None:
-    """Return which required routes a server does not offer, None if it offers all of them."""
+    """Return which required routes a server does not offer, or None if it offers all of them."""
     missing = [route for route in NEEDED_ROUTES if route not in paths]
     if not missing:
         return None
@@ -138,7 +138,7 @@ _SETTINGS: tuple[tuple[str, Callable[[Any], bool], str, tuple[str, ...]], ...] =
 
 
 def wrong_setting(info: Mapping[str, Any]) -> Problem | None:
-    """Return what is wrong with a server's settings (``/server_info``), None if nothing is."""
+    """Return what is wrong with a server's settings (``/server_info``), or None if nothing is."""
     for name, is_wrong, reason, remedy in _SETTINGS:
         if is_wrong(info.get(name)):
             return Problem(f"{name} is {info.get(name)!r}: {reason}", remedy)

@@ -261,7 +261,10 @@ def _refuse_cut_sets(masks: Sequence[Sequence[int]], sampling: SamplingParams, l
 
 
 def misaligned(update: WeightUpdate) -> str | None:
-    """Return why SGLang cannot load an update's buckets (a tensor not aligned to its element size), None if it can."""
+    """Return why SGLang cannot load an update's buckets, or None if it can.
+
+    It cannot load a tensor that is not aligned to its element size.
+    """
     for bucket in update.buckets:
         offset = 0
         for tensor in update.manifest.tensors[bucket.start : bucket.stop]:

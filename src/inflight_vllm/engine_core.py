@@ -38,7 +38,7 @@ def register() -> None:
 def commit(core: Any, *, label: str, pauses: bool, resumes: bool) -> Answer | Future[Answer]:
     """Load the weights that the workers have staged, under ``label``, and return how many seconds that took.
 
-    With ``pauses``, sampling is paused first, as by the policy ``keep``; the answer is delayed if a step is in
+    With ``pauses``, sampling is paused first, as under the policy ``keep``; the answer is delayed if a step is in
     progress. With ``resumes``, sampling resumes immediately afterwards. After any error it stays paused.
     """
     started = time.monotonic()

@@ -86,7 +86,7 @@ def restart_command(url: str, model: str, further: Sequence[str] = ()) -> str:
 
 
 def missing_routes(paths: Mapping[str, Any]) -> str | None:
-    """Return which required routes a server does not offer, None if it offers all of them."""
+    """Return which required routes a server does not offer, or None if it offers all of them."""
     missing = [route for route in NEEDED_ROUTES if route not in paths]
     if not missing:
         return None
@@ -96,7 +96,7 @@ def missing_routes(paths: Mapping[str, Any]) -> str | None:
 
 
 def is_without_dev_mode(paths: Mapping[str, Any]) -> bool:
-    """Return whether the routes are missing that only vLLM's development mode has."""
+    """Return whether the routes that only vLLM's development mode offers are missing."""
     return not _DEV_ROUTES & set(paths)
 
 
@@ -111,7 +111,7 @@ def offers_chat(paths: Mapping[str, Any]) -> bool:
 
 
 def wrong_settings(config: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a server's settings (``/server_info``), None if nothing is."""
+    """Return what is wrong with a server's settings (``/server_info``), or None if nothing is."""
     mode = config["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
         return (

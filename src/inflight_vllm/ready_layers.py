@@ -1,9 +1,9 @@
 """Layers whose next weights are prepared before sampling is paused. Only vLLM loads this module.
 
-Where vLLM computes with weights as its loaders leave them, the received tensors are ready, and switching to them is a
-copy on the device. On a CPU vLLM packs the weights of linear layers for its kernels. In this case the next weights are
-packed into a copy of the layer that shares no memory with it, and the layer then takes over the pack. Quantized layers
-are never ready.
+Where vLLM computes with weights in the form in which its loaders leave them, the received tensors are ready, and
+switching to them is a copy on the device. On a CPU, vLLM packs the weights of linear layers for its kernels. In this
+case the next weights are packed into a copy of the layer that shares no memory with it, and the layer then takes over
+the pack. Quantized layers are never ready.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 @dataclass(frozen=True, slots=True)
 class ReadyLayer:
-    """A layer, the tensor copies to make into its parameters, and the attributes that vLLM made."""
+    """A layer, the tensors to copy into its parameters, and the attributes that vLLM created."""
 
     module: torch.nn.Module
     copies: Sequence[tuple[str, StridedRegion, torch.Tensor]]

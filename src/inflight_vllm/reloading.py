@@ -95,10 +95,10 @@ class ReloadedModel:
         return self._traced
 
     def companions(self, names: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Return the other tensors of the layers that use the named ones: they must be loaded together.
+        """Return the remaining tensors of the layers that use the named ones, because they must be loaded together.
 
-        ``shapes`` as for `find_layers`. Raises `UnsupportedError` if it cannot be determined which layer
-        takes a tensor.
+        ``shapes`` has the same meaning as for `find_layers`. Raises `UnsupportedError` if it cannot be determined which
+        layer takes a tensor.
         """
         traced = self.find_layers(shapes)
         if traced.problem is not None:
@@ -133,8 +133,8 @@ class ReloadedModel:
     def _repack_experts(self) -> Iterator[None]:
         """Make vLLM pack the experts that are loaded within the context.
 
-        On a CPU vLLM packs them when it makes a layer's kernel, and copies later weights into the pack without packing
-        them.
+        On a CPU, vLLM packs experts when it creates a layer's kernel, and copies later weights into the pack without
+        packing them.
         """
         methods: set[Any] = {getattr(module, "quant_method", None) for module in self._model.modules()}
         kernels: dict[Any, Any] = {it: it.moe_kernel for it in methods if getattr(it, "moe_kernel", None) is not None}

@@ -38,8 +38,8 @@ REFUSED_FOR_NOW = "ServiceUnavailableError"
 def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bool = False) -> None:
     """Raise `InvalidRequestError` if the request does not fit.
 
-    Raises `UnsupportedError` for combined filters that vLLM applies in another order, for seeds that the server does
-    not honour, and for min-p if it ``speculates``, that is, verifies drafts.
+    Raises `UnsupportedError` for combined filters that vLLM applies in a different order, for seeds that the server
+    does not honour, and for min-p if it ``speculates``, that is, verifies drafts.
     """
     check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
     sampling = request.sampling
@@ -107,7 +107,7 @@ def _body(request: GenerateRequest, can: Capabilities, asked: SentRequest, start
 def _images(request: GenerateRequest, salt: str) -> dict[str, Any]:
     """Return the images of a prompt; vLLM itself repeats each image's placeholder.
 
-    vLLM keeps the features of an image under its name, and serves them after an update of the vision tower too. The
+    vLLM caches the features of an image under its name, and still uses them after an update of the vision tower. The
     name therefore begins with the ``salt``, which distinguishes weights.
     """
     token_ids: list[int] = []

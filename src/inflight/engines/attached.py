@@ -44,7 +44,7 @@ class AttachedEndpoint(ABC):
     """
 
     _release_arguments: Sequence[str]
-    """As `EngineKind.release_arguments`."""
+    """See `EngineKind.release_arguments`."""
 
     def __init__(self, routes: EngineRoutes, *, label_path: str, close_s: float) -> None:
         self._routes = routes
@@ -68,9 +68,9 @@ class AttachedEndpoint(ABC):
 
     @abstractmethod
     async def _attach(self) -> Capabilities:
-        """Set ``_updates``, and return the server's capabilities.
+        """Set ``_updates`` and return the server's capabilities.
 
-        Raises `ConfigError` if it was not started correctly.
+        Raises `ConfigError` if the server was not started correctly.
         """
 
     def _is_torn(self, served: ServedVersion) -> bool:
@@ -78,7 +78,7 @@ class AttachedEndpoint(ABC):
         return served.torn
 
     async def capabilities(self) -> Capabilities:
-        """Return the server's capabilities. Raises `ConfigError` if it was not started correctly."""
+        """Return the server's capabilities. Raises `ConfigError` if the server was not started correctly."""
         return await self._attaching.result()
 
     async def receiver(self) -> UpdateReceiver:

@@ -33,7 +33,7 @@ def keyword_arguments(pairs: Sequence[str], flag: str) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def open_endpoint(factory: str, model: Path, options: Mapping[str, Any]) -> AsyncIterator[InferenceEndpoint]:
-    """Yield the endpoint that ``module:function`` makes; on exit, exit its context manager, if there is one.
+    """Yield the endpoint that ``module:function`` creates; on exit, exit its context manager, if there is one.
 
     The caller closes the endpoint with ``aclose`` before that. Raises `ConfigError` if the factory cannot be imported,
     does not accept the options, or returns something else. Errors of the factory propagate.

@@ -31,7 +31,7 @@ from inflight.http.tokens import TOKEN_VARIABLE
 _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 20.0
-"""Seconds allowed for one start-up health check: an engine may answer its first one only after generating tokens."""
+"""Seconds allowed for one start-up health check: an engine may answer its first check only after generating tokens."""
 _REPORT_EVERY_S = 5.0
 _WATCH_S = 0.1
 _ASK_S = 0.5
@@ -182,8 +182,8 @@ def start_engine(
 ) -> EngineProcess:
     """Start an engine's server on loopback and return at once.
 
-    ``python`` is the interpreter of the environment in which the engine is installed (None: this one). ``port`` 0 is
-    any free port. Raises `ConfigError`, in which case nothing was started.
+    ``python`` is the interpreter of the environment in which the engine is installed (by default, this one). ``port`` 0
+    means any free port. Raises `ConfigError`, in which case nothing was started.
     """
     if options.drafts is not None and (problem := kind.drafts_problem(options.drafts)) is not None:
         raise ConfigError(f"drafts from {options.drafts!r}: {problem}")

@@ -101,7 +101,7 @@ class RequestGate:
 
     @property
     def has_requests(self) -> bool:
-        """Whether requests run, or wait for the gate."""
+        """Whether requests are running or waiting for the gate."""
         return bool(self._running)
 
     @property
@@ -126,10 +126,10 @@ class RequestGate:
     ) -> list[Item | None]:
         """Return the engine's answer for each completion, none continuing a cached prefix of other weights.
 
-        An item is None if its completion was aborted before anything was sampled for it. ``label`` asks the engine for
+        An item is None if its completion was aborted before any token was sampled for it. ``label`` asks the engine for
         the label of its weights, and raises if they cannot be sampled from. ``send`` takes the completions by their
         index, and samples them. ``labelled`` returns the argument of `began_under_another`. ``resumed`` returns once an
-        engine that has answered `Unsampled` samples again; None if the engine never gives that answer. Raises
+        engine that has answered `Unsampled` samples again. It is None if the engine never gives that answer. Raises
         `InvalidRequestError` for the id of a running request.
         """
         items: list[Item | None] = [None] * request.sampling.n

@@ -29,8 +29,8 @@ _LIVENESS_S = 0.8
 class EngineRoutes:
     """The routes of the server at ``url``. Every call ends within ``control_timeout_s``, unless it has its own timeout.
 
-    A dead engine never answers some calls. So a call also ends when ``liveness_path``, as in `EngineKind`, answers that
-    the engine has died. ``keeps_alive`` is that of `BoundedClient`.
+    A dead engine never answers some calls. So a call also ends when ``liveness_path`` (see `EngineKind`) answers that
+    the engine has died. ``keeps_alive`` is passed to `BoundedClient`.
     """
 
     def __init__(
@@ -75,8 +75,10 @@ class EngineRoutes:
         return answer
 
     async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> tuple[int, Any]:
-        """Return status and answer, regardless of the status. Raises `UnauthorizedError` if the server refuses the
-        key."""
+        """Return the status and the answer, regardless of the status.
+
+        Raises `UnauthorizedError` if the server refuses the key.
+        """
         timeout_s = self._control_timeout_s if timeout_s is None else timeout_s
         call = self._http.request_json(method, path, body, timeout_s=timeout_s, headers=self._headers)
         if self._liveness_path is not None:
@@ -132,6 +134,6 @@ def error_text_of(answer: Any) -> str:
 
 
 def listed(missing: Sequence[str]) -> str:
-    """Return the first of some missing routes, and how many others there are."""
+    """Return the first of the missing routes, and how many others are missing."""
     more = f" and {len(missing) - 3} others" if len(missing) > 4 else ""
     return ", ".join(missing[:3] if more else missing) + more

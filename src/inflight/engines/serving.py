@@ -82,7 +82,7 @@ async def _serve_function(
 ) -> None:
     """Serve the endpoint that ``module:function`` makes in this process.
 
-    Raises `ConfigError` as `open_endpoint` does, and if an awaitable factory takes too long.
+    Raises the `ConfigError` of `open_endpoint`, also for an awaitable factory that takes too long.
     """
     timeout_s, arguments = spec.process.start_timeout_s, keyword_arguments(spec.options.arguments, "--engine-arg")
     chosen = {
@@ -174,7 +174,7 @@ def _non_default_options(options: EngineOptions) -> dict[str, Any]:
 
 
 def _generation_token(spec: ServerSpec, host: str, token: str) -> str | None:
-    """Return the token that generation requires beside the control token, None if it is open."""
+    """Return the token that generation accepts in addition to the control token, or None if generation is open."""
     listen = spec.listen
     own = read_token(listen.generation_token_file, GENERATION_TOKEN_VARIABLE)
     if listen.open_generation and own is not None:

@@ -7,8 +7,8 @@ On SIGQUIT, or when the command itself ends, the remaining processes have half a
 An engine starts processes of its own, and an owner that is killed cannot end them. This process stands between the two
 and does nothing else: its input ends regardless of how its owner ends. On Linux it adopts descendants whose parent
 ended, so it loses track of none, and if it is killed itself the command dies with it. Processes that are killed leave
-semaphores and shared memory behind; those that this one has seen in their maps are removed by name. It runs as a file,
-with the standard library only: it must start at once and stay small.
+semaphores and shared memory behind; those that this process has seen in their maps are removed by name. It runs as a
+file, with the standard library only: it must start at once and stay small.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def parse_label(label: str) -> ServedVersion:
 
 
 def began_under_another(labelled: Iterable[Mapping[str, Any]] | None, label: str) -> bool:
-    """Return whether a completion's first token has another label than ``label``, the key of its cached prefix.
+    """Return whether a completion's first token has a different label from ``label``, the key of its cached prefix.
 
     If so, the weights changed after the request was sent, and the completion may have continued a cached prefix of
     older weights. Clients ask the engine for its label right before each request, so this only happens to requests that

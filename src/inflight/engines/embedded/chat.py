@@ -31,7 +31,10 @@ class ChatFormat:
     images: ImageProcessor | None = None
 
     def render(self, request: ChatCompletionRequest) -> GenerateRequest:
-        """Return the request with the messages as token ids. Raises `InvalidRequestError` if the template refuses."""
+        """Return the request with the messages as token ids.
+
+        Raises `InvalidRequestError` if the template refuses them.
+        """
         messages = [message.model_dump() for message in request.messages]
         urls = image_urls_of(messages)
         if self.images is None:

@@ -1,4 +1,4 @@
-"""The limits that a request must fit: the context, the vocabulary, the memory of keys and values."""
+"""The limits that a request must fit: the context, the vocabulary, and the memory for keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode step as one compilable function of tensors with few different shapes: one token for each sequence.
+"""The decode step, one token for each sequence, as a compilable function of tensors with few different shapes.
 
 The step reads parameters, keys and values in place, so their addresses must stay fixed: it needs an arena of a fixed
 size, and updates that are copied (`inflight.engines.embedded.parameters.overwrite`). Rows are padded to a few numbers,
@@ -22,7 +22,7 @@ from inflight.errors import ConfigError
 from inflight.weights.encode.transit import cuda
 
 DecodeStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From token ids and positions [2, B], and the numbers 0 to C - 1 [C], to logits [B, V]."""
+"""Maps token ids and positions [2, B], and the numbers 0 to C - 1 [C], to logits [B, V]."""
 Compiler = Callable[[DecodeStep], DecodeStep]
 Layers = tuple[torch.Tensor, ...]
 """Keys or values [S, K, C, D] of each layer of an arena."""
@@ -75,8 +75,8 @@ class Decoder:
     def _inputs(self, token_ids: Mapping[Slot, int], num_rows: int) -> torch.Tensor:
         """Return token ids and positions [2, B].
 
-        Rows without a token write to positions that are overwritten before they are read: the one after their
-        sequence's positions, or the first one if they are free.
+        A row without a token writes to a position that is overwritten before it is read: the position after its
+        sequence's, or the first position if the row is free.
         """
         ids, positions = [0] * num_rows, [0] * num_rows
         for slot in self._arena.owners:
@@ -86,7 +86,7 @@ class Decoder:
 
 
 def num_rows(num: int, most: int) -> int:
-    """Return how many of ``most`` rows a step computes if ``num`` rows are in use."""
+    """Return how many of at most ``most`` rows a step computes if ``num`` rows are in use."""
     return min(most, max(2, 1 << (num - 1).bit_length()) if num <= _ROWS else -(-num // _ROWS) * _ROWS)
 
 

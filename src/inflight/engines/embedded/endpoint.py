@@ -87,8 +87,8 @@ class EmbeddedEndpoint(
 ):
     """An endpoint around an `Engine`, which it starts and closes.
 
-    Belongs to the event loop that first uses it. ``chat`` is None if the model has no chat template, ``images`` if it
-    takes no images.
+    Belongs to the event loop that first uses it. ``chat`` is None if the model has no chat template, and ``images`` is
+    None if the model does not accept images.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class EmbeddedEndpoint(
             raise EndpointError(f"the memory could not be reacquired, and is still released: {error}") from error
 
     async def num_running(self) -> int:
-        """Return the number of running sequences, of which a request may have several."""
+        """Return the number of running sequences; a request may have several."""
         return self._engine.stats().num_running
 
     async def _in_engine(self, command: Callable[[], T]) -> T:

@@ -39,10 +39,10 @@ T = TypeVar("T")
 class Engine:
     """Runs ``model`` (built with `ATTENTION_NAME`) for up to ``max_concurrent`` sequences. Call `start`, then `close`.
 
-    Keys and values use at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of full length. If one
-    sequence of ``max_model_len`` does not fit, ``max_model_len`` is lowered. ``decode`` turns token ids into text, for
-    stop strings only. ``eos_token_ids`` end a completion. Completions are drafted from ``drafts``, if given; a draft
-    only changes how many steps they take.
+    Keys and values use at most ``kv_cache_bytes``; None means that ``max_concurrent`` sequences of full length fit. If
+    one sequence of ``max_model_len`` does not fit, ``max_model_len`` is lowered. ``decode`` turns token ids into text,
+    for stop strings only. ``eos_token_ids`` end a completion. Completions are drafted from ``drafts``, if given; a
+    draft only changes how many steps they take.
 
     With a ``compiler`` the decode step is compiled, and all memory of keys and values is allocated in advance: each
     sequence uses as much as one of ``max_model_len``. Parameters then keep their addresses.
@@ -156,7 +156,7 @@ class Engine:
     ) -> tuple[EngineRequest, Future[None]]:
         """Queue a request; ``image_tensors`` are the outputs of the model's processor for its images.
 
-        Raises `InvalidRequestError` if it does not fit; the future raises it if its id is in use.
+        Raises `InvalidRequestError` if the request does not fit; the future raises it if the request's id is in use.
 
         The engine's thread removes the request from the engine, then calls exactly one callback once: ``on_finished``
         when every completion has a finish reason, ``on_failed`` if a step of this request raises even when the

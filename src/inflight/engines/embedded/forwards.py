@@ -24,15 +24,15 @@ class PackedPrompt:
     slot: Slot
     token_ids: Sequence[int]
     num_rows: int = 1
-    """Number of identical rows of logits after its last token: one for each sequence that begins with it."""
+    """Number of identical rows of logits after the last token: one for each sequence that begins with this prompt."""
     image_rows: Sequence[int] = ()
-    """Indices of its tokens that images fill."""
+    """Indices of the tokens that images fill."""
     image_tensors: Mapping[str, torch.Tensor] | None = None
-    """The vision tower's inputs for them; None without images."""
+    """The vision tower's inputs for the images; None without images."""
 
 
 class Forwards:
-    """Runs a model over the slots of a store. With a decoder, prompts have a separate forward."""
+    """Runs a model over the slots of a store. With a decoder, prompts have a separate forward pass."""
 
     def __init__(self, model: Any, store: SlotStore, device: torch.device, decoder: Decoder | None) -> None:
         self._model = model
@@ -46,9 +46,9 @@ class Forwards:
     ) -> tuple[list[Slot], torch.Tensor]:
         """Store the keys and values of each slot's next tokens and of prompts; return slots and logits [B, V].
 
-        The next tokens are the last one that was sampled and, without a decoder, drafts after it. There is a row of
-        logits for each of them, in the order of the slots returned, and then those of the prompts. Lengths of slots
-        stay unchanged.
+        The next tokens are the last sampled token and, without a decoder, drafts after it. There is a row of logits for
+        each of them, in the order of the slots returned, followed by the rows of the prompts. Lengths of slots stay
+        unchanged.
         """
         if self._decoder is None or not running:
             return self._packed(running, prompts)
@@ -81,7 +81,7 @@ class Forwards:
         return plan.decoding_slots, self._head(hidden)
 
     def _inputs(self, packed: Sequence[int], prompts: Sequence[PackedPrompt]) -> dict[str, torch.Tensor]:
-        """Return the ids of packed tokens, of which the last are the prompts'; with images, their embeddings."""
+        """Return the ids of packed tokens, the prompts' last, or their embeddings if there are images."""
         token_ids_T = torch.tensor(packed, device=self._device)
         with_images = [it.image_tensors for it in prompts if it.image_tensors is not None]
         if not with_images:

@@ -1,4 +1,4 @@
-"""From a model directory to a running embedded endpoint."""
+"""Loads a model directory into a running embedded endpoint."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def load_endpoint(
 ) -> EmbeddedEndpoint:
     """Return an endpoint with a running engine that serves the model in ``path``.
 
-    ``dtype`` None keeps the stored dtype, ``device`` None uses a GPU if there is one, ``max_model_len`` None is the
-    model's maximum. Keys and values use at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of
-    ``max_model_len``, or half of all memory if that is less. If that holds fewer tokens than the model allows, the
-    context is shortened. ``compile`` compiles the decode step before this returns, and captures CUDA graphs on a GPU.
-    Completions are drafted from ``drafts``, if given. Logs which attention kernel decodes. Raises `ConfigError` if
-    the directory cannot be served, or if both ``drafts`` and ``compile`` are given.
+    If ``dtype`` is None, the stored dtype is kept; if ``device`` is None, a GPU is used if there is one; if
+    ``max_model_len`` is None, it is the model's maximum. Keys and values use at most ``kv_cache_bytes``; None allows
+    ``max_concurrent`` sequences of ``max_model_len``, or half of all memory if that is less. If that holds fewer tokens
+    than the model allows, the context is shortened. ``compile`` compiles the decode step before this returns, and
+    captures CUDA graphs on a GPU. Completions are drafted from ``drafts``, if given. Logs which attention kernel
+    decodes. Raises `ConfigError` if the directory cannot be served, or if both ``drafts`` and ``compile`` are given.
     """
     register_slot_attention()
     chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -103,7 +103,10 @@ def _usable_device(name: str) -> torch.device:
 
 
 def _eos_token_ids(model: torch.nn.Module, tokenizer: object) -> list[int]:
-    """Return the ids that end a completion, from the generation config, else the config, else the tokenizer."""
+    """Return the ids that end a completion.
+
+    They come from the generation config, or else from the config, or else from the tokenizer.
+    """
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:

@@ -1,7 +1,7 @@
 """Linear layers whose weights are also kept in the layout in which oneDNN multiplies matrices, in bfloat16 on CPUs.
 
-A product reorders a weight in the ordinary layout each time. With few rows, as in decoding, that takes as long as the
-product itself. The results are the same.
+Otherwise, each product reorders a weight from the ordinary layout. With few rows, as in decoding, that takes as long as
+the product itself. The results are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class PackedLinear(torch.nn.Linear):
 class PackedLinears:
     """The linear layers of a model by the names of their weights, which are ``parameters``. Packs their weights.
 
-    Several layers may share a weight. There are none unless the weights are in bfloat16 on a CPU that multiplies it.
+    Several layers may share a weight. No layer is packed unless the weights are bfloat16 on a CPU that can multiply
+    bfloat16.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -46,7 +46,7 @@ class StoredTensors:
     def assemble(self, tensors: Iterable[tuple[str, torch.Tensor]], present: Callable[[str], torch.Tensor]) -> Named:
         """Return stored tensors as whole parameters.
 
-        ``present`` returns the current value of a parameter of which some stored tensors were not sent.
+        ``present`` returns the current value of a parameter if some of its stored tensors were not sent.
         """
         assembled: Named = []
         of_owner: dict[str, dict[str, torch.Tensor]] = {}
@@ -116,7 +116,7 @@ class ServedParameters:
     def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> PreparedParameters:
         """Return the argument of `load`.
 
-        Changes nothing, and may run in any thread. Raises the same errors as `prepare_tensors` does.
+        Changes nothing, and may run in any thread. Raises the same errors as `prepare_tensors`.
         """
         ready = prepare_tensors(self.by_name, tensors)
         return PreparedParameters(ready, {} if self._linears is None else self._linears.pack(ready))
@@ -142,7 +142,7 @@ def prepare_tensors(parameters: Parameters, tensors: Iterable[tuple[str, torch.T
     """Return tensors in the dtype and layout of the parameters of these names, on their device.
 
     A tensor that already fits is returned unchanged: nothing may write to it from now on. Others are copied. Changes
-    nothing, and may run in any thread. Raises `ValueError` for a tensor of another shape.
+    nothing, and may run in any thread. Raises `ValueError` for a tensor of a different shape.
     """
     return [(name, _fit(tensor, parameters[name], name)) for name, tensor in tensors]
 

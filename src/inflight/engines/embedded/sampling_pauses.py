@@ -31,7 +31,7 @@ class SamplingPauses:
     def pause(self, policy: InFlightPolicy, on_paused: Callable[[], None]) -> None:
         """Stop sampling under a policy, and call ``on_paused`` once no further token will be sampled.
 
-        Under ``drain`` that is after the last running sequence has finished.
+        Under ``drain``, that is after the last running sequence has finished.
         """
         self._scheduler.starts_new = False
         if policy is InFlightPolicy.ABORT:
@@ -54,7 +54,7 @@ class SamplingPauses:
             on_drained()
 
     def resume(self) -> float:
-        """Sample again, and return for how many seconds sampling was paused. Idempotent."""
+        """Resume sampling, and return for how many seconds it was paused. Idempotent."""
         self._on_drained = None
         self._scheduler.starts_new = True
         if self.paused_since is None:

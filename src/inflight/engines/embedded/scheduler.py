@@ -14,7 +14,7 @@ from inflight.errors import BusyError, InvalidRequestError
 from inflight.wire import FinishReason, PromptImage
 
 _MAX_PREFILL_TOKENS = 4096
-"""Maximum number of prompt tokens in one forward: more would delay running sequences."""
+"""Maximum number of prompt tokens in one forward pass: more would delay running sequences."""
 _MAX_WAITING = 16 * 1024
 """Number of completions that may wait, at about a kilobyte each: a request of a hundred bytes can ask for 1,024."""
 
@@ -151,13 +151,13 @@ class SequenceScheduler:
                 self.finish(sequence, "abort")
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """`cancel` the requests with these ids."""
+        """End the requests with these ids, as `cancel` does."""
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
                 self.cancel(request)
 
     def cancel_started(self) -> None:
-        """`cancel` the requests of which a sequence has started."""
+        """End every request that has a started sequence, as `cancel` does."""
         started = [*self.running.values(), *(s for s in self.waiting if s.token_ids)]
         for request in dict.fromkeys(s.request for s in started):
             self.cancel(request)
@@ -167,7 +167,7 @@ class SequenceScheduler:
         self.abort(list(self.requests))
 
     def cancel_all_without_store(self) -> None:
-        """`cancel_all` without closing slots, for an engine whose store may have failed."""
+        """End every request as `cancel_all` does, but close no slots, for an engine whose store may have failed."""
         for sequence in self.running.values():
             sequence.slot = None
         self.running.clear()

@@ -19,7 +19,7 @@ from inflight.model.attention import SegmentPlan, segment_attention
 from inflight.wire import ScoreRequest, ScoreResponse, VersionSpan
 
 _MAX_TOKENS = 4096
-"""Maximum number of tokens of several requests in one forward: more would delay running sequences."""
+"""Maximum number of tokens of several requests in one forward pass: more would delay running sequences."""
 _MAX_LOGITS = 1 << 24
 """Maximum number of logits in memory at a time: 64 MB in float32."""
 
@@ -59,7 +59,7 @@ class ScoringQueue:
         self._waiting.append((request, outcome))
 
     def remove(self, outcome: Future[ScoreResponse]) -> None:
-        """Forget a request that no client waits for; if its scores have been computed, do nothing."""
+        """Drop a request that no client waits for any more; if its scores have been computed, do nothing."""
         self._waiting = deque(it for it in self._waiting if it[1] is not outcome)
 
     def fail_all(self, error: InflightError) -> None:
@@ -69,7 +69,7 @@ class ScoringQueue:
             outcome.set_exception(error)
 
     def score_next(self, version: int) -> None:
-        """Score as many requests as fit in one forward, with weights of ``version``."""
+        """Score as many requests as fit in one forward pass, with weights of ``version``."""
         batch = [self._waiting.popleft()]
         num_tokens = len(batch[0][0].token_ids)
         while self._waiting and (num_tokens := num_tokens + len(self._waiting[0][0].token_ids)) <= _MAX_TOKENS:

@@ -45,7 +45,9 @@ class Sequence:
     num_verifications: int = 0
     num_accepted: int = 0
     routed: list[Experts] = field(default_factory=list)
-    """The experts [T, L, K] of its tokens from the first on, in parts, if its request asks for routed experts."""
+    """The experts [T, L, K] of its tokens, starting with the first, in parts; only if the request asks for routed
+    experts.
+    """
     finish_reason: FinishReason | None = None
 
     def draw(self, num: int) -> list[float]:
@@ -139,5 +141,5 @@ class EngineRequest:
 
     @property
     def most(self) -> int:
-        """The largest number of positions that one of its sequences can use."""
+        """The maximum number of positions that one of its sequences can use."""
         return len(self.prompt_token_ids) + self.max_tokens

@@ -22,7 +22,7 @@ ATTENTION_NAME = "inflight_slots"
 
 
 class AttentionPlan(Protocol):
-    """How one forward attends; passed through the model as ``step_plan``."""
+    """How one forward pass attends; passed through the model as ``step_plan``."""
 
     @abstractmethod
     def attend(
@@ -89,10 +89,10 @@ def vector_indices(rows_T: torch.Tensor, positions_T: torch.Tensor, num_heads: i
 
 
 class StepPlan(AttentionPlan):
-    """How one forward attends: first the tokens of each decoding slot, then whole segments to prefill.
+    """How one forward pass attends: first the tokens of each decoding slot, then whole segments to prefill.
 
-    A slot decodes one token and those that ``ahead`` specifies for it. Decoding slots come arena by arena, in the order
-    of each arena's owners. ``only`` limits them to some slots.
+    A slot decodes one token plus the tokens that ``ahead`` specifies for it. Decoding slots come arena by arena, in the
+    order of each arena's owners. ``only`` limits them to some slots.
     """
 
     def __init__(

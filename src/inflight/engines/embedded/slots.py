@@ -1,9 +1,9 @@
 """Keys and values of running sequences, in slots grouped by length.
 
-Each arena holds sequences of up to ``capacity`` tokens; a sequence that outgrows it moves to the next, twice as large.
-Decoding attends arena by arena, so a short sequence does not incur the cost of the longest one. A sequence reserves its
-maximum when it starts, so running sequences can always continue. Arenas grow and shrink with their sequences and never
-exceed the limit. Code that needs constant addresses uses one arena of a fixed size instead.
+Each arena holds sequences of up to ``capacity`` tokens; a sequence that outgrows its arena moves to the next one, which
+is twice as large. Decoding attends arena by arena, so a short sequence does not incur the cost of the longest one. A
+sequence reserves its maximum when it starts, so running sequences can always continue. Arenas grow and shrink with
+their sequences and never exceed the limit. Code that needs constant addresses uses one arena of a fixed size instead.
 
 Shape suffixes: L layers, S slots, K key-value heads, C capacity, D head dimension.
 """
@@ -91,7 +91,7 @@ class Arena:
                 self.resize(len(self.owners))
 
     def resize(self, num_slots: int) -> None:
-        """Reallocate to ``num_slots`` slots, at least the occupied ones. If it raises, nothing has changed."""
+        """Reallocate to ``num_slots`` slots, at least as many as are occupied. If it raises, nothing has changed."""
         self.keys_LSKCD, self.values_LSKCD = (
             self._resized(self.keys_LSKCD, num_slots),
             self._resized(self.values_LSKCD, num_slots),
@@ -132,9 +132,9 @@ def token_bytes_of(config: Any, dtype: torch.dtype) -> int:
 class SlotStore:
     """Keys and values of all running sequences of one model, in at most ``limit_bytes``.
 
-    With ``num_fixed`` there are that many slots of the longest sequence, allocated at once, and no memory moves. If
-    there is even less memory, torch's error propagates: `open` has then allocated nothing, `reserve` leaves a slot
-    that can only be closed, and other slots are unaffected.
+    With ``num_fixed``, there are that many slots for sequences of maximum length, allocated at once, and no memory
+    moves. If even less memory is available, torch's error propagates: `open` has then allocated nothing, `reserve`
+    leaves a slot that can only be closed, and other slots are unaffected.
     """
 
     def __init__(

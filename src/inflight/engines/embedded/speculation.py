@@ -28,7 +28,7 @@ class DrawnTokens(NamedTuple):
 
 
 class Speculation:
-    """The drafts of one engine from ``source`` (None: no drafts); counts their verification in ``counters``."""
+    """The drafts of one engine from ``source``, if that is not None; counts their verification in ``counters``."""
 
     def __init__(self, source: DraftSource | None, counters: EngineCounters) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""Steps of the embedded engine: one forward, draws, delivery; a step that raises is split in halves.
+"""Steps of the embedded engine: a forward pass, draws and delivery; a step that raises is split in halves.
 
 A step that raises is repeated in halves until the sequence that causes the error runs alone, and its request ends. It
 can be repeated because it changes nothing before its tokens are drawn.
@@ -114,7 +114,7 @@ class StepRunner:
                 it.sequence.request.on_token(it.sequence)
 
     def _forward(self, groups: list[list[Sequence]]) -> list[DrawnTokens]:
-        """Run one forward, which stores keys and values; return the tokens that each sequence gets."""
+        """Run one forward pass, which stores keys and values; return the tokens that each sequence receives."""
         running = {s.slot: s for (s, *_) in groups if s.slot is not None and s.slot in self._scheduler.running}
         new = [group for group in groups if group[0].slot not in self._scheduler.running]
         prompts = [
@@ -147,7 +147,7 @@ class StepRunner:
         return self._speculation.verify(drawing, *tokens)
 
     def _run_new(self, new: list[list[Sequence]], prompts: list[PackedPrompt]) -> None:
-        """Let sequences run whose prompts have been computed; all but the first of a group get copies."""
+        """Start the sequences whose prompts have been computed; all but the first of a group receive copies."""
         for prompt in prompts:
             prompt.slot.length = len(prompt.token_ids)
         for leader, *followers in new:
