@@ -116,7 +116,7 @@ class MovingSampler:
                 self._failed(place, ProtocolError("the stream ended without a finish reason"))
 
     async def _answer(self, place: TurnSampler, call: Awaitable[T]) -> T | None:
-        """Return an endpoint's answer; None if it fails, or is left in the meantime."""
+        """Return an endpoint's answer; None if the endpoint fails, or if the turn leaves it in the meantime."""
         try:
             return await self._asking.run(call)
         except EndedByOwnerError:

@@ -38,7 +38,7 @@ class OverdueError(Exception):
 class PlayLoop:
     """Runs coroutines in threads; used from one event loop, and closed there.
 
-    All share one thread until one blocks it; from then on each runs in its own thread.
+    All coroutines share one thread until one of them blocks it; from then on, each runs in its own thread.
     """
 
     def __init__(self, blocked_s: float = _BLOCKED_S, grace_s: float = _GRACE_S) -> None:
@@ -54,8 +54,8 @@ class PlayLoop:
     async def run(self, call: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
         """Return a coroutine's result. The coroutine is cancelled after ``timeout_s``, or with this call.
 
-        Raises `OverdueError` if it does not end then, and `BlockedError` if it blocks its thread. If another one blocks
-        the thread, this call is cancelled.
+        Raises `OverdueError` if the coroutine does not end then, and `BlockedError` if it blocks its thread. If another
+        coroutine blocks the thread, this call is cancelled.
         """
         thread = self._thread()
         played: asyncio.Future[T] = asyncio.get_running_loop().create_future()

@@ -39,7 +39,7 @@ T = TypeVar("T")
 _MAX_WHY = 500
 _MAX_TURNS = 10_000
 _MAX_PROMPT_TOKENS = 1 << 26
-"""Limit for all turns of an episode, each of which keeps its whole prompt: half a gigabyte."""
+"""Limit for the size of all turns of an episode, each of which keeps its whole prompt: half a gigabyte."""
 _LATE_S = 1.0
 
 
@@ -47,8 +47,8 @@ _LATE_S = 1.0
 class PlayingEpisode(Episode):
     """An episode that is being played on one endpoint, from any event loop; requests run in the loop that created it.
 
-    The first error of ``generate`` is kept in ``error``: an environment may catch the error of a turn, but the
-    episode is lost anyway.
+    The first error of ``generate`` is kept in ``error``: an environment may catch the error of a turn, but the episode
+    has failed anyway.
     """
 
     request_id: str
@@ -59,7 +59,7 @@ class PlayingEpisode(Episode):
     sampling: SamplingParams
     """The sampling parameters of every turn; ``max_tokens`` is lowered if less of the context is left."""
     max_tokens: int
-    """The largest number of tokens in a conversation."""
+    """The maximum number of tokens in a conversation."""
     proxy: Proxy | None = None
     stream: Stream | None = None
     """None if the endpoint does not support streaming."""
@@ -115,7 +115,7 @@ class PlayingEpisode(Episode):
         sampling: SamplingParams | None = None,
         images: Sequence[PromptImage] = (),
     ) -> tuple[int, Completion]:
-        """Sample one turn and record it; return its number and its completion.
+        """Sample one turn and record it; return the turn's number and completion.
 
         Raises `ContextFullError` if the prompt fills the context, `InvalidRequestError` if the episode has ended.
         """

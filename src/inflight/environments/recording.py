@@ -1,8 +1,8 @@
 """The sampled turns of an episode, and the rollouts that they form.
 
 Calls are joined by token ids: a call whose prompt begins with all tokens of an earlier call continues it. Several calls
-that continue the same one (a retry, a sub-agent, a compacted context) become separate rollouts, and no sampled token is
-trained on twice.
+that continue the same call (a retry, a sub-agent, a compacted context) become separate rollouts, and no sampled token
+is trained on twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RecordedCall(WireModel):
     reward: float | None = None
     """The reward of this turn alone."""
     span: tuple[float, float] | None = None
-    """When the call was requested and when it was complete, in seconds since 1970; None: unknown."""
+    """When the call was requested and when it was complete, in seconds since 1970; None if unknown."""
 
 
 class PlayedEpisode(WireModel):
@@ -72,7 +72,7 @@ class PlayedEpisode(WireModel):
         return True
 
     def rollouts(self, episode: int, temperature: float) -> list[Rollout]:
-        """Return the token streams to train on; ``episode`` is the number of this one in its group.
+        """Return the token streams to train on; ``episode`` is the number of this episode in its group.
 
         An agent's background calls, for example to generate a title, are omitted: these are calls that offer no tools
         and name a different model from the first call with tools.

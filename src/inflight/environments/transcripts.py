@@ -2,7 +2,7 @@
 
 A chat template converts messages to text. As long as it renders the conversation so far exactly as it was sent and
 sampled, the next prompt consists of the ids so far and the ids of the text that the template adds. If it would render
-the history differently (it drops reasoning, trims white space, or ends a turn with another token), the conversation
+the history differently (it drops reasoning, trims white space, or ends a turn with a different token), the conversation
 continues from a fresh rendering, and the reason is recorded.
 """
 
@@ -66,7 +66,7 @@ class ChatTemplate:
     """Renders messages with a Hugging Face tokenizer.
 
     A tokenizer without a chat template supports only a single user message, as plain text. ``images`` is the processor
-    of a model that takes images; with None, a message that contains one raises `UnsupportedError`.
+    of a model that accepts images. If it is None, a message that contains an image raises `UnsupportedError`.
     """
 
     def __init__(self, tokenizer: Any, images: ImageProcessor | None = None) -> None:
@@ -133,7 +133,7 @@ class ChatTemplate:
         return self._encode(text, max_tokens, is_start=is_start)
 
     def check_known(self, token_ids: Sequence[int]) -> None:
-        """Raise `InvalidRequestError` unless the tokenizer knows every one of these tokens."""
+        """Raise `InvalidRequestError` unless the tokenizer knows all of these tokens."""
         num_known = len(self._tokenizer)
         unknown = next((token_id for token_id in token_ids if not 0 <= token_id < num_known), None)
         if unknown is not None:

@@ -38,9 +38,9 @@ _MAX_LINE_BYTES = 64 * 1024
 class AgentCommand(Environment):
     """Runs a command for each episode, in its own process group, and ends the whole group with the episode.
 
-    Each of ``roles`` has its own URL, which the item lists under ``roles``, and may receive its own reward.
-    ``tasks`` is a file with one JSON object per line, or ``module:function`` that returns the object of an index; the
-    command is run in ``directory``. Raises `TaskError` if they cannot be used.
+    Each of ``roles`` has its own URL, which the item lists under ``roles``, and may receive its own reward. ``tasks``
+    is a file with one JSON object per line, or ``module:function`` that returns the object of an index; the command is
+    run in ``directory``. Raises `TaskError` if the tasks cannot be used.
     """
 
     def __init__(
@@ -79,7 +79,10 @@ class AgentCommand(Environment):
         return TaskItem(index, prompt if isinstance(prompt, str) else json.dumps(prompt), metadata=data)
 
     async def play(self, item: TaskItem, episode: Episode) -> float:
-        """Play an episode and return its reward. Raises `TaskError` with the end of standard error if there is none."""
+        """Play an episode and return its reward.
+
+        Raises `TaskError` with the end of standard error if there is no reward.
+        """
         url = await episode.openai_url()
         said, complained = bytearray(), bytearray()
         urls = {"roles": {role: await episode.openai_url(role) for role in self._roles}} if self._roles else {}
@@ -179,14 +182,14 @@ async def _give(stream: asyncio.StreamWriter, content: bytes) -> None:
 
 
 async def _keep_end(stream: asyncio.StreamReader, end: bytearray, size_bytes: int) -> None:
-    """Read a stream to its end, and keep the last bytes of it."""
+    """Read a stream to its end, and keep its last bytes."""
     while part := await stream.read(64 * 1024):
         end += part
         del end[:-size_bytes]
 
 
 def _last_reward(said: bytes) -> float | None:
-    """Return the reward in the last line, if it is an object that has one."""
+    """Return the reward in the last line, if that line is an object with a reward."""
     lines = said.decode(errors="replace").strip().splitlines()
     try:
         value = json.loads(lines[-1]) if lines else None

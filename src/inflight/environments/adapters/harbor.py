@@ -25,7 +25,7 @@ _TAIL_CHARACTERS = 200
 
 
 class HarborEnvironment(Environment):
-    """Task folders of Harbor; item i is the i-th by name, and after the last folder the first one follows again.
+    """Task folders of Harbor. Item i is the i-th folder by name; the first folder follows the last one.
 
     ``tasks`` is a task folder, or a folder of them. The agent's part of an episode ends when the model calls no tool,
     after ``max_turns`` turns, when the context is full, or after the task's ``agent.timeout_sec``; then the tests are
@@ -90,7 +90,10 @@ class HarborEnvironment(Environment):
 
 
 def read_reward(logs: Path, result: CommandResult) -> float:
-    """Return the reward that a verifier left, whatever its exit status. Raises `TaskError` if there is no valid one."""
+    """Return the reward that a verifier wrote, regardless of its exit status.
+
+    Raises `TaskError` if there is no valid one.
+    """
     texts = {name: _read_regular_file(logs / name) for name in ("reward.json", "reward.txt")}
     end = f"the output of the tests ended with: {result.text()[-_TAIL_CHARACTERS:]}"
     name, text = next(((name, text) for name, text in texts.items() if text is not None), ("", ""))

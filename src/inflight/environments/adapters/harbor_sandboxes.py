@@ -1,4 +1,4 @@
-"""Where a Harbor task runs: bubblewrap with a directory for the episode, or a container of Docker or Podman.
+"""Where a Harbor task runs: bubblewrap with a directory for the episode, or a Docker or Podman container.
 
 Both give the agent's commands a file system that lasts for the episode, no network, and neither ``/tests`` nor
 ``/logs/verifier``. The verifier starts after every process of the agent has ended, and writes its reward to a directory
@@ -41,7 +41,7 @@ _MAX_OPEN_FILES = 1024
 _MAX_COMMAND_BYTES = 100_000
 _WATCH_S = 1.0
 _CONTROL_S = 60.0
-"""How long, in seconds, a command may take that does not belong to the task."""
+"""How long, in seconds, a command that does not belong to the task may take."""
 _INSIDE_ID, _NOBODY = 1000, 65534
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LIMITED = 'ulimit -c 0 -t "$1" -v "$2" -f "$3" -u "$4" -n "$5" && shift 5 && "$@"; exit $?'
@@ -73,7 +73,7 @@ async def open_sandbox(task: HarborTask, max_output_bytes: int) -> AsyncIterator
 
 
 def machine_problem(image: str | None) -> str | None:
-    """Return why this machine cannot run a task with this image (None: without an image), or None if it can."""
+    """Return why this machine cannot run a task with this image, or without one if it is None; None if it can."""
     if image is not None:
         try:
             container_engine(image)
@@ -117,7 +117,7 @@ class BubblewrapSandbox:
         )
 
     def remove(self) -> None:
-        """Remove the directory, which may be too deep for Python, and have parts that its owner may not read."""
+        """Remove the directory, which may be too deep for Python and may have parts that its owner cannot read."""
         _execute("sh", "-c", _REMOVE, "sh", str(self.base))
 
     def _fill(self) -> None:

@@ -14,7 +14,7 @@ SCHEMA_VERSION = 1
 
 
 def training_trace(played: PlayedEpisode, session_id: str) -> dict[str, Any]:
-    """Return the calls of an episode as the JSON of a `TrainingTrace`, one turn for each call, in order.
+    """Return the calls of an episode as the JSON of a `TrainingTrace`, with one turn for each call, in order.
 
     ``metadata`` has ``version_spans`` (``version``, ``start`` and ``end`` over the turn's completion), the ``role``,
     the ``reward`` of that role and of the turn, and ``finish_reason``. Prompts are context, and every sampled token is

@@ -1,7 +1,7 @@
 """The games of TextArena as environments: one model plays every player, or one of them against an opponent.
 
 A turn shows a player the messages from the game since its last turn, so that each player's game is one conversation.
-Games use Python's global random state and are not thread-safe. Here each game has its own random state, and only one
+Games use Python's global random state and are not thread-safe. Here, each game has its own random state, and only one
 game of the process moves at a time, in a thread.
 """
 
@@ -51,7 +51,7 @@ _MOVE = re.compile(r"'(\[[^\[\]']+\])'")
 _NUM_PLAYERS = (2, 1, 3, 4, 5, 6, 7, 8)
 _global_randomness = threading.Lock()
 _WAIT_S = 60.0
-"""How long a game may wait for another one to move; a move takes milliseconds."""
+"""How long a game may wait for another game to move; a move takes milliseconds."""
 
 
 def listed_moves(messages: Sequence[Message]) -> list[str]:

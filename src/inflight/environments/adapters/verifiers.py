@@ -20,9 +20,9 @@ from inflight.types import TaskItem
 
 _MODEL = "inflight"
 _HARNESS = "inflight_chat_loop"
-"""verifiers looks a harness up by a module name without dots."""
+"""The verifiers library looks a harness up by a module name without dots."""
 _NO_KEY = "INFLIGHT_HAS_NO_KEY"
-"""A variable that is not set: the URL of an episode contains its key."""
+"""A variable that is not set, because the URL of an episode contains its key."""
 _AGENT = {"harness": {"id": _HARNESS}, "runtime": {"type": "subprocess"}, "max_turns": 16}
 
 

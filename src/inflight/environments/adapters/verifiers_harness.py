@@ -1,6 +1,6 @@
 """A verifiers harness that runs within this process, not as a program that is installed for each episode.
 
-It plays what verifiers' own ``null`` harness plays: a prompt, and the tools of the taskset over MCP.
+It plays the same episodes as the library's own ``null`` harness: a prompt, and the tools of the taskset over MCP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Answers for the proxy's clients, each a turn of one episode: histories of messages in, messages out.
 
-A request continues the conversation with whose messages it begins, or else starts a new one: an agent that edits or
-compacts its context continues in a branch. Sampled text is never tokenised again.
+If a request begins with the messages of a conversation, it continues that conversation; otherwise it starts a new one.
+An agent that edits or compacts its context therefore continues in a branch. Sampled text is never tokenised again.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class Answers:
     """Answers the requests of one role of an episode, possibly several at once, and records them.
 
     Every method raises `InvalidRequestError` if a request cannot be rendered, `ContextFullError` if it leaves no room
-    for an answer, and the errors of the endpoint: the episode is then lost. An incomplete answer is not recorded.
+    for an answer, and the errors of the endpoint, after which the episode has failed. An incomplete answer is not
+    recorded.
     """
 
     def __init__(self, episode: PlayingEpisode, role: str = "") -> None:

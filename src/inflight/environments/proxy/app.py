@@ -1,6 +1,6 @@
 """The recording proxy as a Starlette application: agents play episodes through OpenAI's or Anthropic's API.
 
-Each episode has a secret key, in the path (``/e/KEY/v1/...``) or as the API key. Errors have Anthropic's shape under
+Each episode has a secret key, in the path (``/e/KEY/v1/...``) or as the API key. Errors have Anthropic's format under
 ``/v1/messages``, and OpenAI's elsewhere. A client that disconnects ends its request, and nothing of it is recorded.
 """
 
@@ -57,7 +57,7 @@ Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[HttpRequest, "ServedEpisode"], Awaitable[Response]]
 
 _BODY = Size(MB, 64, MAX_IMAGES_LENGTH)
-"""64 bytes of JSON contain at least one token, except in runs of blanks."""
+"""64 bytes of JSON contain at least one token, except in runs of white space."""
 _REWARD = Size(64 * 1024)
 _OVERRIDDEN = "x-inflight-overridden"
 
@@ -72,7 +72,7 @@ class ServedEpisode:
     running: TaskOwner = field(default_factory=TaskOwner)
     is_over: bool = False
     last_used: float = field(default_factory=time.monotonic)
-    """When it was opened, or when its last request arrived or ended."""
+    """When the episode was opened, or when its last request arrived or ended."""
 
     async def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Return the result of a call. Raises `EpisodeOverError` if the episode ends first."""
@@ -213,7 +213,7 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
 
 
 def proxy_route(path: str, method: str, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
-    """Return a route whose errors have the shape of the API that its path belongs to."""
+    """Return a route whose errors have the format of the API that its path belongs to."""
 
     async def handle(request: HttpRequest) -> Response:
         try:
@@ -237,7 +237,7 @@ def proxy_app(routes: list[Route]) -> Starlette:
 
 
 def _error_response(request: HttpRequest, error: InflightError, status: int | None = None) -> Response:
-    """Return an error in the shape of the API that the path belongs to. A header keeps clients from retrying."""
+    """Return an error in the format of the API that the path belongs to. A header keeps clients from retrying."""
     status, body = error_json(error, status)
     if "/v1/messages" in request.url.path:
         body = as_messages_error(status, body)

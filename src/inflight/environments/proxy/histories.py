@@ -1,7 +1,7 @@
 """Finding the conversation that a client continues, by the messages that it sends.
 
-A client of OpenAI's API sends the whole history with every request. A request continues the conversation with whose
-messages it begins, including the model's answers, unchanged.
+A client of OpenAI's API sends the whole history with every request. A request continues a conversation if it begins
+with that conversation's messages, including the model's answers, unchanged.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Histories:
 
 
 def history_of(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """Return the digests that identify a history: one of the tools, and one of each message."""
+    """Return the digests that identify a history: one for the tools, and one for each message."""
     return [_digest(list(tools)), *map(identity, messages)]
 
 
 def identity(message: Message) -> bytes:
     """Return a digest that is equal for equivalent messages.
 
-    Fields that are absent, None or empty make no difference, and neither does white space in the arguments of a call.
+    Fields that are absent, None or empty make no difference, nor does white space in the arguments of a call.
     """
     said = _without_nothing(message)
     said["tool_calls"] = [_without_nothing(call) | _function_of(call) for call in message.get("tool_calls") or ()]

@@ -207,7 +207,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
 
 
 def as_messages_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an error, given in OpenAI's shape, in Anthropic's shape."""
+    """Convert an error from OpenAI's format to Anthropic's format."""
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
 

@@ -139,8 +139,9 @@ class ChatRequest(_OpenAI):
     id_prefix: ClassVar[str] = "chatcmpl-"
     """Prefix of the answers' ids."""
     is_converted: ClassVar[bool] = False
-    """Whether it was converted from a dialect whose clients receive reasoning separately from the text and may make
-    background calls with another model."""
+    """Whether the request was converted from a dialect whose clients receive reasoning separately from the text and may
+    make background calls with a different model.
+    """
 
     messages: Items[dict[str, Any]] = Field(min_length=1)
     tools: Items[dict[str, Any]] | None = None
@@ -230,7 +231,7 @@ def chat_request(kind: type[Chat], **fields: Any) -> Chat:
 
 
 Reward = Annotated[float, Field(strict=True, ge=-MAX_REWARD, le=MAX_REWARD)]
-"""A finite JSON number, neither true nor "1", of at most the largest reward."""
+"""A finite JSON number, neither true nor "1", that does not exceed the maximum reward."""
 
 
 class RewardRequest(ProxyBody):

@@ -102,7 +102,7 @@ async def send_all(stream: ByteSendStream, content: bytes) -> None:
 
 
 class BoundedOutput:
-    """The first and the last bytes of a process's output."""
+    """Keeps the first and the last bytes of a process's output."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

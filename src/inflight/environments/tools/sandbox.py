@@ -160,7 +160,7 @@ def _in_namespaces(report_fd: int, timeout_s: float, memory: int, disk: int, fil
 
 
 def _clone() -> int:
-    """Fork into new namespaces, as os.fork does."""
+    """Fork into new namespaces; the result is that of os.fork."""
     ctypes.pythonapi.PyOS_BeforeFork()
     pid = _libc.syscall(SYS_CLONE, ctypes.c_ulong(NEW_NAMESPACES | SIGCHLD), None, None, None, None)
     ctypes.pythonapi.PyOS_AfterFork_Child() if pid == 0 else ctypes.pythonapi.PyOS_AfterFork_Parent()
