@@ -1,4 +1,4 @@
-"""A gloo group over which another project's trainer broadcasts weights: rank 0 is the trainer, servers are the others.
+"""A gloo group over which another project's trainer broadcasts weights: rank 0 is the trainer, all others are servers.
 
 The ranks connect through a TCPStore at a known address, and meet under keys whose prefixes depend on the project. The
 group is formed only once: a rank that leaves cannot return.

@@ -17,7 +17,7 @@ def body_of(request: GenerateRequest, *, model: str, room: int) -> dict[str, Any
     """Return the body of a request for one completion; ``room`` is the number of tokens that fit after the prompt.
 
     The body sets every parameter that affects the distribution, so that no default of the server applies. Raises
-    `UnsupportedError` for filters that the server would apply in another order.
+    `UnsupportedError` for filters that the server would apply in a different order.
     """
     asked = request.sampling
     if asked.min_p > 0 and asked.top_p < 1:

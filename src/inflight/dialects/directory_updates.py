@@ -41,7 +41,7 @@ class DirectoryUpdates:
 
     Only directories below ``root`` are read. ``model_dir`` is the checkpoint that the endpoints were started with. A
     pause that no call follows ends after ``lease_s`` seconds. An update may take ``timeout_s`` seconds. Raises
-    `ConfigError` if the endpoints' models differ, or the checkpoint cannot be read. ``note`` receives a line for each
+    `ConfigError` if the endpoints' models differ or the checkpoint cannot be read. ``note`` receives a line for each
     update, and for each pause that its lease ended.
     """
 
@@ -113,7 +113,7 @@ class DirectoryUpdates:
 
     @property
     def pause_policy(self) -> InFlightPolicy | None:
-        """The in-flight policy of the pause, None while sampling is not paused."""
+        """The in-flight policy of the pause; None while sampling is not paused."""
         return None if self._paused is None or self._paused[0].is_over else self._paused[1].in_flight
 
     async def pause(self, in_flight: InFlightPolicy) -> None:
@@ -260,7 +260,7 @@ class DirectoryUpdates:
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _alone(self, call: Callable[[], T]) -> T:
-        """Run a blocking call after earlier ones, to its end even if the caller is cancelled."""
+        """Run a blocking call after all earlier ones. It runs to its end even if the caller is cancelled."""
 
         async def run() -> T:
             async with self._lock:

@@ -40,14 +40,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _RunningRequest:
-    """One request of a client, under the name that the client knows."""
+    """One request of a client, under the name that the client uses."""
 
     name: str
     endpoint: InferenceEndpoint
     calling: asyncio.Task[Any]
     num_completions: int
     is_ended: bool = False
-    """Whether it was ended here, without a token."""
+    """Whether the request was ended here, without a token."""
 
 
 class RunningRequests:
@@ -59,7 +59,7 @@ class RunningRequests:
         self._draining: set[asyncio.Task[None]] = set()
         """Pauses that wait until no request runs."""
         self._running: dict[str, _RunningRequest] = {}
-        """The running requests, by the id that the endpoint knows."""
+        """The running requests, by the id that the endpoint uses."""
 
     @property
     def num_completions(self) -> int:

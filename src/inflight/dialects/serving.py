@@ -1,4 +1,4 @@
-"""Shared parts of the dialects' servers: routes, some of which need the control token, and endpoints."""
+"""Shared parts of the dialects' servers: endpoints, and routes, some of which need the control token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ErrorAnswer = Callable[[InflightError], Response]
 Message = TypeVar("Message", bound=pydantic.BaseModel)
 
 CONTROL_BYTES = 64 << 10
-"""Largest body of a control route."""
+"""Maximum size of the body of a control route."""
 
 
 class EndpointPool:

@@ -1,4 +1,4 @@
-"""An engine server that one process owns: only that process updates it, and every request passes through it.
+"""An engine server that one process owns: only that process updates the server, and every request passes through it.
 
 This is for servers whose answers do not report the weight version. Requests wait here while weights change, and weights
 change only when no request runs, so that each completion has a single version, which this process knows. Incoming

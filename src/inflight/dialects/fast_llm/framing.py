@@ -46,7 +46,7 @@ def fast_llm_rank_of(init_method: str, *, rank: int, world_size: int, timeout_s:
 
 
 def receive_header(group: BroadcastGroup, timeout_s: float) -> TensorHeader | None:
-    """Return the next tensor's header, None at the end of the update.
+    """Return the next tensor's header, or None at the end of the update.
 
     Raises `TransferError`, also for a header that is refused; the group is then abandoned.
     """
@@ -66,7 +66,7 @@ def receive_header(group: BroadcastGroup, timeout_s: float) -> TensorHeader | No
 
 
 def send_header(group: BroadcastGroup, header: TensorHeader | None, timeout_s: float) -> None:
-    """Broadcast a header, None to end the update. Raises `TransferError`."""
+    """Broadcast a header, or None to end the update. Raises `TransferError`."""
     data = bytearray(header_bytes(header))
     what = "ending the update" if header is None else f"announcing {header.spec.name}"
     group.broadcast(torch.tensor([len(data)], dtype=torch.int64), timeout_s, what)
@@ -82,7 +82,7 @@ def header_bytes(header: TensorHeader | None) -> bytes:
 
 
 def parse_header(data: bytes) -> TensorHeader | None:
-    """Return what a header states, None if it ends an update. Raises ``ValueError`` for any other pickle."""
+    """Return the contents of a header, or None if it ends an update. Raises ``ValueError`` for any other pickle."""
     try:
         value = _Parser().parse(data)
     except (IndexError, KeyError, TypeError) as error:

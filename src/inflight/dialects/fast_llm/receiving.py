@@ -21,9 +21,9 @@ from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.wire import BucketSpec, InFlightPolicy, Manifest, TensorSpec
 
 _MAX_TENSORS = 1_000_000
-"""Largest number of tensors in one update, so that every update ends."""
+"""Maximum number of tensors in one update, so that every update ends."""
 _MAX_DROPPED_SHARE = 4
-"""A dropped tensor also needs memory: at most this many times the size of the model."""
+"""Limit for tensors that are dropped but also need memory, as a multiple of the model's size."""
 
 
 class ReceivedWeights(WeightSource):
@@ -103,7 +103,7 @@ class FollowedTrainer:
             self._group.abort()
 
     def _receive(self) -> tuple[list[TensorSpec], dict[str, torch.Tensor]]:
-        """Receive one update to its end. Return the announced weights, and those tensors that fit the model."""
+        """Receive one update to its end. Return the announced weights, and the tensors that fit the model."""
         specs: list[TensorSpec] = []
         tensors: dict[str, torch.Tensor] = {}
         for _ in range(_MAX_TENSORS):
@@ -134,7 +134,7 @@ class FollowedTrainer:
             ) from error
 
     def _problem_with(self, specs: Sequence[TensorSpec]) -> str | None:
-        """Return why the tensors are not those of the model, None if they are."""
+        """Return why the tensors are not those of the model, or None if they are."""
         if not specs:
             return "the update has no weights"
         if len({spec.name for spec in specs}) < len(specs):

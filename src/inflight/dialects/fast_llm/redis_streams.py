@@ -25,7 +25,7 @@ class RedisStreams:
     """The streams of the server at ``redis://[:PASSWORD@]HOST:PORT[/DB]``, ``rediss://`` with TLS.
 
     Connects with the first call. Calls block for up to ``timeout_s`` seconds, and raise `TransferError` if they fail.
-    Raises `ConfigError` for another URL.
+    Raises `ConfigError` for any other URL.
     """
 
     def __init__(self, url: str, timeout_s: float = 30.0) -> None:
@@ -61,7 +61,7 @@ class RedisStreams:
             return str(self._client.xadd(stream, dict(fields), maxlen=max_length, approximate=True), "ascii")
 
     def read(self, stream: str, after: str, wait_s: float) -> list[tuple[str, dict[bytes, bytes]]]:
-        """Return up to 16 entries after an id, empty if none comes within ``wait_s``."""
+        """Return up to 16 entries after an id; empty if none arrives within ``wait_s``."""
         with self._errors(f"reading {stream}"):
             found = self._client.xread({stream: after}, count=16, block=max(1, int(1000 * wait_s)))
             return [(str(entry, "ascii"), fields or {}) for _, entries in found or () for entry, fields in entries]

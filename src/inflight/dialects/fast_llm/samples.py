@@ -42,9 +42,8 @@ class Document:
 def document_of(rollout: Rollout, *, advantage: float, loss_mask: Sequence[bool] | None = None) -> Document:
     """Return a rollout as a document with one advantage for all of its tokens.
 
-    ``loss_mask`` has one entry for each completion token; None trains all that were sampled. Raises
-    `InvalidRequestError` if there is no token to train, if the mask would train one that was not sampled, or if a
-    number is not finite.
+    ``loss_mask`` has one entry for each completion token; None trains all sampled tokens. Raises `InvalidRequestError`
+    if there is no token to train, if the mask would train a token that was not sampled, or if a number is not finite.
     """
     if not all(map(math.isfinite, (advantage, rollout.reward, *rollout.behaviour_logprobs))):
         raise InvalidRequestError("the advantage, the reward or a logprob of this rollout is not finite")
@@ -150,7 +149,7 @@ def _to_bytes(name: str, values: Sequence[float]) -> bytes:
 
 
 def _from_bytes(name: str, data: bytes) -> list[Any]:
-    """Raises ``ValueError`` if the bytes are not whole numbers of their type."""
+    """Raises ``ValueError`` if the length is not a multiple of the size of the type."""
     numbers = array(_BINARY[name])
     numbers.frombytes(data)
     if sys.byteorder == "big":

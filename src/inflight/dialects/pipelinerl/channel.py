@@ -1,4 +1,4 @@
-"""How weights reach a PipelineRL server: by a POST and broadcasts, or in the way of the trainer Fast-LLM."""
+"""How weights reach a PipelineRL server: by a POST and broadcasts, or by the protocol of the trainer Fast-LLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WeightChannel(Protocol):
     @property
     @abstractmethod
     def update_route(self) -> str | None:
-        """Return the route that the server needs for updates, None if it needs none."""
+        """Return the route that the server needs for updates, or None if it needs none."""
 
     @property
     @abstractmethod

@@ -75,7 +75,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
     """One server at ``url`` with one rank. The first call joins a channel, which the server needs before it answers.
 
     ``make_channel`` returns a new channel for weights; without it, this process does not send weights. ``dtype``,
-    ``max_concurrent`` and ``timeout_s`` are as in `PipelineRlOptions`.
+    ``max_concurrent`` and ``timeout_s`` have the same meaning as in `PipelineRlOptions`.
     """
 
     def __init__(

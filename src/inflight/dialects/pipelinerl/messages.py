@@ -15,7 +15,7 @@ from inflight.wire import DTYPE_SIZES, ChatCompletion, Items, Manifest, Natural,
 UPDATE_ROUTE = "/receive_weight_update"
 CHAT_ROUTE = "/v1/chat/completions"
 MAX_UPDATE_BYTES = 64 << 20
-"""Largest update message in bytes: a name, a shape and a dtype for each tensor."""
+"""Maximum size of an update message in bytes: a name, a shape and a dtype for each tensor."""
 _TORCH = "torch."
 
 

@@ -26,14 +26,14 @@ from inflight.http.receiving import content_of
 
 API = "/api/v1"
 KEY_PREFIX = "tml-"
-"""The SDK sends only keys that begin with it, so the key of a server is ``tml-TOKEN``."""
+"""The SDK sends only keys that begin with this prefix, so the key of a server is ``tml-TOKEN``."""
 MAX_BODY_BYTES = 1 << 20
-"""Largest body, in bytes, of requests without tokens."""
+"""Maximum size, in bytes, of the body of requests without tokens."""
 MAX_DATA_BYTES = 256 << 20
-"""Largest body of a ``forward_backward``; the configuration makes the SDK split larger ones."""
+"""Maximum size of the body of a ``forward_backward``; the configuration makes the SDK split larger ones."""
 _CHUNK_BYTES = 64 << 20
 _TOKEN_BYTES = 64
-"""Longest JSON, per token, of a prompt token and of the tokens that are scored at its position."""
+"""Maximum length of the JSON of a prompt token and of the tokens that are scored at its position, per token."""
 _MAX_TARGETS = 32
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)

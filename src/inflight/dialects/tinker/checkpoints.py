@@ -28,7 +28,7 @@ class CheckpointFacts:
 
     base_model: str
     lora_rank: int
-    """The rank of the LoRA; 0: all weights."""
+    """The rank of the LoRA; 0 means all weights."""
     saved_at: float
     user_metadata: Mapping[str, Any] | None = None
     expires_at: float | None = None
@@ -136,7 +136,7 @@ class CheckpointStore:
                 self.delete(checkpoint)
 
     def set_ttl(self, checkpoint: StoredCheckpoint, ttl_seconds: int | None) -> None:
-        """Record when a checkpoint expires; None: never."""
+        """Record when a checkpoint expires; None means never."""
         expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
         facts = {**asdict(checkpoint.facts), "expires_at": expires_at}
         self.complete(checkpoint.path, CheckpointFacts(**facts))

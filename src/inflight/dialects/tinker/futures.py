@@ -1,4 +1,4 @@
-"""Futures: results of calls that a client retrieves later, once or again, because an answer may be lost."""
+"""Futures: results of calls that a client retrieves later, and possibly again, because an answer may be lost."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Futures:
         entry.removal = asyncio.get_running_loop().call_later(seconds, self._entries.pop, request_id, None)
 
     async def aclose(self) -> None:
-        """Cancel the calls that run, and forget all results; a retrieval that waits returns None."""
+        """Cancel the running calls, and discard all results; a waiting retrieval returns None."""
         await self._tasks.aclose(0.0)
         for entry in self._entries.values():
             entry.done.set()

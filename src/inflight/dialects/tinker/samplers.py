@@ -21,12 +21,12 @@ from inflight.errors import InvalidRequestError, UnreachableError
 from inflight.wire import Completion, VersionSpan
 
 _SNAPSHOT_S = 3600.0
-"""Seconds after its last use after which a snapshot is deleted."""
+"""How long after its last use a snapshot is deleted, in seconds."""
 _NUM_SNAPSHOTS = 16
 """Maximum number of snapshots; beyond it, the least recently used one is deleted: each is as large as the model, and
 the SDK does not report that a program has dropped one."""
 _NUM_TRIES = 3
-"""Number of attempts for a sample whose server ends."""
+"""Number of attempts for a sample whose server has ended."""
 _NUM_SEQUENCES = 65536
 """Number of sampled sequences whose version spans are kept."""
 
@@ -83,7 +83,7 @@ class SamplingSessions:
             await asyncio.to_thread(shutil.rmtree, snapshot / unused, ignore_errors=True)
 
     async def delete_snapshots(self, is_finished: Callable[[str], bool]) -> None:
-        """Delete snapshots of finished sessions, those that have long been unused, and the oldest of too many."""
+        """Delete the snapshots of finished sessions, long-unused snapshots, and the oldest of too many."""
         of_use = sorted(
             ((key, it) for key, it in self._samplers.items() if it.snapshot is not None), key=lambda it: it[1].used_at
         )
@@ -95,7 +95,7 @@ class SamplingSessions:
                 await asyncio.to_thread(shutil.rmtree, sampler.snapshot, ignore_errors=True)
 
     def forget(self, session_id: str) -> None:
-        """Forget the sampling sessions of a finished session, whose snapshots have been deleted."""
+        """Discard the sampling sessions of a finished session, whose snapshots have been deleted."""
         for sampler_id in self.ids_of(session_id):
             del self._samplers[sampler_id]
 
