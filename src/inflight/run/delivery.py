@@ -1,4 +1,4 @@
-"""Tracking the version of each server, and giving work to the servers that are up to date."""
+"""Tracks the version of each server, and gives work to the servers that are up to date."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Delivery(Protocol):
 
     @abstractmethod
     def record(self, published: PublishResult | None) -> None:
-        """Record the result of a publish, if there was one, and give work to the servers that it reached."""
+        """Record the result of a publish, if there was one, and give work to the servers that the publish reached."""
 
     @abstractmethod
     async def watch(self) -> None:
-        """Give work to servers that come back. Raises `EndpointError` if none is left and none comes back in time."""
+        """Give work to servers that return. Raises `EndpointError` if no server is left and none returns in time."""
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class PushDelivery(Delivery):
     problems: Sequence[str] = ()
     """The problems that the last publishes found with servers; empty once a server has a version."""
     known: set[str] = field(default_factory=set)
-    """The servers that took part from the start or have since held a version."""
+    """The servers that took part from the start or have held a version since."""
 
     async def start(self, published: PublishResult | None) -> None:
         self.known = set() if published is None else {*published.states}
@@ -95,7 +95,10 @@ class PushDelivery(Delivery):
         self.servers.served(published.endpoints)
 
     async def watch(self) -> None:
-        """Whenever no server is left, publish again until one answers. Otherwise each step's publish contacts them."""
+        """Whenever no server is left, publish again until one answers.
+
+        Otherwise, each step's publish contacts the lost servers.
+        """
         actor, timeout_s = self.servers.actor, self.servers.config.run.start_timeout_s
         while True:
             await actor.unserved.wait()
@@ -140,7 +143,7 @@ class PullDelivery(Delivery):
                 raise no_server_left(actor)
 
     async def _look(self) -> None:
-        """Ask every server which version it serves, and give work to those that answer."""
+        """Ask every server which version it serves, and give work to the servers that answer."""
         endpoints = list(self.servers.membership.taking_part)
         answers = await run_together(*(version_of(endpoint, _VERSION_S) for endpoint in endpoints))
         before = self.serving

@@ -48,7 +48,7 @@ class PlannedProcess:
     devices: tuple[int, ...]
     address: str
     memory: tuple[MemoryTerm, ...] = ()
-    """The memory that it needs on each of its GPUs; empty if it has none."""
+    """The memory that the process needs on each of its GPUs; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class PlannedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a run would do."""
+    """Everything that a run would do."""
 
     processes: tuple[PlannedProcess, ...]
     update: PlannedUpdate
@@ -130,7 +130,7 @@ def _indices(it: GpuPlacement) -> tuple[int, ...]:
 
 
 def _asking(prepared: Prepared) -> list[Coroutine[Any, Any, PlannedProcess]]:
-    """Return one call for each running server, of the run or of a teacher, which asks whether it can take part."""
+    """Return one call for each running server, of the run or of a teacher, that asks whether it can take part."""
     config = prepared.config
 
     async def server(endpoint: InferenceEndpoint) -> str:
@@ -215,7 +215,7 @@ def render_text(plan: DryRun) -> str:
 
 
 def _host_lines(memory: Memory) -> list[str]:
-    """Return what each process needs of this host's memory, and what all need together."""
+    """Return how much of this host's memory each process needs, and how much all of them need together."""
     lines = ["host memory, estimated and not measured:"]
     for name, terms in memory.items():
         size = gib(total(terms, None)) if terms else "unknown"

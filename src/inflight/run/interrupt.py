@@ -17,7 +17,7 @@ class Interrupted(Exception):  # noqa: N818 - a request, not an error
 
 
 class Interrupt:
-    """Turns the signals that ask to end into a state. ``note`` shows a line; ``kill`` ends the run's processes."""
+    """Turns signals that ask the run to end into a state. ``note`` shows a line; ``kill`` ends the run's processes."""
 
     def __init__(self, note: Callable[[str], None], kill: Callable[[], None]) -> None:
         self._note = note

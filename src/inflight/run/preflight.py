@@ -1,4 +1,4 @@
-"""Checking everything about a run that can be checked before a process starts, for ``train`` and ``--dry-run``."""
+"""Checks everything about a run that can be checked before a process starts, for ``train`` and ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Hosts:
     address: str
     port: int
     num_gpus: int | None
-    """None: the processes run on this machine, and the run itself chooses among its GPUs."""
+    """None if the processes run on this machine, where the run itself chooses among the GPUs."""
     can_outlive: bool
 
 
@@ -64,7 +64,7 @@ class ModelFiles:
     specs: tuple[TensorSpec, ...]
     """Names and shapes of the stored tensors."""
     context: int
-    """The largest number of tokens of a sequence."""
+    """The maximum number of tokens in a sequence."""
 
 
 def hosts_of(launcher: Launcher) -> Hosts:
@@ -93,7 +93,7 @@ def check_port(host: str, port: int, remedy: str) -> None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Return whether a host name refers to this machine; False if it is unknown."""
+    """Return whether a host name refers to this machine; False if the name is unknown."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -147,7 +147,7 @@ class Prepared:
 
     @property
     def longest_sequence(self) -> int:
-        """The largest number of tokens in a prompt and its completion together."""
+        """The maximum number of tokens in a prompt and its completion together."""
         return _longest_sequence(self.config, self.model)
 
 
@@ -290,7 +290,7 @@ def _check_launcher(config: RunConfig, hosts: Hosts) -> None:
 
 
 def _addresses(config: RunConfig, hosts: Hosts) -> list[tuple[str, int, str]]:
-    """Return host and port of each address at which the run listens, and a remedy if it is taken."""
+    """Return the host and port of each address at which the run listens, with a remedy in case it is taken."""
     found = []
     if (port := config.run.metrics_port) is not None:
         found.append(("127.0.0.1", port, "choose another run.metrics_port, or 0 for any"))

@@ -1,4 +1,4 @@
-"""Strategies by which new versions reach the servers, each with a half in the run and a half in the ranks.
+"""Strategies for delivering new versions to the servers, each with one half in the run and one in the ranks.
 
 The half in the run tracks which server serves which version. The half in the ranks publishes or stores versions.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Updates(Protocol):
-    """The strategy by which new versions reach the servers. Each half is loaded only where it is used."""
+    """A strategy for delivering new versions to the servers. Each half is loaded only where it is used."""
 
     knows_versions: bool
     """Whether the run knows the version with which a request begins, so that it can withdraw groups by version."""
@@ -32,7 +32,7 @@ class Updates(Protocol):
 
     @abstractmethod
     def publishing(self, worker: TrainerWorker, start: Start, deadline_s: float) -> Publishing:
-        """Return a rank's half. Raises whatever connecting to the servers raises."""
+        """Return a rank's half. Errors of connecting to the servers propagate."""
 
 
 @dataclass(frozen=True)

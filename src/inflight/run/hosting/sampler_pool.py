@@ -1,4 +1,4 @@
-"""Servers that serve the weights that requests ask for, each server one set of weights at a time."""
+"""Servers that serve the weights that requests ask for. Each server serves one set of weights at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Sampler:
     num_readers: int = 0
     is_switching: bool = False
     is_lost: bool = False
-    """Whether its process has ended."""
+    """Whether the server's process has ended."""
     used_at: float = 0.0
     publisher: WeightPublisher | None = None
 
@@ -41,9 +41,9 @@ class _Sampler:
 class SamplerPool:
     """The servers of one base model. Belongs to one event loop.
 
-    A request uses the server that has its weights. If none has, an idle server switches to them: it is sent a
-    checkpoint, or the weights of the model in training. With fewer servers than sets of weights, requests therefore
-    wait for one another.
+    A request uses the server that has its weights. If there is none, an idle server switches to these weights: it
+    receives a checkpoint, or the weights of the model in training. With fewer servers than sets of weights, requests
+    therefore wait for one another.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SamplerPool:
             self._changed.notify_all()
 
     async def publish(self, model_id: str, training: HostedTraining) -> int:
-        """Send the weights of a model in training to the servers that have it, or to one that switches to it.
+        """Send the weights of a model in training to the servers that serve it, or to one that switches to it.
 
         Generations that run there continue. Return the version.
         """
@@ -104,7 +104,7 @@ class SamplerPool:
             return self._version
 
     def forget(self, model_id: str) -> None:
-        """Forget a model whose training has ended: its servers no longer have anything to serve."""
+        """Remove a model whose training has ended; its servers no longer have anything to serve."""
         for sampler in self._samplers:
             if sampler.weights == TrainingWeights(model_id):
                 sampler.weights = None
@@ -165,7 +165,7 @@ class SamplerPool:
             ) from error
 
     def _find(self, weights: Weights) -> _Sampler | None:
-        """Return the least loaded server with these weights, or the idle one that was used longest ago, if any."""
+        """Return the least loaded server with these weights, or else the least recently used idle server, if any."""
         ready = [it for it in self._samplers if not it.is_switching and not it.is_lost]
         if having := [it for it in ready if it.weights == weights]:
             return min(having, key=lambda it: it.num_readers)

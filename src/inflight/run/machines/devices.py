@@ -22,9 +22,9 @@ class Device:
     index: int
     uuid: str
     memory_bytes: int
-    """0 if it is unknown."""
+    """0 if unknown."""
     word: str = ""
-    """Its name in CUDA_VISIBLE_DEVICES; if empty, that is its index."""
+    """Its name in CUDA_VISIBLE_DEVICES; if empty, the index is used."""
 
     @property
     def cuda_name(self) -> str:
@@ -70,7 +70,7 @@ def _device(line: str) -> Device:
 
 
 def visible_devices(devices: Sequence[Device], visible: str | None) -> tuple[Device, ...]:
-    """Return the devices that CUDA_VISIBLE_DEVICES (None: not set) leaves visible, renumbered from 0.
+    """Return the devices that CUDA_VISIBLE_DEVICES (None if not set) leaves visible, renumbered from 0.
 
     As in CUDA, an invalid index hides the devices after it. Raises `ConfigError` for a name that no device has.
     """

@@ -55,7 +55,9 @@ Memory = Mapping[str, tuple[MemoryTerm, ...]]
 
 
 def trainer_terms(config: RunConfig, base: MemoryTerm) -> tuple[MemoryTerm, ...]:
-    """Return the memory that the largest rank needs on its GPU or host, plus ``base``; empty if its kind is silent.
+    """Return the memory that the largest rank needs on its GPU or host, plus ``base``.
+
+    The result is empty if the worker kind does not report it.
 
     Raises `ConfigError`.
     """
@@ -191,7 +193,7 @@ def device_uses(devices: Sequence[Device], placement: Placement, memory: Memory)
 
 
 def check_fits(uses: Sequence[DeviceUse], memory: Memory) -> None:
-    """Raise `ConfigError` if a device has too little memory; the message states how much, and what would help."""
+    """Raise `ConfigError` if a device has too little memory; the message states how much it has, and what would help."""
     for use in uses:
         if use.memory_bytes and use.needed_bytes > use.memory_bytes:
             raise ConfigError(_shortage(use, memory))

@@ -1,6 +1,6 @@
 """Assigns GPUs to the trainer ranks and servers of a run.
 
-Trainer ranks get one GPU each. Then each server, in order, gets as many GPUs as its engine runs on. The configuration
+Trainer ranks get one GPU each. Then each server, in order, receives as many GPUs as its engine uses. The configuration
 may name GPUs instead.
 """
 
@@ -109,7 +109,10 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
 
 
 def place_extra(name: str, config: RunConfig, member: ServerGroupSection, num_gpus: int | None) -> GpuPlacement:
-    """Return the placement of a server that is started during the run; ``num_gpus`` is as in `Launcher`."""
+    """Return the placement of a server that is started during the run.
+
+    ``num_gpus`` has the same meaning as in `Launcher`.
+    """
     on_gpu = bool(num_gpus) and wants_gpu(config.servers.device)
     return GpuPlacement(name, "server", (), gpu_use(member).num_gpus if on_gpu else 0)
 
@@ -209,7 +212,7 @@ def _server_devices(member: ServerGroupSection, num_devices: int) -> list[tuple[
 
 
 def _assign_devices(wanted: Sequence[_Wanted], devices: Sequence[Device], *, shares: bool) -> list[GpuPlacement]:
-    """Return the devices of each process: those that the configuration names, or else free ones in order.
+    """Return the devices of each process: the devices that the configuration names, or else free ones in order.
 
     With ``shares``, a server takes devices that no other server has, even if a trainer has them.
     """

@@ -43,7 +43,7 @@ CPU_RANK_VARIABLES = _KEEP_MEMORY | WAIT_ASLEEP
 STOP_S = 10.0
 """How long a process may take to end after its standard input is closed."""
 _STOP_ENGINE_S = 30.0
-"""The same limit for a server that must first stop its engine's server."""
+"""The same limit, for a server that must first stop its engine's server."""
 NUM_LINES = 24
 """The number of lines of a traceback that an error quotes."""
 
@@ -142,7 +142,7 @@ class Rank(Process):
         return said.rendezvous
 
     def how_it_ended(self) -> str:
-        """Return what the rank was doing and how it ended, with the last lines of its output."""
+        """Return what the rank was doing and how it ended, with the last lines of the rank's output."""
         return self.during(Process.how_it_ended(self))
 
     def during(self, what: str) -> str:
@@ -196,7 +196,7 @@ async def start_joining_server(
 ) -> ServerProcess:
     """Start a server that joins the run at the URL ``at``, and wait until it is ready.
 
-    Raises `ConfigError` with the end of its log; it is not left running then.
+    Raises `ConfigError` with the end of its log; the server is not left running then.
     """
     spec = replace(_spec(config, member, directory, place.name), joining=JoinOptions(at))
     program = _program(config, spec, member, directory, token, place)

@@ -1,4 +1,4 @@
-"""Which settings have changed since a run was last started, and which of them it cannot be continued with."""
+"""Finds the settings that have changed since a run was last started, and the changes that prevent continuing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CONFIG = "config.json"
 _FIXED = ("task.name", "run.seed")
 """Settings that may not change, because the ledger numbers the items of one task under one seed."""
 _OF_PROMPTS = ("task.params", "task.prompt_template", "task.system_prompt", "model.path")
-"""Settings after whose change a partial completion cannot be continued, because prompts differ."""
+"""Settings whose change prevents continuing a partial completion, because prompts differ."""
 _MAX_VALUE = 60
 
 
@@ -46,7 +46,7 @@ def write_config(path: Path, config_json: str) -> None:
 
 
 def without_partials(state: Mapping[str, Any], changes: Mapping[str, tuple[Any, Any]]) -> Mapping[str, Any]:
-    """Return the state of a run without the completions that it cannot continue after these changes."""
+    """Return the state of a run without the completions that cannot be continued after these changes."""
     return {**state, "partials": {}} if "partials" in state and not changes.keys().isdisjoint(_OF_PROMPTS) else state
 
 

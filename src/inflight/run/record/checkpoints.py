@@ -17,7 +17,7 @@ from inflight.model.checksums import check_checkpoint
 
 _LATEST = "latest.json"
 _NAME = re.compile(r"(latest\.partial)|\.?version-(?P<version>\d{6,})(\.json|\.new|\.old)?")
-"""The files that a run writes there, except the pointer."""
+"""The files that a run writes for checkpoints, except the pointer."""
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 """The exceptions that reading a damaged state raises."""
@@ -47,7 +47,7 @@ def finish_checkpoint(directory: Path, version: int, state: Mapping[str, Any], k
 
 
 def latest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
-    """Return the directory of the weights and the run's state; None for both if there is no checkpoint.
+    """Return the directory of the weights and the run's state, or None for both if there is no checkpoint.
 
     Raises `ConfigError` if the checkpoint cannot be read.
     """
@@ -68,7 +68,7 @@ def latest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[No
 
 
 def intact_checkpoint(directory: Path, damaged: int | None = None) -> str:
-    """Return advice about a ``damaged`` checkpoint: the newest other one that is intact, and how to use it."""
+    """Return advice about a ``damaged`` checkpoint: the newest intact checkpoint, and how to use it."""
     for version in reversed(_finished_versions(directory)):
         if version == damaged:
             continue

@@ -23,7 +23,7 @@ _WAIT_S = 10.0
 
 
 class _Console(Console):
-    """Standard output, as long as it can be written: a closed pipe or a full disk does not end the run."""
+    """Standard output, as long as it is writable: a closed pipe or a full disk does not end the run."""
 
     def _check_buffer(self) -> None:
         try:

@@ -26,7 +26,7 @@ from inflight.types import Group
 from inflight.wire import DraftCounts
 
 _WINDOW = 10
-"""The largest number of steps over which the first and last rewards in the summary are averaged."""
+"""The maximum number of steps over which the first and last rewards in the summary are averaged."""
 _SHARE_OF_STEPS = 5
 """These windows are at most a fifth of the steps, so that they show what was learned."""
 
@@ -100,7 +100,7 @@ class Journal:
         self._started = unix_time() - self._counts.elapsed_s
         self._rewards_since: list[float] = []
         self._lengths_since: list[int] = []
-        """Lengths of the completions that finished since the last step; rewards likewise."""
+        """Lengths of the completions that finished since the last step; ``rewards`` has their rewards."""
         self._num_running = -1
         self._listeners = listeners
         self._begin_file()
@@ -124,7 +124,7 @@ class Journal:
             counts.num_completion_tokens += rollout.num_sampled_tokens
 
     def event(self, of: type[events.Event], span: tuple[float, float] | None = None, /, **facts: Any) -> None:
-        """Write an event; ``span`` is its start and end in wall-clock seconds (None: now)."""
+        """Write an event; ``span`` is its start and end in wall-clock seconds, and defaults to now."""
         start_s, end_s = map(self.since, span or (unix_time(),) * 2)
         # Readers ignore unknown facts, so they are rejected here.
         self._write(of.model_validate({"start_s": start_s, "end_s": end_s, **facts}, extra="forbid"))

@@ -138,7 +138,7 @@ def _events_between(directory: Path, low: float, high: float) -> list[dict[str, 
 
 
 def _part_span(event: dict[str, Any], part: str) -> tuple[float, float]:
-    """Return the start and length of a part of an update, which gathers first, then transfers, and pauses last."""
+    """Return the start and length of a part of an update: gathering first, then the transfer, and the pause last."""
     ends = {"gather_s": event["start_s"] + event["gather_s"], "pause_s": event["end_s"]}
     end = ends.get(part, event["end_s"] - event.get("pause_s", 0.0))
     return end - event[part], event[part]
