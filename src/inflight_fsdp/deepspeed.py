@@ -180,7 +180,7 @@ class _Boundary(torch.optim.Optimizer):
             self._outcome = error
 
     def take_result(self) -> StepResult | Exception | None:
-        """Return the outcome of the update, None if DeepSpeed did not call `step`, and forget it."""
+        """Return the outcome of the update, or None if DeepSpeed did not call `step`, and forget it."""
         outcome, self._outcome, self.update = self._outcome, None, None
         return outcome
 

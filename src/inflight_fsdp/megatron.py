@@ -133,7 +133,7 @@ class _Groups:
         self._ends = _group_of(ends_TDE.flatten(1)) if layout.stages > 1 else None
 
     def summing(self, name: str, is_tied: bool) -> dist.ProcessGroup | None:
-        """Return the ranks over which a parameter's gradients are summed, None if there is only this one."""
+        """Return the ranks over which a parameter's gradients are summed, or None if there is only this one."""
         if name == EMBEDDING and is_tied and self._ends is not None:
             return self._ends  # the first and the last stage each have it
         if name.endswith(QK_NORMS):

@@ -223,7 +223,7 @@ def _num_ranks(given: int | None) -> int:
 
 
 def _torchrun_ranks() -> int | None:
-    """Return the number of ranks that torchrun started, None if it did not start this process."""
+    """Return the number of ranks that torchrun started, or None if it did not start this process."""
     text = os.environ.get("WORLD_SIZE")
     if text is None or "RANK" not in os.environ:
         return None

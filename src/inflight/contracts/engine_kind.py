@@ -127,7 +127,7 @@ class EngineKind(Protocol):
         return "on_gpu" if self.release_arguments else "never"
 
     def drafts_problem(self, provider: DraftProvider) -> str | None:
-        """Return why no server of this kind drafts from ``provider``, None if one can."""
+        """Return why no server of this kind drafts from ``provider``, or None if one can."""
         return f"the adapter of {self.name} does not support drafts; omit drafts"
 
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:

@@ -218,7 +218,7 @@ async def _prefix_gap(pair: Pair, report: Callable[[str], None]) -> PrefixGap:
 
 
 async def _wrong_spans(pair: Pair, token_s: float, report: Callable[[str], None]) -> str | None:
-    """Return the problem with the versions that tokens report while weights change (X12), None if there is none.
+    """Return the problem with the versions that tokens report while weights change (X12), or None if there is none.
 
     One token of a request that runs alone takes ``token_s`` seconds.
     """

@@ -122,7 +122,7 @@ class SegmentPlan:
     index: SlotIndex | None
     """None if all segments have the same length: the padded batch is then a view of the packed row."""
     exchange: HeadExchange | None = None
-    """The exchange among ranks that each compute an equal part of the row; None: this rank computes all of it."""
+    """The exchange among ranks that each compute an equal part of the row; None if this rank computes all of it."""
 
     @property
     def num_rows(self) -> int:

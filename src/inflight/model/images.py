@@ -146,7 +146,7 @@ class ImageProcessor:
 
 
 def load_image_processor(path: Path) -> ImageProcessor | None:
-    """Return the processor of a model directory, None if its ``config.json`` names no vision tower.
+    """Return the processor of a model directory, or None if its ``config.json`` names no vision tower.
 
     Raises `ConfigError` if the processor cannot be loaded.
     """

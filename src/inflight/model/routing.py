@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from inflight.types import FREE_EXPERT
 
 Experts = npt.NDArray[Any]
-"""uint8 or uint16 [T, L, K]; the largest number stands for no expert."""
+"""uint8 or uint16 [T, L, K]; the maximum of the dtype means no expert."""
 REPLAYED = "routed_experts_TLK"
 """Keyword of a base model's forward, once `replay_routing` has prepared it: int64 [T, L, K], `FREE_EXPERT` where a
 token is routed freely."""
@@ -68,7 +68,7 @@ def routers_of(causal_lm: Any) -> Routers | None:
 
 
 def _router_in(layer: nn.Module) -> nn.Module | str | None:
-    """Return the router of a layer, None if it has no experts, and ``"unknown"`` if no module looks like a router."""
+    """Return the router of a layer, None if it has no experts, or ``"unknown"`` if no module looks like a router."""
     routers = [it for it in layer.modules() if hasattr(it, "top_k") and hasattr(it, "num_experts") and _has_weight(it)]
     if len(routers) == 1:
         return routers[0]
@@ -128,7 +128,7 @@ class RoutingRecorder:
         self._routers = routers
         self._chosen: dict[int, torch.Tensor] = {}
         self.dtype: type[np.uint8] | type[np.uint16] = np.uint8 if routers.num_experts <= 255 else np.uint16
-        """The dtype of the numbers; its largest number stands for no expert."""
+        """The dtype of the numbers; its maximum means no expert."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class RoutingRecorder:
         self._chosen[layer] = output[-1]
 
     def take(self) -> Experts:
-        """Return [T, L, K] of the forward that was recorded; layers without experts have the largest number."""
+        """Return [T, L, K] of the recorded forward pass; layers without experts have the dtype's maximum."""
         stacked_LTK = torch.stack(list(self._chosen.values())).cpu().numpy()
         num_tokens = stacked_LTK.shape[1]
         experts_TLK = np.full((num_tokens, *self._routers.shape), np.iinfo(self.dtype).max, self.dtype)
@@ -163,7 +163,7 @@ class RoutingRecorder:
 
 
 def replay_routing(causal_lm: Any, routers: Routers) -> None:
-    """Make a model's forward accept `REPLAYED`: experts that replace those that its routers would choose.
+    """Make a model's forward pass accept `REPLAYED`: experts that replace those that its routers would choose.
 
     The argument is passed to each layer, so that a layer that is recomputed in the backward pass receives the same
     experts.

@@ -12,7 +12,7 @@ from inflight.replay.sampling import Resampled, SamplingReplay, Scored
 from inflight.replay.training import Replayed
 
 _NUM_SHOWN = 8
-"""Largest number of diverging completions for which the report has a row."""
+"""Maximum number of diverging completions for which the report has a row."""
 
 
 def as_json(replayed: Replayed) -> dict[str, Any]:

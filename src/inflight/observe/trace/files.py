@@ -27,7 +27,7 @@ NUM_PARTS = 8
 """``events.jsonl`` is renamed at ``PART_BYTES``; ``NUM_PARTS`` event files are kept, including ``events.jsonl``."""
 _CHUNK_BYTES = 1 << 17
 _MAX_LINE_BYTES = 64 << 20
-"""Size limits of an event, and of a compressed part, which is twice the largest size of a part."""
+"""Size limits of an event, and of a compressed part, which is twice the maximum size of a part."""
 _PART = re.compile(r"events\.(\d{1,9})\.jsonl(?:\.zst)?", re.ASCII)
 _COMPRESS_S = 10.0
 """How long, in seconds, compressing the last file may take once the run has ended."""

@@ -13,7 +13,7 @@ import numpy as np
 from inflight.observe.watch.series import Array, rounded
 
 MAX_SPANS = 100_000
-"""Largest number of spans that a lane keeps; beyond it, the oldest half is dropped."""
+"""Maximum number of spans that a lane keeps; beyond it, the oldest half is dropped."""
 
 
 class Lane:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_ITEMS = 5000
-"""Largest number of items that are kept; beyond it, the oldest is dropped."""
+"""Maximum number of items that are kept; beyond it, the oldest item is dropped."""
 
 Part = tuple[int, Sequence[Sequence[int]], str]
 """Number of sampled tokens so far, their spans (start, end, version), and the finish reason."""
