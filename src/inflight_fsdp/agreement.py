@@ -15,7 +15,9 @@ _MESSAGE_BYTES = 2048
 
 
 def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
-    """Return the failure of the lowest rank that has one, the same on every rank; collective over a group of all ranks.
+    """Return the failure of the lowest rank that has one, the same on every rank.
+
+    Collective over a group of all ranks.
 
     A message from another rank names that rank. The group must be able to communicate from ``device``; None is the
     default group.

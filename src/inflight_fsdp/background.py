@@ -1,4 +1,4 @@
-"""Checkpoints written while training continues: shards are copied to host memory, and one thread saves them.
+"""Writes checkpoints while training continues: shards are copied to host memory, and one thread saves them.
 
 The thread uses a separate process group, so that its collectives cannot interfere with those of training.
 """
@@ -37,7 +37,7 @@ def copy_to_host(state: TrainerState) -> TrainerState:
 
 
 class BackgroundSave:
-    """One save, which a daemon thread of this rank carries out together with the other ranks."""
+    """One save, performed by a daemon thread of this rank together with the other ranks."""
 
     def __init__(self, path: Path, save: Callable[[], None]) -> None:
         self.path = path

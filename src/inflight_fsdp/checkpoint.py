@@ -27,7 +27,7 @@ from inflight_fsdp.sharding import gather_on_first, local_part, runs_of
 _EDITION = 1
 _WEIGHTS = "model.safetensors"
 _OPTIMIZER = "trainer/optimizer.safetensors"
-"""In its own directory, since inference servers read every safetensors file next to config.json as weights."""
+"""In a separate directory, because inference servers read every safetensors file next to config.json as weights."""
 _LORA, _LORA_CONFIG = "adapter/adapter_model.safetensors", "adapter/adapter_config.json"
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
@@ -50,9 +50,9 @@ class TrainerState:
     model_path: Path
     """The directory that tokenizer files are copied from."""
     device: torch.device
-    """The device that ranks communicate from; the shards may be on another one."""
+    """The device that ranks communicate from; the shards may be on a different device."""
     lora: Sequence[ShardedTensor] = ()
-    """The LoRA, if one is trained. The weights are then only written, not read."""
+    """The LoRA, if one is trained. In that case, the weights are only written, not read."""
     lora_config: str = ""
     """The text of its adapter_config.json, as PEFT reads it."""
 
@@ -104,7 +104,7 @@ def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | 
 
 
 def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
-    """Fill the shards of a state from a checkpoint; return its version and its number of optimizer steps; collective.
+    """Fill the shards of a state from a checkpoint; return its version and number of optimizer steps; collective.
 
     Raises `CheckpointError` on every rank, with nothing loaded, if a file or a tensor is missing or does not fit.
     """
@@ -242,9 +242,9 @@ def _own_pieces(
 
 
 def _header(tensors: Sequence[ShardedTensor]) -> tuple[bytes, dict[str | None, int]]:
-    """Return the start of a safetensors file whose tensors follow in this order, and where each begins after it.
+    """Return the header of a safetensors file whose tensors follow in this order, and the offset of each after it.
 
-    The end of the last one has the name None.
+    The end of the last tensor has the name None.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str | None, int] = {}

@@ -1,4 +1,4 @@
-"""Compiling the parts of layers with torch's compiler.
+"""Compiles the parts of layers with torch's compiler.
 
 Attention over packed segments stays out of the graphs: its shapes differ from batch to batch, and each shape would need
 a new graph. The parts of a layer are therefore compiled one by one, rather than the whole layer: torch silently runs a
@@ -15,7 +15,7 @@ from torch import nn
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Compile the parts of each layer when they are first called; names of parameters stay unchanged.
 
-    One graph serves any number of tokens, and another a single token. Call `check_compiler` first.
+    One graph serves any number of tokens, and a second graph serves a single token. Call `check_compiler` first.
     """
     for layer in layers:
         for part in layer.children():

@@ -73,7 +73,7 @@ class DeepSpeedConfig(WorkerConfig):
 
 
 def create_worker(config: DeepSpeedConfig | Mapping[str, object]) -> DeepSpeedWorker:
-    """Return this process's rank of a worker, as `inflight_fsdp.create_worker` does."""
+    """Return this process's rank of a worker, like `inflight_fsdp.create_worker`."""
     return make_worker(DeepSpeedWorker, parse_config(config, DeepSpeedConfig))
 
 
@@ -145,7 +145,7 @@ class DeepSpeedWorker(ShardedWorker):
 
     @torch.no_grad()
     def _compute_with_masters(self) -> None:
-        """Copy the float32 weights to the ones that layers compute with, as at the end of a step; collective."""
+        """Copy the float32 weights to the weights that layers compute with, as at the end of a step; collective."""
         zero = self._engine.optimizer
         if not hasattr(zero, "fp32_partitioned_groups_flat"):
             zero.update_lp_params()
@@ -158,7 +158,7 @@ class DeepSpeedWorker(ShardedWorker):
 
 
 class _Boundary(torch.optim.Optimizer):
-    """The optimizer that DeepSpeed sees: its step is called once each rank has its reduced float32 gradients.
+    """The optimizer that DeepSpeed calls: `step` runs once each rank has its reduced float32 gradients.
 
     DeepSpeed must finish its own step, so errors are kept for later.
     """
@@ -180,7 +180,7 @@ class _Boundary(torch.optim.Optimizer):
             self._outcome = error
 
     def take_result(self) -> StepResult | Exception | None:
-        """Return the outcome of the update, or None if DeepSpeed did not call `step`, and forget it."""
+        """Return the outcome of the update, or None if DeepSpeed did not call `step`, and clear it."""
         outcome, self._outcome, self.update = self._outcome, None, None
         return outcome
 
@@ -203,7 +203,7 @@ class _ZeroPart:
         return self.flat.grad[self.within]
 
     def clear_gradient(self) -> None:
-        """Do nothing, because DeepSpeed clears it."""
+        """Do nothing, because DeepSpeed clears the gradient."""
 
 
 def _range_of(parameter: Any, zero: Any) -> tuple[slice, _ZeroPart] | None:

@@ -10,8 +10,10 @@ from inflight.errors import ConfigError
 
 
 def device_of(kind: str | None) -> torch.device:
-    """Return this rank's device of the given kind, by default a GPU if there is one. Raises `ConfigError` if there is
-    none."""
+    """Return this rank's device of the given kind, by default a GPU if there is one.
+
+    Raises `ConfigError` if there is no such device.
+    """
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
@@ -24,7 +26,7 @@ def device_of(kind: str | None) -> torch.device:
 
 
 def device_index(local_rank: int, num_devices: int) -> int:
-    """Return which of the GPUs that its process sees a rank uses. Raises `ConfigError` if ranks would share one."""
+    """Return which of the GPUs visible to its process a rank uses. Raises `ConfigError` if ranks would share a GPU."""
     if local_rank >= num_devices:
         raise ConfigError(
             f"LOCAL_RANK is {local_rank}, but torch sees {num_devices} GPUs, so two ranks would share one, which "

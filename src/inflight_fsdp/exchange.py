@@ -66,7 +66,7 @@ class RankExchange:
         self._lost: str | None = None
 
     def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
-        """Do what `inflight.contracts.ShardedWeightSource.exchange` states."""
+        """Exchange messages as `inflight.contracts.ShardedWeightSource.exchange` requires."""
         if self._lost is not None:
             raise TransferError(
                 f"an earlier exchange of the trainer's ranks failed: {self._lost}. Restart the trainer's ranks"
@@ -84,10 +84,10 @@ class RankExchange:
         return messages
 
     def _form(self, deadline: float) -> None:
-        """Form the group once all ranks have arrived: torch does not name the rank that it is waiting for.
+        """Form the group once all ranks have arrived, because torch does not name the rank that it is waiting for.
 
-        The group is not made by ``torch.distributed.new_group``, which numbers its calls: after a call that only some
-        ranks made, the next group of all ranks would never form.
+        The group is not created by ``torch.distributed.new_group``, which numbers its calls: after a call that only
+        some ranks made, the next group of all ranks would never form.
         """
         store, rank, num_ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore(self._name, store)

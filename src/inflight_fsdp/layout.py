@@ -18,10 +18,10 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors as which one parameter is stored."""
+    """The tensors that store one parameter."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Full shape by the name in checkpoints, in the order in which they are written."""
+    """The full shape of each tensor by its name in checkpoints, in the order in which the tensors are written."""
     split: Callable[[torch.Tensor], Stored] | None = None
     """Cuts the whole parameter into stored tensors, which may share its memory; None if it is stored unchanged."""
     join: Callable[[Stored], torch.Tensor] | None = None

@@ -43,7 +43,7 @@ def add_lora(causal_lm: Any, layers: Iterable[nn.Module], settings: LoraSettings
     """Add an uninitialised LoRA to the target layers, and freeze all other parameters.
 
     ``layers`` are the decoder layers, of which only linear layers can be targets. Raises `ConfigError` for targets that
-    match no layer, and `UnsupportedError` for models that take images.
+    match no layer, and `UnsupportedError` for models that accept images.
     """
     if takes_images(causal_lm.config):
         raise UnsupportedError(

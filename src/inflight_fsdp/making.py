@@ -1,4 +1,4 @@
-"""Making a worker of transformers' models from its settings."""
+"""Creates a worker of transformers' models from its settings."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from inflight_fsdp.sharding import read_shards, shardings_of
 
 
 def create_worker(config: MegatronConfig | Mapping[str, object]) -> MegatronWorker:
-    """Return this process's rank of a worker, as `inflight_fsdp.create_worker` does."""
+    """Return this process's rank of a worker, like `inflight_fsdp.create_worker`."""
     return make_worker(MegatronWorker, parse_config(config, MegatronConfig))
 
 
@@ -148,9 +148,9 @@ def _group_of(ranks: torch.Tensor) -> dist.ProcessGroup:
 
 
 class _Part:
-    """This rank's box of a parameter, with a copy in the stored dtype if layers compute in another dtype.
+    """This rank's box of a parameter, with a copy in the stored dtype if layers compute in a different dtype.
 
-    Gradients of each backward are added up in the stored dtype.
+    The gradients of all backward passes are added up in the stored dtype.
     """
 
     is_trained = True
@@ -170,7 +170,7 @@ class _Part:
         self._sum = None
 
     def compute_with_master(self) -> None:
-        """Let layers compute with the stored weights."""
+        """Copy the stored weights to the weights that layers compute with."""
         if self.local is not self._computed:
             self._computed.copy_(self.local)
 

@@ -52,8 +52,8 @@ class MegatronPolicy(nn.Module):
     def forward(self, row: Row, hidden_1RH: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logprobs [N] of the targets.
 
-        A stage of a pipeline that is not the first starts from the ``hidden_1RH`` of the one before; one that is not
-        the last returns its own.
+        A stage of a pipeline other than the first starts from the ``hidden_1RH`` of the previous stage; a stage other
+        than the last returns its own.
         """
         gpt = self.gpt
         # Tokens of a shared prefix are in the row once, so positions do not follow from the lengths of the segments.

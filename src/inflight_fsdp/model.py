@@ -50,8 +50,8 @@ class PolicyModel(nn.Module):
     def forward(self, row: Row) -> torch.Tensor:
         """Return the logprobs [N] of the targets.
 
-        A model that takes images always runs its vision tower, on a blank image if necessary, because every rank takes
-        part in the sum of the tower's gradients.
+        A model that accepts images always runs its vision tower, on a blank image if necessary, because every rank
+        takes part in the sum of the tower's gradients.
         """
         output = self.causal_lm.base_model(
             **self._inputs(row),

@@ -158,7 +158,7 @@ def global_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> floa
     """Return the 2-norm over all shards of all ranks, the same on every rank; squares are summed in float64.
 
     Each shard must be passed by only one rank. ``device`` is a device that the default group can communicate from;
-    gradients may be on another one.
+    gradients may be on a different device.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
