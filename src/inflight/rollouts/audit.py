@@ -19,9 +19,9 @@ class BiasComparison:
     """How one quantity of trained completions compares with that of omitted ones."""
 
     distance: float
-    """Kolmogorov-Smirnov statistic: the largest difference of the two distribution functions."""
+    """Kolmogorov-Smirnov statistic: the maximum difference between the two distribution functions."""
     p: float
-    """Probability of such a distance, or a larger one, if both have the same distribution."""
+    """Probability of a statistic at least this large if both have the same distribution."""
     median_trained: float
     median_left_out: float
 

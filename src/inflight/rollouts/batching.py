@@ -75,7 +75,7 @@ class WaitingGroups:
     def ready(self, oldest: int = 0, groups_per_step: float = 1.0) -> bool:
         """Return whether the composer can make a step of the waiting groups that the staleness policy allows.
 
-        ``oldest`` and ``groups_per_step`` are as in `StalenessPolicy.trainable`.
+        ``oldest`` and ``groups_per_step`` have the same meaning as for `StalenessPolicy.trainable`.
         """
         return len(self._compose(oldest, groups_per_step)) > 0
 

@@ -55,7 +55,7 @@ class Curriculum(Task):
         return self.item_at(self.begin_item(index), index)
 
     def begin_item(self, index: int) -> int:
-        """Return the level of an item that is about to be made, which it keeps."""
+        """Fix and return the level of an item that is about to be made."""
         if index < FIRST_EVALUATION_ITEM:
             self._next_item = max(self._next_item, index + 1)
         return self.level_of(index)

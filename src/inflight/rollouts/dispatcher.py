@@ -76,7 +76,7 @@ class Dispatcher:
     ) -> None:
         """``is_one_request``: whether completions of an item that are issued together are sent in one request.
 
-        ``knows_versions``: whether requests begin with the version that was published last; if not, groups that appear
+        ``knows_versions``: whether requests begin with the version that was published last; if not, groups that seem
         too old are not stopped. ``is_enough`` returns whether a group can be scored. ``request_prefix`` begins the ids
         of requests, which must differ from those of other runs on the same endpoint.
         """
@@ -202,7 +202,7 @@ class Dispatcher:
         self._compose_if_ready(now)
 
     def _close(self, item: int, now: float) -> None:
-        """Forget an item, and stop its running requests."""
+        """Remove an item, and stop its running requests."""
         if (group := self.open.pop(item, None)) is not None:
             self.endpoints.withdraw([*group.requests.values()], keeps_partials=False)
             if not group.is_withdrawn:

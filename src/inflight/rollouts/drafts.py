@@ -31,7 +31,7 @@ _MAX_BYTES = 1 << 30
 _TOKEN_BYTES = 400
 """Bytes of memory per indexed token (measured: 300 if no suffix occurs twice)."""
 _MAX_FINISHED = 64
-"""Maximum number of finished siblings of one prompt; beyond this, the older half is forgotten."""
+"""Maximum number of finished siblings of one prompt; beyond this, the older half is dropped."""
 _MAX_PLACES = 256
 """Maximum number of places kept for one suffix: texts that repeat a few tokens have very many."""
 _LEAST_WEIGHT = 1e-3
@@ -140,7 +140,7 @@ class DraftSource:
     """The texts from which the completions of one engine are drafted, by prompt. Belongs to one thread.
 
     ``reward_weight`` is lambda in 1 + lambda * reward, the weight of a recorded completion. Beyond ``max_prompts`` or
-    ``max_bytes``, the prompts that were used longest ago are forgotten.
+    ``max_bytes``, the least recently used prompts are dropped.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class ScoredGroup:
     failures: Sequence[tuple[str, str]] = ()
     """The failed episodes: a kind to count by, and a description."""
     num_rewritten: int = 0
-    """Number of conversations that continued from another rendering of their history."""
+    """Number of conversations that continued from a different rendering of their history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class ComposedPhase:
 
 @dataclass(frozen=True, slots=True)
 class IdleEndpoint:
-    """A retired endpoint has no requests left, and is forgotten."""
+    """A retired endpoint has no requests left, and is removed."""
 
     endpoint: str
 

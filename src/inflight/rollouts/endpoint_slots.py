@@ -97,9 +97,9 @@ class EndpointPool:
         self._note(slots, now)
 
     def retire(self, name: str, now: float, *, hands_on: bool = False) -> None:
-        """Send an endpoint no more work, and forget it once its requests have ended.
+        """Send an endpoint no more work, and remove it once its requests have ended.
 
-        With ``hands_on`` its requests are stopped, and their completions continue elsewhere.
+        With ``hands_on``, its requests are stopped, and their completions continue elsewhere.
         """
         if (slots := self.slots.get(name)) is None:
             return
@@ -142,7 +142,7 @@ class EndpointPool:
         self.stop(requests, keeps_partials=keeps_partials)
 
     def forget_if_idle(self, slots: EndpointSlots, now: float) -> None:
-        """Forget a retired endpoint that has no request left."""
+        """Remove a retired endpoint that has no request left."""
         if slots.is_retired and not slots.requests and self.slots.pop(slots.name, None) is not None:
             self.account.forget(now, slots.name)
             self.lost.pop(slots.name, None)

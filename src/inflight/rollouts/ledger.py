@@ -34,7 +34,9 @@ class Ledger:
         self._unsettled: dict[int, _State] = {}
         self._waiting: list[int] = []
         self.num_trained = 0
-        """Number of items trained on, including earlier processes of the run; ``num_dropped`` likewise, by reason."""
+        """Number of items trained on, including earlier processes of the run; ``num_dropped`` counts dropped items, by
+        reason.
+        """
         self.num_dropped: Counter[str] = Counter()
         self.num_requeued = 0
         """Number of calls of `requeue`, including earlier processes; items that a restart puts back are not counted."""

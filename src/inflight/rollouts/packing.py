@@ -15,7 +15,7 @@ Packed = list[list[list[int]]]
 
 
 _LEAST_SHARED = 0.05
-"""Least share of repeated tokens for which samples are packed by prefix; below it, fuller micro-batches gain more."""
+"""Minimum share of repeated tokens for which samples are packed by prefix; below it, fuller micro-batches gain more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,9 +68,9 @@ def shuffle_batch(weights: Sequence[float], size: int, *, num_rounds: int = 8, s
 def within_budget(lengths: Sequence[int], budget: int) -> list[int]:
     """Return how many tokens of each completion, in order, to train on, so that together they are ``budget``.
 
-    The completion that crosses the budget is cut there, and later ones get none; the sum is smaller only if there are
-    not enough tokens (C3PO, Ring-lite, arXiv 2506.14731: `inflight.losses.Budget` then has the same denominator in
-    every step). Compute advantages first, from whole completions. Raises `InvalidRequestError` if the
+    The completion that crosses the budget is cut there, and later completions get no tokens; the sum is smaller only if
+    there are not enough tokens (C3PO, Ring-lite, arXiv 2506.14731: `inflight.losses.Budget` then has the same
+    denominator in every step). Compute advantages first, from whole completions. Raises `InvalidRequestError` if the
     budget is not positive.
     """
     if budget < 1:

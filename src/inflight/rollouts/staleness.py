@@ -43,8 +43,9 @@ class EtaGate(StalenessPolicy):
     """Masks each completion whose first token has a lag above ``max_lag``, AReaL's eta (arXiv 2505.24298).
 
     AReaL admits a rollout while (eta + version + 1) B - (accepted + running) is positive, with B rollouts per step.
-    Since version * B accepted rollouts have been trained on, this bounds those that have not. This policy uses the
-    bound in that form: it is computed from the ledger, which survives a restart, so a restart cannot admit a burst.
+    Since version * B accepted rollouts have been trained on, this bounds the rollouts that have not been. This policy
+    uses the bound in that form: it is computed from the ledger, which survives a restart, so a restart cannot admit a
+    burst.
     """
 
     max_lag: int

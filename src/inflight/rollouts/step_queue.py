@@ -66,7 +66,7 @@ class StepQueue:
     def may_offer(self, num_open: int, num_outstanding: int, oldest: int, surplus: float) -> bool:
         """Return whether another group may be offered.
 
-        ``oldest`` is as in `StalenessPolicy.trainable`, and ``surplus`` is the scheduler's.
+        ``oldest`` has the same meaning as for `StalenessPolicy.trainable`, and ``surplus`` is the scheduler's.
         """
         steps = self.rules.steps_per_phase
         if steps:
@@ -84,7 +84,7 @@ class StepQueue:
         )
 
     def want(self, version: int, oldest: int, now: float) -> None:
-        """Collect groups for the step or the phase that starts from ``version``; ``oldest`` as for `may_offer`."""
+        """Collect groups for the step or the phase that starts from ``version``; ``oldest`` is as for `may_offer`."""
         self.is_wanted = True
         self.has_waited = not self._is_step_ready(oldest)
         self.outbox.notify(StepWanted(now, version, self.admission.num_groups(self.rules.steps_per_phase or 1)))

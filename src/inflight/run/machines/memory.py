@@ -193,7 +193,7 @@ def device_uses(devices: Sequence[Device], placement: Placement, memory: Memory)
 
 
 def check_fits(uses: Sequence[DeviceUse], memory: Memory) -> None:
-    """Raise `ConfigError` if a device has too little memory; the message states how much it has, and what would help."""
+    """Raise a `ConfigError` that states how much and what would help, if a device has too little memory."""
     for use in uses:
         if use.memory_bytes and use.needed_bytes > use.memory_bytes:
             raise ConfigError(_shortage(use, memory))

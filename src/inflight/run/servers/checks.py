@@ -13,7 +13,7 @@ from inflight.run.fleet_config import ServersSection
 from inflight.wire import Capabilities, Needs
 
 _MAX_FILE_BYTES = 1 << 20
-"""The largest number of bytes that are read of a list of servers."""
+"""Maximum number of bytes that are read from a list of servers."""
 
 
 def check_servers(servers: ServersSection) -> None:

@@ -53,7 +53,10 @@ class ListedServers:
             await self._desk.close()
 
     async def wait_for_the_first(self) -> None:
-        """Let the listed servers take part; wait for one of them if there are no others. Raises `ConfigError`."""
+        """Let the listed servers take part; if there are no other servers, wait for one of them.
+
+        Raises `ConfigError`.
+        """
         timeout_s = self._config.run.start_timeout_s
         deadline = time.monotonic() + timeout_s
         await self._look()
@@ -118,7 +121,7 @@ class ListedServers:
         return [name for name in came if name is not None]
 
     async def _ask(self, line: _Line) -> str | None:
-        """Let the server of a line take part and return its name; None if it does not answer or cannot."""
+        """Let the server of a line take part, and return its name; None if it does not answer or cannot take part."""
         endpoint = self._membership.connect(line.url)
         try:
             async with asyncio.timeout(_ASK_S):

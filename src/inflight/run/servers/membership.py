@@ -20,7 +20,7 @@ from inflight.wire import Capabilities
 
 @dataclass(eq=False, kw_only=True)
 class FleetMembership:
-    """The endpoints to which versions are published. ``actor`` is notified of each one that joins or leaves."""
+    """The endpoints to which versions are published. ``actor`` is notified of each endpoint that joins or leaves."""
 
     config: RunConfig
     token: str
@@ -69,7 +69,7 @@ class FleetMembership:
         self.actor.add(endpoint, num_slots, capabilities)
 
     def retire(self, name: str, *, hands_on: bool = False) -> None:
-        """Give an endpoint no more work; it leaves once its groups have ended, or have been handed on."""
+        """Give an endpoint no more work; it leaves once its groups have ended or continue elsewhere."""
         self.actor.retire(name, lambda: self._remove_retired(name), hands_on=hands_on)
 
     def _remove_retired(self, name: str) -> None:
