@@ -159,8 +159,8 @@ class ReferenceCheckpoint:
 
         The keys and values come from several sets of weights.
 
-        ``parts`` lists, in order, bounds and the weights that computed the keys and values of the positions below each
-        bound.
+        ``parts`` lists pairs of weights and a bound, in order: the weights compute the keys and values of the positions
+        up to the bound.
         """
         cache, logits, done = None, [], 0
         for weights, stop in parts:

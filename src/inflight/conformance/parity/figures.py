@@ -46,7 +46,10 @@ class Limits:
 
     @classmethod
     def of(cls, dtype: str, *baselines: Figures) -> Limits:
-        """Return the limits of a dtype, raised if even the smallest of the given baselines requires it."""
+        """Return the limits of a dtype.
+
+        If the smallest of the baselines is within them, they are raised to at least ten times that baseline.
+        """
         limits = cls(0.02, 1e-3) if dtype in ("bfloat16", "float16") else cls(2e-4, 1e-6)
         if not baselines or limits.exceeded_by(least := min(baselines, key=lambda it: it.mean)):
             return limits

@@ -182,7 +182,7 @@ def segments_with_images(subject: WorkerSubject) -> None:
 
 
 def _batch_with_images(model: Path) -> MicroBatch:
-    """Return segments with no image, one, two, and the tokens of the second segment with a different image."""
+    """Return segments with one image, none, two, and the tokens of the first segment with a different image."""
     from PIL import Image  # needed for this check only
 
     images = load_image_processor(model)

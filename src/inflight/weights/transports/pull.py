@@ -28,8 +28,8 @@ _OPENING_BYTES = 1 << 16
 class PullSender(WeightSender):
     """Trainer rank 0's end. Endpoints connect to ``address``.
 
-    Files are written to ``directory`` and stay there; without it, they are in a temporary directory that is removed
-    when the process ends.
+    Files are written to ``directory`` and stay there; without it, they are in a temporary directory, which `abort`
+    removes.
     """
 
     def __init__(self, directory: Path | None, address: str = "127.0.0.1") -> None:
