@@ -17,7 +17,7 @@ LONG_BODY_BYTES = 64 * 1024
 """Longer bodies are parsed in a thread; for shorter ones the thread would cost more than the parsing itself.
 
 A parser holds the interpreter lock, some 15 ms for each MB, so a thread lets others run only between two bodies. The
-bound of a body limits how long it stops the event loop.
+size limit of bodies therefore limits how long a body stops the event loop.
 """
 
 

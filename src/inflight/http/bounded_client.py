@@ -28,10 +28,10 @@ _IDENTITY = {"accept-encoding": "identity"}
 class BoundedClient:
     """Calls the server at ``url``, whose errors carry that name.
 
-    ``client`` sends the requests and stays open; None makes one, which ignores the proxies of the environment, and
-    which `aclose` closes. It belongs to the event loop in which it is first used. ``keeps_alive`` False opens a
-    connection for each call. That is for servers that silently close a connection after an error: the next call on that
-    connection would fail, and could be repeated only if it is idempotent.
+    ``client`` sends the requests and stays open. If it is None, this object creates a client, which ignores the proxies
+    of the environment, and `aclose` closes it. The object belongs to the event loop in which it is first used. If
+    ``keeps_alive`` is False, each call opens a connection. This is for servers that silently close a connection after
+    an error: the next call on that connection would fail, and could be repeated only if it is idempotent.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BoundedClient:
         headers: Mapping[str, str] | None = None,
         max_response_bytes: int = MAX_RESPONSE_BYTES,
     ) -> tuple[int, bytes]:
-        """Return status and body, regardless of the status.
+        """Return the status and the body, regardless of the status.
 
         Raises `UnreachableError`, `DeadlineError`, or `ProtocolError` if the response is not HTTP or is too long.
         Cancelling the call closes its connection.
@@ -83,7 +83,7 @@ class BoundedClient:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
-        """Return status and decoded JSON of the response to a JSON body, or its text if it is not JSON.
+        """Return the status and the decoded JSON of the response to a JSON body, or its text if it is not JSON.
 
         Raises the errors of `request`.
         """
@@ -128,7 +128,7 @@ class BoundedClient:
             raise self._error_of(error, f"{method} {path}", timeout_s) from error
 
     async def aclose(self) -> None:
-        """Close the connections, unless they are those of a client that was passed in."""
+        """Close the connections, unless they belong to a client that was passed in."""
         if self._transport is not None:
             transport, self._transport = self._transport, None
             await transport.aclose()
@@ -186,7 +186,7 @@ class BoundedClient:
 
 
 def bare_request(method: str, url: httpx.URL, content: str | None, headers: Mapping[str, str]) -> httpx.Request:
-    """Return a request with the given headers and those that HTTP requires; httpx takes three times as long."""
+    """Return a request with the given headers and the headers that HTTP requires; httpx takes three times as long."""
     body = b"" if content is None else content.encode()
     pairs = [
         (b"host", url.netloc),
@@ -198,7 +198,7 @@ def bare_request(method: str, url: httpx.URL, content: str | None, headers: Mapp
 
 
 def checked_url(text: str) -> httpx.URL:
-    """Return the URL of a server. Raises an error of httpx unless it is one of HTTP, with a host and no user."""
+    """Return the URL of a server. Raises an error of httpx unless it is an HTTP URL with a host and no user."""
     url = httpx.URL(text)
     if url.scheme not in ("http", "https") or not url.host or url.userinfo or (url.port or 0) > 65535:
         raise httpx.UnsupportedProtocol("its URL is not of the form http://HOST:PORT")

@@ -28,11 +28,11 @@ from inflight.wire import (
 )
 
 _MOST_LOGPROBS = 64 * 1024
-"""Largest number of tokens whose text, bytes and logprob one answer lists, at about a kilobyte each."""
+"""Maximum number of tokens whose text, bytes and logprob one answer lists, at about a kilobyte each."""
 
 
 def check_chat(request: ChatCompletionRequest, can: Capabilities) -> None:
-    """Raise `UnsupportedError` if the endpoint does not support chat, or images that messages have.
+    """Raise `UnsupportedError` if the endpoint does not support chat, or images in the messages.
 
     Raises `InvalidRequestError` if a different model is requested.
     """

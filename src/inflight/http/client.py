@@ -160,7 +160,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         num_tokens: int | None = 0,
         num_routed: int = 0,
     ) -> Response:
-        """Return the answer, of at most ``num_tokens`` tokens; None if the server chooses how many.
+        """Return the answer, of at most ``num_tokens`` tokens, or of as many as the server chooses if that is None.
 
         ``num_routed`` is the number of tokens whose experts are returned.
         """
@@ -231,7 +231,9 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         return self._error_in(content, f"{route.method} {route.path} answered status {status}")
 
     def _error_in(self, content: bytes | bytearray, otherwise: str) -> InflightError:
-        """Return the error of an `ErrorBody`; for another content a `ProtocolError` that begins with ``otherwise``."""
+        """Return the error of an `ErrorBody`, or a `ProtocolError` that begins with ``otherwise`` for any other
+        content.
+        """
         try:
             detail = ErrorBody.model_validate_json(content).error
         except pydantic.ValidationError:

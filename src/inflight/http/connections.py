@@ -1,8 +1,8 @@
 """Connections of a server: how many there are, how long a request may take to arrive, and which clients are answered.
 
-A client that sends nothing, or half a request, keeps a connection only until it is late or another client needs the
-place. Pages in a browser must not drive a server on this machine, so requests from other origins are refused, and so
-are unknown names for this machine, because anybody may register one.
+A client that sends nothing, or half a request, keeps a connection only until its deadline or until another client needs
+the connection's slot. Pages in a browser must not drive a server on this machine, so requests from other origins are
+refused. Unknown names for this machine are refused too, because anyone may register one.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _over_tls(context: ssl.SSLContext) -> Callable[..., Handshake]:
 
 
 class _KnownClients:
-    """An ASGI application that refuses requests of pages from elsewhere, and ambiguous ones."""
+    """An ASGI application that refuses requests from pages of other origins, and ambiguous requests."""
 
     def __init__(self, app: ASGIApp, *, is_local: bool) -> None:
         self._app = app
@@ -154,7 +154,7 @@ class _KnownClients:
             await self._app(scope, receive, send)
 
     def _refusal(self, headers: list[tuple[bytes, bytes]]) -> str:
-        """Return why a request is refused, empty if it is not."""
+        """Return why a request is refused, or an empty text if it is not."""
         found = dict(headers)
         host, origin = (found.get(name, b"").decode("latin-1").lower() for name in (b"host", b"origin"))
         if b"transfer-encoding" in found and b"content-length" in found:
@@ -167,7 +167,7 @@ class _KnownClients:
         return ""
 
     def _knows(self, host: str) -> bool:
-        """Return whether a host is an address or a name of this machine; others cannot point those here."""
+        """Return whether a host is an IP address or a known name of this machine, which others cannot point here."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:

@@ -30,7 +30,7 @@ class JoinRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: Annotated[str, Field(max_length=2048), AfterValidator(usable_url)]
-    """Where the run reaches it."""
+    """The URL at which the run reaches the server."""
 
 
 class JoinAnswer(BaseModel):

@@ -24,7 +24,9 @@ _PARTING_S = 2
 def bind(
     host: str, port: int, remedy: str = "choose another --port, or 0 for any", *, listens: bool = True
 ) -> socket.socket:
-    """Return a listening socket, or with ``listens=False`` one to which nobody can connect; port 0 means any free one.
+    """Return a listening socket; port 0 means any free port.
+
+    With ``listens=False``, nobody can connect to the socket.
 
     Raises `ConfigError`, with the remedy, if the address cannot be used.
     """

@@ -16,15 +16,15 @@ from inflight.http.structure import check_structure
 T = TypeVar("T")
 
 _BODY_S = 20.0
-"""How long a body may take to arrive, plus the time of the longest one of its route at ``_SLOWEST_BYTES_S``."""
+"""How long a body may take to arrive, plus the time for the route's maximum body size at ``_SLOWEST_BYTES_S``."""
 _SLOWEST_BYTES_S = 1e6
 
 
 async def content_of(request: Request, max_body_bytes: int, *, is_trusted: bool = False) -> bytes:
     """Return a body. Reads no more than ``max_body_bytes``, and raises `HTTPException` 413 for a longer one.
 
-    A body that arrives too slowly is refused with 408. Unless the client is trusted, a body of another content type is
-    refused with 415, and one whose JSON would take much more memory than its bytes with 400.
+    A body that arrives too slowly is refused with 408. Unless the client is trusted, a body of a different content type
+    is refused with 415, and a body whose JSON would take much more memory than its bytes with 400.
     """
     refuse_length(request, max_body_bytes)
     parts, size_bytes = [], 0

@@ -1,4 +1,4 @@
-"""The routes of the contract, one record each, from which client, server and OpenAPI document are derived."""
+"""The routes of the contract, one record each, from which the client, server and OpenAPI document are derived."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ Response = TypeVar("Response", bound=wire.WireModel)
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[Response]):
-    """One route: its request (None: no body), its response (None: text), and which token it takes.
+    """One route: its request (None without a body), its response (None for text), and the token that it requires.
 
     ``control`` routes take the control token, ``generation`` routes it or the server's generation token, if it has one.
 
     ``request_size`` counts the tokens of the endpoint's context, ``response_size`` those of all completions that the
     request asks for. A token id takes 16 bytes with comma and white space; a sampled token adds its logprob and at
-    worst a version span. 64 bytes of chat text are at least one token, except in runs of blanks.
+    worst a version span. 64 bytes of chat text are at least one token, except in runs of white space.
     """
 
     method: Literal["GET", "POST"]
@@ -207,7 +207,7 @@ STATUS_OF_CODE = {
     "unreachable": 503,
     "deadline": 504,
 }
-"""HTTP status of each error code; every other one is 500."""
+"""HTTP status of each error code; every other code has status 500."""
 
 REFUSED_STATUSES = (403, 404, 405, 408, 413, 415)
 """Further statuses of ``invalid_request``: page from elsewhere, unknown route, wrong method, body too slow, too long,

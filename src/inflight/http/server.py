@@ -212,7 +212,10 @@ async def _events(request: Request, chunks: AsyncIterator[WireModel]) -> Respons
 
 
 class _EventStream(StreamingResponse):
-    """The events of a stream of chunks, which has ended when they have been sent, or the client has disconnected."""
+    """The events of a stream of chunks.
+
+    The stream has ended once they have been sent or the client has disconnected.
+    """
 
     def __init__(self, events: AsyncGenerator[str, None], chunks: Any) -> None:
         super().__init__(events, media_type="text/event-stream")

@@ -30,7 +30,7 @@ class ServerTls:
     client_ca: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for its connections. Raises `ConfigError` if a file cannot be used."""
+        """Return the context for the server's connections. Raises `ConfigError` if a file cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         _load_certificate(context, str(self.certificate), str(self.key))
         if self.client_ca is not None:
@@ -40,7 +40,7 @@ class ServerTls:
 
 
 def server_tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> ssl.SSLContext | None:
-    """Return the context of a server with these files, None without them. Raises `ConfigError`."""
+    """Return the context of a server with these files, or None without files. Raises `ConfigError`."""
     if certificate is None or key is None:
         if (certificate, key, client_ca) != (None, None, None):
             raise ConfigError("--tls-certificate and --tls-key belong together, and --tls-client-ca requires both")

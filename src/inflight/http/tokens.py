@@ -12,7 +12,7 @@ GENERATION_TOKEN_VARIABLE = "INFLIGHT_GENERATION_TOKEN"
 
 
 def read_token(token_file: Path | None, variable: str = TOKEN_VARIABLE) -> str | None:
-    """Return the token in a file, else the one in an environment variable, else None. Raises `ConfigError`."""
+    """Return the token in a file, or else the token in an environment variable, or else None. Raises `ConfigError`."""
     if token_file is not None:
         try:
             token, source = token_file.read_text(errors="replace").strip(), f"token file {str(token_file)!r}"

@@ -37,9 +37,8 @@ def make_transport(url: httpx.URL, *, keeps_alive: bool) -> httpx.AsyncBaseTrans
 class PlainTransport(httpx.AsyncBaseTransport):
     """Sends each ``http://`` request on a separate connection, preferring the one that was idle for the shortest time.
 
-    The body of a request is read whole before a connection is opened. A connection whose answer was not read to its end
-    is closed. An instance belongs to the event loop in which it is
-    first used.
+    The body of a request is read completely before a connection is opened. A connection whose answer was not read to
+    its end is closed. An instance belongs to the event loop in which it is first used.
     """
 
     def __init__(self, max_idle: int = _MAX_IDLE) -> None:
@@ -83,7 +82,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
         self._num_idle = 0
 
     def release(self, connection: _Connection) -> None:
-        """Keep a connection for the next request for a while if its answer was read to the end; else close it."""
+        """Keep a connection for the next request for a while if its answer was read to the end; otherwise close it."""
         self._busy.discard(connection)
         if self._num_idle >= self._max_idle or not connection.is_answered:
             connection.close()
@@ -166,7 +165,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_answered(self) -> bool:
-        """Whether every request on it was answered, and it can take another."""
+        """Whether every request on the connection was answered, so that it can take another one."""
         return self._http.our_state is h11.IDLE and not self._received and not self._is_closed
 
     @property

@@ -29,7 +29,7 @@ class Program:
     num_gpus: int = 0
     """Number of GPUs that the launcher chooses; 0 if the environment already names them."""
     place: str | None = None
-    """Where the process must run, in the terms of the launcher. None: anywhere."""
+    """Where the process must run, in the terms of the launcher; None means anywhere."""
     appends: bool = False
     """Whether the log keeps the output of an earlier incarnation."""
     inherits: tuple[int, ...] = field(default=(), kw_only=True)
@@ -41,7 +41,7 @@ class ProcessEnd:
     """How a process ended."""
 
     status: int | None
-    """Exit status, or the negative number of the signal that killed it. None: the launcher lost contact."""
+    """Exit status, or the negative number of the signal that killed the process; None if the launcher lost contact."""
     lines: tuple[str, ...] = ()
     """The last lines of its log, if they could be read."""
     cause: str = ""
@@ -102,7 +102,7 @@ class Launcher(Protocol):
     @property
     @abstractmethod
     def num_gpus(self) -> int | None:
-        """Number of GPUs of all hosts. None: the run itself chooses among the GPUs of this machine."""
+        """Number of GPUs of all hosts; None if the run itself chooses among the GPUs of this machine."""
 
     @property
     @abstractmethod
@@ -113,7 +113,7 @@ class Launcher(Protocol):
     async def start(self, programs: Sequence[Program], timeout_s: float) -> Sequence[Launched]:
         """Start all programs or none, and return them in order. Their environment has `ADDRESS_VARIABLE`.
 
-        Raises a `ConfigError` that states the requirements if one cannot be placed within ``timeout_s``.
+        Raises a `ConfigError` that states the requirements if a program cannot be placed within ``timeout_s``.
         """
 
     @abstractmethod

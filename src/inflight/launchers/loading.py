@@ -1,4 +1,4 @@
-"""Loading a launcher by its name."""
+"""Loads a launcher by its name."""
 
 from __future__ import annotations
 

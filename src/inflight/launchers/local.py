@@ -1,4 +1,4 @@
-"""Running processes as children of this process."""
+"""Runs processes as children of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running processes on the hosts of a Ray cluster. This is the only module that depends on Ray.
+"""Runs processes on the hosts of a Ray cluster. This is the only module that depends on Ray.
 
 Each process has a bundle of a placement group with an actor in it. The actor only starts the process, with the
 interpreter in its command, and watches it. Only commands, exit statuses and the last lines of logs pass through Ray.

@@ -1,4 +1,4 @@
-"""Writing a configuration into a copy of a run's TOML file, line by line, so that comments are preserved."""
+"""Writes a configuration into a copy of a run's TOML file, line by line, so that comments are preserved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring the costs of simulated runs from the events of real runs.
+"""Measures the costs of simulated runs from the events of real runs.
 
 Events record when a request began and ended, and the length of each completion. Completions are assumed to grow at a
 constant rate in between.

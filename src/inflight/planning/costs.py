@@ -53,7 +53,7 @@ class Endpoint:
 
     name: str
     capacity: int
-    """The largest number of completions that it runs at a time."""
+    """The maximum number of completions that the endpoint runs at a time."""
     token_time: TokenTime = field(default_factory=lambda: TokenTime.roofline(1.0))
     context_time: float = 0.0
     """Time added to that of a token for each token of context: the number of running completions times the length of

@@ -1,4 +1,4 @@
-"""Measuring configurations by short real runs, one after another, instead of simulating them (as Spreeze does)."""
+"""Measures configurations by short real runs, one after another, instead of simulating them (as Spreeze does)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulating every configuration of a plan, and finding the Pareto front of speed and token age."""
+"""Simulates every configuration of a plan, and finds the Pareto front of speed and token age."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def search(
 
 
 def num_completions(costs: Costs, candidate: Candidate, num_steps: int) -> float:
-    """Return the approximate number of completions of a simulation: those of its steps and those that fill slots."""
+    """Return the approximate number of completions of a simulation: those in its steps plus those that fill slots."""
     prompted = prompted_of(costs, candidate.group_size)
     groups = [prompted(item, 0) for item in range(32)]
     tokens = statistics.fmean(length + it.num_prompt_tokens for it in groups for length in it.lengths)

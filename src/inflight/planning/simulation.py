@@ -1,4 +1,4 @@
-"""Simulating a run: the dispatcher of a live run drives modelled endpoints and a modelled trainer.
+"""Simulates a run: the dispatcher of a live run drives modelled endpoints and a modelled trainer.
 
 Costs default to zero: by default, prompts, publishes, rewards and environments take no time.
 """

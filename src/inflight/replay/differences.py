@@ -15,9 +15,10 @@ from inflight.model.checkpoints import stored_tensors
 from inflight.observe.trace.steps import RecordedStep, StepOutcome
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
-"""Largest differences that another order of summation can explain, by dtype of the computation: relative for a gradient
-norm, absolute for a logprob. Float32 has 24 bits and bfloat16 has 8; a forward and backward pass lose about 10 and 4 of
-them."""
+"""Maximum differences that a different order of summation can explain, by dtype of the computation: relative for a
+gradient norm, absolute for a logprob. Float32 has 24 bits and bfloat16 has 8; a forward and backward pass lose about 10
+and 4 of them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
