@@ -231,9 +231,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         return self._error_in(content, f"{route.method} {route.path} answered status {status}")
 
     def _error_in(self, content: bytes | bytearray, otherwise: str) -> InflightError:
-        """Return the error of an `ErrorBody`, or a `ProtocolError` that begins with ``otherwise`` for any other
-        content.
-        """
+        """Return the error of an `ErrorBody`, or else a `ProtocolError` that begins with ``otherwise``."""
         try:
             detail = ErrorBody.model_validate_json(content).error
         except pydantic.ValidationError:
