@@ -38,7 +38,9 @@ def test_the_embedded_engine_loads_what_its_options_say(model_dir: Path) -> None
 
 @pytest.mark.parametrize("name", ["dynamo", "embedded", "fast_llm", "pipelinerl"])
 def test_an_engine_that_is_never_a_process_of_its_own_is_not_started_as_one(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"not start embedded|starts its own|does not start PipelineRL|are started by PipelineRL"):
+    with pytest.raises(
+        ConfigError, match=r"not start embedded|starts its own|does not start PipelineRL|are started by PipelineRL"
+    ):
         start_engine(load_engine_kind(name), EngineOptions(Path("model")))
 
 

@@ -22,8 +22,9 @@ from inflight.conformance.expected import load_expected
 from inflight.conformance.report.files import REPORTS, read_certificate, write_reports
 from inflight.conformance.targets import EndpointTarget, Target, TransportTarget, WorkerTarget
 from inflight.engines.factories import keyword_arguments
-from inflight.errors import ConfigError, DeadlineError
+from inflight.errors import ConfigError, DeadlineError, EndpointError, UnauthorizedError
 from inflight.http.kinds import connect_endpoint
+from inflight.wire import UpdateRef
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +160,7 @@ def _check(arguments: argparse.Namespace) -> int:
     files = {report.name: file for report in REPORTS if (file := getattr(arguments, report.name)) is not None}
     check_writable(files)
     if isinstance(target, EndpointTarget) and target.url is not None:
-        asyncio.run(_attach(target.url, target.token))
+        asyncio.run(_attach(target.url, target.token, publishes=target.model is not None))
     known = _load_checks(arguments.kind)
     checks = select(known, arguments.check, arguments.level)
     expected = load_expected(arguments.expected_failures, known) if arguments.expected_failures else {}
@@ -190,12 +191,20 @@ def _check(arguments: argparse.Namespace) -> int:
     return status
 
 
-async def _attach(url: str, token: str | None) -> None:
+async def _attach(url: str, token: str | None, *, publishes: bool) -> None:
     """Attach to a server once, so that a refusal is reported before anything is loaded."""
     endpoint = connect_endpoint(url, token=token, control_timeout_s=10.0)
     async with aclosing(endpoint):
         with suppress(DeadlineError):  # which the kit explains
             await endpoint.capabilities()
+        if publishes:
+            with suppress(EndpointError):  # which a check finds
+                try:
+                    await endpoint.abort_weight_update(UpdateRef(version=1, run_id="inflight-check"))
+                except UnauthorizedError as error:
+                    raise ConfigError(
+                        f"{error}: set INFLIGHT_TOKEN to the server's token, or pass --token-file"
+                    ) from error
 
 
 def _compare(old: Path, new: Path) -> int:

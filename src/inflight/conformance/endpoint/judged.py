@@ -211,7 +211,9 @@ class JudgedEndpoint(Subject):
                 stacks = task_stacks()
                 check.cancel()
                 await asyncio.wait([check], timeout=_CLEAN_UP_S)
-                raise Hung(f"it did not end within its deadline of {deadline_s:g} s", stacks)
+                raise Hung(
+                    f"it did not end within its deadline of {deadline_s:g} s; --deadline-scale extends it", stacks
+                )
         finally:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(subject.leave(), _CLEAN_UP_S)
