@@ -20,6 +20,7 @@ from inflight.conformance.report.files import certificate_json
 from inflight.conformance.targets import EndpointTarget, TransportTarget, WorkerTarget
 from inflight.errors import ConfigError
 from tests.conformance.certificates import FAILED, PASSED, certificate, verdict
+from tests.servers import ServerProcess
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -79,6 +80,15 @@ def test_the_token_of_a_url_comes_from_a_file_or_the_environment(
     assert token("mine.engines:connect") is None
     (tmp_path / "token").write_text("from-file\n")
     assert token("http://127.0.0.1:8000", "--token-file", str(tmp_path / "token")) == "from-file"
+
+
+def test_a_server_whose_token_is_missing_is_refused_before_the_first_check(
+    shared_server: ServerProcess, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "endpoint", shared_server.url, "--model", str(model_dir), "--check", "E-11"]) == 1
+    captured = capsys.readouterr()
+    assert "is missing: set INFLIGHT_TOKEN to the server's token, or pass --token-file" in captured.err
+    assert captured.out == ""
 
 
 def test_a_worker_is_a_factory_or_the_name_of_an_installed_one(monkeypatch: pytest.MonkeyPatch) -> None:
