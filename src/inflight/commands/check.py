@@ -22,7 +22,7 @@ from inflight.conformance.expected import load_expected
 from inflight.conformance.report.files import REPORTS, read_certificate, write_reports
 from inflight.conformance.targets import EndpointTarget, Target, TransportTarget, WorkerTarget
 from inflight.engines.factories import keyword_arguments
-from inflight.errors import ConfigError, DeadlineError, EndpointError, UnauthorizedError
+from inflight.errors import ConfigError, DeadlineError, InflightError, UnauthorizedError
 from inflight.http.kinds import connect_endpoint
 from inflight.wire import UpdateRef
 
@@ -198,13 +198,12 @@ async def _attach(url: str, token: str | None, *, publishes: bool) -> None:
         with suppress(DeadlineError):  # which the kit explains
             await endpoint.capabilities()
         if publishes:
-            with suppress(EndpointError):  # which a check finds
-                try:
-                    await endpoint.abort_weight_update(UpdateRef(version=1, run_id="inflight-check"))
-                except UnauthorizedError as error:
-                    raise ConfigError(
-                        f"{error}: set INFLIGHT_TOKEN to the server's token, or pass --token-file"
-                    ) from error
+            try:
+                await endpoint.abort_weight_update(UpdateRef(version=1, run_id="inflight-check"))
+            except UnauthorizedError as error:
+                raise ConfigError(f"{error}: set INFLIGHT_TOKEN to the server's token, or pass --token-file") from error
+            except InflightError:  # nothing to abort, or a fault that a check finds
+                return
 
 
 def _compare(old: Path, new: Path) -> int:
