@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Generator, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -27,7 +28,7 @@ from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import DTYPE_SIZES, Box, Sharding, box_size
 
 LEVEL = "sharded"
-_SILENT_S, _SLACK_S = 0.3, 3.0
+_SILENT_S, _SLACK_S = 1.0, 3.0
 """How long a rank waits for a silent rank, and how much later it may raise."""
 _FORMING = timedelta(seconds=5)
 _LARGEST_SHARE = 2.0
@@ -138,15 +139,22 @@ def a_silent_rank_is_named(subject: WorkerSubject) -> None:
             subject.require_on_all_ranks(found == wanted, f"the exchange returned {found}, not {wanted}")
         when = "in the first exchange" if is_first_call else "in a later exchange"
         problem = _problem_of_silence(worker, last, when) if subject.rank == 0 else ""
+        if 0 < subject.rank < last:
+            error_of(partial(worker.exchange, b"not silent", _SILENT_S))
         subject.require_on_all_ranks(not problem, problem)
         problem = _problem_of_silence(worker, 0, f"{when}, which rank 0 has left") if subject.rank == last else ""
         subject.require_on_all_ranks(not problem, problem)
         if dist.is_initialized():
-            error = error_of(lambda: dist.destroy_process_group(dist.new_group(timeout=_FORMING)))
-            subject.require_on_all_ranks(
-                error is None, f"after a rank was silent {when}, torch.distributed.new_group raises {words_of(error)}"
-            )
+            _require_a_group(subject, f"after a rank was silent {when}")
     subject.note(silent_rank=last, timeout_s=_SILENT_S)
+
+
+def _require_a_group(subject: WorkerSubject, when: str) -> None:
+    """Require that torch forms a group of all ranks, and end it once all have formed it."""
+    formed: list[dist.ProcessGroup] = []
+    error = error_of(lambda: formed.append(dist.new_group(timeout=_FORMING)))
+    subject.require_on_all_ranks(error is None, f"{when}, torch.distributed.new_group raises {words_of(error)}")
+    dist.destroy_process_group(formed[0])
 
 
 def _problem_of_silence(worker: ShardedWeightSource, silent: int, when: str) -> str:
