@@ -23,7 +23,7 @@ class LoraSettings(Section):
     """The linear layers that are changed, by their names or the ends of their names, such as ``q_proj``;
     ``all-linear``: all those of the decoder layers."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout rate of the LoRA's inputs, drawn anew in each forward pass with gradients. The trainer's logprobs then
+    """Dropout rate of the LoRA's inputs, drawn again in each forward pass with gradients. The trainer's logprobs then
     differ from those of the servers, which do not use dropout."""
     seed: int = Field(default=0, ge=0)
     """Seed of A, which PEFT also initialises at random, and of the dropout. B starts as zeros."""
