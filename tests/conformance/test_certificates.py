@@ -22,8 +22,8 @@ from inflight.conformance.report.files import (
     badge_json,
     certificate_json,
     read_certificate,
+    write_report,
     write_reports,
-    write_whole,
 )
 from inflight.conformance.report.junit import junit_xml
 from inflight.conformance.report.page import html_page
@@ -167,9 +167,9 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "kept").touch()
     with pytest.raises(ConfigError, match=r"taken.*cannot be written"):
-        write_whole(tmp_path / "taken", "text")
+        write_report(tmp_path / "taken", "text")
     with pytest.raises(ConfigError, match=r"absent.*cannot be written"):
-        write_whole(tmp_path / "absent" / "file", "text")
+        write_report(tmp_path / "absent" / "file", "text")
     assert [file.name for file in tmp_path.rglob("*")] == ["taken", "kept"]
 
 

@@ -19,7 +19,7 @@ from inflight.weights.transports import make_sender
 from inflight.weights.transports.files import FileSender
 from inflight.weights.transports.process_group import ProcessGroupSender
 from tests.real_engines.servers import RealEngine, is_uniform, logprobs, muted, publish, request, run
-from tests.weights.polled import KIND
+from tests.weights.polled import AMONG_GLOO
 
 VOCAB_SIZE = 258
 WAYS = (
@@ -65,7 +65,7 @@ def test_weights_arrive_while_the_engine_samples(
         publish(publisher, engine.tensors, 1)  # tests before this one have left weights of their own
     before = sampled(engine)
     if transport == "gloo as nccl":
-        sender: WeightSender = ProcessGroupSender(kind=KIND)
+        sender: WeightSender = ProcessGroupSender(kind=AMONG_GLOO)
     else:
         sender = make_sender(transport, directory=tmp_path / "store" if transport == "file" else None)
 

@@ -176,7 +176,7 @@ def test_what_was_begun_and_not_finished_is_removed_and_nothing_else(tmp_path: P
     (checkpoints / ".version-000009.new").mkdir()
     (checkpoints / "version-000009").mkdir()
     (checkpoints / "version-000009.json").write_text("{")
-    (checkpoints / "latest.partial").write_text("{")
+    (checkpoints / ".latest.json.4321.partial").write_text("{")
     own(tmp_path / "run", resume=True).release()
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names == ["latest.json", *(f"version-00000{v}{end}" for v in (3, 6) for end in ("", ".json"))]

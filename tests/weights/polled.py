@@ -10,11 +10,22 @@ from pathlib import Path
 import torch
 
 from inflight.contracts import Transport, WeightReceiver, WeightSender
-from inflight.weights.transports.groups import GroupKind, PolledGroup, new_gloo_group
+from inflight.weights.transports.groups import GlooGroup, GroupKind, PolledGroup, new_gloo_group
 from inflight.weights.transports.process_group import ProcessGroupReceiver, ProcessGroupSender
 from inflight.wire import ProcessGroupSpec, TransportSpec
 
 KIND = GroupKind("cpu", sends_from_device=True, make=lambda *told: PolledGroup(new_gloo_group(*told)))
+
+
+class _AmongGloo(PolledGroup):
+    """Gathers as gloo's ranks do, by sends, because that is what the other ranks of the group do."""
+
+    def gather(self, flat: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
+        return GlooGroup(self.raw).gather(flat, timeout_s)
+
+
+AMONG_GLOO = GroupKind("cpu", sends_from_device=True, make=lambda *told: _AmongGloo(new_gloo_group(*told)))
+"""For a sender whose receivers are those of gloo."""
 
 
 class PolledTransport(Transport):

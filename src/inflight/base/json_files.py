@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from inflight.base.whole_files import write_whole
 from inflight.errors import ConfigError
 
 
@@ -27,10 +28,10 @@ def check_writable(files: Mapping[str, Path | None]) -> None:
 
 
 def write_json(file: Path | None, values: Any) -> None:
-    """Write JSON to a file, if one is given. Raises `ConfigError`."""
+    """Write JSON to a file atomically, if one is given. Raises `ConfigError`."""
     if file is None:
         return
     try:
-        file.write_text(json.dumps(values, indent=2) + "\n")
+        write_whole(file, json.dumps(values, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be written: {error.strerror}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 import pydantic
 
 from inflight.base.validation import describe_problems
+from inflight.base.whole_files import write_whole
 from inflight.conformance.report.junit import junit_xml
 from inflight.conformance.report.page import html_page
 from inflight.conformance.report.summary import score
@@ -74,17 +74,14 @@ def write_reports(certificate: Certificate, files: Mapping[str, Path]) -> None:
         certificate = Certificate.model_validate_json(text)
     for report in REPORTS:
         if report.name in files:
-            write_whole(files[report.name], report.render(certificate))
+            write_report(files[report.name], report.render(certificate))
 
 
-def write_whole(file: Path, text: str) -> None:
+def write_report(file: Path, text: str) -> None:
     """Write a file atomically. If `ConfigError` is raised, the previous file is still complete."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
+        write_whole(file, text)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ConfigError(f"{str(file)!r} cannot be written: {error.strerror}") from error
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
+from inflight.base.whole_files import write_whole
 from inflight.errors import CheckpointError, InvalidRequestError
 
 Kind = Literal["weights", "sampler_weights"]
@@ -94,9 +95,7 @@ class CheckpointStore:
     def complete(self, path: Path, facts: CheckpointFacts) -> None:
         """Record that the checkpoint at ``path`` is complete. Raises `CheckpointError` if that cannot be written."""
         try:
-            fresh = path / f".{_FACTS}"
-            fresh.write_text(json.dumps(asdict(facts)))
-            fresh.rename(path / _FACTS)
+            write_whole(path / _FACTS, json.dumps(asdict(facts)))
         except OSError as error:
             raise CheckpointError(f"{_FACTS} cannot be written to {path}: {error.strerror}") from error
 

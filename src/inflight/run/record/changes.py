@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from inflight.base.whole_files import write_whole
 from inflight.errors import ConfigError
 
 _CONFIG = "config.json"
@@ -42,7 +43,7 @@ def changed_settings(path: Path, config_json: str) -> dict[str, tuple[Any, Any]]
 
 def write_config(path: Path, config_json: str) -> None:
     """Write ``config.json``."""
-    (path / _CONFIG).write_text(config_json + "\n")
+    write_whole(path / _CONFIG, config_json + "\n")
 
 
 def without_partials(state: Mapping[str, Any], changes: Mapping[str, tuple[Any, Any]]) -> Mapping[str, Any]:

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from inflight.base.whole_files import write_whole
 from inflight.errors import CheckpointError, ConfigError, InflightError
 from inflight.model.checkpoints import check_weights
 from inflight.model.checksums import check_checkpoint
 
 _LATEST = "latest.json"
-_NAME = re.compile(r"(latest\.partial)|\.?version-(?P<version>\d{6,})(\.json|\.new|\.old)?")
+_NAME = re.compile(
+    r"(\.latest\.json\.\d+\.partial)|\.?version-(?P<version>\d{6,})(\.json|\.json\.\d+\.partial|\.new|\.old)?"
+)
 """The files that a run writes for checkpoints, except the pointer."""
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
@@ -34,11 +37,8 @@ def finish_checkpoint(directory: Path, version: int, state: Mapping[str, Any], k
     Raises `CheckpointError` if the state cannot be written; the previous checkpoint then remains the latest.
     """
     try:
-        checkpoint_path(directory, version).with_suffix(".json").write_text(json.dumps(state))
-        pointer = directory / "checkpoints" / _LATEST
-        partial = pointer.with_suffix(".partial")
-        partial.write_text(json.dumps({"version": version}))
-        partial.replace(pointer)
+        write_whole(checkpoint_path(directory, version).with_suffix(".json"), json.dumps(state))
+        write_whole(directory / "checkpoints" / _LATEST, json.dumps({"version": version}))
     except OSError as error:
         raise CheckpointError(f"the run's state cannot be written to {directory}: {error.strerror}") from error
     for old in [v for v in _saved_versions(directory) if v < version][: -keep + 1 or None]:

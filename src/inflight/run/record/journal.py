@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from inflight import __version__
 from inflight.base.clock import unix_time
+from inflight.base.whole_files import write_whole
 from inflight.errors import CheckpointError
 from inflight.observe.trace import events
 from inflight.observe.trace.files import EventWriter, begin_files, resume_files
@@ -250,7 +251,7 @@ class Journal:
             "machine": {"platform": platform.platform(), "python": platform.python_version()},
         }
         try:
-            (self._directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            write_whole(self._directory / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             raise CheckpointError(f"summary.json cannot be written to {self._directory}: {error.strerror}") from error
         return summary
