@@ -103,7 +103,7 @@ def routes_table() -> str:
 
 
 def _message(model: type[BaseModel] | None) -> str:
-    return f"[`{model.__name__}`](python-api.md#inflight.wire.{model.__name__})" if model else ""
+    return f"[`{model.__name__}`](python-api-wire.md#inflight.wire.{model.__name__})" if model else ""
 
 
 def run_metrics_table() -> str:
