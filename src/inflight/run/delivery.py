@@ -11,6 +11,7 @@ from typing import Protocol
 
 from inflight.base.tasks import run_together
 from inflight.observe.trace import events
+from inflight.run.config import RunConfig
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import PublishResult
 from inflight.run.record.journal import Journal
@@ -171,6 +172,11 @@ class PullDelivery(Delivery):
             and served.run_id in (None, self.servers.membership.run_id)
             and served.version <= self.servers.journal.version + 1
         )
+
+
+def delivery_of(config: RunConfig, servers: Servers, trainers: TrainerGroup) -> Delivery:
+    """Return the run's half of the way in which a configuration delivers versions; `publishing_of` is the ranks'."""
+    return PushDelivery(servers, trainers) if config.updates.followed is None else PullDelivery(servers)
 
 
 def _record(published: PublishResult | None, journal: Journal) -> None:

@@ -22,6 +22,7 @@ from inflight.launchers import Launcher, load_launcher
 from inflight.rollouts import Ledger
 from inflight.rollouts.curriculum import Curriculum
 from inflight.run.config import RunConfig
+from inflight.run.delivery import delivery_of
 from inflight.run.interrupt import Interrupt, Interrupted
 from inflight.run.preflight import Machine, Prepared, hosts_of, preflight
 from inflight.run.ranks.group import TrainerGroup
@@ -42,7 +43,6 @@ from inflight.run.sampling.teachers import Teachers
 from inflight.run.servers.leases import token_of
 from inflight.run.servers.memory_turns import MemoryTurns
 from inflight.run.servers.servers import Servers, no_server_left
-from inflight.run.updates import updates_of
 
 
 def train(config: RunConfig, *, resume: bool = False) -> int:
@@ -205,7 +205,7 @@ class _Run:
             is_training=lambda: self.sampling.is_training,
         )
         self.memory = MemoryTurns(self.servers, prepared.limits.publish_s) if config.servers.release_memory else None
-        self.delivery = updates_of(config).delivery(self.servers, self.trainers)
+        self.delivery = delivery_of(config, self.servers, self.trainers)
         self.recording = RunRecording(config, path, note) if config.run.record else None
         self.saving = Saving(self.trainers, path, config.run, self._state, version, self.journal.saved, self.recording)
 

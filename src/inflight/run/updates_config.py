@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal, Self
 
@@ -10,6 +11,7 @@ from pydantic import Field, model_validator
 from inflight.base.toml import Section
 from inflight.base.transport_registry import find_transport
 from inflight.errors import ConfigError
+from inflight.launchers.launcher import ADDRESS_VARIABLE
 from inflight.weights.encode.bucket_bytes import Rounding
 from inflight.wire import InFlightPolicy, TransportName
 
@@ -52,6 +54,13 @@ class UpdatesSection(Section):
     def followed(self) -> Path | None:
         """The directory from which servers load the newest version; None if versions are pushed."""
         return self.directory if self.mode == "pull" else None
+
+    @property
+    def own_address(self) -> str:
+        """The address at which servers reach the host of this rank: ``address`` if set, or else the launcher's."""
+        if "address" in self.model_fields_set:
+            return self.address
+        return os.environ.get(ADDRESS_VARIABLE, self.address)
 
     @model_validator(mode="after")
     def _transport_is_installed(self) -> Self:

@@ -30,6 +30,8 @@ async def start(model: Path) -> AsyncIterator[PlainEndpoint]:
                 with contextlib.suppress(httpx.ConnectError):
                     await client.get(f"{url}/info")
                     break
+                if server.poll() is not None:
+                    raise RuntimeError(f"the server ended with status {server.returncode}")
                 await asyncio.sleep(0.1)
         yield PlainEndpoint(url)
     finally:

@@ -448,6 +448,21 @@ def test_checkpoints_survive_a_killed_server_and_futures_are_gone(own_server: Ti
         restarted.end()
 
 
+def test_stored_weights_reach_samplers_by_the_transport_that_is_configured(model: Path, tmp_path: Path) -> None:
+    shared = ("--updates.transport", "file", "--updates.directory", str(tmp_path / "weights"))
+    server = TinkerServer(model, tmp_path / "served", *shared)
+    try:
+        client = Client(server)
+        made, _ = trained(client)
+        (newest,), _ = made.forward_backward([datum()], forward_only=True)
+        moving = made.sampler(0, "inflight")
+        named = client.sampler(1, model_path=made.save("kept", "save_weights_for_sampler"))
+        for sampler in (moving, named, moving):
+            assert_close(score(client, sampler, TOKENS), newest.tolist(), 1e-4)
+    finally:
+        server.end()
+
+
 def test_a_directory_has_one_server(own_server: TinkerServer) -> None:
     with pytest.raises(AssertionError, match="another server uses the directory"):
         TinkerServer(own_server.model, own_server.directory)

@@ -59,7 +59,7 @@ class HostedBackend(Backend):
         self._creating = asyncio.Lock()
         self._watches = TaskOwner()
         self._pool = SamplerPool(
-            config.model.path, token, config.updates.transport, lambda model_id: self._trainings.get(model_id)
+            config.model.path, token, config.updates, lambda model_id: self._trainings.get(model_id)
         )
 
     @property

@@ -9,13 +9,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from inflight.contracts import InferenceEndpoint
 from inflight.dialects.tinker.backend import BaseWeights, StoredWeights, TrainingWeights, Weights
 from inflight.errors import BusyError, UnsupportedError
 from inflight.run.hosting.training import HostedTraining
+from inflight.run.updates_config import UpdatesSection
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.send.stored import CheckpointWeights
-from inflight.wire import TransportName
+from inflight.weights.transports.groups import local_address_for
 
 _WAIT_S = 600.0
 """How long a request waits for a server that may switch to its weights."""
@@ -47,11 +50,11 @@ class SamplerPool:
     """
 
     def __init__(
-        self, model_dir: Path, token: str, transport: TransportName, trainings: Callable[[str], HostedTraining | None]
+        self, model_dir: Path, token: str, updates: UpdatesSection, trainings: Callable[[str], HostedTraining | None]
     ) -> None:
         self._model_dir = model_dir
         self._token = token
-        self._transport: TransportName = transport
+        self._updates = updates
         self._trainings = trainings
         self._samplers: list[_Sampler] = []
         self._changed = asyncio.Condition()
@@ -204,11 +207,23 @@ class SamplerPool:
         def send() -> None:
             source = CheckpointWeights(path, self._dtype)
             if sampler.publisher is None:
-                sampler.publisher = WeightPublisher.connect(
-                    [sampler.url], run_id="tinker-checkpoints", token=self._token, transport=self._transport
-                )
+                sampler.publisher = self._connect(sampler.url)
             if regroup:
                 sampler.publisher.group.lose()
             publish_weights(source, sampler.publisher, version=version)
 
         await asyncio.to_thread(send)
+
+    def _connect(self, url: str) -> WeightPublisher:
+        """Return a publisher of stored weights to one server. Ranks publish from hosts of their own."""
+        updates = self._updates
+        server = httpx.URL(url)
+        is_set = "address" in updates.model_fields_set
+        return WeightPublisher.connect(
+            [url],
+            run_id="tinker-checkpoints",
+            token=self._token,
+            transport=updates.transport,
+            address=updates.address if is_set else local_address_for(server.host, server.port or 80),
+            directory=None if updates.directory is None else updates.directory.absolute() / "checkpoints",
+        )

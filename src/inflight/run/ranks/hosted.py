@@ -118,7 +118,7 @@ class HostedRank:
                 run_id=self._run_id,
                 token=os.environ.get("INFLIGHT_TOKEN"),
                 transport=updates.transport,
-                address=updates.address,
+                address=updates.own_address,
                 directory=updates.directory,
                 encoding=updates.encoding,
                 connect_timeout_s=self._publish_s,

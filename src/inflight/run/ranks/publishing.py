@@ -15,8 +15,7 @@ from typing import Protocol
 from inflight.base.clock import unix_time
 from inflight.contracts import ShardedWeightSource, TrainerWorker
 from inflight.errors import ConfigError, FencedError
-from inflight.launchers.launcher import ADDRESS_VARIABLE
-from inflight.run.ranks.messages import Members, PublishResult
+from inflight.run.ranks.messages import Members, PublishResult, Start
 from inflight.run.updates_config import UpdatesSection
 from inflight.weights.send.fleet import Fleet, take_part
 from inflight.weights.send.gathering import gather_only
@@ -52,7 +51,7 @@ class PushPublishing(Publishing):
             run_id=run_id,
             token=token,
             transport=updates.transport,
-            address=_own_address(updates),
+            address=updates.own_address,
             directory=_directory_of(updates, worker),
             encoding=updates.encoding,
             delta=updates.delta,
@@ -94,7 +93,7 @@ class PushParticipation(Publishing):
         self._parts: PartSender | None = None
         if (shards := _shards_of(updates, worker)) is not None:
             directory = _directory_of(updates, worker)
-            sender = make_sender(updates.transport, address=_own_address(updates), directory=directory)
+            sender = make_sender(updates.transport, address=updates.own_address, directory=directory)
             self._parts = PartSender(shards, sender)
 
     def publish(self, worker: TrainerWorker, members: Members) -> None:
@@ -153,6 +152,17 @@ class PullPublishing(Publishing):
         )
 
 
+def publishing_of(worker: TrainerWorker, start: Start, deadline_s: float) -> Publishing:
+    """Return a rank's role in publishing. Errors of connecting to the servers propagate."""
+    updates = start.config.updates
+    if updates.followed is not None:
+        return PullParticipation() if worker.rank else PullPublishing(updates, start.run_id, deadline_s)
+    if worker.rank:
+        return PushParticipation(updates, worker, deadline_s)
+    urls = () if start.members is None else start.members.urls
+    return PushPublishing(updates, worker, urls, start.run_id, deadline_s)
+
+
 def _shards_of(updates: UpdatesSection, worker: TrainerWorker) -> ShardedWeightSource | None:
     """Return the worker if every rank is to send the weights that it holds.
 
@@ -174,10 +184,3 @@ def _directory_of(updates: UpdatesSection, worker: TrainerWorker) -> Path | None
         return None
     whole = updates.directory.absolute()
     return whole if _shards_of(updates, worker) is None else whole / f"rank-{worker.rank}"
-
-
-def _own_address(updates: UpdatesSection) -> str:
-    """Return the address at which servers reach this host: the configured one, or else that of the launcher."""
-    if "address" in updates.model_fields_set:
-        return updates.address
-    return os.environ.get(ADDRESS_VARIABLE, updates.address)

@@ -64,9 +64,8 @@ from inflight.run.ranks.messages import (
     Trained,
     micro_batches_of,
 )
-from inflight.run.ranks.publishing import Publishing
+from inflight.run.ranks.publishing import Publishing, publishing_of
 from inflight.run.ranks.workers import teacher_settings, worker_settings
-from inflight.run.updates import updates_of
 from inflight.types import MicroBatch
 from inflight.weights.transports.membership import host_store
 
@@ -155,7 +154,7 @@ class TrainerRank:
         """None if versions are not published to servers of the run."""
         if start.members is not None:
             self._begin("connecting to the servers")
-            self._publishing = updates_of(config).publishing(self._worker, start, limits.publish_s)
+            self._publishing = publishing_of(self._worker, start, limits.publish_s)
 
     def close(self) -> None:
         self._hosted.close()

@@ -32,7 +32,6 @@ from inflight.run.sampling.policies import Policies
 from inflight.run.sampling.teachers import Teachers
 from inflight.run.sampling.warnings import SamplingWarnings
 from inflight.run.sampling.work import Sampled, Work
-from inflight.run.updates import updates_of
 from inflight.types import Group
 from inflight.wire import Completion
 
@@ -88,7 +87,7 @@ class Sampling:
             ledger=ledger,
             version=journal.version,
             is_one_request=work.is_one_request,
-            knows_versions=updates_of(config).knows_versions,
+            knows_versions=config.updates.followed is None,
             is_enough=work.is_enough,
             request_prefix=f"{run_id[-_RUN_ID_LENGTH:]}-{uuid.uuid4().hex[:8]}-",
         )
