@@ -1,1 +1,1 @@
-"""Environments and agents: conversations that keep exactly the sampled tokens, their recording, and tools."""
+"""Environments and agents: conversations that keep exactly the sampled tokens, recorded episodes, and tools."""

@@ -1,7 +1,7 @@
-"""Turns of an episode that may move between endpoints: a turn left unfinished continues on the next one.
+"""Turns of an episode that may move between endpoints: an unfinished turn continues on the next endpoint.
 
-A conversation is token ids, so any endpoint can continue it. The tokens of a turn that were streamed or returned by
-an abort are kept with their logprobs and versions.
+A conversation consists of token ids, so any endpoint can continue it. The tokens of a turn that were streamed, or that
+an abort returned, are kept with their logprobs and versions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MovingSampler:
     """Samples the turns of one episode, on one endpoint after another.
 
     ``failures`` are the errors after which a turn continues on another endpoint. Each is passed to ``on_failure``,
-    which may raise it to abandon the turn. Turns wait until `go_to` names another endpoint.
+    which may raise it to abandon the turn. Turns then wait until `go_to` names another endpoint.
     """
 
     def __init__(self, failures: tuple[type[Exception], ...], on_failure: Callable[[Exception], None]) -> None:
@@ -166,7 +166,7 @@ def _as_finished(done: Completion) -> Completion:
 
 
 def _part(chunks: list[CompletionChunk]) -> Completion | None:
-    """Return the completion that the chunks make up, marked as aborted if their end is missing."""
+    """Return the completion that the chunks form, marked as aborted if the last chunk is missing."""
     if not chunks:
         return None
     *before, last = chunks
@@ -174,7 +174,7 @@ def _part(chunks: list[CompletionChunk]) -> Completion | None:
 
 
 def _as_part_of_turn(chunk: CompletionChunk, start: int) -> CompletionChunk:
-    """Return a chunk as a part of the whole turn, which does not end where the request was cut off."""
+    """Return a chunk as a part of the whole turn, which continues if only the request was cut off."""
     is_cut = chunk.finish_reason == "abort"
     if not (start or is_cut):
         return chunk

@@ -1,8 +1,8 @@
 """A thread with its own event loop for users' coroutines, so that a blocking one does not stop the run.
 
-A coroutine that blocks its thread is detected by a heartbeat. It fails, the thread is abandoned, and all other
-coroutines there are cancelled, to be played again elsewhere. Code that never releases the interpreter's lock cannot be
-detected.
+A heartbeat detects a coroutine that blocks its thread. This coroutine fails, the thread is abandoned, and all other
+coroutines in the thread are cancelled so that they can be run again elsewhere. Code that never releases the
+interpreter's lock cannot be detected.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class PlayLoop:
         self._watching: asyncio.Task[None] | None = None
 
     async def run(self, call: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        """Return a coroutine's result. The coroutine is cancelled after ``timeout_s``, or with this call.
+        """Return a coroutine's result. The coroutine is cancelled after ``timeout_s``, or when this call is cancelled.
 
-        Raises `OverdueError` if the coroutine does not end then, and `BlockedError` if it blocks its thread. If another
-        coroutine blocks the thread, this call is cancelled.
+        Raises `OverdueError` if the coroutine does not end after its cancellation, and `BlockedError` if it blocks its
+        thread. If another coroutine blocks the thread, this call is cancelled.
         """
         thread = self._thread()
         played: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -111,7 +111,10 @@ class PlayLoop:
 
 
 class _Thread:
-    """One thread and the episodes that it runs. Unless noted, methods are called from the home loop."""
+    """One thread and the episodes that it runs.
+
+    Unless noted, methods are called from the event loop that created it.
+    """
 
     def __init__(self) -> None:
         self._home = asyncio.get_running_loop()
@@ -187,7 +190,7 @@ class _Thread:
         return time.monotonic() - self._ticked_s
 
     def _tick(self) -> None:
-        """Record, in the thread, that the thread responds."""
+        """Record that the thread responds. Runs in the thread."""
         self._ticked_s, self._is_asked = time.monotonic(), False
 
     def fail(self, blocked_s: float) -> None:
@@ -197,7 +200,7 @@ class _Thread:
         for played, task in list(self._running.items()):
             if task is not None and task is culprit and not played.done():
                 played.set_exception(
-                    BlockedError(f"it did not await for {blocked_s:g} s, which stops every episode: {where}")
+                    BlockedError(f"it blocked its thread for {blocked_s:g} s, which stops every episode: {where}")
                 )
             else:
                 played.cancel()

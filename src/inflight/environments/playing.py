@@ -32,23 +32,25 @@ Generate = Callable[[GenerateRequest], Awaitable[Completion]]
 Stream = Callable[[GenerateRequest], AsyncGenerator[CompletionChunk, None]]
 """Samples a completion token by token; closing the iterator ends the request."""
 Proxy = Callable[["PlayingEpisode", str], AbstractAsyncContextManager[str]]
-"""Serves an episode to a role's clients of OpenAI's API, under the URL that it returns."""
+"""Serves an episode to the OpenAI API clients of a role, under the URL that the context yields."""
 
 T = TypeVar("T")
 
 _MAX_WHY = 500
 _MAX_TURNS = 10_000
 _MAX_PROMPT_TOKENS = 1 << 26
-"""Limit for the size of all turns of an episode, each of which keeps its whole prompt: half a gigabyte."""
+"""Limit for the prompt tokens of all turns of an episode together, half a gigabyte: each turn keeps its whole prompt.
+"""
 _LATE_S = 1.0
 
 
 @dataclass(eq=False)
 class PlayingEpisode(Episode):
-    """An episode that is being played on one endpoint, from any event loop; requests run in the loop that created it.
+    """An episode that is being played on one endpoint. It can be used from any event loop; requests run in the one that
+    created it.
 
-    The first error of ``generate`` is kept in ``error``: an environment may catch the error of a turn, but the episode
-    has failed anyway.
+    The first error of ``generate`` is kept in ``error``, because the episode has failed even if its environment catches
+    the error.
     """
 
     request_id: str
@@ -64,7 +66,7 @@ class PlayingEpisode(Episode):
     stream: Stream | None = None
     """None if the endpoint does not support streaming."""
     routed_experts: bool = False
-    """Whether the experts of each token are requested, which cannot be streamed."""
+    """Whether the routed experts of each token are requested. These cannot be streamed."""
     whole_reward: float | None = None
     """The reward that a client has posted for the episode."""
     recording: EpisodeRecording = field(default_factory=EpisodeRecording)

@@ -125,7 +125,7 @@ class EpisodeRecording:
         self._calls[number] = self._calls[number].model_copy(update=update)
 
     def reward(self, number: int, reward: float) -> None:
-        """Give a turn its own reward. Raises ``ValueError`` if it cannot be trained on."""
+        """Give a turn its own reward. Raises ``ValueError`` if the reward cannot be trained on."""
         if not is_reward(reward):
             raise ValueError(
                 f"the reward of a turn must be a finite number of at most {MAX_REWARD:g} in magnitude, not {reward}"
@@ -166,7 +166,7 @@ def completion_of(chunks: Sequence[CompletionChunk]) -> Completion:
 
 
 def _streams(calls: Sequence[RecordedCall]) -> Iterator[tuple[list[int], list[bool]]]:
-    """Yield each stream as the numbers of its calls, in order, with those that no earlier stream contains."""
+    """Yield, for each stream, the numbers of its calls in order, and whether each call is in no earlier stream."""
     parents = [_parent(calls, number) for number in range(len(calls))]
     taken: set[int] = set()
     for leaf in sorted(set(range(len(calls))) - {parent for parent in parents if parent is not None}):
@@ -180,7 +180,9 @@ def _streams(calls: Sequence[RecordedCall]) -> Iterator[tuple[list[int], list[bo
 
 
 def _parent(calls: Sequence[RecordedCall], number: int) -> int | None:
-    """Return the earlier call of the same role that a call continues: the longest one, or the latest of equals."""
+    """Return the earlier call of the same role that a call continues: the longest one, or the latest of several with
+    equal length.
+    """
     prompt, role = calls[number].prompt_token_ids, calls[number].role
     best, longest = None, 0
     for earlier in reversed(range(number)):

@@ -25,7 +25,7 @@ class RoleUrls:
         return await self._urls[role]
 
     async def aclose(self) -> None:
-        """Stop serving, and return once that has ended."""
+        """Stop serving all roles, and wait until that is complete."""
         self._is_over.set()
         await self._serving.aclose(wait_s=None)
 

@@ -32,7 +32,9 @@ class Prompt:
     images: tuple[PromptImage, ...] = ()
     """The images of the whole conversation, with indices into ``token_ids``."""
     rewritten: str | None = None
-    """Why the prompt does not begin with the conversation's tokens so far; None if it does, or is the first prompt."""
+    """Why the prompt does not begin with the conversation's tokens so far; None if it does, or if it is the first
+    prompt.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ class ChatTemplate:
     def _placed(
         self, token_ids: tuple[int, ...], messages: Sequence[Message], start: int = 0
     ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-        """Return the tokens of rendered messages with their images' placeholders expanded."""
+        """Return the tokens of rendered messages, with the placeholders of images expanded, and the images."""
         urls = image_urls_of(messages)
         if not urls:
             return token_ids, ()
@@ -201,7 +203,7 @@ class ChatTemplate:
     def _encode(self, text: str, max_tokens: int | None, *, is_start: bool) -> tuple[int, ...]:
         """Return the tokens of a text from the template, which already contains its special tokens.
 
-        Some tokenizers put a space before every text. A continuation of a text is then encoded after a special token.
+        Some tokenizers prepend a space to every text. With these, a continuation is encoded after a special token.
         """
         special = is_start and not self._tokenizer.chat_template
         token_ids = tuple(tokenise(self._tokenizer, text, max_tokens, add_special_tokens=special))
@@ -215,7 +217,7 @@ class ChatTemplate:
         return self._decoded(token_ids) == text
 
     def _decoded(self, token_ids: Sequence[int], *, without_special: bool = False) -> str:
-        """Return the exact text of tokens: some tokenizers would tidy the spaces in it."""
+        """Return the exact text of tokens, without the clean-up of spaces that some tokenizers do."""
         return str(
             self._tokenizer.decode(
                 list(token_ids), skip_special_tokens=without_special, clean_up_tokenization_spaces=False

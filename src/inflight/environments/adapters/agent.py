@@ -1,6 +1,6 @@
 """Agents as commands: each episode is one run of a program that knows only a URL.
 
-The program receives the URL and its key in the variables that the clients of OpenAI and Anthropic read
+The program receives the URL and its key in the environment variables that OpenAI's and Anthropic's clients read
 (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``), and the item as JSON on
 standard input. It reports its reward by posting ``{"reward": 1.0}`` to ``INFLIGHT_REWARD_URL``, or by printing that
 object as its last line.
@@ -27,7 +27,7 @@ from inflight.types import TaskItem
 from inflight.wire import is_reward
 
 _SECRETS = ("INFLIGHT_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "ANTHROPIC_AUTH_TOKEN")
-"""Variables that an agent does not inherit."""
+"""Environment variables that an agent does not inherit."""
 _PARTING_S = 5.0
 """How long to read the rest of an agent's output after the agent has ended."""
 _POLL_S = 0.02
@@ -39,8 +39,8 @@ class AgentCommand(Environment):
     """Runs a command for each episode, in its own process group, and ends the whole group with the episode.
 
     Each of ``roles`` has its own URL, which the item lists under ``roles``, and may receive its own reward. ``tasks``
-    is a file with one JSON object per line, or ``module:function`` that returns the object of an index; the command is
-    run in ``directory``. Raises `TaskError` if the tasks cannot be used.
+    is a file with one JSON object per line, or a ``module:function`` that returns the object for an index; the command
+    runs in ``directory``. Raises `TaskError` if the tasks cannot be used.
     """
 
     def __init__(
@@ -67,7 +67,9 @@ class AgentCommand(Environment):
         if shutil.which(program) is None:
             raise TaskError(f"the program {command[0]!r} of the agent does not exist, or cannot be executed")
         self._starting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-        """A lock per event loop. Starting a program blocks the loop briefly, so other tasks run between two starts."""
+        """One lock per event loop. Starting a program briefly blocks the loop, so other tasks must run between two
+        starts.
+        """
 
     @property
     def name(self) -> str:
@@ -148,7 +150,7 @@ class AgentCommand(Environment):
 
 
 def _items(tasks: str) -> Callable[[int], Mapping[str, Any]]:
-    """Return a function from an index to its item; a file is repeated after its last line. Raises `TaskError`."""
+    """Return a function that maps an index to its item; a file repeats after its last line. Raises `TaskError`."""
     if not isinstance(tasks, str):
         raise TaskError(f"tasks must be a file of JSON lines, or module:function, not {tasks!r}")
     if ":" in tasks and not Path(tasks).is_file():
@@ -167,7 +169,7 @@ def _items(tasks: str) -> Callable[[int], Mapping[str, Any]]:
 
 
 async def _ended(agent: asyncio.subprocess.Process) -> int:
-    """Return the status of a process once it has ended, even if another process keeps its output open."""
+    """Return the exit status of a process once it has ended, even if another process keeps its output open."""
     while agent.returncode is None:  # noqa: ASYNC110 - asyncio has no event for it
         await asyncio.sleep(_POLL_S)
     return agent.returncode
@@ -182,14 +184,14 @@ async def _give(stream: asyncio.StreamWriter, content: bytes) -> None:
 
 
 async def _keep_end(stream: asyncio.StreamReader, end: bytearray, size_bytes: int) -> None:
-    """Read a stream to its end, and keep its last bytes."""
+    """Read a stream to its end, keeping only its last bytes."""
     while part := await stream.read(64 * 1024):
         end += part
         del end[:-size_bytes]
 
 
 def _last_reward(said: bytes) -> float | None:
-    """Return the reward in the last line, if that line is an object with a reward."""
+    """Return the reward in the last line of output, or None if that line is not an object with a reward."""
     lines = said.decode(errors="replace").strip().splitlines()
     try:
         value = json.loads(lines[-1]) if lines else None

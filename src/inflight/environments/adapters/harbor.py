@@ -25,11 +25,11 @@ _TAIL_CHARACTERS = 200
 
 
 class HarborEnvironment(Environment):
-    """Task folders of Harbor. Item i is the i-th folder by name; the first folder follows the last one.
+    """Harbor's task folders. Item i is the i-th folder by name; after the last folder, they repeat from the first.
 
     ``tasks`` is a task folder, or a folder of them. The agent's part of an episode ends when the model calls no tool,
-    after ``max_turns`` turns, when the context is full, or after the task's ``agent.timeout_sec``; then the tests are
-    run. A command is ended after ``command_timeout_s``. The model sees at most ``max_output_bytes`` of its output.
+    after ``max_turns`` turns, when the context is full, or after the task's ``agent.timeout_sec``; then the tests run.
+    A command is killed after ``command_timeout_s``. The model sees at most ``max_output_bytes`` of its output.
     """
 
     def __init__(
@@ -40,7 +40,9 @@ class HarborEnvironment(Environment):
         command_timeout_s: float = 60.0,
         max_output_bytes: int = 8000,
     ) -> None:
-        """Raise a `ConfigError` that lists every reason why a task cannot be run, here or anywhere."""
+        """Raise a `ConfigError` that lists every reason why a task cannot be run, whether or not it depends on this
+        machine.
+        """
         del seed  # tasks come in their order, and have no randomness
         limits = {"max_turns": max_turns, "command_timeout_s": command_timeout_s, "max_output_bytes": max_output_bytes}
         for name, limit in limits.items():
@@ -92,7 +94,7 @@ class HarborEnvironment(Environment):
 def read_reward(logs: Path, result: CommandResult) -> float:
     """Return the reward that a verifier wrote, regardless of its exit status.
 
-    Raises `TaskError` if there is no valid one.
+    Raises `TaskError` if there is no valid reward.
     """
     texts = {name: _read_regular_file(logs / name) for name in ("reward.json", "reward.txt")}
     end = f"the output of the tests ended with: {result.text()[-_TAIL_CHARACTERS:]}"
@@ -115,7 +117,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _read_regular_file(path: Path) -> str | None:
-    """Return the content of a file that code from outside wrote, or None if there is none. Links are not followed."""
+    """Return the content of a file that untrusted code wrote, or None if it does not exist. Links are not followed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""Where a Harbor task runs: bubblewrap with a directory for the episode, or a Docker or Podman container.
+"""The sandboxes of Harbor tasks: bubblewrap with a directory for the episode, or a Docker or Podman container.
 
-Both give the agent's commands a file system that lasts for the episode, no network, and neither ``/tests`` nor
-``/logs/verifier``. The verifier starts after every process of the agent has ended, and writes its reward to a directory
-of the host to which nothing else has had access.
+In both, the agent's commands have a file system that lasts for the episode, but no network and no access to ``/tests``
+and ``/logs/verifier``. The verifier starts after every process of the agent has ended, and writes its reward to a
+directory on the host to which nothing else has had access.
 
-Under bubblewrap each command is process 1 of a new process namespace, whose end also ends all others in the namespace.
-Where the caller is root, commands run as nobody, since the kernel does not limit the number of root's processes.
+Under bubblewrap, each command runs in a new PID namespace, and all processes in the namespace end with the command. If
+the caller is root, commands run as the user nobody, because the kernel does not limit the number of root's processes.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _MAX_OPEN_FILES = 1024
 _MAX_COMMAND_BYTES = 100_000
 _WATCH_S = 1.0
 _CONTROL_S = 60.0
-"""How long, in seconds, a command that does not belong to the task may take."""
+"""Time limit, in seconds, for a command that does not belong to the task."""
 _INSIDE_ID, _NOBODY = 1000, 65534
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LIMITED = 'ulimit -c 0 -t "$1" -v "$2" -f "$3" -u "$4" -n "$5" && shift 5 && "$@"; exit $?'
-"""Process 1 of a sandbox. It does not replace itself with the command, so signals have their usual effect there."""
+"""The script that is process 1 of a sandbox. It does not exec the command, so signals affect the command as usual."""
 _REMOVE = 'rm -rf -- "$1" 2>/dev/null || { chmod -R u+rwx -- "$1"; rm -rf -- "$1"; }'
 _USERS = {"passwd": "agent:x:1000:1000::/root:/bin/bash\nroot:x:0:0::/root:/bin/bash\n", "group": "agent:x:1000:\n"}
 
 
 @contextlib.asynccontextmanager
 async def open_sandbox(task: HarborTask, max_output_bytes: int) -> AsyncIterator[TaskSandbox]:
-    """Yield a sandbox with the files of a task; nothing of it remains after the context.
+    """Yield a sandbox with the files of a task; nothing of it remains after the context has exited.
 
     One thread does all work on the sandbox's directory, in order. The removal comes last, and cannot be cancelled.
     """
@@ -73,7 +73,7 @@ async def open_sandbox(task: HarborTask, max_output_bytes: int) -> AsyncIterator
 
 
 def machine_problem(image: str | None) -> str | None:
-    """Return why this machine cannot run a task with this image, or without one if it is None; None if it can."""
+    """Return why this machine cannot run a task with this image (None: without an image), or None if it can."""
     if image is not None:
         try:
             container_engine(image)
@@ -117,7 +117,9 @@ class BubblewrapSandbox:
         )
 
     def remove(self) -> None:
-        """Remove the directory, which may be too deep for Python and may have parts that its owner cannot read."""
+        """Remove the directory, which may be nested too deeply for Python and may contain parts that its owner cannot
+        read.
+        """
         _execute("sh", "-c", _REMOVE, "sh", str(self.base))
 
     def _fill(self) -> None:
@@ -193,7 +195,7 @@ def _refuse(error: OSError) -> None:
 
 @functools.cache
 def _bubblewrap() -> tuple[str, ...]:
-    """Return the beginning of every command line: namespaces, and the system's programs, read-only."""
+    """Return the first words of every command line: they set up namespaces and show the system's programs read-only."""
     drop = ["setpriv", "--reuid", str(_NOBODY), "--regid", str(_NOBODY), "--clear-groups", "--"]
     words = [
         *(drop if os.geteuid() == 0 else ()),
@@ -214,7 +216,7 @@ def _bubblewrap() -> tuple[str, ...]:
 
 @functools.cache
 def _bubblewrap_problem() -> str:
-    """Return why bubblewrap does not run here, or an empty text."""
+    """Return why bubblewrap does not run here, or an empty string."""
     missing = [name for name in ("bwrap", "bash", "setpriv") if shutil.which(name) is None]
     if missing:
         return f"{missing[0]} is not installed"
@@ -222,7 +224,7 @@ def _bubblewrap_problem() -> str:
 
 
 def _problem_of(*words: str) -> str:
-    """Run a command for up to `_CONTROL_S` and return why it failed, or an empty text."""
+    """Run a command for up to `_CONTROL_S` and return why it failed, or an empty string."""
     try:
         ended = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=_CONTROL_S)
     except subprocess.TimeoutExpired:
@@ -238,7 +240,7 @@ def _execute(*words: str) -> None:
 
 
 def _give_to_nobody(*paths: Path) -> None:
-    """Make files belong to the user as whom commands run, unless that is the caller."""
+    """Change the owner of files to the user that runs the commands, unless that is the caller."""
     if os.geteuid() == 0:
         _execute("chown", "--recursive", "--no-dereference", f"{_NOBODY}:{_NOBODY}", *map(str, paths))
 
@@ -251,7 +253,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _kill_namespace(pid: int) -> None:
-    """Kill process 1 of a sandbox, which bwrap reaps after all others have ended, or bwrap if there is none yet."""
+    """Kill process 1 of a sandbox, or bwrap if there is no process 1 yet. bwrap reaps process 1 after all others have
+    ended.
+    """
     for found in _children(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(found, signal.SIGKILL)
@@ -265,7 +269,8 @@ def _kill_namespace(pid: int) -> None:
 
 @dataclass(frozen=True)
 class ContainerSandbox:
-    """A container for the agent and, after its end, one for the verifier with the files that the agent left."""
+    """A container for the agent and, once that has ended, another for the verifier with the files that the agent left.
+    """
 
     task: HarborTask
     base: Path
@@ -347,7 +352,10 @@ _SHARED_LOGS = 'bash /tests/test.sh; status=$?; chmod -R a+rwX /logs/verifier /t
 
 @functools.cache
 def container_engine(image: str) -> str:
-    """Return the path of the first engine that has an image. Raises a `ConfigError` with each engine's answer."""
+    """Return the path of the first engine that has an image.
+
+    If none has it, raises a `ConfigError` with each answer.
+    """
     answers = []
     for name in ("docker", "podman"):
         path = shutil.which(name)

@@ -1,7 +1,7 @@
 """Harbor's task folders: their contents, and the reasons why a task cannot be run here.
 
 A folder has ``task.toml``, ``instruction.md``, ``environment/`` and ``tests/test.sh``. Any key of ``task.toml`` that is
-not listed here is refused, because it may change what the task needs.
+not defined below is refused, because it may change what the task needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESERVED = re.compile(r"/(bin|dev|etc|lib|lib32|lib64|logs|proc|root|sbin|sys|t
 """The directories that belong to the sandbox itself."""
 
 _PLAIN = re.compile(r"(?!\s*\w+\s+--)[^$*?\[\]\"'\\]*")
-"""A line of a Dockerfile without options, variables, patterns and quotes."""
+"""Matches a Dockerfile line without options, variables, patterns and quotes."""
 _REFUSED = {
     ("environment", "gpus"): "GPUs are not passed to tasks",
     ("environment", "mcp_servers"): "MCP servers are not started",
@@ -35,7 +35,7 @@ _REFUSED = {
 }
 
 MachineProblem = Callable[[str | None], str | None]
-"""Returns why this machine cannot run a task with an image, or with none."""
+"""Returns why this machine cannot run a task with this image (None: without an image), or None if it can."""
 Positive = Annotated[float, Field(gt=0)]
 Megabytes = Annotated[int, Field(ge=64, le=2**20)]
 Environ = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
@@ -79,7 +79,7 @@ class EnvironmentTable(_Table):
 
 
 class TaskFile(_Table):
-    """``task.toml``. Each field that is not a table is informative only."""
+    """The contents of ``task.toml``. Fields that are not tables are only informative."""
 
     version: str | None = None
     schema_version: str | None = None
@@ -99,7 +99,7 @@ class HarborTask:
     instruction: str
     file: TaskFile
     workdir: str
-    """An absolute path. Unused for a task with an image, which has its own."""
+    """The absolute path of the working directory. Unused for a task with an image, which specifies its own."""
     copies: tuple[tuple[str, str], ...]
     """Paths below ``environment/``, and where their contents are in the sandbox when the agent begins."""
 
@@ -110,7 +110,7 @@ class HarborTask:
 
 
 def read_tasks(path: Path, machine_problem: MachineProblem = lambda image: None) -> tuple[HarborTask, ...]:
-    """Return the task of a folder, or those of the folders in it, by name.
+    """Return the task in a folder, or the tasks in its subfolders in order of their names.
 
     Raises `ConfigError` if there are no tasks, or if some cannot be run: the message lists every reason for each task,
     one per line.
@@ -134,13 +134,14 @@ def read_tasks(path: Path, machine_problem: MachineProblem = lambda image: None)
 
 
 def read_task(folder: Path, machine_problem: MachineProblem = lambda image: None) -> HarborTask:
-    """Return the task of a folder. Raises `ConfigError` that lists every reason why it cannot be run."""
+    """Return the task in a folder. Raises a `ConfigError` that lists every reason why it cannot be run."""
     file = load_settings(TaskFile, folder / "task.toml", "Harbor task")
     environment = folder / "environment"
     problems = reasons_against(file)
     if reason := machine_problem(file.environment.docker_image):
         problems.append(reason)
-    problems += [f"environment/{name}: services are not composed" for name in _COMPOSE if (environment / name).exists()]
+    composed = [name for name in _COMPOSE if (environment / name).exists()]
+    problems += [f"environment/{name}: Docker Compose is not supported" for name in composed]
     problems += [f"{name} is missing" for name in ("instruction.md", "tests/test.sh") if not (folder / name).is_file()]
     workdir, copies = "/app", [(".", "/app")] if environment.is_dir() else []
     if file.environment.docker_image is None and (environment / "Dockerfile").is_file():
@@ -153,7 +154,7 @@ def read_task(folder: Path, machine_problem: MachineProblem = lambda image: None
 
 
 def reasons_against(file: TaskFile) -> list[str]:
-    """Return each reason why a task with this file cannot be run here, on any machine."""
+    """Return each reason, other than those of the machine, why a task with this file cannot be run."""
     reasons = []
     for (table, key), why in _REFUSED.items():
         value = getattr(getattr(file, table), key)
@@ -170,7 +171,7 @@ def reasons_against(file: TaskFile) -> list[str]:
 
 
 def _read_dockerfile(environment: Path) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Return the working directory, the copied paths, and why the Dockerfile cannot be replaced by those."""
+    """Return the working directory, the copied paths, and the reasons why these cannot replace the Dockerfile."""
     text = (environment / "Dockerfile").read_text(encoding="utf-8", errors="replace")
     workdir, has_image, copied, reasons = "/", False, list[tuple[str, str, bool]](), list[str]()
     for line in re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n?", "", text)).splitlines():

@@ -1,7 +1,7 @@
 """Episodes as OpenEnv's `TrainingTrace`, schema 1, with the version of every sampled token.
 
-Source of the schema: ``openenv/core/harness/training.py`` of OpenEnv 0.10. It allows additional fields only in a
-turn's ``metadata``, which contains the versions. OpenEnv itself is not needed.
+Source of the schema: ``openenv/core/harness/training.py`` of OpenEnv 0.10. It allows additional fields only in a turn's
+``metadata``, which therefore contains the versions. OpenEnv itself is not needed.
 """
 
 from __future__ import annotations

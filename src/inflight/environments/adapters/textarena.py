@@ -2,7 +2,7 @@
 
 A turn shows a player the messages from the game since its last turn, so that each player's game is one conversation.
 Games use Python's global random state and are not thread-safe. Here, each game has its own random state, and only one
-game of the process moves at a time, in a thread.
+game in the process moves at a time, in a thread.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ REFUSED = {
     ),
     **dict.fromkeys(("Debate", "GuessWho", "ScenarioPlanning", "TwentyQuestions"), _SERVICE),
 }
-"""Games that need resources beyond this machine, by their folder in TextArena, with the reason."""
+"""Why games are refused, by their folder in TextArena: they need resources outside this machine."""
 
 _MIN_MOVES = 2
-"""A game that lists fewer moves at its start only gives an example."""
+"""If a game lists fewer moves than this at its start, they are only an example."""
 _MOVE = re.compile(r"'(\[[^\[\]']+\])'")
 _NUM_PLAYERS = (2, 1, 3, 4, 5, 6, 7, 8)
 _global_randomness = threading.Lock()
@@ -55,7 +55,7 @@ _WAIT_S = 60.0
 
 
 def listed_moves(messages: Sequence[Message]) -> list[str]:
-    """Return the moves that a game listed last, as ``'[move]'``; examples in its rules do not count."""
+    """Return the moves that a game listed most recently, as ``'[move]'``; examples in its rules do not count."""
     lists = (_MOVE.findall(text) for _, text, kind in reversed(messages) if kind != textarena.ObservationType.PROMPT)
     return next((moves for moves in lists if moves), [])
 
@@ -123,17 +123,18 @@ class Game:
 
 
 class TextArena(Environment):
-    """A game of TextArena by its name there, such as ``TicTacToe-v0``.
+    """A game, identified by its name in TextArena, such as ``TicTacToe-v0``.
 
     With ``opponent = "self"`` the model plays every player, each in a conversation with the role ``player N`` and the
     reward that the game gives to this player; the episode's reward is the mean of these rewards. Otherwise the model
     plays one player, which changes from item to item, and that player's reward is the episode's. The opponent is
-    ``"random"``, which picks one of the moves that the game lists, or ``module:function``, called with what is shown to
-    a player and a `random.Random`. ``render`` names a function that decides what is shown (`Render`); by default all
-    messages of the game. ``options`` are passed to the game, and ``players`` is only needed if the game does not start
-    with the first number of players that it accepts.
+    ``"random"``, which picks one of the moves that the game lists, or ``module:function``, called with the text shown
+    to a player and a `random.Random`. ``render`` names a function that decides what is shown (`Render`); by default,
+    all messages of the game are. ``options`` are passed to the game. Without ``players``, the game has the first number
+    of players, of 2, 1, 3, 4 and so on, with which it starts.
 
-    The game itself handles illegal actions: most games ask once more, and then the player loses.
+    The game itself handles illegal actions: most games ask once more, and the player loses if the next action is also
+    illegal.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class TextArena(Environment):
 
 
 def shown(game: Any, player: int, messages: Sequence[Message]) -> str:
-    """Return all messages of a game to a player, as TextArena writes it."""
+    """Return all messages of a game to a player, in TextArena's own format."""
     names = {-1: "GAME", **{one: f"Player {one}" for one in range(game.state.num_players)}, **game.state.role_mapping}
     return "\n".join(f"[{names[sender]}] {text}" for sender, text, _ in messages) or "[GAME] It is your turn."
 

@@ -24,15 +24,15 @@ Row = Mapping[str, Any]
 
 
 class TrlEnvironment(Environment):
-    """Plays an object of ``factory``, named as ``module:Class``, once for each row of ``prompts`` and each episode.
+    """Plays each episode with an object created by ``factory``, named as ``module:Class``, and a row of ``prompts``.
 
-    ``prompts`` is a list of texts or rows (``prompt`` is a text or a list of messages; other columns are up to the
-    environment), the path of a JSONL file of them, or ``module:attribute``; item i is row i, and after the last row the
-    first one follows again. Without ``prompts``, ``reset`` alone provides the prompt.
+    ``prompts`` is a list of strings or rows (a row's ``prompt`` is a string or a list of messages; its other columns
+    are up to the environment), the path of a JSONL file of these, or ``module:attribute``. Item i is row i; after the
+    last row, the rows repeat from the first. Without ``prompts``, ``reset`` alone provides the prompt.
 
-    The reward is the sum of ``get_reward`` and of ``reward_funcs``, functions like TRL's, named as ``module:function``,
-    which are called with one completion at a time. Objects are reused after their episode has ended successfully; those
-    of a failed episode are discarded.
+    The reward is the sum of ``get_reward`` and the ``reward_funcs``. These are functions like TRL's, named as
+    ``module:function`` and called with one completion at a time. Objects are reused after their episode has ended
+    successfully; those of a failed episode are discarded.
     """
 
     def __init__(
@@ -43,7 +43,9 @@ class TrlEnvironment(Environment):
         reward_funcs: Sequence[str] = (),
         max_turns: int = 16,
     ) -> None:
-        """Raise `TaskError` if factory, rows or rewards are missing, or the factory's object lacks a method reset."""
+        """Raise `TaskError` if factory, rows or rewards are missing, or if the factory's object has no method
+        ``reset``.
+        """
         del seed  # rows come in their order, and the environment's randomness is its own
         try:
             self._factory: Callable[[], Any] = resolve(factory)
@@ -125,7 +127,7 @@ def _asked(row: Row, observation: Any) -> Sequence[Message]:
 
 
 def _rows(given: Any) -> list[Row]:
-    """Return rows from a list of texts and rows, or from a JSONL file. Raises `TaskError`."""
+    """Return rows from a list of strings and rows, or from a JSONL file. Raises `TaskError`."""
     if isinstance(given, str):
         try:
             given = [json.loads(line) for line in Path(given).read_text().splitlines() if line.strip()]
@@ -135,5 +137,5 @@ def _rows(given: Any) -> list[Row]:
     wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
     if wrong is not None or not rows:
         found = "it is empty" if wrong is None else f"it contains {wrong!r}"
-        raise TaskError(f"task.params.prompts must be a list of texts and rows, but {found}")
+        raise TaskError(f"task.params.prompts must be a list of strings and rows, but {found}")
     return rows

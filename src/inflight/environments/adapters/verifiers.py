@@ -1,6 +1,6 @@
 """The tasks of a verifiers taskset, played by a harness that calls the recording proxy of its episode.
 
-Written for verifiers 0.4. Its rollout runs in this process: verifiers' own client relays the harness's requests, and
+Written for verifiers 0.4. The library's rollouts run in this process: its own client relays the harness's requests, and
 the proxy records them. The verifiers library then scores the trace, and that score is the episode's reward.
 """
 
@@ -20,9 +20,9 @@ from inflight.types import TaskItem
 
 _MODEL = "inflight"
 _HARNESS = "inflight_chat_loop"
-"""The verifiers library looks a harness up by a module name without dots."""
+"""A module name without dots, under which the verifiers library finds the harness."""
 _NO_KEY = "INFLIGHT_HAS_NO_KEY"
-"""A variable that is not set, because the URL of an episode contains its key."""
+"""An environment variable that is not set: no API key is needed, because an episode's URL contains the key."""
 _AGENT = {"harness": {"id": _HARNESS}, "runtime": {"type": "subprocess"}, "max_turns": 16}
 
 
@@ -30,9 +30,10 @@ class VerifiersEnvironment(Environment):
     """A taskset, named as in verifiers, such as ``gsm8k_v1``; item i is its i-th task.
 
     ``taskset`` is the name, or a table of the taskset's options with its ``id``; ``agent`` and ``env`` are the tables
-    of those names in a configuration of verifiers. Unless ``agent`` specifies otherwise, `ChatLoop` plays, for at most
-    16 turns. With several agents (``env = { id = ... }``), the reward is the mean over the agents that are trained. A
-    finite taskset is repeated after its last task. The taskset itself determines the order of tasks and any randomness.
+    of those names in a configuration of verifiers. Unless ``agent`` specifies otherwise, the harness is `ChatLoop`,
+    with at most 16 turns. With several agents (``env = { id = ... }``), the reward is the mean over the agents that are
+    trained. A finite taskset is repeated after its last task. The taskset itself determines the order of tasks and any
+    randomness.
     """
 
     def __init__(

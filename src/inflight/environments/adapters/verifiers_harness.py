@@ -1,4 +1,4 @@
-"""A verifiers harness that runs within this process, not as a program that is installed for each episode.
+"""A verifiers harness that runs in this process; other harnesses are programs that are installed for each episode.
 
 It plays the same episodes as the library's own ``null`` harness: a prompt, and the tools of the taskset over MCP.
 """
@@ -25,7 +25,9 @@ class ChatLoopConfig(vf.HarnessConfig):  # type: ignore[misc]
 
 
 class ChatLoop(vf.Harness[ChatLoopConfig]):  # type: ignore[misc]
-    """Calls the model until a reply has no tool calls, or until the agent's `max_turns` or a stop of the task."""
+    """Calls the model until a reply has no tool calls, the agent's `max_turns` is reached, or the task stops the
+    episode.
+    """
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True

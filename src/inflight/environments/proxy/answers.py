@@ -1,4 +1,4 @@
-"""Answers for the proxy's clients, each a turn of one episode: histories of messages in, messages out.
+"""Answers to the proxy's clients: a request contains a history of messages, and its answer is a turn of one episode.
 
 If a request begins with the messages of a conversation, it continues that conversation; otherwise it starts a new one.
 An agent that edits or compacts its context therefore continues in a branch. Sampled text is never tokenised again.
@@ -71,7 +71,7 @@ class AnswerPiece:
     text: str
     """Text that can no longer change and was not in an earlier piece."""
     chunk: CompletionChunk | None
-    """The tokens of this piece; None if only text was still missing."""
+    """The tokens of this piece; None if the piece only completes the text of earlier tokens."""
     reasoning: str = ""
     """Reasoning that was not in an earlier piece."""
     num_prompt_tokens: int = 0
@@ -86,7 +86,7 @@ class _PreparedRequest:
     sampling: SamplingParams
     may_call: bool
     note: Callable[[Answer, ReplyText], None]
-    """Stores the conversation including an answer."""
+    """Stores the conversation up to and including an answer."""
     images: tuple[PromptImage, ...] = ()
     reasoning: Reasoning = "kept"
     model: str = ""
@@ -96,7 +96,7 @@ class _PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """An answered request for a chat."""
+    """A chat request that has been answered."""
 
     request: ChatRequest
     answer: Answer
@@ -118,13 +118,13 @@ class Answers:
         self.role = role
         self._histories = Histories()
         self._texts: list[tuple[str, tuple[int, ...]]] = []
-        """The text and tokens after each answer to a plain-text prompt."""
+        """The text and tokens up to and including each answer to a plain-text prompt."""
         self._calls: dict[str, dict[str, Any]] = {}
         """The sampled tool calls, by their ids."""
         self._chat_turns: dict[str, ChatTurn] = {}
         """The chat turns, by the answer's id."""
         self._turns: dict[str, int] = {}
-        """Number of each answer's turn, by its id."""
+        """The number of each answer's turn, by the answer's id."""
         self._rendering = asyncio.Lock()
         self._num_requests = itertools.count()
         self._num_calls = itertools.count()
@@ -161,7 +161,7 @@ class Answers:
         return ", ".join(drawn.overridden(self.episode.sampling))
 
     def reward(self, request: RewardRequest) -> None:
-        """Give a reward to a turn or, without one, to the role or the episode.
+        """Give a reward to the turn that the request names or, if it names none, to the role or the episode.
 
         Raises `InvalidRequestError` if the turn is unknown.
         """
@@ -231,7 +231,7 @@ class Answers:
     # ----------------------------------------------------------------------------------------------------------- chat
 
     def turn(self, answer_id: str) -> ChatTurn | None:
-        """Return the turn of a chat that ended with an answer, if there is one."""
+        """Return the chat turn that ended with an answer, or None if there is none."""
         return self._chat_turns.get(answer_id)
 
     async def num_prompt_tokens(self, request: ChatRequest) -> int:
@@ -284,7 +284,9 @@ class Answers:
     # ------------------------------------------------------------------------------------------------------ plain text
 
     def _text_and_tokens(self, prompt: str | Sequence[int]) -> tuple[str | None, tuple[int, ...]]:
-        """Return a prompt as text, if it is text, and as tokens, reusing those of the answer that it continues."""
+        """Return a prompt as text (None if it was given as tokens) and as tokens, reusing those of the answer that it
+        continues.
+        """
         template = self.episode.template
         if not isinstance(prompt, str):
             template.check_known(prompt)
@@ -299,7 +301,7 @@ class Answers:
         return prompt, token_ids
 
     def _note_text(self, before: str | None, answer: Answer, reply_text: ReplyText) -> None:
-        """Remember text and tokens, without the token that ended the answer, which no client sends back."""
+        """Remember text and tokens, except for the token that ended the answer, because no client sends it back."""
         if before is not None:
             template, completion = self.episode.template, answer.completion
             is_ended = template.is_ended(completion.token_ids, completion.finish_reason)

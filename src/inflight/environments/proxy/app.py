@@ -57,7 +57,7 @@ Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[HttpRequest, "ServedEpisode"], Awaitable[Response]]
 
 _BODY = Size(MB, 64, MAX_IMAGES_LENGTH)
-"""64 bytes of JSON contain at least one token, except in runs of white space."""
+"""Limit of a request body: 64 bytes of JSON contain at least one token, except in runs of white space."""
 _REWARD = Size(64 * 1024)
 _OVERRIDDEN = "x-inflight-overridden"
 
@@ -100,7 +100,7 @@ class ServedEpisodes:
         return len(self._episodes)
 
     def open(self, episode: PlayingEpisode, model: str, role: str = "") -> str:
-        """Serve an episode to one of its roles; returns the key."""
+        """Serve an episode to one of its roles, and return the key."""
         key = secrets.token_urlsafe(24)
         self._episodes[_digest(key)] = ServedEpisode(Answers(episode, role), model)
         return key
@@ -125,7 +125,7 @@ class ServedEpisodes:
 
     @contextlib.contextmanager
     def serving(self, episode: PlayingEpisode, model: str, role: str) -> Iterator[str]:
-        """Serve an episode to a role during the body, under the key that is returned."""
+        """Serve an episode to a role while the context is open, under the key that it yields."""
         key = self.open(episode, model, role)
         try:
             yield key
@@ -134,7 +134,9 @@ class ServedEpisodes:
 
 
 def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = None) -> list[Route]:
-    """Return the routes that agents call. ``note`` is called once if a client requests different sampling settings."""
+    """Return the routes that agents call. ``note`` is called once, if a client requests sampling settings that differ
+    from the run's.
+    """
     has_noted = False
 
     async def chat(request: HttpRequest, served: ServedEpisode) -> Response:
@@ -276,7 +278,7 @@ async def _body(request: HttpRequest, served: ServedEpisode, kind: type[Body]) -
 
 
 async def body_message(kind: type[Body], content: bytes) -> Body:
-    """Return the message in a body. Raises `InvalidRequestError`."""
+    """Parse a request body. Raises `InvalidRequestError`."""
     try:
         return await message_of(kind, content)
     except ValueError as error:

@@ -4,7 +4,7 @@
     POST   /episodes/KEY/finish     {"reward"?}                                         ->  {"reward", "rollouts"}
     DELETE /episodes/KEY
 
-These routes take a bearer token. An episode stays on one endpoint, whose cache holds its conversations. If that
+These routes require a bearer token. An episode stays on one endpoint, whose cache holds its conversations. If that
 endpoint fails, the requested turn is sampled on another one.
 """
 
@@ -57,7 +57,8 @@ from inflight.wire import (
 _NUM_FINISHED = 256
 _MAX_BODY_BYTES = 64 * 1024
 _FAILED_S = 30.0
-"""For this many seconds, an endpoint that failed an episode receives new ones only if all others have failed too."""
+"""For this many seconds after it failed an episode, an endpoint receives new ones only if all others have failed too.
+"""
 
 
 class OpenRequest(BaseModel):
@@ -89,7 +90,7 @@ class _Host:
 
 
 class EpisodeService:
-    """Opens a limited number of episodes, each on the endpoint with the fewest, and closes idle episodes."""
+    """Opens a limited number of episodes, each on the endpoint with the fewest open ones, and closes idle episodes."""
 
     def __init__(
         self,
@@ -177,7 +178,9 @@ class EpisodeService:
         )
 
     def _moved(self, episode: PlayingEpisode, error: Exception) -> int:
-        """Move an episode to another endpoint, because its own failed. Raises the error if all have failed recently."""
+        """Move an episode from its failed endpoint to another one. Raises ``error`` if all endpoints have failed
+        recently.
+        """
         self._failed[self._host_of[episode]] = time.monotonic()
         place = self._next_place()
         if self._failed.get(place, -math.inf) > time.monotonic() - _FAILED_S:
@@ -242,7 +245,7 @@ class EpisodeService:
 
 
 def rollout_json(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as a JSON value, in the names of `inflight.types.Rollout`."""
+    """Return a rollout as a JSON value, with the field names of `inflight.types.Rollout`."""
     return {
         "prompt_token_ids": list(rollout.prompt_token_ids),
         "completion_token_ids": list(rollout.completion_token_ids),

@@ -75,7 +75,7 @@ def _function_of(call: Any) -> dict[str, Any]:
 
 
 def read_arguments(arguments: Any) -> Any:
-    """Return the arguments of a call, which clients send as JSON text, as a JSON value. Other text stays unchanged."""
+    """Parse the arguments of a call, which clients send as JSON text. Text that is not JSON is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:

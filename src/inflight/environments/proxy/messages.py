@@ -1,4 +1,5 @@
-"""Anthropic's ``/v1/messages``: converts its requests to chat requests, and answers to its messages and events."""
+"""Anthropic's ``/v1/messages``: converts its requests to chat requests, and answers to Anthropic's messages and events.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def _system_texts(system: str | Sequence[Mapping[str, Any]] | None) -> Iterator[
     """Yield the texts of a system prompt, without the billing line."""
     for block in [{"type": "text", "text": system}] if isinstance(system, str) else system or ():
         if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise InvalidRequestError(f"system holds {str(block)[:80]!r}: only text blocks are supported")
+            raise InvalidRequestError(f"system contains {str(block)[:80]!r}: only text blocks are supported")
         lines = block["text"].splitlines(keepends=True)
         yield "".join(line for line in lines if not line.startswith(_BILLING))
 

@@ -1,4 +1,4 @@
-"""What clients of the proxy send: OpenAI's chat and completions, vLLM's generate, and rewards.
+"""The requests of the proxy's clients: OpenAI's chat and completions, vLLM's generate, and rewards.
 
 The settings of the run determine how tokens are drawn, because logprobs must describe the distribution that is trained
 on. Fields that only change where or how a request is handled are accepted. An unsupported field that would change the
@@ -20,7 +20,7 @@ from inflight.types import Message
 from inflight.wire import MAX_REWARD, ImageAddress, Items, SamplingParams, StopString, TokenCount, TokenId
 
 _DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Fields that control how tokens are drawn, which the run decides."""
+"""Fields that control how tokens are drawn. The run's settings apply instead."""
 _IGNORED = frozenset(
     (
         "metadata",
@@ -175,7 +175,7 @@ class ChatRequest(_OpenAI):
 
 
 class CompletionRequest(_OpenAI):
-    """Body of ``/v1/completions``, with one prompt: a text or token ids."""
+    """Body of ``/v1/completions``, with one prompt: text or token ids."""
 
     prompt: str | Items[TokenId] | Annotated[tuple[str | Items[TokenId]], Field(min_length=1, max_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
@@ -231,7 +231,7 @@ def chat_request(kind: type[Chat], **fields: Any) -> Chat:
 
 
 Reward = Annotated[float, Field(strict=True, ge=-MAX_REWARD, le=MAX_REWARD)]
-"""A finite JSON number, neither true nor "1", that does not exceed the maximum reward."""
+"""A finite JSON number, neither true nor "1", of at most the maximum reward in magnitude."""
 
 
 class RewardRequest(ProxyBody):
@@ -242,7 +242,7 @@ class RewardRequest(ProxyBody):
 
 
 def rendered_message(message: Mapping[str, Any], number: int) -> Message:
-    """Return a message as chat templates expect it: with one text as its content, and call arguments as objects.
+    """Return a message as chat templates expect it: with one string as its content, and call arguments as objects.
 
     Raises an `InvalidRequestError` that states what is wrong with message ``number``.
     """
@@ -266,7 +266,7 @@ def _listed(calls: Any, number: int) -> Sequence[Any]:
 
 
 def _content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return one text, or parts if there is an image among them."""
+    """Return one string, or a list of parts if one of them is an image."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

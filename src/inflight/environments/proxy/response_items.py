@@ -117,7 +117,7 @@ class ResponsesFormat(AnswerFormat):
         return events
 
     def _called(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events of a call."""
+        """Return the events of a tool call."""
         at = {"output_index": len(self._items)}
         text = {"function_call": "arguments", "custom_tool_call": "input"}.get(item["type"])
         begun = item | {"status": "in_progress"} | ({text: ""} if text else {})

@@ -21,7 +21,7 @@ _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "requir
 _ON_SERVERS = ("code_interpreter", "file_search", "image_generation", "mcp", "tool_search", "web_search")
 """Prefixes of the types of tools that OpenAI's servers run."""
 _ANSWER = re.compile(r"^(?:msg|fc)_(resp_\d+)")
-"""The id of an item of an answer, which begins with the id of the answer."""
+"""Matches the id of an item of an answer, which contains the id of the answer."""
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 FindTurn = Callable[[str], ChatTurn | None]
 """Returns the turn that ended with an answer, by the answer's id."""
@@ -226,7 +226,8 @@ class DeclaredTool:
 
 
 def declared_tools(tools: Any, where: str, namespace: str | None = None) -> Iterator[DeclaredTool]:
-    """Yield the tools that the model is offered, including those in namespaces; OpenAI's servers run the others.
+    """Yield the tools that the model is offered, including those in namespaces. Tools that OpenAI's servers run are
+    omitted.
 
     Raises `InvalidRequestError` for any other tool.
     """

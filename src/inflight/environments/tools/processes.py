@@ -15,17 +15,19 @@ from inflight.base.tasks import run_in_background
 from inflight.errors import TaskError
 
 FLOOD = 100
-"""A process is killed when it has written this many times its ``max_bytes`` of output."""
+"""A process is killed when it has written this many times its ``max_output_bytes``."""
 
 
 _HELD = ("sh", "-c", 'read -r _ && exec "$@"', "sh")
-"""Delays a command until it is released: if starting it is cancelled, asyncio kills one process, not its children."""
+"""Holds a command back until it is released: if the start is cancelled, asyncio kills this process but not its
+children.
+"""
 _END_S, _RETRY_S = 30.0, 0.1
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """How a process ended: ``exit_code`` is None if it was ended, for the reason in ``note``."""
+    """How a process ended: ``exit_code`` is None if it was killed for the reason in ``note``."""
 
     exit_code: int | None
     output: str
@@ -47,9 +49,9 @@ async def run_bounded(
 ) -> CommandResult:
     """Run a command with empty input until it ends or reaches a limit.
 
-    ``watch`` runs meanwhile; an error in it ends the process and is raised. ``kill`` kills a process and everything
-    that it started; it is called as soon as a limit is hit or this call is cancelled. Raises `TaskError` if the command
-    cannot be started or does not end although it was killed.
+    ``watch`` runs at the same time; an error in it ends the process and is raised. ``kill`` kills a process and
+    everything that it started; it is called as soon as a limit is hit or this call is cancelled. Raises `TaskError` if
+    the command cannot be started or does not end although it was killed.
     """
     output = BoundedOutput(max_output_bytes)
     try:
@@ -95,7 +97,7 @@ async def _end(process: Process, kill: Callable[[int], None]) -> None:
 
 
 async def send_all(stream: ByteSendStream, content: bytes) -> None:
-    """Write all of a process's input and close it, unless the process has ended without reading it."""
+    """Write all of a process's input and close the stream, unless the process has ended without reading the input."""
     with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
         await stream.send(content)
         await stream.aclose()

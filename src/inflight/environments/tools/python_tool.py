@@ -8,18 +8,18 @@ Every call runs in a new sandbox, which is removed when the call returns or is c
 
 - sees Python's standard library, the system's shared libraries and four devices, all read-only, and an empty
   directory, ``/tmp``, of ``disk_bytes``; no other file, no ``/proc``, no environment variable of the caller's;
-- has no network, not even a loopback interface, and reaches no socket, process or shared memory outside;
-- is one process without privileges, of ``timeout_s``, ``memory_bytes``, 32 threads and 64 open files, which starts no
-  other process and no program.
+- has no network, not even a loopback interface, and reaches no socket, process or shared memory outside the sandbox;
+- is one unprivileged process, limited to ``timeout_s``, ``memory_bytes``, 32 threads and 64 open files, which cannot
+  start another process or program.
 
-Anything refused raises the usual exceptions in the code (`PermissionError`, `OSError`, `MemoryError`), and the result's
-text indicates which limit ended it. User namespaces, a private root directory, resource limits, dropped capabilities
-and a seccomp filter are layers of protection. The code shares the host's kernel: a kernel bug could still be a way out,
-and timing and load can be observed from inside. Run code from malicious users in a virtual machine.
+A refused operation raises the usual exception in the code (`PermissionError`, `OSError`, `MemoryError`), and the
+result's text states which limit ended the code. User namespaces, a private root directory, resource limits, dropped
+capabilities and a seccomp filter are layers of protection. The code shares the host's kernel: it could still escape
+through a kernel bug, and it can observe timing and load. Run code from malicious users in a virtual machine.
 
 ``limits`` is for machines without user namespaces, and is NOT a security boundary: the code is an ordinary process of
-the caller's user, with limits on time, memory and file sizes and a clean environment. It reaches files, processes and
-the network, and can leave processes behind.
+the caller's user, with limits on time, memory and file sizes and a clean environment. The code can access files,
+processes and the network, and can leave processes running.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _START = (  # runs the compiled module that Python keeps next to its source
 )
 _MIN_MEMORY_BYTES = 64 * 2**20
 _GRACE_S = 60.0
-"""How long starting and ending a sandbox may take on a busy machine. The sandbox itself keeps ``timeout_s``."""
+"""How long starting and ending a sandbox may take on a busy machine. The sandbox itself enforces ``timeout_s``."""
 
 _ADVICE = (
     "The sandbox needs Linux 5.14 or later with unprivileged user namespaces: sysctl user.max_user_namespaces above 0; "
@@ -67,9 +67,9 @@ _ADVICE = (
 class PythonResult:
     """The result of a run of code.
 
-    ``text`` is for the model: standard output and error in the order they were written, at most ``max_output_bytes``
-    characters of them with a note of what was cut, and a last line in brackets if the code did not end normally.
-    ``exit_code`` is None if the code was killed.
+    ``text`` is for the model: standard output and error in the order in which they were written, shortened to
+    ``max_output_bytes`` characters with a note of what was cut, and a last line in brackets if the code did not end
+    normally. ``exit_code`` is None if the code was killed.
     """
 
     status: Status
@@ -82,8 +82,8 @@ class PythonTool:
     """Runs Python code, each call in its own sandbox.
 
     ``timeout_s`` counts from when the code starts. ``memory_bytes`` is address space and includes the interpreter's own
-    30 MB. ``disk_bytes`` bounds the scratch directory, under ``limits`` each file. The constructor raises
-    `UnsupportedError` on systems other than Linux, and `ConfigError` for impossible limits.
+    30 MB. ``disk_bytes`` limits the size of the scratch directory or, under ``limits``, of each file. The constructor
+    raises `UnsupportedError` on systems other than Linux, and `ConfigError` for impossible limits.
     """
 
     timeout_s: float = 5.0
@@ -130,10 +130,11 @@ class PythonTool:
         return {"type": "function", "function": function}
 
     async def run(self, code: object) -> PythonResult:
-        """Run the code to its end or a limit. When this returns, raises or is cancelled, none of its processes is left.
+        """Run the code until it ends or reaches a limit. When this returns, raises or is cancelled, none of its
+        processes is left.
 
         Raises `UnsupportedError` if the machine refuses a part of the isolation, `TaskError` if the sandbox cannot be
-        started or does not end; the code then has not run, or was killed.
+        started or does not end. In either case the code has not run or was killed.
         """
         if not isinstance(code, str):  # what a model calls with
             return PythonResult("error", f"[the code must be a string, not {type(code).__name__}]", None)

@@ -1,18 +1,18 @@
 """The process that isolates itself and runs code; `inflight.environments.tools.python_tool` starts one for every call.
 
-It starts as a separate program, without the packages of the environment, and so imports nothing from inflight. Its
-standard input is the code, its standard output and error are the output. The report on ``report_fd`` is one line,
-``failed`` or ``busy`` and why, if the code has not run; otherwise ``started``, followed by a line that states how the
-code ended. Under ``isolation="namespaces"`` three processes share the work:
+It starts as a separate program, without the packages of the environment, and so imports nothing from inflight. It reads
+the code from standard input, and the code writes to its standard output and error. If the code has not run, the report
+on ``report_fd`` is one line, ``failed`` or ``busy`` with the reason; otherwise it is ``started``, followed by a line
+that states how the code ended. Under ``isolation="namespaces"`` three processes share the work:
 
-    launcher in the caller's namespaces; starts init and maps its user; no untrusted code runs here init process 1 of
-    its own user, process, mount, network, IPC and host name namespaces, in its own root; drops every privilege before
-    the worker starts; its end ends every process of the namespace worker forked from init; sets its limits and its
-    system call filter, then runs the code
+- The launcher runs in the caller's namespaces. It starts init and maps its user, and runs no untrusted code.
+- Init is process 1 of its own user, process, mount, network, IPC and host name namespaces, in its own root. It drops
+  every privilege before the worker starts. When init ends, so does every process of the namespace.
+- The worker is forked from init. It sets its limits and its system call filter, then runs the code.
 
 Under ``isolation="limits"`` the launcher forks the worker itself, and the worker is subject only to limits.
 
-If a step fails, it is reported and the code does not run. Linux 5.14 or later.
+If a step fails, it is reported and the code does not run. Requires Linux 5.14 or later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OUT_OF_MEMORY = 117
-"""The worker's exit status when the code ends with a MemoryError. Code that exits with it is reported the same way."""
+"""The worker's exit status when the code ends with a MemoryError. Code that exits with this status is reported the same
+way.
+"""
 
 SCRATCH = "/tmp"
 MAX_FILES = 4096
@@ -160,7 +162,7 @@ def _in_namespaces(report_fd: int, timeout_s: float, memory: int, disk: int, fil
 
 
 def _clone() -> int:
-    """Fork into new namespaces; the result is that of os.fork."""
+    """Fork into new namespaces; return what ``os.fork`` returns."""
     ctypes.pythonapi.PyOS_BeforeFork()
     pid = _libc.syscall(SYS_CLONE, ctypes.c_ulong(NEW_NAMESPACES | SIGCHLD), None, None, None, None)
     ctypes.pythonapi.PyOS_AfterFork_Child() if pid == 0 else ctypes.pythonapi.PyOS_AfterFork_Parent()
@@ -170,8 +172,8 @@ def _clone() -> int:
 def _id_map(name: str, own: int) -> str:
     """Return the map from ids inside to ids outside.
 
-    If the caller is root, the code runs as nobody: root is exempt from the limit of threads, and owns most files. A
-    root user that stands for only one user, as in a rootless container, is mapped as that user.
+    If the caller is root, the code runs as nobody: root is exempt from the limit on threads, and owns most files. If
+    the caller's user namespace does not contain nobody, as in some rootless containers, the code runs as the caller.
     """
     with open(f"/proc/self/{name}_map") as file:
         ranges = [(int(line.split()[0]), int(line.split()[2])) for line in file]
@@ -242,7 +244,8 @@ def _enter_root(sources: list[tuple[str, str]], disk: int) -> None:
 def _supervise(work: Callable[[], None], timeout_s: float, wake_on: set[int]) -> str:
     """Run the worker in a child until it ends, its time is up or SIGTERM wakes this process; return how it ended.
 
-    Its process group is killed. Process 1 can receive SIGTERM only from the code, and so does not react to it.
+    The worker's process group is killed. In process 1, SIGTERM can come only from the code, so it is not in
+    ``wake_on``.
     """
     worker = os.fork()
     if worker == 0:

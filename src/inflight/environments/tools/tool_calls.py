@@ -18,7 +18,7 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 def split_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return a reply without its calls, and the calls. What cannot be read as a call stays in the text."""
+    """Return a reply without its calls, and the calls. Text that cannot be parsed as a call stays in the reply."""
     calls: list[ToolCall] = []
 
     def taken(match: re.Match[str]) -> str:

@@ -68,8 +68,8 @@ async def use_tools(conversation: Conversation, *messages: Message | str, tools:
 async def call_tool(call: ToolCall, tools: Tools) -> tuple[Message, str]:
     """Execute one call; return the message with its result, and ``done``, ``failed`` or ``unknown``.
 
-    The message is as TRL writes it: the result as text, or ``{'error': ...}``. Raises `TaskError` if the tool raises
-    it: the environment has failed, and the call is not at fault.
+    The message has TRL's format: the result as text, or ``{'error': ...}``. A `TaskError` that the tool raises
+    propagates, because it means that the environment has failed, not the call.
     """
     tool = tools.get(call.name)
     if tool is None:
