@@ -1,6 +1,6 @@
 """A tool that runs a model's Python code in a sandbox.
 
-tool = PythonTool(timeout_s=5.0)
+    tool = PythonTool(timeout_s=5.0)
     result = await tool.run("print(sum(range(10)))")
     result.status, result.text  # ("ok", "45\n")
 
