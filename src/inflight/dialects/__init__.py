@@ -1,1 +1,1 @@
-"""Adapters to the protocols of other codebases: PipelineRL and NVIDIA Dynamo."""
+"""Adapters to the protocols of other codebases: vLLM, SGLang, Tinker, PipelineRL, Fast-LLM and NVIDIA Dynamo."""

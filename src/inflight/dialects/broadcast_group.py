@@ -1,7 +1,7 @@
 """A gloo group over which another project's trainer broadcasts weights: rank 0 is the trainer, all others are servers.
 
-The ranks connect through a TCPStore at a known address, and meet under keys whose prefixes depend on the project. The
-group is formed only once: a rank that leaves cannot return.
+The ranks connect through a TCPStore at a known address, under keys whose prefixes depend on the project. The group is
+formed only once: a rank that leaves cannot return.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def group_rank_of(
     except ValueError:
         host = port = None
     if parts.scheme != "tcp" or not host or not port:
-        raise ConfigError(f"{init_method!r} is not the address of a group; write tcp://HOST:PORT")
+        raise ConfigError(f"{init_method!r} is not the address of a group; write it as tcp://HOST:PORT")
     if not 0 <= rank < world_size or world_size < 2:
         raise ConfigError(
             f"rank {rank} of {world_size} is not a rank of the group; ranks go from 0, the trainer, to {world_size - 1}"
@@ -93,7 +93,10 @@ class BroadcastGroup:
         return self._group is not None and not self._abandoned.done()
 
     def join(self) -> None:
-        """Host the store if this process does, and return once all ranks have joined. Raises `TransferError`."""
+        """Join the group, and host the store if this process is to.
+
+        Returns once all ranks have joined. Raises `TransferError`.
+        """
         place = self._place
         what = f"joining {place.project}'s group at {place.address}:{place.port}"
         # A client of the store uses its timeout twice: to connect, and to wait for the other ranks.
@@ -102,7 +105,7 @@ class BroadcastGroup:
     def broadcast(self, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
         """Send ``tensor`` as rank 0, or receive into it. It must be contiguous and on the CPU.
 
-        Raises `TransferError`: the ranks are then out of step, and the group is abandoned.
+        Raises `TransferError`; the ranks are then out of step, and the group is abandoned.
         """
         group = self._group
         if group is None or self._abandoned.done():
@@ -143,7 +146,7 @@ class BroadcastGroup:
 
 
 def _hosted(place: GroupRank) -> Any:
-    """Return a store that listens only on the address. The projects' own stores listen on all addresses."""
+    """Return a store that listens only on the group's address; the projects' own stores listen on all addresses."""
     family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""OpenAI completions of token ids, as served by vLLM and systems built on it. They carry no weight versions."""
+"""OpenAI completions with token ids, as served by vLLM and systems built on it. They carry no weight versions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def body_of(request: GenerateRequest, *, model: str, room: int) -> dict[str, Any
 
 
 def ids_of_tokens(tokens: Sequence[str]) -> list[int]:
-    """Return the token ids that the server returned instead of texts. Raises ``ValueError``."""
+    """Return the token ids that the server sent in place of the tokens' texts. Raises ``ValueError``."""
     if any(not token.startswith(TOKEN_PREFIX) for token in tokens):
         raise ValueError(
             "the answer has the texts of tokens instead of their ids: start the server with "
@@ -49,7 +49,7 @@ def ids_of_tokens(tokens: Sequence[str]) -> list[int]:
 
 
 def completion_of(choice: Mapping[str, Any], token_ids: Sequence[int], index: int, version: int) -> Completion:
-    """Return a choice of the answer, whose tokens were all sampled by ``version``. A malformed choice raises."""
+    """Return a choice as a completion whose tokens were all sampled by ``version``. A malformed choice raises."""
     logprobs = choice["logprobs"]["token_logprobs"]
     span = VersionSpan(version=version, start=0, end=len(token_ids)) if token_ids else None
     return Completion(

@@ -1,8 +1,10 @@
-"""Updates from directories, for protocols whose trainers pause a server, name a directory, and resume it.
+"""Updates from directories, for protocols in which a trainer pauses a server, names a directory, and resumes the
+server.
 
 Each update is one publish: a directory is checked completely before an endpoint is asked, and the endpoints commit
-together. A pause is a publish that the endpoints have accepted and whose weights are not yet known: an update sends
-them. A pause ends with `resume`, with its lease or, if this process ends, with the leases of the endpoints.
+together. A pause is a publish that the endpoints have accepted but whose weights are not known until an update sends
+them. A pause ends when `resume` is called, when its lease expires or, if this process has ended, when the endpoints'
+own leases expire.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ Stamp = tuple[str, tuple[tuple[str, int, int], ...]]
 class DirectoryUpdates:
     """Updates of the endpoints that ``publisher`` is connected to, one at a time. Belongs to one event loop.
 
-    Only directories below ``root`` are read. ``model_dir`` is the checkpoint that the endpoints were started with. A
-    pause that no call follows ends after ``lease_s`` seconds. An update may take ``timeout_s`` seconds. Raises
-    `ConfigError` if the endpoints' models differ or the checkpoint cannot be read. ``note`` receives a line for each
-    update, and for each pause that its lease ended.
+    Only directories below ``root`` are read. ``model_dir`` is the checkpoint that the endpoints were started with. If
+    no call follows a pause, it ends after ``lease_s`` seconds. An update may take ``timeout_s`` seconds. ``note``
+    receives a line for each update, and for each pause whose lease has expired. Raises `ConfigError` if the endpoints'
+    models differ or the checkpoint cannot be read.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class DirectoryUpdates:
         self._paused: tuple[OpenPublish, WeightUpdate] | None = None
         self._relabelled: tuple[int, str] | None = None
         self._opening: OpenPublish | None = None
-        """The pause that not every endpoint has accepted yet."""
+        """The pause that some endpoints have not accepted yet."""
         self._labels: OrderedDict[int, str] = OrderedDict()
         self._serves_adapter = False
         self._applied: tuple[Stamp, int] | None = None
@@ -143,8 +145,8 @@ class DirectoryUpdates:
         """Serve the weights of a checkpoint directory on every endpoint, ending a pause, and return their version.
 
         A repeated call for a directory that is already served and has not changed does nothing. ``in_flight`` applies
-        unless sampling is paused. Raises `InvalidRequestError` for a directory that is not below the root or cannot be
-        used: nothing has changed then. Raises `PublishError` if an endpoint did not apply it.
+        unless sampling is paused. Raises `InvalidRequestError`, without changing anything, for a directory that is not
+        below the root or cannot be used. Raises `PublishError` if an endpoint did not apply the update.
         """
         directory = self._directory(path)
         return await self._alone(lambda: self._load(directory, label, in_flight))
@@ -152,7 +154,7 @@ class DirectoryUpdates:
     async def load_adapter(self, path: str, *, label: str) -> int:
         """Serve the LoRA of a directory instead of any earlier LoRA, and return its version.
 
-        Raises the same errors as `load`. A pause is ended for the update, and then begun again.
+        Raises the same errors as `load`. A pause ends for the update, and begins again after it.
         """
         directory = self._directory(path)
 
@@ -260,7 +262,7 @@ class DirectoryUpdates:
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _alone(self, call: Callable[[], T]) -> T:
-        """Run a blocking call after all earlier ones. It runs to its end even if the caller is cancelled."""
+        """Run a blocking call after all earlier ones. The call runs to its end even if the caller is cancelled."""
 
         async def run() -> T:
             async with self._lock:
@@ -300,7 +302,7 @@ class DirectoryUpdates:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Turn a problem with a directory into an error in the request that named the directory."""
+    """Raise a problem with a directory as an error of the request that named it."""
     try:
         yield
     except ConfigError as error:
@@ -308,7 +310,7 @@ def _refused() -> Iterator[None]:
 
 
 def _stamp_of(directory: Path) -> Stamp:
-    """Return a stamp that changes when a directory is rewritten."""
+    """Return a value that changes when the directory is rewritten."""
     files = sorted({file for pattern in _STAMPED for file in directory.glob(pattern)})
     stats = [(file.name, os.stat(file)) for file in files]
     return str(directory), tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

@@ -1,7 +1,8 @@
-"""NVIDIA Dynamo with vLLM workers as an `InferenceEndpoint`. Not certified: it has never run on a real deployment.
+"""NVIDIA Dynamo with vLLM workers as an `InferenceEndpoint`. It is not certified, because it has never run on a real
+deployment.
 
-It follows Dynamo's main branch of August 2026: ``components/src/dynamo/vllm/handlers.py`` for the routes of workers,
-and the RL integration reference in its documentation for the frontend and discovery.
+The code follows Dynamo's main branch of August 2026: ``components/src/dynamo/vllm/handlers.py`` for the routes of
+workers, and the RL integration reference in its documentation for the frontend and discovery.
 
 One endpoint is one frontend with all of its workers. Requests go to the frontend as completions of token ids. Updates
 use the routes of every worker under ``/engine/``, because Dynamo cannot update the whole fleet: pause, load a
@@ -131,7 +132,7 @@ class DynamoEndpoint(OwnedEndpoint):
         return can, specs
 
     async def _discovered(self) -> dict[str, EngineRoutes]:
-        """Return the workers that are currently live, by id, without changing anything. Raises `ConfigError`."""
+        """Return the live workers by id, without changing anything. Raises `ConfigError`."""
         listener = EngineRoutes(self._options.discovery, api_key=None, control_timeout_s=self._control_timeout_s)
         try:
             answer = await listener.get(WORKERS_ROUTE)
@@ -168,7 +169,7 @@ class DynamoEndpoint(OwnedEndpoint):
         labels = {str(answer["version"]) for answer in await self._each(_VERSION, {})}
         if len(labels) > 1:
             raise ConfigError(
-                f"{self.name}: its workers serve different weights: {', '.join(sorted(labels))}; load the same "
+                f"{self.name}: the workers serve different weights: {', '.join(sorted(labels))}; load the same "
                 "weights on all of them"
             )
         (label,) = labels
@@ -196,7 +197,7 @@ class DynamoEndpoint(OwnedEndpoint):
             return completion_of(answer["choices"][0], token_ids, index, version)
 
     async def _replace(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights of all workers, which resume only once all of them report the new version."""
+        """Replace the weights of all workers. They resume only once all of them report the new version."""
         from safetensors.torch import save_file
 
         label = label_of(update.ref)

@@ -31,7 +31,7 @@ from inflight.wire import (
 )
 
 _ANSWER_S = 0.5
-"""How long endpoints may take to answer requests that a pause has ended."""
+"""How long, in seconds, endpoints may take to answer requests that a pause has ended."""
 _REFUSING = (InFlightPolicy.DRAIN, InFlightPolicy.ABORT)
 
 
@@ -47,11 +47,11 @@ class _RunningRequest:
     calling: asyncio.Task[Any]
     num_completions: int
     is_ended: bool = False
-    """Whether the request was ended here, without a token."""
+    """Whether this class ended the request, without a token."""
 
 
 class RunningRequests:
-    """Sends requests to the endpoints of ``pool``. ``updates`` is None where clients cannot pause sampling."""
+    """Sends requests to the endpoints of ``pool``. ``updates`` is None if clients cannot pause sampling."""
 
     def __init__(self, pool: EndpointPool, updates: DirectoryUpdates | None) -> None:
         self._pool = pool
@@ -59,29 +59,30 @@ class RunningRequests:
         self._draining: set[asyncio.Task[None]] = set()
         """Pauses that wait until no request runs."""
         self._running: dict[str, _RunningRequest] = {}
-        """The running requests, by the id that the endpoint uses."""
+        """The running requests, by the ids that the endpoints use."""
 
     @property
     def num_completions(self) -> int:
-        """The number of completions that running requests have asked for."""
+        """The number of completions that the running requests asked for."""
         return sum(running.num_completions for running in self._running.values())
 
     def refusal(self) -> Response | None:
-        """Return the answer to new requests while a pause lets running ones finish or ends them; otherwise None.
+        """Return the answer that refuses new requests, or None if they are accepted.
 
-        vLLM 0.33 refuses them as well; with ``keep``, they wait.
+        Like vLLM 0.33, refuses them during a pause that lets running requests finish or ends them. With ``keep``, they
+        wait.
         """
         policy = None if self._updates is None else self._updates.pause_policy
         return self.paused_answer() if self._draining or policy in _REFUSING else None
 
     def paused_answer(self) -> Response:
-        """Return the answer to a request that has to be sent again."""
+        """Return the answer to a request that the client has to send again."""
         message = "sampling is paused; send the request again after it is resumed"
         error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
         return JSONResponse({"error": error}, 503)
 
     async def generate(self, request: Request, asked: GenerateRequest, name: str | None) -> GenerateResponse:
-        """Return the completions of a client's request, which ends if the client disconnects."""
+        """Return the completions for a client's request. The request ends if the client disconnects."""
         answer = await self._run(request, lambda it: it.generate(asked), asked.request_id, name, asked.sampling.n)
         if answer is None:
             nothing = [unsampled_completion(index) for index in range(asked.sampling.n)]
@@ -89,7 +90,7 @@ class RunningRequests:
         return answer
 
     async def chat(self, request: Request, asked: ChatCompletionRequest) -> ChatCompletion | None:
-        """Return a chat completion; None if it was ended before it had an answer."""
+        """Return a chat completion, or None if the request was ended before the endpoint answered."""
         request_id = f"chat-{uuid.uuid4().hex}"
         return await self._run(request, lambda it: it.chat_completion(asked), request_id, None, asked.n)
 
@@ -101,7 +102,7 @@ class RunningRequests:
         name: str | None,
         num: int,
     ) -> T | None:
-        """Return the answer of the least loaded endpoint; None if the request was ended here."""
+        """Return the answer of the least loaded endpoint, or None if this class ended the request."""
         with self._pool.least_loaded() as endpoint:
             calling = start(run_while_connected(request, call(endpoint)))
             running = self._running[request_id] = _RunningRequest(name or request_id, endpoint, calling, num)
@@ -113,11 +114,11 @@ class RunningRequests:
         return None if running.is_ended else calling.result()
 
     async def pause(self, updates: DirectoryUpdates, in_flight: InFlightPolicy) -> None:
-        """Pause sampling on the endpoints, with a treatment of running requests that clients can rely on.
+        """Pause sampling on the endpoints, and guarantee what happens to running requests.
 
-        With ``drain``, requests that have already arrived end first, and new ones are refused meanwhile. With
-        ``abort``, requests that reached an endpoint after its pause end without a token. Raises `DeadlineError` if
-        requests do not end within the time of an update, and the errors of `DirectoryUpdates.pause`.
+        With ``drain``, requests that have already arrived finish first, and new ones are refused until then. With
+        ``abort``, requests that reached an endpoint after its pause began end without a token. Raises `DeadlineError`
+        if requests do not finish within the time limit of an update, and the errors of `DirectoryUpdates.pause`.
         """
         if in_flight is InFlightPolicy.DRAIN:
             draining = start(self._wait_until_idle(updates.timeout_s))
@@ -150,9 +151,10 @@ class RunningRequests:
             await asyncio.sleep(0)  # their callers forget them
 
     async def _end_all(self) -> None:
-        """Return once no request runs, after a pause that ends running requests.
+        """Return once no request is running. Called after a pause that ends running requests.
 
-        Requests that the endpoints received after the pause wait there; after a short while they end without a token.
+        Requests that endpoints received after the pause began would wait there; after `_ANSWER_S` they are ended
+        without a token.
         """
         calls = {running.calling: running for running in self._running.values()}
         if not calls:
@@ -170,7 +172,7 @@ class RunningRequests:
             return await run_while_connected(request, endpoint.score(asked))
 
     async def abort(self, names: Collection[str]) -> None:
-        """End the running requests with these names, or all of them if there are none.
+        """End the running requests with these names, or all running requests if no names are given.
 
         Raises `UnsupportedError` if an endpoint cannot end requests.
         """

@@ -1,4 +1,4 @@
-"""Shared parts of the dialects' servers: endpoints, and routes, some of which need the control token."""
+"""Parts that the dialects' servers share: a pool of endpoints, and routes, some of which need the control token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EndpointPool:
 
     @contextlib.contextmanager
     def least_loaded(self) -> Iterator[InferenceEndpoint]:
-        """Yield the endpoint for one request, which counts as running in the body."""
+        """Yield the endpoint for one request, which counts as running until the context exits."""
         endpoint = min(self.endpoints, key=lambda it: self._num_running[it])
         self._num_running[endpoint] += 1
         try:
@@ -66,7 +66,7 @@ class DialectRoutes:
         self._routes: list[Route] = []
 
     def add(self, method: str, path: str, handler: Handler, *, control: bool = False) -> None:
-        """Serve a route. Errors of its handler become answers."""
+        """Add a route. Errors that its handler raises become error responses."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -81,7 +81,7 @@ class DialectRoutes:
         self._routes.append(Route(path, handle, methods=[method]))
 
     def refuse(self, refused: Mapping[str, str]) -> None:
-        """Answer posts to these paths with the reason why they are not supported."""
+        """Answer POST requests to these paths with the reason why the paths are not supported."""
 
         def handler_of(path: str, why: str) -> Handler:
             async def handle(_: Request) -> Response:
@@ -111,7 +111,7 @@ class DialectRoutes:
 
 
 async def message_in(request: Request, kind: type[Message], max_body_bytes: int = CONTROL_BYTES) -> Message:
-    """Return the message in a body; an absent body is an empty object. Raises `InvalidRequestError`."""
+    """Parse a request body; an absent body counts as an empty object. Raises `InvalidRequestError`."""
     content = await content_of(request, max_body_bytes)
     try:
         return await message_of(kind, content or b"{}")
@@ -120,7 +120,7 @@ async def message_in(request: Request, kind: type[Message], max_body_bytes: int 
 
 
 def flag_in(request: Request, name: str, default: bool) -> bool:
-    """Return a switch in the query of a request. Raises `InvalidRequestError`."""
+    """Return a boolean from the query of a request. Raises `InvalidRequestError`."""
     given = request.query_params.get(name, str(default)).lower()
     if given not in ("true", "false", "1", "0"):
         raise InvalidRequestError(f"{name} is {given!r}, but must be true or false")
@@ -128,5 +128,5 @@ def flag_in(request: Request, name: str, default: bool) -> bool:
 
 
 def ok(**fields: Any) -> Response:
-    """Return an answer of these fields."""
+    """Return an answer with these fields."""
     return JSONResponse(fields)

@@ -71,7 +71,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     @abstractmethod
     async def _attach(self) -> tuple[Capabilities, Sequence[TensorSpec] | None]:
-        """Return the capabilities of the server, and the tensors of its model if known. Raises `ConfigError`."""
+        """Return the capabilities of the server and, if known, the tensors of its model. Raises `ConfigError`."""
 
     @abstractmethod
     async def _complete(self, request: GenerateRequest, index: int, version: int) -> Completion:
@@ -79,7 +79,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     @abstractmethod
     async def _replace(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the server's weights. If it raises, they count as torn."""
+        """Replace the server's weights. If this raises, they count as torn."""
 
     async def _attached(self) -> Capabilities:
         from inflight.weights.receive.staged_sink import StagedSink
@@ -133,7 +133,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     @contextlib.asynccontextmanager
     async def _sampling(self) -> AsyncIterator[int]:
-        """Keep the weights unchanged while the body samples; yields their version. Raises `PoisonedError`."""
+        """Keep the weights unchanged while the context is open, and yield their version. Raises `PoisonedError`."""
         self._updates.session.refuse_to_sample()
         async with self._slots:
             await self._gate.wait()
@@ -170,7 +170,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         self._gate.set()
 
     async def fail_requests(self) -> None:
-        """Refuse waiting requests. None is running, because weights change only after a drain."""
+        """Refuse waiting requests. No request is running, because weights change only after a drain."""
         self._gate.set()
 
     async def aclose(self) -> None:

@@ -62,7 +62,7 @@ def test_a_model_from_a_state_continues_with_its_optimizer_or_a_fresh_one(
             lambda: service.create_training_client_from_state(path, optimizer=types.DimuonOptimizerConfig()),
             "optimizer 'dimuon' is not supported",
         ),
-        (lambda: service.create_training_client_from_state_with_optimizer(sampling), "it has no optimizer's state"),
+        (lambda: service.create_training_client_from_state_with_optimizer(sampling), "it has no optimizer state"),
     ):
         with refused(message):
             refuse().result(60)

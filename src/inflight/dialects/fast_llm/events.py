@@ -19,13 +19,13 @@ EVENTS = "fast_llm_events"
 _FIELD = "event"
 _MAX_EVENT_BYTES = 64 << 10
 _LOOK_S = 1.0
-"""How long, in seconds, one read waits before the stream itself is checked."""
+"""How long, in seconds, one read waits before the stream's state is checked."""
 
 
 class WeightsReady(BaseModel):
     """The trainer is about to broadcast its weights. Unknown keys are ignored, as in PipelineRL.
 
-    ``documents_seen`` counts the samples that it has trained on. Releases before Fast-LLM's #561 omit it.
+    ``documents_seen`` counts the samples that the trainer has trained on. Releases before Fast-LLM's #561 omit it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -36,7 +36,7 @@ class WeightsReady(BaseModel):
 
     @property
     def version(self) -> int:
-        """The version of the weights: ``documents_seen``, or the step if it is unknown."""
+        """The version of the weights: ``documents_seen`` or, if that is unknown, the step."""
         return self.step if self.documents_seen is None else self.documents_seen
 
 
@@ -74,7 +74,10 @@ class EventReader:
         self._last: WeightsReady | None = None
 
     def next_event(self, timeout_s: float) -> Event:
-        """Return the next event. Blocks. Raises `TransferError` if none comes, one is unreadable, or one was lost."""
+        """Block until the next event, and return it.
+
+        Raises `TransferError` if none comes, one is unreadable, or one was lost.
+        """
         deadline = time.monotonic() + timeout_s
         while not self._unanswered:
             remaining_s = deadline - time.monotonic()

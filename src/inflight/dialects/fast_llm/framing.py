@@ -1,8 +1,8 @@
 """How Fast-LLM's trainer frames the broadcasts of one update.
 
-For each tensor it broadcasts one int64, the length of a header; the header as uint8; and the tensor. An update ends
-with a header without a tensor. Headers are pickles, of ``(shard, name, torch.Size, torch.dtype)`` or None. They are
-parsed here and never unpickled: nothing is imported or called, and any other value is refused.
+For each tensor, it broadcasts the length of a header as one int64, the header as uint8, and then the tensor. An update
+ends with a header that announces no tensor. Headers are pickles of ``(shard, name, torch.Size, torch.dtype)`` or of
+None. They are parsed here but never unpickled: nothing is imported or called, and any other value is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fast_llm_rank_of(init_method: str, *, rank: int, world_size: int, timeout_s:
 def receive_header(group: BroadcastGroup, timeout_s: float) -> TensorHeader | None:
     """Return the next tensor's header, or None at the end of the update.
 
-    Raises `TransferError`, also for a header that is refused; the group is then abandoned.
+    Raises `TransferError`, including for a header that is refused; the group is then abandoned.
     """
     length = torch.zeros(1, dtype=torch.int64)
     group.broadcast(length, timeout_s, "receiving the length of a header")
@@ -74,7 +74,7 @@ def send_header(group: BroadcastGroup, header: TensorHeader | None, timeout_s: f
 
 
 def header_bytes(header: TensorHeader | None) -> bytes:
-    """Return a header as Fast-LLM's receivers read it."""
+    """Return a header in the form that Fast-LLM's receivers read."""
     if header is None:
         return pickle.dumps(None)
     spec = header.spec
@@ -109,7 +109,7 @@ class _Shape:
 
 
 class _Parser:
-    """The few operations of pickles that a header consists of, on plain values."""
+    """Executes the few pickle operations that a header consists of, on plain values."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -164,7 +164,7 @@ class _Parser:
                 raise ValueError(f"its pickle operation {operation} is not allowed in a header")
 
     def _fold(self, num_items: int) -> None:
-        """Replace the last values by one tuple of them."""
+        """Replace the last values with one tuple of them."""
         start = len(self._stack) - num_items
         if start < 0:
             raise IndexError

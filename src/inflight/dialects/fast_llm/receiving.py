@@ -1,7 +1,7 @@
-"""Publishing the weights that Fast-LLM's trainer broadcasts to endpoints of the contract.
+"""Publishes the weights that Fast-LLM's trainer broadcasts to inflight's endpoints.
 
-Nothing announces an update's tensors as a whole, so each update is received completely into host memory, checked
-against the served model, and only then published.
+The trainer does not announce all tensors of an update in advance, so each update is received completely into host
+memory, checked against the served model, and only then published.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inflight.wire import BucketSpec, InFlightPolicy, Manifest, TensorSpec
 _MAX_TENSORS = 1_000_000
 """Maximum number of tensors in one update, so that every update ends."""
 _MAX_DROPPED_SHARE = 4
-"""Limit for tensors that are dropped but also need memory, as a multiple of the model's size."""
+"""Limit for the size of a tensor, as a multiple of the model's size: a tensor that is dropped also needs memory."""
 
 
 class ReceivedWeights(WeightSource):
@@ -54,7 +54,7 @@ class FollowedTrainer:
     """The updates of one trainer, published by ``publisher`` to servers of a model with the tensors ``expected``.
 
     ``timeout_s`` limits the time from one tensor to the next, and the time in which endpoints apply an update.
-    ``step_timeout_s`` limits the time from one event of the trainer to the next. Its calls block.
+    ``step_timeout_s`` limits the time from one event of the trainer to the next. All methods block.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class FollowedTrainer:
     def updates(self) -> Iterator[tuple[int, PublishReport | str]]:
         """Yield the version of each update with its report, or with the reason why not every endpoint serves it.
 
-        Ends when training has finished, and has then left the group. An update that does not fit the model is received
-        to its end, dropped and yielded; so is one that endpoints refuse. Raises `TransferError` if the trainer, another
-        rank or Redis is lost, and the errors of `publish_weights` except `PublishError`; the group is then abandoned.
-        Endpoints keep serving their weights.
+        Ends, after leaving the group, when training has finished. An update that does not fit the model, or that an
+        endpoint refuses, is received to its end and yielded with the reason. Raises `TransferError` if the trainer,
+        another rank or Redis is lost, and the errors of `publish_weights` except `PublishError`. The group is then
+        abandoned, and the endpoints keep serving their weights.
         """
         try:
             while not isinstance(event := self._events.next_event(self._step_timeout_s), TrainingFinished):
@@ -103,7 +103,7 @@ class FollowedTrainer:
             self._group.abort()
 
     def _receive(self) -> tuple[list[TensorSpec], dict[str, torch.Tensor]]:
-        """Receive one update to its end. Return the announced weights, and the tensors that fit the model."""
+        """Receive one update to its end; return the specifications of its weights, and the tensors that fit the model."""
         specs: list[TensorSpec] = []
         tensors: dict[str, torch.Tensor] = {}
         for _ in range(_MAX_TENSORS):
@@ -121,7 +121,7 @@ class FollowedTrainer:
         raise TransferError(f"an update of more than {_MAX_TENSORS} tensors was refused")
 
     def _memory_for(self, spec: TensorSpec) -> torch.Tensor:
-        """Return memory for a tensor. Abandons the group and raises `TransferError` if there is none."""
+        """Return memory for a tensor. If there is none, abandons the group and raises `TransferError`."""
         limit_bytes = _MAX_DROPPED_SHARE * sum(it.size_bytes for it in self._expected.values())
         try:
             if spec.size_bytes > limit_bytes:
@@ -134,7 +134,7 @@ class FollowedTrainer:
             ) from error
 
     def _problem_with(self, specs: Sequence[TensorSpec]) -> str | None:
-        """Return why the tensors are not those of the model, or None if they are."""
+        """Return why the tensors do not match those of the model, or None if they do."""
         if not specs:
             return "the update has no weights"
         if len({spec.name for spec in specs}) < len(specs):

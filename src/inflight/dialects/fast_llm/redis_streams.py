@@ -22,7 +22,7 @@ class StreamState(NamedTuple):
 
 
 class RedisStreams:
-    """The streams of the server at ``redis://[:PASSWORD@]HOST:PORT[/DB]``, ``rediss://`` with TLS.
+    """The streams of the server at ``redis://[:PASSWORD@]HOST:PORT[/DB]``, or ``rediss://`` for TLS.
 
     Connects with the first call. Calls block for up to ``timeout_s`` seconds, and raise `TransferError` if they fail.
     Raises `ConfigError` for any other URL.
@@ -56,7 +56,10 @@ class RedisStreams:
         self._failures = (redis.RedisError, OSError)
 
     def add(self, stream: str, fields: Mapping[str, bytes], max_length: int | None = None) -> str:
-        """Add an entry and return its id. ``max_length`` removes the oldest, read or not; Redis keeps a few more."""
+        """Add an entry and return its id.
+
+        Redis removes the oldest entries beyond about ``max_length``, even unread ones.
+        """
         with self._errors(f"adding to {stream}"):
             return str(self._client.xadd(stream, dict(fields), maxlen=max_length, approximate=True), "ascii")
 
@@ -67,8 +70,10 @@ class RedisStreams:
             return [(str(entry, "ascii"), fields or {}) for _, entries in found or () for entry, fields in entries]
 
     def state(self, stream: str) -> StreamState:
-        """Return the state of a stream, which has no entries if it does not exist. Raises `ConfigError` before Redis
-        7."""
+        """Return the state of a stream; a missing stream has no entries.
+
+        Raises `ConfigError` if the server is older than Redis 7.
+        """
         with self._errors(f"reading the state of {stream}"):
             if not self._client.exists(stream):
                 return StreamState(FIRST, 0)

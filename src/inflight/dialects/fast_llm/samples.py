@@ -21,16 +21,16 @@ from inflight.types import OBSERVED, Rollout
 SAMPLES = "fast_llm_streaming"
 """The key of the stream."""
 _BINARY = {"tokens": "q", "old_log_probabilities": "f", "model_version": "q"}
-"""Fields that may be separate binary entries, little-endian, with the type code of their numbers."""
+"""Fields that may be separate binary values, little-endian, with the type codes of their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One rollout as Fast-LLM trains on it. Sequences have one entry for each token, prompt included."""
+    """One rollout as Fast-LLM trains on it. Sequences have one entry for each token, including those of the prompt."""
 
     token_ids: Sequence[int]
     loss_masking_spans: Sequence[tuple[int, int]]
-    """Spans [begin, end) of the tokens that are not trained."""
+    """Spans [begin, end) of the tokens that are not trained on."""
     old_logprobs: Sequence[float] | None
     """Natural logprobs; 0.0 for tokens that were not sampled. Transmitted as float32."""
     model_versions: Sequence[int] | None
@@ -42,8 +42,8 @@ class Document:
 def document_of(rollout: Rollout, *, advantage: float, loss_mask: Sequence[bool] | None = None) -> Document:
     """Return a rollout as a document with one advantage for all of its tokens.
 
-    ``loss_mask`` has one entry for each completion token; None trains all sampled tokens. Raises `InvalidRequestError`
-    if there is no token to train, if the mask would train a token that was not sampled, or if a number is not finite.
+    ``loss_mask`` has one entry for each completion token; None selects all sampled tokens. Raises `InvalidRequestError`
+    if there is no token to train on, if the mask selects a token that was not sampled, or if a number is not finite.
     """
     if not all(map(math.isfinite, (advantage, rollout.reward, *rollout.behaviour_logprobs))):
         raise InvalidRequestError("the advantage, the reward or a logprob of this rollout is not finite")
@@ -82,7 +82,7 @@ def fields_of(document: Document) -> dict[str, bytes]:
 
 
 class _Data(BaseModel):
-    """The JSON of an entry; its lists stand for fields that are missing. Unknown keys are ignored."""
+    """The JSON of an entry; its lists are used for fields that have no binary values. Unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -95,7 +95,7 @@ class _Data(BaseModel):
 
 
 def parse_document(fields: Mapping[bytes, bytes]) -> Document:
-    """Return the document of an entry, with binary arrays or all in JSON. Raises `InvalidRequestError`."""
+    """Return the document of an entry, which may have binary arrays or only JSON. Raises `InvalidRequestError`."""
     try:
         data = _Data.model_validate_json(fields.get(b"data", b"{}"))
         tokens, logprobs, versions = (
@@ -117,8 +117,8 @@ def parse_document(fields: Mapping[bytes, bytes]) -> Document:
 class SampleStream:
     """Writes documents to the stream.
 
-    Fast-LLM never removes what it has read. With ``max_length``, Redis removes the oldest documents beyond about that
-    many, even if they have not been read.
+    Fast-LLM never removes documents that it has read. With ``max_length``, Redis removes the oldest documents beyond
+    about that number, even if they have not been read.
     """
 
     def __init__(self, redis: RedisStreams, *, max_length: int | None = None) -> None:

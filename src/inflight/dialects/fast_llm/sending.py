@@ -1,8 +1,8 @@
 """Sending weights to a PipelineRL server in its fast-llm mode, in place of Fast-LLM's trainer.
 
 The server follows the event stream and the broadcasts, and never answers. It loads each tensor before it receives the
-next header, so once the end of the update has been received, the server has loaded everything or has failed; which of
-the two is not known. The server has no route for updates.
+next header, so once it has received the end of the update, it has either loaded everything or failed. This process
+cannot know which. The server has no route for updates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FastLlmOptions:
     """Facts about a server that it does not report itself, from the query of its URL."""
 
     redis: str = DEFAULT_URL
-    """The Redis server of the server's --redis-host and --redis-port; no other trainer or server may use it."""
+    """The Redis server that --redis-host and --redis-port name; no other trainer or inference server may use it."""
     group: str = ""
     """``tcp://HOST:PORT`` of --weight-update-group-init-method. If empty, this process does not send weights."""
     world_size: int = 2
@@ -67,14 +67,18 @@ class AnnouncedBroadcasts(WeightChannel):
         return self._group.is_formed
 
     def join(self) -> None:
-        """Join the group, after deleting the event stream: the server reads it from its start, and would wait for old
-        updates."""
+        """Delete the event stream and join the group.
+
+        The server reads the stream from its beginning, and would otherwise wait for old updates.
+        """
         self._redis.delete(EVENTS)
         self._group.join()
 
     async def send(self, routes: EngineRoutes, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send the weights; return once the server has received the end of the update, after it has loaded the
-        tensors."""
+        """Send the weights.
+
+        Returns once the server has received the end of the update, which it does after it has loaded the tensors.
+        """
         try:
             await run_abandonable(lambda: self._send(update, tensors), "inflight-broadcast")
         except BaseException:
@@ -92,7 +96,7 @@ class AnnouncedBroadcasts(WeightChannel):
         send_header(self._group, None, self._timeout_s)
 
     def close(self) -> None:
-        """Announce the end of training, after which the server leaves the group."""
+        """Announce the end of training, which makes the server leave the group."""
         try:
             if self._group.is_formed:
                 add_event(self._redis, TrainingFinished())
@@ -117,8 +121,10 @@ class FastLlmKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """Return an endpoint for a URL whose query has the fields of `FastLlmOptions`. No token is used. Raises
-        `ConfigError`."""
+        """Return an endpoint for a URL whose query has the fields of `FastLlmOptions`.
+
+        No token is used. Raises `ConfigError`.
+        """
         address, _, query = url.partition("?")
         return _endpoint(
             address,

@@ -1,6 +1,7 @@
 """The routes of a PipelineRL inference server, in front of endpoints of the contract.
 
-Its trainer posts updates and its actors post chats here. A failed update is answered with an error, never with ``ok``.
+PipelineRL's trainer posts updates to these routes, and its actors post chats. A failed update is answered with an
+error, never with ``ok``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How weights reach a PipelineRL server: by a POST and broadcasts, or by the protocol of the trainer Fast-LLM."""
+"""How weights reach a PipelineRL server: by a POST and broadcasts, or by the protocol of Fast-LLM's trainer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PARTING_S = 1.0
 
 
 class WeightChannel(Protocol):
-    """The trainer's end of the connection that brings weights to one server."""
+    """The trainer's end of the connection over which one server receives weights."""
 
     @property
     @abstractmethod
     def update_route(self) -> str | None:
-        """Return the route that the server needs for updates, or None if it needs none."""
+        """Return the route for updates that the server must have, or None if it needs none."""
 
     @property
     @abstractmethod
@@ -38,11 +38,14 @@ class WeightChannel(Protocol):
 
     @abstractmethod
     def join(self) -> None:
-        """Return once the server has joined. Blocks. Raises `TransferError`."""
+        """Block until the server has joined. Raises `TransferError`."""
 
     @abstractmethod
     async def send(self, routes: EngineRoutes, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights of the server at ``routes``. If it raises, they are torn and the channel is closed."""
+        """Replace the weights of the server at ``routes``.
+
+        If this raises, the server's weights are torn and the channel is closed.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -68,7 +71,7 @@ class PostedBroadcasts(WeightChannel):
         self._group.join()
 
     async def send(self, routes: EngineRoutes, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Post the update and broadcast its tensors. Raises unless the server answers ``ok``."""
+        """Post the update and broadcast its tensors. Raises an error unless the server answers ``ok``."""
         message = update_request(update.version, update.manifest.tensors)
 
         def broadcast() -> None:

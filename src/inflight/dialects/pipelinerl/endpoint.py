@@ -72,7 +72,8 @@ class PipelineRlOptions:
 
 
 class PipelineRlEndpoint(OwnedEndpoint):
-    """One server at ``url`` with one rank. The first call joins a channel, which the server needs before it answers.
+    """One server at ``url`` with one rank. The first call joins a channel, because the server does not answer before
+    that.
 
     ``make_channel`` returns a new channel for weights; without it, this process does not send weights. ``dtype``,
     ``max_concurrent`` and ``timeout_s`` have the same meaning as in `PipelineRlOptions`.
@@ -143,7 +144,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
         return can, specs
 
     async def _until_healthy(self) -> None:
-        """Return once the server answers, which is after it has joined the group."""
+        """Return once the server answers, which it does only after it has joined the group."""
         try:
             async with asyncio.timeout(None if self._make_channel is None else self._timeout_s):
                 while True:
@@ -183,7 +184,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
             return completion_of(choice, ids_of_tokens(choice["logprobs"]["tokens"]), index, version)
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """Return one choice, as PipelineRL's own client requests it, with the texts of the server."""
+        """Return one choice, as PipelineRL's own client requests it, with the text that the server returned."""
         can = await self.capabilities()
         check_chat(request, can)
         body = request.model_dump(mode="json", include={"model", "messages", "temperature", "top_p", "top_k", "min_p"})
@@ -223,7 +224,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
         return f"inflight-{self._updates.session.session_id or self._version}"
 
     async def aclose(self) -> None:
-        """Leave the group, after which the server accepts no more updates."""
+        """Leave the group; the server then accepts no more updates."""
         await super().aclose()
         if self._channel is not None:
             await run_abandonable(self._channel.close, "inflight-leave")
@@ -243,8 +244,10 @@ class PipelineRlKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """Return an endpoint for a URL whose query has the fields of `PipelineRlOptions`. No token is used. Raises
-        `ConfigError`."""
+        """Return an endpoint for a URL whose query has the fields of `PipelineRlOptions`.
+
+        No token is used. Raises `ConfigError`.
+        """
         address, _, query = url.partition("?")
         return _endpoint(
             address,

@@ -1,10 +1,11 @@
 """The process group over which PipelineRL sends weights.
 
-Rank 0 hosts the store, where PipelineRL's own code waits for all ranks (``torch_utils._create_stateless_pg``). On a CPU
-it is a gloo group under the keys of torch's own groups, as ``torch_utils.init_extra_process_group`` forms it.
+Rank 0 hosts the store, and PipelineRL's own code then waits for all ranks (``torch_utils._create_stateless_pg``). On a
+CPU, the group is a gloo group under the keys of torch's own groups, as ``torch_utils.init_extra_process_group`` forms
+it.
 
-On GPUs, PipelineRL broadcasts over vLLM's NCCL communicator, whose id rank 0 puts into the store as a pickle. inflight
-never unpickles, so it does not join that group.
+On GPUs, PipelineRL broadcasts over vLLM's NCCL communicator, whose id rank 0 puts into the store as a pickle. Because
+inflight never unpickles, it does not join that group.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from inflight.wire import DTYPE_SIZES, ChatCompletion, Items, Manifest, Natural,
 UPDATE_ROUTE = "/receive_weight_update"
 CHAT_ROUTE = "/v1/chat/completions"
 MAX_UPDATE_BYTES = 64 << 20
-"""Maximum size of an update message in bytes: a name, a shape and a dtype for each tensor."""
+"""Maximum size, in bytes, of an update message, which has a name, a shape and a dtype for each tensor."""
 _TORCH = "torch."
 
 
 class ParameterInfo(BaseModel):
-    """One tensor that is about to be broadcast; ``dtype`` as torch writes it, ``torch.bfloat16``."""
+    """One tensor that is about to be broadcast; ``dtype`` is written as in torch, for example ``torch.bfloat16``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,7 +43,7 @@ class WeightUpdateRequest(BaseModel):
     timestamp: float = Field(default_factory=time.time)
 
     def manifest(self) -> Manifest:
-        """Return the tensors in the contract's terms. Raises `InvalidRequestError` for an unsupported dtype."""
+        """Return the manifest of these tensors. Raises `InvalidRequestError` for an unsupported dtype."""
         for info in self.parameters_info:
             if info.dtype.removeprefix(_TORCH) not in DTYPE_SIZES:
                 raise InvalidRequestError(f"{info.name} is {info.dtype}; supported dtypes are {', '.join(DTYPE_SIZES)}")
@@ -69,10 +69,10 @@ def update_request(version: int, tensors: Iterable[TensorSpec]) -> WeightUpdateR
 
 
 def chat_body(body: Any) -> dict[str, Any]:
-    """Return the body of a chat request from PipelineRL's client in the contract's format.
+    """Convert the body of a chat request from PipelineRL's client to the contract's format.
 
-    Raises `InvalidRequestError` for requests that cannot be converted. Fields that are unknown to the contract are
-    kept, and refused when the result is parsed.
+    Raises `InvalidRequestError` for requests that cannot be converted. Fields that the contract does not have are kept,
+    and are refused when the result is parsed.
     """
     if not isinstance(body, dict):
         raise InvalidRequestError("the body of a chat request must be a JSON object")
@@ -92,7 +92,7 @@ def chat_body(body: Any) -> dict[str, Any]:
 
 
 def chat_answer(completion: ChatCompletion) -> dict[str, Any]:
-    """Return an answer as PipelineRL's client reads it, with token ids instead of token texts.
+    """Return an answer in the form that PipelineRL's client reads, with token ids instead of token texts.
 
     The contract's own fields, such as version spans, are kept.
     """

@@ -1,4 +1,4 @@
-"""Publishing the weights that PipelineRL's trainer broadcasts to endpoints of the contract.
+"""Publishes the weights that PipelineRL's trainer broadcasts to inflight's endpoints.
 
 Each update is one publish: the endpoints accept or refuse the manifest, every tensor is received completely and
 verified in transit, and the endpoints commit together.
@@ -40,7 +40,7 @@ class ArrivingWeights(WeightSource):
         return self._specs
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Receive the weights even if no endpoint accepts them, because the trainer sends them in any case.
+        """Receive the weights even if no endpoint accepts them, because the trainer sends them anyway.
 
         Raises `TransferError`; the group is then abandoned.
         """
@@ -86,9 +86,9 @@ class ArrivingUpdates:
     def receive(self, request: WeightUpdateRequest) -> PublishReport:
         """Block until every endpoint serves the update.
 
-        Raises `PublishError` if an endpoint fails to, and the errors that `publish_weights` raises. The broadcasts are
-        received in any case, so the group is ready for the next update unless `TransferError` states that it was
-        abandoned.
+        Raises `PublishError` if an endpoint does not serve it, and the other errors of `publish_weights`. The
+        broadcasts are received in any case, so the group is ready for the next update unless `TransferError` states
+        that it was abandoned.
         """
         with self._lock:
             try:

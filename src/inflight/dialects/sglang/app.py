@@ -1,4 +1,4 @@
-"""The application with SGLang's routes. The routes of updates exist only with a `DirectoryUpdates`."""
+"""The application with SGLang's routes. The routes for updates exist only if a `DirectoryUpdates` is passed."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ REFUSED = {
     "/release_memory_occupation": "release memory through the servers' own routes",
     "/resume_memory_occupation": "restore memory through the servers' own routes",
 }
-"""Routes of SGLang that are not supported, with the reasons."""
+"""SGLang's routes that are not supported, with the reasons."""
 _MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
-"""vLLM's names of SGLang's pause modes: ``retract`` recomputes keys and values, ``in_place`` keeps them."""
+"""vLLM's names for SGLang's pause modes. SGLang's ``retract`` recomputes keys and values; ``in_place`` keeps them."""
 
 
 class SglangSampling(EngineSampling):
@@ -76,7 +76,7 @@ class GenerateBody(DialectMessage):
 
     @property
     def prompt(self) -> Any:
-        """The token ids or the text. Raises `InvalidRequestError` unless there is one of them."""
+        """The token ids or the text. Raises `InvalidRequestError` unless exactly one of them is given."""
         if (self.input_ids is None) == (self.text is None):
             raise InvalidRequestError("/generate needs exactly one of input_ids and text")
         return self.text or self.input_ids
@@ -126,7 +126,7 @@ def sglang_app(
 ) -> Starlette:
     """Return the application. ``token`` guards the routes that change a server; None leaves them open.
 
-    ``decode`` returns the text of token ids; without it, texts are empty. Without ``encode``, prompts that are texts
+    ``decode`` returns the text of token ids; without it, the returned text is empty. Without ``encode``, text prompts
     are refused.
     """
     pool = EndpointPool(endpoints)
@@ -232,7 +232,7 @@ def _one(
     label_of: Callable[[int], str],
     decode: Callable[[Sequence[int]], str] | None,
 ) -> dict[str, Any]:
-    """Return one completion in the form of an answer of ``/generate``."""
+    """Return one completion in the form in which ``/generate`` answers."""
     spans = weight_versions_of(completion.version_spans, label_of)
     reason: dict[str, Any] = {"type": completion.finish_reason}
     if completion.finish_reason == "length":
@@ -258,5 +258,5 @@ def _done(message: str) -> Response:
 
 
 def _failure(error: InflightError) -> Response:
-    """Return an error with the status of the contract, in SGLang's form."""
+    """Return an error in SGLang's form, with the HTTP status that the contract specifies."""
     return JSONResponse({"success": False, "message": str(error)}, error_response(error).status_code)

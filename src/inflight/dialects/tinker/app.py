@@ -30,10 +30,10 @@ KEY_PREFIX = "tml-"
 MAX_BODY_BYTES = 1 << 20
 """Maximum size, in bytes, of the body of requests without tokens."""
 MAX_DATA_BYTES = 256 << 20
-"""Maximum size of the body of a ``forward_backward``; the configuration makes the SDK split larger ones."""
+"""Maximum size, in bytes, of the body of a ``forward_backward``; `CLIENT_CONFIG` makes the SDK split larger ones."""
 _CHUNK_BYTES = 64 << 20
 _TOKEN_BYTES = 64
-"""Maximum length of the JSON of a prompt token and of the tokens that are scored at its position, per token."""
+"""Maximum length of JSON per token, for prompt tokens and for the tokens that are scored at their positions."""
 _MAX_TARGETS = 32
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
@@ -52,9 +52,9 @@ CLIENT_CONFIG = {
 
 
 def create_app(service: TinkerService, *, token: str) -> Starlette:
-    """Return the application. Every route but ``/healthz`` needs the key ``tml-TOKEN``."""
+    """Return the application. Every route except ``/healthz`` needs the key ``tml-TOKEN``."""
     if not token:
-        raise ValueError("create_app needs a token, because training is never open to everybody")
+        raise ValueError("create_app needs a token, because training is never open to everyone")
 
     async def body_of(request: Request, kind: type[Body], max_bytes: int = MAX_BODY_BYTES) -> tuple[Body, bytes]:
         content = await content_of(request, max_bytes, is_trusted=True)
@@ -110,7 +110,7 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         return _future(*service.forward_backward(content))
 
     def numbered(kind: type[Numbered], call: Callable[[Numbered, bytes], str]) -> Handler:
-        """Return the handler of a model's numbered call; a repeated call is recognized by its content."""
+        """Return the handler for a numbered call of a model; a repeated call is recognized by its content."""
 
         async def handle(request: Request) -> Response:
             asked, content = await body_of(request, kind)
@@ -252,7 +252,7 @@ class _RefusedError(Exception):
 def _guarded(handle: Handler, token: str, is_stopping: Callable[[], bool]) -> Handler:
     """Return a handler that checks the key before it reads the body, and answers errors as JSON.
 
-    The SDK repeats a call after the statuses 408, 409, 429 and from 500 on, and stops after any other.
+    The SDK repeats a call after the statuses 408, 409, 429 and 500 or above, and gives up after any other error.
     """
 
     async def guarded(request: Request) -> Response:

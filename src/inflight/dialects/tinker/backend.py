@@ -1,4 +1,4 @@
-"""What the server of Tinker's API needs from trainers and inference servers."""
+"""The interface that the server of Tinker's API needs from trainers and inference servers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TrainingWeights:
 
 
 Weights = BaseWeights | StoredWeights | TrainingWeights
-"""The weights that a sampling session asks for."""
+"""The weights that a sampling session requests."""
 
 
 class Training(Protocol):
@@ -57,7 +57,7 @@ class Training(Protocol):
     async def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, settings: Mapping[str, float], *, forward_only: bool
     ) -> ForwardResult:
-        """Compute a loss, and accumulate its gradient unless ``forward_only``."""
+        """Compute a loss, and unless ``forward_only``, accumulate its gradient."""
 
     @abstractmethod
     async def step(self, settings: AdamSettings) -> Mapping[str, float]:
@@ -65,17 +65,17 @@ class Training(Protocol):
 
     @abstractmethod
     async def save(self, path: Path) -> None:
-        """Write a checkpoint of weights and optimizer."""
+        """Write a checkpoint with the weights and the optimizer's state."""
 
     @abstractmethod
     async def load(self, path: Path, *, optimizer: bool) -> None:
-        """Load a checkpoint, with the optimizer's state or without."""
+        """Load a checkpoint, with or without the optimizer's state."""
 
     @abstractmethod
     async def publish(self) -> int:
         """Update the servers that serve this model; running generations continue. Return the version.
 
-        Versions increase over all models of the server, so that a span names one model's weights.
+        All models of the server share one sequence of versions, so that a version identifies one model's weights.
         """
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Backend(Protocol):
     @property
     @abstractmethod
     def model_name(self) -> str:
-        """Return the name under which clients ask for the base model."""
+        """Return the name by which clients request the base model."""
 
     @property
     @abstractmethod

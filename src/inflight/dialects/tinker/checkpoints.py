@@ -1,4 +1,4 @@
-"""Checkpoints by their Tinker paths, ``tinker://MODEL/KIND/NAME``, in a directory of the server."""
+"""Checkpoints in a directory of the server, found by their Tinker paths, ``tinker://MODEL/KIND/NAME``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CheckpointFacts:
 
     base_model: str
     lora_rank: int
-    """The rank of the LoRA; 0 means all weights."""
+    """The rank of the LoRA; 0 means that all weights are trained."""
     saved_at: float
     user_metadata: Mapping[str, Any] | None = None
     expires_at: float | None = None
@@ -50,7 +50,7 @@ class StoredCheckpoint:
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry of a list of checkpoints."""
+        """Return the checkpoint's entry in a list of checkpoints."""
         return {
             "checkpoint_id": f"{self.kind}/{self.name}",
             "checkpoint_type": _TYPES[self.kind],
@@ -64,7 +64,7 @@ class StoredCheckpoint:
 
 
 def iso_time(seconds: float) -> str:
-    """Return a time as the API writes it."""
+    """Return a time in the API's format."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
@@ -75,7 +75,7 @@ class CheckpointStore:
         self._directory = directory
 
     def place(self, model_id: str, kind: Kind, name: str, *, overwrite: bool) -> Path:
-        """Return where to save a checkpoint, after deleting any earlier one there.
+        """Delete any earlier checkpoint of this name, and return where to save the new one.
 
         Raises `InvalidRequestError` for a name that is taken, or that is not a valid file name.
         """
@@ -93,7 +93,10 @@ class CheckpointStore:
         return path
 
     def complete(self, path: Path, facts: CheckpointFacts) -> None:
-        """Record that the checkpoint at ``path`` is complete. Raises `CheckpointError` if that cannot be written."""
+        """Record that the checkpoint at ``path`` is complete.
+
+        Raises `CheckpointError` if the record cannot be written.
+        """
         try:
             write_whole(path / _FACTS, json.dumps(asdict(facts)))
         except OSError as error:
@@ -129,7 +132,7 @@ class CheckpointStore:
         shutil.rmtree(checkpoint.path, ignore_errors=True)
 
     def delete_expired(self) -> None:
-        """Delete the checkpoints that have expired, which are no longer found."""
+        """Delete the checkpoints that have expired. `find` has already stopped returning them."""
         for model_id in self.model_ids():
             for checkpoint in self._of(model_id, has_expired=True):
                 self.delete(checkpoint)

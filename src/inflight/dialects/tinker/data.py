@@ -34,7 +34,7 @@ class Datum:
 
     @property
     def target_rows(self) -> Array:
-        """The tokens that are scored, int64 [N, K]; K is 1 if there is one target for each token."""
+        """The target tokens that are scored, int64 [N, K]; K is 1 if there is one target for each token."""
         targets: Array = self.inputs[TARGETS]
         return targets if targets.ndim == 2 else targets[:, None]
 
@@ -42,7 +42,7 @@ class Datum:
 def datums_of(request: Any, *, vocab_size: int, max_tokens: int) -> list[Datum]:
     """Return the data of a ``ForwardBackwardRequest``.
 
-    Raises an `InvalidRequestError` that names the datum for data that no loss can use.
+    For data that no loss can use, raises an `InvalidRequestError` that names the datum.
     """
     found = []
     for index, datum in enumerate(request.data):
@@ -89,7 +89,7 @@ def _check_ids(ids: Array, vocab_size: int, name: str) -> None:
 
 
 def _array(tensor: Any, name: str) -> Array:
-    """Return a tensor of the wire as a dense array; integers as int64, numbers as float32."""
+    """Return a tensor of the protocol as a dense array: integers as int64, floating-point numbers as float32."""
     shape = tuple(tensor.shape)
     if any(size < 0 for size in shape):
         raise ValueError(f"{name} has the invalid shape {list(shape)}")
@@ -141,7 +141,7 @@ def _numbers(content: bytes, dtype: np.dtype[Any], name: str) -> Array:
 def output_message(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
     """Return a ``ForwardBackwardOutput`` with the logprobs [N] or [N, K] of each datum, as bytes.
 
-    Names of metrics have the form ``name:reducer``, by which the SDK combines those of several calls.
+    Names of metrics have the form ``name:reducer``; the SDK uses the reducer to combine the metrics of several calls.
     """
     output = messages().ForwardBackwardOutput(loss_fn_output_type="logprobs")
     output.metrics.update(metrics)
@@ -158,7 +158,7 @@ def output_message(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> b
 
 
 def _by_trailing_shape(arrays: Sequence[Array]) -> list[list[Array]]:
-    """Return runs of arrays that differ only in their first dimension, in order."""
+    """Return consecutive arrays whose shapes differ only in the first dimension as one list each, in order."""
     runs: list[list[Array]] = []
     for array in arrays:
         if runs and runs[-1][0].shape[1:] == array.shape[1:]:

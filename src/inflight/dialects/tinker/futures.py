@@ -1,4 +1,4 @@
-"""Futures: results of calls that a client retrieves later, and possibly again, because an answer may be lost."""
+"""Futures: results of calls that a client retrieves later, possibly more than once because an answer may be lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ repeats one that is answered as pending."""
 KEPT_AFTER_RETRIEVAL_S = 120.0
 """How long, in seconds, a result is kept after its retrieval, because the answer may have been lost."""
 KEPT_S = 3600.0
-"""How long, in seconds, a result that no client retrieves is kept."""
+"""How long, in seconds, a result is kept if no client retrieves it."""
 
 
 @dataclass(frozen=True, slots=True)

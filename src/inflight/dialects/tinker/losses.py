@@ -1,8 +1,8 @@
 """The losses of Tinker's API: sums over all rows of all data, without a mean.
 
-``l`` are trainer logprobs of the targets, ``q`` those of the sampler, and ``r = exp(l - q)``. Sources: the loss
+``l`` are the trainer's logprobs of the targets, ``q`` are the sampler's, and ``r = exp(l - q)``. Sources: the loss
 functions of Tinker's documentation, PPO (Schulman et al. 2017), CISPO (MiniMax 2025), DRO (Richemond et al. 2024) and
-GSPO (Zheng et al. 2025). Clipping thresholds are themselves the bounds of the ratio.
+GSPO (Zheng et al. 2025). The clipping thresholds are the bounds of the ratio itself.
 
 Shape suffixes: T rows, K candidates of a row, S data.
 """
@@ -29,9 +29,10 @@ class TinkerLoss:
     """The required inputs in addition to the targets."""
     settings: Mapping[str, float]
     value: Callable[[torch.Tensor, Inputs, Settings, torch.Tensor], torch.Tensor]
-    """Takes logprobs [T] (cross entropy: [T, K]), inputs, settings, and the index of each row's datum, int64 [T]."""
+    """Computes the loss from logprobs [T] (cross entropy: [T, K]), inputs, settings, and each row's datum, int64 [T].
+    """
     takes_candidates: bool = False
-    """Whether targets may be [N, K]."""
+    """Whether targets may have the shape [N, K]."""
 
 
 def _cross_entropy(l_TK: torch.Tensor, inputs: Inputs, settings: Settings, datum_T: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,7 @@ def _dro(l_T: torch.Tensor, inputs: Inputs, settings: Settings, datum_T: torch.T
 
 
 def _gspo(l_T: torch.Tensor, inputs: Inputs, settings: Settings, datum_T: torch.Tensor) -> torch.Tensor:
-    """GSPO-token: the ratio of a row is the geometric mean of its sequence, with the row's own gradient."""
+    """GSPO-token: the ratio of a row is the geometric mean over its sequence, with the row's own gradient."""
     mask_T = inputs["sequence_ratio_mask"]
     num_data = int(datum_T.max()) + 1 if len(datum_T) else 0
     sums_S = l_T.new_zeros(num_data).index_add(0, datum_T, mask_T * (l_T.detach() - inputs["logprobs"]))
@@ -78,7 +79,7 @@ def _ratio(l_T: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def _bounds(inputs: Inputs, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bounds of the ratio: from the data if given there, else from the settings."""
+    """Return the bounds of the ratio, from the data if it contains them and otherwise from the settings."""
     like_T = inputs["advantages"]
     low, high = (
         inputs[name] if name in inputs else torch.full_like(like_T, settings[name])
@@ -103,7 +104,7 @@ OPTIONAL_INPUTS = ("target_tokens", "clip_low_threshold", "clip_high_threshold")
 def loss_named(name: str, settings: Mapping[str, float]) -> tuple[TinkerLoss, dict[str, float]]:
     """Return a loss and its settings, with defaults.
 
-    Raises `UnsupportedError` for a loss that is not served, `InvalidRequestError` for an unknown loss or setting.
+    Raises `UnsupportedError` for an unsupported loss, and `InvalidRequestError` for an unknown loss or setting.
     """
     if name == "stable_reinforce":
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Calls of one model, executed in the order of their numbers, regardless of the order in which they arrive.
+"""Executes the calls of one model in the order of their numbers, regardless of the order in which they arrive.
 
 The SDK numbers the calls of a model 1, 2, 3, ... without gaps, sends the first part of a large call last, and repeats a
 call whose answer was lost.
@@ -17,7 +17,7 @@ from inflight.errors import DeadlineError, InvalidRequestError
 WAIT_S = 600.0
 """How long, in seconds, a call waits for the previous call to arrive."""
 NUM_REMEMBERED = 4096
-"""Number of calls before the newest one that are remembered, so that repeated calls are recognized."""
+"""Number of most recent calls that are remembered, so that repeated calls are recognized."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +39,7 @@ class OrderedCalls:
     def submit(self, seq_id: int, content: bytes, execute: Callable[[], Awaitable[Result]]) -> str:
         """Execute a call after the previous one; return the id of its future, which a repeated call shares.
 
-        Raises `InvalidRequestError` if another call had this number.
+        Raises `InvalidRequestError` if a different call has used this number.
         """
         newest = max(self._calls, default=self._num_forgotten)
         if not self._num_forgotten < seq_id <= newest + NUM_REMEMBERED:

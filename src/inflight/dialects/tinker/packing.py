@@ -23,7 +23,7 @@ from inflight.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class PackedData:
-    """A micro-batch, and its loss inputs [T] or [T, K]; index 0 of each segment is not a target and holds 0."""
+    """A micro-batch and its loss inputs [T] or [T, K]. Index 0 of each segment is not a target; its inputs are 0."""
 
     batch: MicroBatch
     inputs: Mapping[str, torch.Tensor]
@@ -53,7 +53,7 @@ def segment_of(datum: Datum) -> npt.NDArray[np.int64]:
 
 
 def micro_batch_of(data: Sequence[Datum], loss: TinkerLoss, *, share_prefixes: bool = False) -> PackedData:
-    """Return data as one micro-batch, on the CPU; without data it has no tokens."""
+    """Return data as one micro-batch on the CPU. Without data, the micro-batch has no tokens."""
     segments = [segment_of(datum) for datum in data]
     lengths = tuple(len(datum.token_ids) + 1 for datum in data)
     num_tokens, num_targets = sum(lengths), max((datum.target_rows.shape[1] for datum in data), default=1)
@@ -104,7 +104,7 @@ def loss_of(
 
 
 def logprobs_of_data(data: Sequence[Datum], logprobs_TK: Array) -> list[Array]:
-    """Return the logprobs [N], or [N, K] where several targets were given, of each datum of a micro-batch."""
+    """Return the logprobs of each datum of a micro-batch: [N], or [N, K] if it has several targets for each token."""
     found, start = [], 0
     for datum in data:
         end = start + len(datum.token_ids) + 1

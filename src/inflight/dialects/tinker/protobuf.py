@@ -16,7 +16,7 @@ from inflight.errors import InvalidRequestError
 
 CONTENT_TYPE = "application/x-protobuf"
 _PACKAGE = "inflight_tinker_public"
-"""This name differs from the SDK's, because a process has only one pool of descriptors."""
+"""Differs from the SDK's name, because a process has only one pool of descriptors."""
 
 _ENUMS = {"DType": ("unspecified", "float32", "int64", "int32", "bfloat16"), "StopReason": ("stop", "length")}
 _MESSAGES: dict[str, str] = {
@@ -56,8 +56,9 @@ _MESSAGES: dict[str, str] = {
     "VersionSpan": "version=1 int64, start=2 int64, end=3 int64",
     "TopkLogprobs": "token_ids=1 bytes, logprobs=2 bytes, k=3 uint32, length=4 uint32",
 }
-"""Each field is its name, its number, labels and its type. Maps have strings as keys. ``version_spans`` is inflight's
-own; the SDK ignores it."""
+"""Each field is written as its name, number, labels and type. The keys of maps are strings. ``version_spans`` is an
+addition of inflight that the SDK ignores.
+"""
 _DType = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
     "string": _DType.TYPE_STRING,
@@ -129,7 +130,7 @@ def _set_type(field: Any, kind: str) -> None:
 
 
 def parse(name: str, content: bytes) -> Any:
-    """Return the message of this name. Raises `InvalidRequestError` if the bytes are not one."""
+    """Parse bytes as the message with this name. Raises `InvalidRequestError` if they are not such a message."""
     message = getattr(messages(), name)()
     try:
         message.ParseFromString(content)

@@ -1,4 +1,4 @@
-"""The JSON requests of Tinker's API. Unknown keys are ignored: later releases of the SDK add some."""
+"""The JSON requests of Tinker's API. Unknown keys are ignored, because later releases of the SDK may add some."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CreateModel(OfSession):
     model_seq_id: Seq
     base_model: str
     lora_config: LoraConfig | None = None
-    """None: all weights are trained; a rank of 0 means the same."""
+    """If this is None or has rank 0, all weights are trained."""
     optimizer_config: dict[str, Any] | None = None
     user_metadata: Metadata | None = None
 
@@ -78,7 +78,7 @@ class OfModel(TinkerRequest):
 
 
 class NumberedCall(OfModel):
-    """A call of a model, in the order of its number."""
+    """A call of a model; calls are executed in the order of their numbers."""
 
     seq_id: Seq
 
@@ -114,7 +114,7 @@ class OptimStep(NumberedCall):
 
 
 class SaveWeights(NumberedCall):
-    """Save weights and optimizer under a name."""
+    """Save the weights and the optimizer's state under a name."""
 
     path: str | None = None
     ttl_seconds: int | None = None
@@ -152,7 +152,7 @@ class CreateSamplingSession(OfSession):
 
 
 class JoinSamplingSession(TinkerRequest):
-    """Number a further client of a sampling session, in another process."""
+    """Request a number for a further client of a sampling session, in another process."""
 
     sampling_session_id: Name
 
@@ -181,7 +181,7 @@ class TensorData(TinkerRequest):
 
 
 class TinkerSampling(TinkerRequest):
-    """How tokens are drawn. ``top_k`` -1 switches the filter off."""
+    """How tokens are drawn. A ``top_k`` of -1 turns that filter off."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
@@ -210,7 +210,7 @@ class Sample(TinkerRequest):
     record_stability_info: bool = False
 
     def token_ids(self) -> tuple[int, ...]:
-        """Return the prompt. Raises ``ValueError`` for a chunk that is not of token ids."""
+        """Return the prompt's token ids. Raises ``ValueError`` for any other kind of chunk."""
         for chunk in self.prompt.chunks:
             if chunk.type != "encoded_text":
                 raise ValueError(f"it has a chunk of type {chunk.type!r}, but only token ids are supported")
@@ -237,7 +237,7 @@ class WeightsInfo(TinkerRequest):
 
 
 def numbers_of(tensor: TensorData) -> Any:
-    """Return the numbers of a tensor that JSON carries as a list, or as base64 of little-endian bytes."""
+    """Return the numbers of a tensor, which JSON contains as a list or as base64 of little-endian bytes."""
     if isinstance(tensor.data, str):
         return np.frombuffer(base64.b64decode(tensor.data), np.dtype(tensor.dtype).newbyteorder("<"))
     return np.array(tensor.data, np.dtype(tensor.dtype))

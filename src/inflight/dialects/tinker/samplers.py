@@ -23,10 +23,11 @@ from inflight.wire import Completion, VersionSpan
 _SNAPSHOT_S = 3600.0
 """How long after its last use a snapshot is deleted, in seconds."""
 _NUM_SNAPSHOTS = 16
-"""Maximum number of snapshots; beyond it, the least recently used one is deleted: each is as large as the model, and
-the SDK does not report that a program has dropped one."""
+"""Maximum number of snapshots. Beyond it, the least recently used one is deleted: each is as large as the model, and
+the SDK does not report when a program no longer needs one.
+"""
 _NUM_TRIES = 3
-"""Number of attempts for a sample whose server has ended."""
+"""Number of attempts at a sample if servers end."""
 _NUM_SEQUENCES = 65536
 """Number of sampled sequences whose version spans are kept."""
 
@@ -41,10 +42,10 @@ class _Sampler:
     weights: Weights
     model_path: str | None = None
     snapshot: Path | None = None
-    """The directory of its snapshot, a checkpoint to which nothing else refers."""
+    """The directory of the session's snapshot, a checkpoint to which nothing else refers."""
     used_at: float = field(default_factory=time.monotonic)
     num_joined: int = 0
-    """Number of clients after the first."""
+    """Number of clients that have joined after the first."""
 
 
 class SamplingSessions:
@@ -63,14 +64,14 @@ class SamplingSessions:
         self._sampled: dict[tuple[str, int], tuple[str, list[str]]] = {}
         """Request id and sequence ids of each numbered sample, so that a repeated request is recognised."""
         self._spans: OrderedDict[str, tuple[VersionSpan, ...]] = OrderedDict()
-        """The version spans by sequence id, once it has been sampled."""
+        """The version spans of each sequence that has been sampled, by the sequence's id."""
 
     def ids_of(self, session_id: str) -> list[str]:
         """Return the ids of a session's sampling sessions."""
         return [key for key, it in self._samplers.items() if it.session_id == session_id]
 
     def follow(self, sampler_id: str, session_id: str, model_id: str) -> None:
-        """Let a sampling session sample from a model in training, with the weights that were published last."""
+        """Let a sampling session sample from a model in training, with the most recently published weights."""
         self._samplers[sampler_id] = _Sampler(session_id, TrainingWeights(model_id))
 
     async def keep_snapshot(self, sampler_id: str, session_id: str, training: Training) -> None:
@@ -83,7 +84,7 @@ class SamplingSessions:
             await asyncio.to_thread(shutil.rmtree, snapshot / unused, ignore_errors=True)
 
     async def delete_snapshots(self, is_finished: Callable[[str], bool]) -> None:
-        """Delete the snapshots of finished sessions, long-unused snapshots, and the oldest of too many."""
+        """Delete snapshots that belong to finished sessions, are long unused, or exceed the maximum number."""
         of_use = sorted(
             ((key, it) for key, it in self._samplers.items() if it.snapshot is not None), key=lambda it: it[1].used_at
         )
@@ -95,7 +96,7 @@ class SamplingSessions:
                 await asyncio.to_thread(shutil.rmtree, sampler.snapshot, ignore_errors=True)
 
     def forget(self, session_id: str) -> None:
-        """Discard the sampling sessions of a finished session, whose snapshots have been deleted."""
+        """Discard the sampling sessions of a finished session. Their snapshots have already been deleted."""
         for sampler_id in self.ids_of(session_id):
             del self._samplers[sampler_id]
 
@@ -108,7 +109,7 @@ class SamplingSessions:
         return sampler_id
 
     def join(self, sampler_id: str) -> int:
-        """Return the number of a further client of a sampling session; the first client has 0."""
+        """Return the number of a further client of a sampling session; the first client has number 0."""
         sampler = self._sampler(sampler_id)
         sampler.num_joined += 1
         return sampler.num_joined
@@ -152,7 +153,7 @@ class SamplingSessions:
         return found
 
     async def _sampled_from(self, weights: Weights, asked: Sample) -> tuple[bytes, Sequence[Completion]]:
-        """Sample again if the server ends meanwhile."""
+        """Sample, and try again if the server ends before it has answered."""
         for is_last in (*[False] * (_NUM_TRIES - 1), True):
             try:
                 async with self._backend.sampling_from(weights) as endpoint:
@@ -173,7 +174,7 @@ class SamplingSessions:
         if sampler_id not in self._samplers:
             raise NotFoundError(
                 f"sampling session {sampler_id!r} does not exist: the server has been restarted, or the snapshot was "
-                f"deleted (the {_NUM_SNAPSHOTS} used last are kept, for {_SNAPSHOT_S:g} s after their last use)"
+                f"deleted (the {_NUM_SNAPSHOTS} used most recently are kept for {_SNAPSHOT_S:g} s)"
             )
         return self._samplers[sampler_id]
 

@@ -1,4 +1,4 @@
-"""Sampling and scoring for Tinker's API: conversion of its requests to the contract's, and of the answers to its own.
+"""Sampling and scoring for Tinker's API: conversion of its requests to the contract's, and of the answers back.
 
 Shape suffixes: N prompt tokens, K alternatives.
 """
@@ -25,7 +25,10 @@ _STOP_REASONS = {"stop": 0, "length": 1}
 
 
 def generate_request_of(sample: Sample, token_ids: tuple[int, ...]) -> GenerateRequest:
-    """Return the request for the samples. Without ``stop``, only the end of sequence ends one; ``[]`` disables it."""
+    """Return the request for the samples.
+
+    Without ``stop``, only the end-of-sequence token ends a sample; with ``[]``, it does not end one either.
+    """
     asked = sample.sampling_params
     stop = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop or [])
     try:
@@ -133,7 +136,7 @@ async def _score(
 
 
 def _fill_top(message: Any, scored: ScoreResponse | None, num_before: int, k: int) -> None:
-    """Write the likeliest tokens as rows of ``k``, after ``num_before`` rows without any."""
+    """Write the likeliest tokens as rows of ``k``, after ``num_before`` empty rows."""
     rows = [] if scored is None else scored.top_token_ids
     ids_NK = np.zeros((num_before + len(rows), k), "<i4")
     logprobs_NK = np.full(ids_NK.shape, _EMPTY_CELL, "<f4")
@@ -145,7 +148,7 @@ def _fill_top(message: Any, scored: ScoreResponse | None, num_before: int, k: in
 
 
 def _targets(tensor: TensorData, num_tokens: int) -> Array:
-    """Return the tokens to score at the position of each prompt token but the first, int64 [N - 1, K]; -1 for none."""
+    """Return the tokens to score in place of each prompt token but the first, int64 [N - 1, K]; -1 means none."""
     shape = tuple(tensor.shape or ())
     if len(shape) != 2 or shape[0] != num_tokens - 1 or shape[1] < 1:
         raise InvalidRequestError(
@@ -175,7 +178,7 @@ def _targets(tensor: TensorData, num_tokens: int) -> Array:
 
 
 def _fill_targets(message: Any, asked: TensorData, targets_NK: Array, found_NK: Array) -> None:
-    """Write the scores in the layout of the request; cells without a request receive 0."""
+    """Write the scores in the layout of the request; cells for which no score was requested receive 0."""
     found_NK = np.where(targets_NK < 0, np.float32(0.0), found_NK).astype("<f4")
     message.dtype = 1
     message.shape.extend(found_NK.shape)

@@ -39,11 +39,11 @@ from inflight.dialects.tinker.samplers import NotFoundError, SamplingSessions, c
 from inflight.errors import InvalidRequestError, UnsupportedError, WorkerDiedError
 
 IDLE_S = 1800.0
-"""Seconds without a heartbeat after which a session has ended. Clients send one every 10 s, unless suspended."""
+"""Seconds without a heartbeat after which a session ends. Clients send a heartbeat every 10 s, unless suspended."""
 _NUM_FINISHED = 1000
-"""Number of finished sessions that can still be described on request."""
+"""Number of finished sessions that can still be queried."""
 SILENT_S = 60.0
-"""Seconds of silence of its client after which a model may be replaced by a new one. Its state is saved for a week."""
+"""Seconds of silence of its client after which a new model may replace a model, whose state is saved for a week."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,13 +54,13 @@ class _Model:
     user_metadata: Mapping[str, Any] | None
     calls: OrderedCalls
     training: Training | None = None
-    """Its ranks; None until they are ready, and after the model has ended."""
+    """The model's ranks; None until they are ready, and after the model has ended."""
     last_saved: str = ""
-    """The path of its last saved state."""
+    """The path of the model's last saved state."""
     end: str = ""
     """Why the model has ended."""
     created: str = ""
-    """The request id of the future that creates it."""
+    """The request id of the future that creates the model."""
     last_request_at: float = field(default_factory=time.time)
 
 
@@ -75,8 +75,7 @@ class _Session:
 class TinkerService:
     """The server's state. Belongs to one event loop. Methods raise `InflightError` and `NotFoundError`.
 
-    Calls of a model that return a request id run in the order of their numbers; their failures are reported by the
-    future.
+    Calls of a model that return a request id run in the order of their numbers, and their futures report failures.
     """
 
     def __init__(self, backend: Backend, directory: Path) -> None:
@@ -85,7 +84,7 @@ class TinkerService:
         self.store = CheckpointStore(directory / "checkpoints")
         self.futures = Futures()
         self.is_stopping = False
-        """Whether every further request is refused."""
+        """Whether the server refuses every further request."""
         self._creating = asyncio.Lock()
         self._sessions: dict[str, _Session] = {}
         self._models: dict[str, _Model] = {}
@@ -99,7 +98,7 @@ class TinkerService:
         return session_id
 
     def session_ids(self) -> list[str]:
-        """Return the sessions since the server was started, newest first."""
+        """Return the ids of the sessions since the server was started, newest first."""
         return list(reversed(self._sessions))
 
     def session_info(self, session_id: str) -> dict[str, Any]:
@@ -126,10 +125,7 @@ class TinkerService:
             await self._end_models(session_id)
 
     async def end_idle_sessions(self, interval_s: float = 30.0) -> None:
-        """End sessions whose clients have been silent for `IDLE_S` until cancelled.
-
-        Unused snapshots and expired checkpoints are deleted as well.
-        """
+        """Until cancelled, end sessions whose clients were silent for `IDLE_S`, and delete what is unused or expired."""
         while True:
             await asyncio.sleep(interval_s)
             await asyncio.to_thread(self.store.delete_expired)
@@ -140,7 +136,7 @@ class TinkerService:
             self._forget_sessions()
 
     def _forget_sessions(self) -> None:
-        """Forget all but the newest finished sessions, with their models and sampling sessions."""
+        """Discard all but the newest finished sessions, together with their models and sampling sessions."""
         finished = [key for key, it in self._sessions.items() if it.is_finished]
         for session_id in finished[: max(0, len(finished) - _NUM_FINISHED)]:
             del self._sessions[session_id]
@@ -164,7 +160,7 @@ class TinkerService:
             await training.aclose()
 
     async def _make_room(self) -> None:
-        """End a model whose client is silent if there is no room for another. Raises `UnsupportedError` if none is."""
+        """If no slot is free, end the model of a silent client. Raises `UnsupportedError` if no client is silent."""
         alive = [model for model in self._models.values() if model.training is not None]
         if len(alive) < self.backend.max_models:
             return
@@ -174,7 +170,7 @@ class TinkerService:
             raise UnsupportedError(
                 f"these models are in training: {', '.join(it.model_id for it in alive)}; this server trains at most "
                 f"{len(alive)} at a time (--models): close their clients; {SILENT_S:g} s after a client has ended "
-                "without closing, its model makes room"
+                "without closing, another model can take its place"
             )
         name = f"retired-{uuid.uuid4().hex[:8]}"
         asked = SaveWeights(model_id=model.model_id, seq_id=0, ttl_seconds=7 * 86_400)
@@ -204,7 +200,7 @@ class TinkerService:
         _check_optimizer(asked.optimizer_config)
         checkpoint = self.store.find(asked.path)
         if checkpoint.kind != "weights" and asked.optimizer:
-            raise InvalidRequestError(f"{asked.path} is a checkpoint for sampling: it has no optimizer's state")
+            raise InvalidRequestError(f"{asked.path} is a checkpoint for sampling: it has no optimizer state")
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
         loaded = (checkpoint.path, asked.optimizer, asked.path)
         return self._begin_model(
@@ -253,7 +249,7 @@ class TinkerService:
         return model.created
 
     def info(self, model_id: str) -> dict[str, Any]:
-        """Return the information about a model that clients request."""
+        """Return the information that clients request about a model."""
         model = self._model(model_id)
         return {
             "type": "get_info",
@@ -278,7 +274,7 @@ class TinkerService:
 
     @contextlib.contextmanager
     def _training(self, model: _Model) -> Iterator[Training]:
-        """Yield the ranks of a model. If they have ended, the error states where its last state is."""
+        """Yield the ranks of a model. If they have ended, raises an error that names the model's last saved state."""
         training = model.training
         if training is None:
             raise InvalidRequestError(self._ended_text(model, f"model {model.model_id!r} has ended"))
@@ -297,7 +293,7 @@ class TinkerService:
     # --------------------------------------------------------------------------------------------------- training
 
     def forward_backward(self, content: bytes) -> tuple[str, str]:
-        """Return request id and model id for a protobuf ``ForwardBackwardRequest``."""
+        """Return the request id and the model id for a protobuf ``ForwardBackwardRequest``."""
         request = parse("ForwardBackwardRequest", content)
         model = self._model(request.model_id)
         loss_fn, forward_only = request.loss_fn, request.forward_only
@@ -412,7 +408,7 @@ class TinkerService:
     # ------------------------------------------------------------------------------------------------------- lists
 
     def training_run(self, model_id: str) -> dict[str, Any]:
-        """Return the entry of a model, in training or with checkpoints. Raises `NotFoundError`."""
+        """Return the entry of a model that is in training or has checkpoints. Raises `NotFoundError`."""
         saved, model = self.store.of_model(model_id), self._models.get(model_id)
         if not saved and model is None:
             raise NotFoundError(f"there is no training run {model_id!r}")

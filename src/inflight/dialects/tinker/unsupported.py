@@ -1,4 +1,4 @@
-"""Routes of Tinker's API that are refused, with the reason."""
+"""Routes of Tinker's API that are refused, with the reasons."""
 
 from __future__ import annotations
 

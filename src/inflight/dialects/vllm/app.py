@@ -1,4 +1,4 @@
-"""The application with vLLM's routes. The routes of updates exist only with a `DirectoryUpdates`."""
+"""The application with vLLM's routes. The routes for updates exist only if a `DirectoryUpdates` is passed."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def vllm_app(
 ) -> Starlette:
     """Return the application. ``token`` guards the routes that change a server; None leaves them open.
 
-    ``decode`` returns the text of token ids, for ``/v1/completions``; without it, texts are empty. Without ``encode``,
-    prompts that are texts are refused.
+    ``decode`` returns the text of token ids, for ``/v1/completions``; without it, the returned text is empty. Without
+    ``encode``, text prompts are refused.
     """
     pool = EndpointPool(endpoints)
     running = RunningRequests(pool, updates)
@@ -127,7 +127,7 @@ def vllm_app(
         return ok(server_load=running.num_completions)
 
     adapters: dict[str, int] = {}
-    """The version with which each adapter that was not unloaded arrived, by its name."""
+    """The version with which each adapter was loaded, by name; adapters that were unloaded are removed."""
 
     async def names() -> list[str]:
         return [(await pool.capabilities()).model, *adapters]
@@ -165,7 +165,7 @@ def _add_updates(
     updates: DirectoryUpdates,
     adapters: dict[str, int],
 ) -> None:
-    """Add the routes that change what the endpoints serve, or how, and those that report it."""
+    """Add the routes that change or report what the endpoints serve and whether they are paused."""
     phase = _Phase()
     adapter_lock = asyncio.Lock()
 
@@ -227,7 +227,7 @@ def _add_updates(
                 )
             if len(adapters) >= _MAX_ADAPTERS:
                 raise InvalidRequestError(
-                    f"{_MAX_ADAPTERS} adapters are already named, the maximum; unload some of them"
+                    f"{_MAX_ADAPTERS} adapters, the maximum, are already loaded; unload some of them"
                 )
             adapters[body.lora_name] = await updates.load_adapter(body.lora_path, label=body.lora_name)
         return ok(status="loaded", weight_version=body.lora_name)
@@ -275,7 +275,7 @@ def _add_updates(
 
 
 class _Phase:
-    """The four phases of an update: start, any number of announcements, finish."""
+    """The state of an update in four phases: a start, any number of announcements, and a finish."""
 
     def __init__(self) -> None:
         self._directory: str | None = None

@@ -1,4 +1,4 @@
-"""The messages of vLLM's routes, and their conversion to the contract's. Field names are vLLM's."""
+"""The messages of vLLM's routes, with vLLM's field names, and their conversion to the contract's messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DialectMessage(BaseModel):
 
 
 class EngineSampling(DialectMessage):
-    """Sampling parameters as vLLM names them; those that inflight does not support must have their neutral values."""
+    """Sampling parameters under vLLM's names; those that inflight does not support must have their neutral values."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -59,7 +59,7 @@ class EngineSampling(DialectMessage):
     detokenize: bool = True
 
     def sampling(self) -> SamplingParams:
-        """Return the contract's parameters. Raises `InvalidRequestError`."""
+        """Return these as the contract's parameters. Raises `InvalidRequestError`."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         try:
             return SamplingParams(
@@ -119,7 +119,7 @@ class CompletionsBody(EngineSampling):
 
 
 class UpdateBody(DialectMessage):
-    """Body of ``/update_weights``: a directory, as prime-rl sends it, or with the names of the four phases."""
+    """Body of ``/update_weights``: a directory, as prime-rl sends it or under the field names of the four phases."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -175,7 +175,10 @@ def token_ids_of(
     *,
     specials: bool = True,
 ) -> tuple[int, ...]:
-    """Return the token ids of a prompt: a text, token ids, or a list of one of these. Raises `InvalidRequestError`."""
+    """Return the token ids of a prompt, which is text, token ids, or a list with one of these.
+
+    Raises `InvalidRequestError`.
+    """
     first = prompt if isinstance(prompt, str) else prompt[0]
     if isinstance(first, int):
         return tuple(prompt)  # type: ignore[arg-type]
@@ -200,7 +203,7 @@ def score_request(token_ids: Sequence[int], top_k: int) -> ScoreRequest:
 
 
 def weight_versions_of(spans: Sequence[VersionSpan], label_of: Labels) -> list[dict[str, Any]]:
-    """Return spans as vLLM and SGLang report them."""
+    """Return version spans in the form in which vLLM and SGLang report them."""
     return [{"version": label_of(it.version), "start": it.start, "end": it.end} for it in spans]
 
 
@@ -243,7 +246,7 @@ def completions_answer(
     texts: Sequence[str],
     label_of: Labels,
 ) -> dict[str, Any]:
-    """Return the answer of ``/v1/completions``, with token ids and the version of each token in addition."""
+    """Return the answer of ``/v1/completions``, extended by the token ids and the version of each token."""
     num_tokens = sum(len(completion.token_ids) for completion in answer.completions)
     return {
         "id": answer.request_id,
@@ -277,7 +280,7 @@ def completions_answer(
 
 
 def chat_answer(answer: ChatCompletion, label_of: Labels) -> dict[str, Any]:
-    """Return the answer of ``/v1/chat/completions``, with the version of each token in addition."""
+    """Return the answer of ``/v1/chat/completions``, extended by the version of each token."""
     found = answer.model_dump(mode="json")
     for choice, sampled in zip(found["choices"], answer.choices, strict=True):
         choice["weight_versions"] = weight_versions_of(sampled.version_spans, label_of)

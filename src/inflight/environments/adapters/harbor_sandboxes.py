@@ -269,7 +269,7 @@ def _kill_namespace(pid: int) -> None:
 
 @dataclass(frozen=True)
 class ContainerSandbox:
-    """A container for the agent and, once that has ended, another for the verifier with the files that the agent left."""
+    """A container for the agent and then another one for the verifier, with the files that the agent left."""
 
     task: HarborTask
     base: Path

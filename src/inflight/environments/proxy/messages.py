@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``: converts its requests to chat requests, and answers to Anthropic's messages and events."""
+"""Anthropic's ``/v1/messages``: converts requests to chat requests, and answers to Anthropic's messages and events."""
 
 from __future__ import annotations
 
